@@ -125,19 +125,29 @@ struct GatedActivationArgs {
   int64_t scales_stride;  // between blocks of scales_BN, at least N
 };
 
-// The operator few_rows: the experts stage. Weights and rows are fp8 with scales for blocks of kScaleBlock, or all
-// bf16.
+// The operator dequantize_mxfp4.
+struct DequantizeArgs {
+  const void* codes;  // pairs of e2m1 in bytes, contiguous
+  const uint8_t* scales;
+  int64_t num_groups;  // of kMxfp4Group codes, each with a scale
+  void* out;           // bf16
+};
+
+// Weights of experts: bf16; fp8 with scales for blocks of kScaleBlock; MXFP4.
+enum class WeightFormat : uint8_t { kBf16, kFp8, kMxfp4 };
+
+// The operator few_rows: the experts stage. Rows are fp8 with scales for kScaleBlock where weights are fp8, else bf16.
 struct FewRowsArgs {
-  bool fp8;
-  bool wide;            // experts have more than 8 rows, mostly
+  WeightFormat format;
+  uint8_t token_tiles;  // of 8 rows of an expert, which share a reading of its weights
   const void* rows_ND;  // contiguous
   const float* row_scales_NB;
   int64_t row_scales_stride;  // between rows
   const void* gate_up_e2FD;   // F gates, then F ups; or by turns
-  const float* gate_up_scales;
+  const void* gate_up_scales;
   const void* gate_up_bias;  // bf16 [e, 2F], in the order of gate_up, or null
   const void* down_eDF;
-  const float* down_scales;
+  const void* down_scales;
   const void* down_bias;  // bf16 [e, D], or null
   Segments segments;
   int64_t N, D, F;

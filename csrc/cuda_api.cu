@@ -65,6 +65,7 @@ constexpr Api kApi = {
     .quantize = kEntry<quantize>,
     .gated_activation = kEntry<gated_activation>,
     .scales_by_block = kEntry<scales_by_block>,
+    .dequantize_mxfp4 = kEntry<dequantize_mxfp4>,
     .few_rows = kEntry<few_rows>,
     .grouped_gemm = kEntry<grouped_gemm>,
     .weighted_gates = kEntry<weighted_gates>,

@@ -26,6 +26,7 @@ struct Api {
   int (*quantize)(const QuantizeArgs& args, Stream stream);
   int (*gated_activation)(const GatedActivationArgs& args, Stream stream);
   int (*scales_by_block)(const ScalesByBlockArgs& args, Stream stream);
+  int (*dequantize_mxfp4)(const DequantizeArgs& args, Stream stream);
   int (*few_rows)(const FewRowsArgs& args, Stream stream);
   int (*grouped_gemm)(const GroupedGemmArgs& args, Stream stream);
   int (*weighted_gates)(const WeightedGatesArgs& args, Stream stream);

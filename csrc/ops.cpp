@@ -219,13 +219,47 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
   return out;
 }
 
-// Weights [e, n, k] of few_rows, which reads them 16 bytes at a time.
-const void* few_rows_weights(const Tensor& weights, int64_t e, int64_t n, int64_t k, ScalarType dtype) {
-  STD_TORCH_CHECK(weights.scalar_type() == dtype && weights.is_contiguous() && weights.dim() == 3 &&
-                      weights.size(0) == e && weights.size(1) == n && weights.size(2) == k &&
+// Weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32] of scales.
+void check_mxfp4(const Tensor& codes, const Tensor& scales) {
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && scales.scalar_type() == ScalarType::Byte &&
+                      codes.dim() == 3 && scales.dim() == 3 && codes.is_contiguous() && scales.is_contiguous() &&
+                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && scales.size(0) == codes.size(0) &&
+                      scales.size(1) == codes.size(1) && scales.size(2) * kMxfp4Group == 2 * codes.size(2),
+                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
+}
+
+Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
+  check_mxfp4(codes, scales);
+  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
+  Tensor out = empty_like_device(codes, {e, n, k}, ScalarType::BFloat16);
+  DequantizeArgs args{codes.data_ptr(), static_cast<const uint8_t*>(scales.data_ptr()), e * n * (k / kMxfp4Group),
+                      out.data_ptr()};
+  launch_on_device_of(codes,
+                      [&](const cuda::Api& api, cuda::Stream stream) { return api.dequantize_mxfp4(args, stream); });
+  return out;
+}
+
+// Weights [e, n, k] of few_rows, which reads them 16 bytes at a time, and their scales, or null.
+struct FewRowsWeights {
+  const void *values, *scales;
+};
+
+FewRowsWeights few_rows_weights(const Tensor& weights, const std::optional<Tensor>& scales, int64_t e, int64_t n,
+                                int64_t k, WeightFormat format) {
+  constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn, ScalarType::Byte};
+  const bool packed = format == WeightFormat::kMxfp4;
+  STD_TORCH_CHECK(weights.scalar_type() == kTypes[static_cast<int>(format)] && weights.is_contiguous() &&
+                      weights.dim() == 3 && weights.size(0) == e && weights.size(1) == n &&
+                      weights.size(2) == (packed ? k / 2 : k) &&
                       reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0,
-                  "weights must be contiguous [e, n, k], aligned to 16 bytes, in the dtype of the rows");
-  return weights.data_ptr();
+                  "weights must be contiguous [e, n, k], aligned to 16 bytes, in one dtype");
+  STD_TORCH_CHECK(scales.has_value() == (format != WeightFormat::kBf16), "weights must have scales, but bfloat16 none");
+  if (format == WeightFormat::kBf16) return {weights.data_ptr(), nullptr};
+  if (packed) {
+    check_mxfp4(weights, *scales);
+    return {weights.data_ptr(), scales->data_ptr()};
+  }
+  return {weights.data_ptr(), pointer<float>(scales, e * (n / kScaleBlock) * (k / kScaleBlock), "scales")};
 }
 
 const void* few_rows_bias(const std::optional<Tensor>& bias, int64_t e, int64_t n) {
@@ -239,17 +273,20 @@ Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, con
                 const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
                 const Tensor& down, const std::optional<Tensor>& down_scales, const std::optional<Tensor>& down_bias,
                 const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert, bool interleaved,
-                double limit, double alpha, double up_offset, bool wide) {
+                double limit, double alpha, double up_offset, int64_t token_tiles) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
-  int64_t N = rows.size(0), D = rows.size(1), F = down.size(2), e = segments.num_local_experts;
-  bool fp8 = dtype_of(rows) == DType::kFloat8E4M3;
-  int64_t step = fp8 ? kScaleBlock : kScaleBlock / 2;
+  const WeightFormat format = down.scalar_type() == ScalarType::Byte ? WeightFormat::kMxfp4
+                              : dtype_of(down) == DType::kFloat8E4M3 ? WeightFormat::kFp8
+                                                                     : WeightFormat::kBf16;
+  const bool fp8 = format == WeightFormat::kFp8, packed = format == WeightFormat::kMxfp4;
+  int64_t N = rows.size(0), D = rows.size(1), F = down.size(2) * (packed ? 2 : 1), e = segments.num_local_experts;
+  int64_t step = fp8 ? kScaleBlock : packed ? kMxfp4Group : kScaleBlock / 2;
   STD_TORCH_CHECK(rows.is_contiguous() && reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
-                      (fp8 || dtype_of(rows) == DType::kBFloat16),
-                  "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn or bfloat16");
-  STD_TORCH_CHECK(D % step == 0 && F % step == 0, "D and F must be multiples of 128, in bfloat16 of 64");
-  STD_TORCH_CHECK(fp8 == row_scales.has_value() && fp8 == gate_up_scales.has_value() && fp8 == down_scales.has_value(),
-                  "rows and weights in fp8, and no others, come with scales");
+                      dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
+                  "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such weights, else bfloat16");
+  STD_TORCH_CHECK(D % step == 0 && F % step == 0, "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
+  STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
+  STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 2 || (packed && token_tiles == 4), "token_tiles must be 1 or 2");
   STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
   if (fp8) {
     check_rows(*row_scales, "row_scales");
@@ -257,21 +294,22 @@ Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, con
                         row_scales->size(1) == D / kScaleBlock,
                     "row_scales must be float32 [N, D / 128]");
   }
-  int64_t blocks = D / kScaleBlock * (F / kScaleBlock);
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
   Tensor exponents = empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
+  auto [gate_up_values, gate_up_scale_values] = few_rows_weights(gate_up, gate_up_scales, e, 2 * F, D, format);
+  auto [down_values, down_scale_values] = few_rows_weights(down, down_scales, e, D, F, format);
   FewRowsArgs args{
-      .fp8 = fp8,
-      .wide = wide,
+      .format = format,
+      .token_tiles = static_cast<uint8_t>(token_tiles),
       .rows_ND = rows.data_ptr(),
       .row_scales_NB = fp8 ? static_cast<const float*>(row_scales->data_ptr()) : nullptr,
       .row_scales_stride = fp8 ? row_scales->stride(0) : 0,
-      .gate_up_e2FD = few_rows_weights(gate_up, e, 2 * F, D, rows.scalar_type()),
-      .gate_up_scales = pointer<float>(gate_up_scales, 2 * e * blocks, "gate_up_scales"),
+      .gate_up_e2FD = gate_up_values,
+      .gate_up_scales = gate_up_scale_values,
       .gate_up_bias = few_rows_bias(gate_up_bias, e, 2 * F),
-      .down_eDF = few_rows_weights(down, e, D, F, rows.scalar_type()),
-      .down_scales = pointer<float>(down_scales, e * blocks, "down_scales"),
+      .down_eDF = down_values,
+      .down_scales = down_scale_values,
       .down_bias = few_rows_bias(down_bias, e, D),
       .segments = segments,
       .N = N,
@@ -302,6 +340,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   implement(library);
+  library.impl("dequantize_mxfp4", TORCH_BOX(&dequantize_mxfp4));
   library.impl("few_rows", TORCH_BOX(&few_rows));
 }
 

@@ -25,6 +25,7 @@ from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
+from epmoe.local.gemm.gemm import plain_shape
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
 from epmoe.native import opaque
@@ -161,7 +162,7 @@ class MoELayer(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("order", ep.order, persistent=False)
         self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
-        if held is not None or isinstance(experts, GroupedExperts) and experts.is_fp8:  # which serve only
+        if held is not None or isinstance(experts, GroupedExperts) and experts.is_quantized:  # which serve only
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
@@ -222,7 +223,8 @@ class MoELayer(nn.Module):
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
             dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for masters, to which fp8 and
-                MXFP4 are dequantized. By default the checkpoint's, but fp8 for MXFP4 where no value changes.
+                MXFP4 are dequantized. By default the checkpoint's; MXFP4 on other devices than GPUs of compute
+                capability 9 becomes fp8 where no value changes, else bf16.
             options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
                 compute is by default as in the config.
 
@@ -279,8 +281,8 @@ class MoELayer(nn.Module):
             raise ValueError("`adapters` must be given to the layer, which has no room for any")
         assert isinstance(self.experts, GroupedExperts)
         experts = [max(expert, 0) for expert in self.ep.logical_experts(self.tag)]
-        _, D, wide = self.experts.w_gate_up.mT.shape
-        sizes = self.ep.config.model.num_experts, D, wide, self.experts.w_down.shape[2]
+        _, D, width = plain_shape(self.experts.w_down)
+        sizes = self.ep.config.model.num_experts, D, 2 * width, width
         self.adapters.put(number, load_adapter(folder, block, experts, sizes))
 
     def forward(

@@ -1,4 +1,5 @@
-"""Experts and rows for the tests of GroupedExperts: bf16, fp8 and gpt-oss's, with gaps of NaN between segments."""
+"""Experts and rows for the tests of GroupedExperts: bf16, fp8, MXFP4 and gpt-oss's, with gaps of NaN between
+segments."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from epmoe.local.quantize import dequantize_weights
 from epmoe.local.reference import swiglu_reference
 
 E, D, F, BLOCK = 4, 256, 128, 128
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+FP8, BF16, MXFP4 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 # Segments at multiples of 128, of 3, 0, 130 and 128 rows; the last 128 rows belong to nobody.
 OFFSETS, TOKENS, N = [0, 128, 128, 384, 512], [3, 0, 130, 128], 640
@@ -26,6 +27,16 @@ def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scales[:, :, None, :, None]).view(e, n, k).to(FP8), scales
 
 
+def random_mxfp4(e: int, n: int, k: int, *, seed: int, scales: tuple[int, int] = (-3, 2)) -> tuple[Tensor, Tensor]:
+    """Codes [e, n, k/2] and scales [e, n, k/32]: powers of two in a range, over about √k."""
+    generator = torch.Generator().manual_seed(seed)
+    one = 127 - round(torch.tensor(k).log2().item() / 2)
+    codes = torch.randint(256, (e, n, k // 2), generator=generator, dtype=torch.uint8)
+    return codes, torch.randint(
+        one + scales[0], one + scales[1] + 1, (e, n, k // 32), generator=generator, dtype=torch.uint8
+    )
+
+
 def weights(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """The arguments of GroupedExperts."""
     gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
@@ -33,6 +44,9 @@ def weights(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     if dtype == FP8:
         given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
         given["w_down"], given["down_scales"] = quantized(down)
+    elif dtype == MXFP4:
+        given["w_gate_up"], given["gate_up_scales"] = random_mxfp4(E, 2 * F, D, seed=1)
+        given["w_down"], given["down_scales"] = random_mxfp4(E, D, F, seed=2)
     elif dtype != BF16:
         given = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}
     return {name: tensor.to(device) for name, tensor in given.items()}
@@ -57,7 +71,7 @@ def inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 def want(experts: epmoe.GroupedExperts, rows: Tensor) -> Tensor:
     """The real rows of the output in fp64."""
     gate_up, down = experts.w_gate_up.data, experts.w_down.data
-    if experts.is_fp8:
+    if experts.is_quantized:
         gate_up = dequantize_weights(gate_up, experts.gate_up_scales, torch.float64)
         down = dequantize_weights(down, experts.down_scales, torch.float64)
     expert = swiglu_reference(gate_up.cpu(), down.cpu())

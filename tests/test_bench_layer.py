@@ -39,7 +39,7 @@ def _worker(folder: Path) -> None:
     lines: list[str] = []
     report = layer.run(Job(_config(), TOKENS, 2, advance=lambda: steps.append(None), log=lines.append))
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
-    cases = [f"{T} tokens, {precision}" for precision in ("plain", "fp8") for T in TOKENS]
+    cases = [f"{T} tokens, {precision}" for precision in ("plain", "fp8", "MXFP4") for T in TOKENS]
     assert [line.partition(":")[0] for line in lines] == cases
     combine = ExpertParallel.combine
     for broken in (lambda *given: combine(*given) * 1.2, lambda *given: combine(*given) * torch.nan):
@@ -59,7 +59,8 @@ def test_two_ranks(tmp_path):
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["left_out"] == {"plain, DeepGEMM": "DeepGEMM is for GPUs"}
     rows = content["results"]
-    assert [(row["tokens"], row["precision"]) for row in rows] == [(T, p) for T in TOKENS for p in ("plain", "fp8")]
+    precisions = ("plain", "fp8", "MXFP4")
+    assert [(row["tokens"], row["precision"]) for row in rows] == [(T, p) for T in TOKENS for p in precisions]
     for row in rows:
         assert min(row["layer"], row["experts"], row["exchange"]) > 0 and row["side"] == "epmoe, torch"
         assert row["on_top"] == row["layer"] - row["experts"]
@@ -82,6 +83,9 @@ def test_the_table_says_what_was_left_out():
         ({"intermediate_size": 96}, Precision.FP8, "D and F must be multiples of 128, got 256 and 96"),
         ({}, Precision.PLAIN_DEEP_GEMM, "DeepGEMM is for GPUs"),
         ({}, Precision.FP8, None),
+        ({"intermediate_size": 96}, Precision.MXFP4, None),
+        ({"intermediate_size": 80}, Precision.MXFP4, "D and F must be multiples of 32, got 256 and 80"),
+        ({"dtype": "float32"}, Precision.MXFP4, "it computes in bfloat16, and `model.dtype` is float32"),
         ({"dtype": "float32", "intermediate_size": 96}, Precision.PLAIN, None),
     ],
 )
@@ -89,7 +93,7 @@ def test_what_cannot_be_measured(model, precision, reason):
     assert layer_sides.problem_with(precision, _config(model=model), CPU) == reason
 
 
-@pytest.mark.parametrize("precision", [Precision.PLAIN, Precision.FP8])
+@pytest.mark.parametrize("precision", [Precision.PLAIN, Precision.FP8, Precision.MXFP4])
 def test_copies_of_an_expert_have_its_weights(precision):
     """Expert 0 of rank 0 has its copy, physical expert 7, on rank 1."""
     config = _config()

@@ -7,34 +7,45 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, GPT_OSS, quantized
+from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, quantized, random_mxfp4
 from helpers import ON_GPUS, alone, poison_, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.local.gemm.few_rows import MOST_ROWS, FewRows
+from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, FewRowsOfMxfp4
 from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.quantize import dequantize_rows, dequantize_weights
+from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
 
 WIDTH, MIDDLE = 512, 256  # D and F
 COUNTS = [1, 0, 8, 9, 3, 0, 17, 100]  # rows of each expert
-LIMITS = {BF16: 0.02, FP8: 0.06}  # error of a row, over its norm: fp8 has three bits of mantissa between the products
+# Error of a row, over its norm: fp8 has three bits of mantissa between the products.
+LIMITS = {BF16: 0.02, FP8: 0.06, MXFP4: 0.02}
 
 
-def built(dtype: torch.dtype, device: torch.device, gpt_oss: bool = False, **options: object) -> epmoe.GroupedExperts:
-    e = len(COUNTS)
-    gate_up, down = randn(e, 2 * MIDDLE, WIDTH, seed=1) / WIDTH**0.5, randn(e, WIDTH, MIDDLE, seed=2) / MIDDLE**0.5
+def built(
+    dtype: torch.dtype,
+    device: torch.device,
+    gpt_oss: bool = False,
+    sizes: tuple[int, int] = (WIDTH, MIDDLE),
+    **options: object,
+) -> epmoe.GroupedExperts:
+    e, (width, middle) = len(COUNTS), sizes
+    gate_up, down = randn(e, 2 * middle, width, seed=1) / width**0.5, randn(e, width, middle, seed=2) / middle**0.5
     given: dict[str, object] = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
     if dtype == FP8:
         given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
         given["w_down"], given["down_scales"] = quantized(down)
+    elif dtype == MXFP4:
+        given["w_gate_up"], given["gate_up_scales"] = random_mxfp4(e, 2 * middle, width, seed=1)
+        given["w_down"], given["down_scales"] = random_mxfp4(e, width, middle, seed=2, scales=(-3, 8))  # also above 2
     if gpt_oss:
         given |= {
-            "gate_up_bias": randn(e, 2 * MIDDLE, seed=3, dtype=BF16),
-            "down_bias": randn(e, WIDTH, seed=4, dtype=BF16),
+            "gate_up_bias": randn(e, 2 * middle, seed=3, dtype=BF16),
+            "down_bias": randn(e, width, seed=4, dtype=BF16),
         }
         given |= GPT_OSS
     return epmoe.GroupedExperts(**given | options).to(device)
@@ -49,17 +60,20 @@ def segments(counts: list[int], gap: int = 5) -> tuple[list[int], Tensor, Tensor
 
 
 class Rows:
-    """Rows of segments, NaN in gaps and behind the last; in fp8 with scales."""
+    """Rows of segments, NaN in gaps and behind the last; for weights in fp8 in fp8 with scales."""
 
-    def __init__(self, counts: list[int], dtype: torch.dtype, device: torch.device, seed: int = 5) -> None:
+    def __init__(
+        self, counts: list[int], weights: torch.dtype, device: torch.device, seed: int = 5, width: int = WIDTH
+    ) -> None:
+        dtype = FP8 if weights == FP8 else BF16
         starts, self.offsets, self.tokens = (x if isinstance(x, list) else x.to(device) for x in segments(counts))
         self.real = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]).to(device)
         self.expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         N = int(self.offsets[-1]) + 64
-        self.plain = randn(len(self.real), WIDTH, seed=seed, dtype=BF16).to(device)
-        self.rows, self.scales = poison_(torch.empty(N, WIDTH, dtype=dtype, device=device)), None
+        self.plain = randn(len(self.real), width, seed=seed, dtype=BF16).to(device)
+        self.rows, self.scales = poison_(torch.empty(N, width, dtype=dtype, device=device)), None
         if dtype == FP8:
-            self.scales = poison_(torch.empty(N, WIDTH // 128, device=device))
+            self.scales = poison_(torch.empty(N, width // 128, device=device))
             self.rows.view(torch.uint8)[self.real], self.scales[self.real] = (
                 t.view(torch.uint8) if t.dtype == FP8 else t for t in epmoe.quantize_fp8(self.plain)
             )
@@ -77,22 +91,26 @@ class Rows:
         rows, plain = self.rows[self.real], {name: tensor.double() for name, tensor in experts.named_parameters()}
         if experts.is_fp8:
             rows = dequantize_rows(rows, self.scales[self.real], torch.float64)
+        if experts.is_quantized:
             for name in ("gate_up", "down"):
-                scales = plain.pop(f"{name}_scales")
-                plain[f"w_{name}"] = dequantize_weights(getattr(experts, f"w_{name}").data, scales, torch.float64)
+                weights, scales = getattr(experts, f"w_{name}").data, getattr(experts, f"{name}_scales").data
+                plain.pop(f"{name}_scales")
+                plain[f"w_{name}"] = dequantize_weights(weights, scales, torch.float64)
         options = {name: getattr(experts, name) for name in GPT_OSS}
         wide = epmoe.GroupedExperts(**{name: tensor.cpu() for name, tensor in plain.items()} | options)
         offsets = torch.nn.functional.pad(self.tokens.cpu().cumsum(0), (1, 0)).int()
         return wide(rows.double().cpu(), offsets).to(rows.device)
 
 
-BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP8])
-BOTH_WIDTHS = pytest.mark.parametrize("rows_per_expert", [1.0, MOST_ROWS])
+ALL_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP8, MXFP4])
+ALL_KERNELS = pytest.mark.parametrize(
+    ("dtype", "rows_per_expert"),
+    [*((dtype, n) for dtype in (BF16, FP8, MXFP4) for n in (1.0, MOST_ROWS)), (MXFP4, MOST_ROWS_OF_MXFP4)],
+)
 
 
 @ON_GPUS
-@BOTH_DTYPES
-@BOTH_WIDTHS
+@ALL_KERNELS
 @pytest.mark.parametrize("gpt_oss", [False, True])
 def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, gpt_oss):
     """Also where an expert has many more rows than were expected."""
@@ -103,8 +121,34 @@ def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, gpt_oss):
 
 
 @ON_GPUS
-@BOTH_DTYPES
-@BOTH_WIDTHS
+@pytest.mark.parametrize("rows_per_expert", [1.0, MOST_ROWS, MOST_ROWS_OF_MXFP4])
+@pytest.mark.parametrize("sizes", [(32, 32), (160, 96), (1440, 288)])
+def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
+    experts = built(MXFP4, device, gpt_oss=True, sizes=sizes)
+    rows = Rows(COUNTS, MXFP4, device, width=sizes[0])
+    got, want = rows.outputs(experts, rows_per_expert).double(), rows.wanted(experts)
+    error = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert (error <= LIMITS[MXFP4]).all(), error.max()
+    experts.gate_up_scales[0, 0, 0] = 255  # NaN, and what lanes without a group would read
+    again = rows.outputs(experts, rows_per_expert)
+    assert again[rows.expert == 0].isnan().all()
+    assert torch.equal(again[rows.expert != 0].double(), got[rows.expert != 0])
+
+
+@ON_GPUS
+def test_every_code_and_every_scale_of_mxfp4_on_gpus(device):
+    """Bitwise those of the CPU."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    weights = (codes | codes.flip(0) << 4).repeat(1, 256, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    want = dequantize_weights(weights, scales, BF16)
+    got = ops.dequantize_mxfp4(weights.to(device), scales.to(device)).cpu()
+    assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 32
+    assert torch.equal(got.view(torch.int16)[~want.isnan()], want.view(torch.int16)[~want.isnan()])
+
+
+@ON_GPUS
+@ALL_KERNELS
 def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert):
     """Bitwise, whatever its place is; NaN and Inf stay in their rows."""
     experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
@@ -117,7 +161,7 @@ def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert):
     assert torch.equal(few.outputs(experts, rows_per_expert), whole[keep])
     bad = torch.tensor([0, 3, 20, 60])
     rows.rows[rows.real[bad], 7] = torch.tensor(float("nan"), device=device).to(dtype)
-    if dtype == BF16:
+    if dtype != FP8:
         rows.rows[rows.real[3], 7] = torch.inf
     got = rows.outputs(experts, rows_per_expert)
     assert got[bad].isnan().all()
@@ -127,7 +171,7 @@ def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert):
 
 
 @ON_GPUS
-@BOTH_DTYPES
+@ALL_DTYPES
 def test_a_graph_takes_other_segments(device, dtype):
     experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
     given = {"tokens_per_expert": rows.tokens, "alignment": 1, "rows_per_expert": 1.0}
@@ -148,7 +192,7 @@ def test_a_graph_takes_other_segments(device, dtype):
 
 
 @ON_GPUS
-@BOTH_DTYPES
+@ALL_DTYPES
 def test_wild_segments_reach_no_other_memory(device, dtype):
     """What they say is clamped to the rows that there are, and unused rows are not written."""
     experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
@@ -169,6 +213,7 @@ def test_calls_of_few_rows_take_the_kernels(device):
     else:
         assert built(FP8, device, batch_invariant=True).gemms == ("deep_gemm",)
     assert "few_rows" not in built(BF16, device, gemm="torch").gemms
+    assert built(MXFP4, device).gemms[0] == "few_rows_mxfp4" != built(MXFP4, device).gemm
 
 
 def test_which_calls_take_the_kernels(monkeypatch):
@@ -186,8 +231,17 @@ def test_which_calls_take_the_kernels(monkeypatch):
         few.problem_with(torch.zeros(2, 384, 256).to(FP8), torch.zeros(2, 256, 192).to(FP8))
     )
     assert "bfloat16 or float8_e4m3fn, got torch.float32" in str(few.problem_with(gate_up.float(), down.float()))
+    of_mxfp4 = FewRowsOfMxfp4()
+    packed = torch.zeros(2, 192, 80, dtype=MXFP4), torch.zeros(2, 160, 48, dtype=MXFP4)
+    assert of_mxfp4.problem_with(*packed) is None
+    assert "uint8, got torch.float8" in str(of_mxfp4.problem_with(gate_up, down))
+    assert "float8_e4m3fn, got torch.uint8" in str(few.problem_with(*packed))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "capability 9" in str(few.problem_with(gate_up, down))
+    assert "capability 9" in str(few.problem_with(gate_up, down)) and "capability 9" in str(
+        of_mxfp4.problem_with(*packed)
+    )
+    for rows, takes in ((None, False), (1.0, True), (MOST_ROWS_OF_MXFP4, True), (MOST_ROWS_OF_MXFP4 + 0.1, False)):
+        assert of_mxfp4.takes(Segments(torch.zeros(3), None, 1, rows)) is takes
     for rows, takes in ((None, False), (0.0, True), (MOST_ROWS, True), (MOST_ROWS + 0.1, False)):
         assert few.takes(Segments(torch.zeros(3), None, 1, rows)) is takes
     assert "few_rows" in GEMMS and "few_rows" not in CHOICES

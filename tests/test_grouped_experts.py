@@ -1,10 +1,10 @@
-"""GroupedExperts with fp8 weights and in gpt-oss's layout: right, compiled without a graph break, and captured."""
+"""GroupedExperts with fp8 and MXFP4 weights and in gpt-oss's layout: right, compiled without a break, captured."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, OFFSETS, E, N, assert_right, gpt_oss, inputs, real_rows, weights
+from expert_inputs import BF16, FP8, MXFP4, OFFSETS, E, N, assert_right, gpt_oss, inputs, real_rows, weights
 from helpers import ON_GPUS, assert_close
 
 import epmoe
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("serving")
 
 
 @pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32, FP8])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, FP8, MXFP4])
 def test_gaps_and_rows_past_the_end_may_be_nan(device, dtype, loop):
     experts = epmoe.GroupedExperts(**weights(dtype, device), gemm="torch")
     if loop:
@@ -39,15 +39,19 @@ def test_gpt_oss_is_that_of_transformers(device, dtype, loop):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_casts_leave_fp8_weights_as_they_are(dtype):
-    experts = epmoe.GroupedExperts(**weights(FP8, torch.device("cpu")))
+@pytest.mark.parametrize(("format", "name"), [(FP8, "float8_e4m3fn"), (MXFP4, "MXFP4")])
+def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
+    experts = epmoe.GroupedExperts(**weights(format, torch.device("cpu")))
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     assert list(before) == ["w_gate_up", "w_down", "gate_up_scales", "down_scales"]
-    for name, tensor in experts.to(dtype).state_dict().items():
-        assert tensor.dtype == before[name].dtype and torch.equal(tensor.float(), before[name].float())
+    for key, tensor in experts.to(dtype).state_dict().items():
+        assert tensor.dtype == before[key].dtype and torch.equal(tensor.float(), before[key].float())
     assert experts.dtype == BF16 and not any(p.requires_grad for p in experts.parameters())
     assert_right(experts)
-    assert repr(experts) == "GroupedExperts(e=4, D=256, F=128, float8_e4m3fn, gemm='torch')"
+    assert repr(experts) == f"GroupedExperts(e=4, D=256, F=128, {name}, gemm='torch')"
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="have no gradients"):
+        rows, offsets = inputs(BF16, torch.device("cpu"))
+        experts(rows.requires_grad_(), offsets)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,21 @@ def test_wrong_arguments(changed, error, message):
         epmoe.GroupedExperts(**weights(FP8, torch.device("cpu")) | changed)
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"w_down": torch.zeros(4, 256, 40, dtype=MXFP4)}, ValueError, "must be multiples of 32, got 256 and 80"),
+        ({"w_gate_up": torch.zeros(4, 256, 256, dtype=MXFP4)}, ValueError, r"must be uint8 \[4, 256, 128\], got uint8"),
+        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be uint8 \[4, 256, 8\], got NoneType"),
+        ({"down_scales": torch.ones(4, 256, 4)}, TypeError, r"`down_scales` must be uint8 \[4, 256, 4\], got float32"),
+        ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
+    ],
+)
+def test_wrong_arguments_of_mxfp4(changed, error, message):
+    with pytest.raises(error, match=message):
+        epmoe.GroupedExperts(**weights(MXFP4, torch.device("cpu")) | changed)
+
+
 def test_scales_of_weights_that_have_none():
     given = weights(BF16, torch.device("cpu"))
     with pytest.raises(ValueError, match="`gate_up_scales` must be None where the weights are bfloat16"):
@@ -73,13 +92,13 @@ def test_scales_of_weights_that_have_none():
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [("inductor", "bf16"), *(("aot_eager", case) for case in ("bf16", "fp32", "fp8", "gpt-oss"))],
+    [("inductor", "bf16"), *(("aot_eager", case) for case in ("bf16", "fp32", "fp8", "mxfp4", "gpt-oss"))],
 )
 @torch.no_grad()
 def test_compiles_without_a_graph_break(backend, case):
     """One graph for every number of rows, and the bits of the real rows."""
     cpu = torch.device("cpu")
-    dtype = {"bf16": BF16, "fp32": torch.float32, "fp8": FP8}.get(case, BF16)
+    dtype = {"bf16": BF16, "fp32": torch.float32, "fp8": FP8, "mxfp4": MXFP4}.get(case, BF16)
     experts = gpt_oss(BF16, cpu)[1] if case == "gpt-oss" else epmoe.GroupedExperts(**weights(dtype, cpu))
     torch.compiler.reset()
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend=backend)
@@ -92,14 +111,15 @@ def test_compiles_without_a_graph_break(backend, case):
 
 
 @ON_GPUS
-@pytest.mark.parametrize("case", ["bf16", "fp8", "gpt-oss"])
+@pytest.mark.parametrize("case", ["bf16", "fp8", "mxfp4", "gpt-oss"])
 @torch.no_grad()
 def test_a_captured_call(device, case):
     """The host is never asked, so a replay takes the segments of its time."""
     if case == "gpt-oss":
         experts = gpt_oss(BF16, device)[1]
     else:
-        experts = epmoe.GroupedExperts(**weights(FP8 if case == "fp8" else BF16, device), gemm="torch")
+        dtype = {"fp8": FP8, "mxfp4": MXFP4}.get(case, BF16)
+        experts = epmoe.GroupedExperts(**weights(dtype, device), gemm="torch")
     rows, offsets = inputs(BF16, device)
     given = [torch.zeros_like(rows), torch.zeros_like(offsets)]
     experts(*given)

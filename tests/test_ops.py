@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import alone, distinct_ids, randn
+from helpers import ON_GPUS, alone, distinct_ids, randn
 
 import epmoe
 from epmoe.native import ops
@@ -35,6 +35,12 @@ def test_opcheck_permute_and_finalize(device, id_dtype, counts):
     rows, _, _, row_of_pair = ops.permute(*args)
     if counts is None:  # slots past the counts are not written either
         torch.library.opcheck(ops.finalize, (rows, row_of_pair, randn(T, K).to(device), None))
+
+
+@ON_GPUS
+def test_opcheck_dequantize_mxfp4(device):
+    codes = torch.arange(2 * 3 * 32, dtype=torch.uint8, device=device).view(2, 3, 32)
+    torch.library.opcheck(ops.dequantize_mxfp4, (codes, codes[..., :2].contiguous()))
 
 
 @pytest.mark.parametrize("real", [None, 5])

@@ -1,4 +1,5 @@
-"""Folders with MXFP4 or other scales: fp8 with scales of blocks where no value changes, else bf16 and a warning."""
+"""Folders with MXFP4 or other scales: MXFP4 as it is for GPUs with kernels, otherwise fp8 with scales of blocks where
+no value changes, else bf16 and a warning."""
 
 from __future__ import annotations
 
@@ -158,6 +159,29 @@ def test_gpt_oss_in_mxfp4_is_what_transformers_dequantizes(tmp_path, caplog, sha
     assert torch.equal(fp8(rows, offsets), bf16(rows, offsets))
 
 
+@pytest.mark.parametrize("kind", ["MXFP4", "DeepSeek-V4", "gpt-oss", "gpt-oss, 96"])
+def test_mxfp4_stays_as_it_is_where_gpus_have_kernels(tmp_path, caplog, monkeypatch, kind):
+    tensors = gpt_oss(*((96, 160) if "96" in kind else ())) if "gpt-oss" in kind else of_each(kind)
+    hidden = 160 if "96" in kind else D
+    save_file(tensors | {f"{BLOCK}.gate.weight": randn(E, hidden)}, tmp_path / "model.safetensors")
+    folder = epmoe.SafetensorsFolder(tmp_path)
+    got = folder.experts(BLOCK, [3, 1], dtype=torch.uint8)
+    monkeypatch.setattr("epmoe.checkpoint.safetensors_folder.on_hopper", lambda device: True)
+    with caplog.at_level(logging.WARNING, "epmoe"):
+        chosen = folder.experts(BLOCK, [3, 1])
+    assert not caplog.records and chosen.keys() == got.keys()
+    assert all(torch.equal(chosen[name], got[name]) for name in got)
+    assert got["w_down"].dtype == got["down_scales"].dtype == torch.uint8
+    wide = folder.experts(BLOCK, [3, 1], dtype=torch.float32)
+    for part in ("gate_up", "down"):
+        values = dequantize_weights(got[f"w_{part}"], got[f"{part}_scales"], torch.float32)
+        assert torch.equal(values, wide[f"w_{part}"])
+        assert f"{part}_bias" not in got or got[f"{part}_bias"].dtype == BF16
+    rows, offsets = randn(6, hidden).to(BF16), torch.tensor([0, 4, 6], dtype=torch.int32)
+    packed, bf16 = (epmoe.GroupedExperts(**given) for given in (got, folder.experts(BLOCK, [3, 1], dtype=BF16)))
+    assert torch.equal(packed(rows, offsets), bf16(rows, offsets))
+
+
 def test_all_ranks_decide_by_the_scales_of_all_experts(tmp_path, caplog):
     """An expert that this rank does not hold cannot become fp8, so none does: weights of ranks can change places."""
     tensors = gpt_oss()
@@ -183,7 +207,9 @@ def test_weights_without_scales_are_cast_but_not_quantized(tmp_path):
     assert torch.equal(got["w_down"][0], tensors[f"{BLOCK}.experts.down_proj"][1].to(BF16))
     with pytest.raises(ValueError, match="must have scales to be loaded in fp8"):
         folder.experts(BLOCK, [1], dtype=FP8)
+    with pytest.raises(ValueError, match="must be MXFP4 to be loaded in uint8"):
+        folder.experts(BLOCK, [1], dtype=torch.uint8)
     with pytest.raises(
-        TypeError, match="`dtype` must be None, float32, float16, bfloat16, float8_e4m3fn, got torch.int8"
+        TypeError, match="`dtype` must be None, float32, float16, bfloat16, float8_e4m3fn, uint8, got torch.int8"
     ):
         folder.experts(BLOCK, [1], dtype=torch.int8)

@@ -60,6 +60,22 @@ def test_every_code_and_every_pair_of_scales():
     assert all(_exact_in_tiles(codes[:, :, t : t + 1], scales[:, :, t : t + 1], 6) is None for t in edge)
 
 
+def test_every_code_and_every_scale_of_mxfp4():
+    """Experts [e, n, k] dequantized: the value in bf16 and fp32, Inf beyond their range, NaN with the scale of 255."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    weights = (codes | codes.flip(0) << 4).repeat(1, 256, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    each = CODES[torch.stack([codes, codes.flip(0)], 1).flatten().int()].double()
+    want = each * torch.exp2(scales.double() - 127)
+    want[:, 255] = torch.nan
+    for dtype in (torch.float32, torch.bfloat16):
+        got = dequantize_weights(weights, scales, dtype)
+        assert torch.equal(got[:, :255], want[:, :255].to(dtype)) and got[:, 255].isnan().all()
+        assert torch.equal(got[:, :255].signbit(), want[:, :255].signbit())
+        finite = want.abs() <= torch.finfo(dtype).max
+        assert torch.equal(got[finite].double(), want[finite])
+
+
 def mxfp4(n: int, k: int, *, lowest: int = 120, highest: int = 124) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(n + k)
     weight = torch.randint(256, (n, k // 2), generator=generator, dtype=torch.uint8)

@@ -16,6 +16,7 @@ cudaError_t zero_padding_rows(const PaddingArgs& args, cudaStream_t stream);
 cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream);
 cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t stream);
 cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream);
+cudaError_t dequantize_mxfp4(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream);
 cudaError_t grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
 cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream);

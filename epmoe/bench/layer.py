@@ -108,7 +108,7 @@ def _measure(job: Job, precision: Precision, device: torch.device, contest: Cont
             case: dict[str, Any] = {"tokens": T, "precision": precision, "rows": int(rows), "floor": floor}
             ours = {"layer": whole, "experts": alone, "on_top": whole - alone, "exchange": exchange}
             results.append(case | {"side": f"epmoe, {experts.gemm}"} | ours)
-            if precision is not Precision.PLAIN_DEEP_GEMM:  # the same case as plain
+            if precision in (Precision.PLAIN, Precision.FP8):  # what peers take
                 time_peer = partial(_round_us, tokens=T, job=job)
                 for name, us in contest.layers(layer, precision, time_peer):
                     job.log(f"{T} tokens, {precision}, {name}: layer {us:.1f} µs")

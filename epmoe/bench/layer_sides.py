@@ -16,11 +16,13 @@ from epmoe.bench.sides import Calls, Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
+from epmoe.local.gemm.gemm import on_hopper, plain_shape
 from epmoe.local.gemm.table import choose
 from epmoe.local.quantize import dequantize_weights
 from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
-from epmoe.native.arguments import FP8
+from epmoe.local.weight_formats import GROUP
+from epmoe.native.arguments import FP8, MXFP4
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.service import ExpertParallel
 
@@ -40,6 +42,8 @@ class Precision(StrEnum):
     """the same on DeepGEMM"""
     FP8 = "fp8"
     """dispatch quantizes rows, weights are fp8; DeepGEMM on GPUs. combine carries the model's dtype"""
+    MXFP4 = "MXFP4"
+    """rows in the model's dtype, weights are MXFP4"""
 
 
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
@@ -53,8 +57,11 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
         return "torch's GEMM is not batch invariant on GPUs" if invariant and on_gpu else None
     if model.dtype != "bfloat16":
         return f"it computes in bfloat16, and `model.dtype` is {model.dtype}"
-    if precision is Precision.FP8 and (D % SCALE_BLOCK or f % SCALE_BLOCK):
-        return f"D and F must be multiples of {SCALE_BLOCK}, got {D} and {f}"
+    step = {Precision.FP8: SCALE_BLOCK, Precision.MXFP4: GROUP}.get(precision, 1)
+    if D % step or f % step:
+        return f"D and F must be multiples of {step}, got {D} and {f}"
+    if precision is Precision.MXFP4:
+        return None if device.type == "cpu" or on_hopper(device) else "it dequantizes weights on this GPU"
     if device.type == "cpu":
         return "DeepGEMM is for GPUs" if precision is Precision.PLAIN_DEEP_GEMM else None
     dtype = FP8 if precision is Precision.FP8 else torch.bfloat16
@@ -69,25 +76,34 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
     placement = config.place_experts()
     generator = torch.Generator(device)
-    fp8 = precision is Precision.FP8
+    fp8, mxfp4 = precision is Precision.FP8, precision is Precision.MXFP4
     e = placement.num_local_experts(rank)
-    dtype = FP8 if fp8 else config.model.torch_dtype
+    dtype = FP8 if fp8 else MXFP4 if mxfp4 else config.model.torch_dtype
     shapes = _shapes(config)
-    weights = {name: torch.empty(e, n, k, dtype=dtype, device=device) for name, (n, k) in shapes.items()}
+    weights = {
+        name: torch.empty(e, n, k // 2 if mxfp4 else k, dtype=dtype, device=device) for name, (n, k) in shapes.items()
+    }
     scales = {
-        name: torch.empty(e, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), device=device)
+        name: torch.empty(e, n, k // GROUP, dtype=torch.uint8, device=device)
+        if mxfp4
+        else torch.empty(e, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), device=device)
         for name, (n, k) in shapes.items()
     }
     for i, logical in enumerate(placement.logical_experts(rank)):
         generator.manual_seed(logical)
         for name, (n, k) in shapes.items():
+            if mxfp4:
+                weights[name][i].random_(256, generator=generator)
+                middle = 127 - round(math.log2(k) / 2)  # about 1 / √k
+                scales[name][i].random_(middle - 3, middle, generator=generator)
+                continue
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
             if fp8:
                 weights[name][i], scales[name][i] = quantized(drawn)
             else:
                 weights[name][i] = drawn
-    gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "auto", Precision.FP8: "auto"}[precision]
-    options: dict[str, Any] = {f"{name}_scales": scales[name] for name in shapes} if fp8 else {}
+    gemm = "torch" if precision is Precision.PLAIN else "auto"
+    options: dict[str, Any] = {f"{name}_scales": scales[name] for name in shapes} if fp8 or mxfp4 else {}
     options |= {"gemm": gemm, "batch_invariant": config.experts.batch_invariant}
     experts = GroupedExperts(weights["gate_up"], weights["down"], **options)
     return experts.requires_grad_(False)
@@ -169,10 +185,11 @@ class WholeLayer(Side):
         weights = [getattr(self.experts, name) for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales")]
         expert_bytes = sum(w[0].numel() * w.element_size() for w in weights if w is not None and len(w))
         w_down = self.experts.w_down
-        flop = 6 * w_down.shape[1] * w_down.shape[2] * sum(self.counts_e)  # three products, a multiply and an add each
+        _, D, f = plain_shape(w_down)
+        flop = 6 * D * f * sum(self.counts_e)  # three products, a multiply and an add each
         busy = sum(count > 0 for count in self.counts_e)
         capability = torch.cuda.get_device_capability(w_down.device) if w_down.is_cuda else (0, 0)
-        rate = DENSE_FLOP_PER_US.get((capability, w_down.element_size()), math.inf)
+        rate = DENSE_FLOP_PER_US.get((capability, 1 if self.experts.is_fp8 else self.experts.dtype.itemsize), math.inf)
         return max(busy * expert_bytes / copy, flop / rate)
 
     def check_output(self, name: str, y_TD: Tensor) -> None:

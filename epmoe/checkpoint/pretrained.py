@@ -95,7 +95,7 @@ def save_pretrained(
         max_shard_bytes: the largest size of a file with several tensors.
 
     Raises:
-        TypeError: experts are no `GroupedExperts` of a `MoELayer`, or a tensor is fp8.
+        TypeError: experts are no `GroupedExperts` of a `MoELayer`, or are MXFP4; or a tensor is fp8.
         ValueError: `folder` exists; a tensor has no name or another shape in `like`, or one of a MoE block there is
             missing in the model; ranks have different models.
         EPStateError: see `full_state_dict`.
@@ -139,7 +139,7 @@ def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
     blocks: dict[str, set[str]] = {}  # names below a block that the model must have
     for layer in expert_layers(module):
         prefix, _, own = layer.prefix.rstrip(".").rpartition(".")
-        if own != "experts" or not hasattr(layer.owner, "router_weight") or layer.experts.is_fp8:
+        if own != "experts" or not hasattr(layer.owner, "router_weight") or layer.experts.is_quantized:
             raise TypeError(
                 f"`{layer.prefix.rstrip('.')}` must be the experts of a MoELayer in fp32, fp16 or bf16: load it with "
                 f"`from_safetensors(…, dtype=…)`, got {dtype_name(layer.experts.w_down.dtype)}"

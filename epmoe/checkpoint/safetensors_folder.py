@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epmoe.local import weight_formats as formats
-from epmoe.native.arguments import FLOATS, FP8, dtype_name
+from epmoe.local.gemm.gemm import on_hopper
+from epmoe.native.arguments import FLOATS, FP8, MXFP4, dtype_name
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.native.package import sentence
 
@@ -220,36 +221,40 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     ) -> dict[str, Tensor]:
         """Some experts of a MoE block. Of other experts only headers are read, of the files that are there.
 
-        Weights with other scales than those of blocks of 128 × 128 become fp8 with such scales if every weight of every
-        expert keeps its value, and D is a multiple of 128; of MXFP4 also F, if experts share a tensor. Otherwise they
-        become bf16, and a warning of the logger "epmoe" names the tensors. The scales of all experts, in the files that
-        are there, decide, so that all ranks decide alike.
+        MXFP4 stays as it is on GPUs of compute capability 9. All other weights with other scales than those of blocks
+        of 128 × 128 become fp8 with such scales if every weight of every expert keeps its value, and D is a multiple of
+        128; of MXFP4 also F, if experts share a tensor. Otherwise they become bf16, and a warning of the logger "epmoe"
+        names the tensors. The scales of all experts, in the files that are there, decide, so that all ranks decide
+        alike.
 
         Args:
             block: its name.
             logical: the experts, in the order of the result: `Placement.logical_experts` of a rank for instance.
             device: of the result.
             dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded once; or fp8 e4m3,
-                to which other scales are converted, or the call raises. None: the checkpoint's, but as above.
+                to which other scales are converted, or the call raises; or uint8 for MXFP4 as it is. None: the
+                checkpoint's, but as above.
 
         Returns:
             Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the checkpoint has them.
-            Scales are fp32; biases of fp8 experts are bf16. fp8 experts, each with tensors of its own, have zeros up to
-            the next F that is a multiple of 128: they add nothing.
+            Scales are fp32, or those of MXFP4; biases of experts with scales are bf16. fp8 experts, each with tensors
+            of its own, have zeros up to the next F that is a multiple of 128: they add nothing.
 
         Raises:
             TypeError: `dtype` is another one.
             ValueError: there is no such block, or its experts have another format: the message names the file, the
-                tensors and their dtypes and shapes. Or fp8 cannot hold the values.
+                tensors and their dtypes and shapes. Or `dtype` cannot hold the values, or they are not MXFP4.
             LookupError: the checkpoint has no expert of this number.
         """
-        if dtype not in (None, FP8, *FLOATS):
-            raise TypeError(f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, FP8)))}, got {dtype}")
+        if dtype not in (None, FP8, MXFP4, *FLOATS):
+            raise TypeError(f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, FP8, MXFP4)))}, got {dtype}")
         block, router = self._find(block)
         E = self.shape(f"{block}.{router}.weight")[0]
         if outside := sorted({x for x in logical if not 0 <= x < E}):
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
         stored = self._check(self._format(block, E), E)
+        if dtype is None and stored.packed and on_hopper(device):
+            dtype = MXFP4
         dtype = self._dtype(stored, block, dtype)
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
@@ -301,13 +306,16 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 blocks = [self._blocks(stored, part, *pair) for pair in zip(weights, scales, strict=True)]
                 weights = [_padded(q, padding, 0 if part == "gate_up" else 1) for q, _ in blocks]
                 out[f"{part}_scales"] = torch.cat([of_blocks for _, of_blocks in blocks])
+            elif scales and dtype == MXFP4:
+                weights = [weight.view(MXFP4) for weight in weights]
+                out[f"{part}_scales"] = torch.cat([of_groups.view(torch.uint8) for of_groups in scales])
             elif scales:
                 assert dtype is not None
                 weights = [formats.dequantized(*pair, dtype) for pair in zip(weights, scales, strict=True)]
             out[f"w_{part}"] = torch.cat(weights).to(dtype)
             if biases:
                 biases = [pad(bias, (0, padding if part == "gate_up" else 0)) for bias in biases]
-                out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if dtype == FP8 else dtype)
+                out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if dtype in (FP8, MXFP4) else dtype)
         return out
 
     def _read(self, name: str, x: int) -> Tensor:
@@ -324,7 +332,11 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return made
 
     def _dtype(self, stored: Stored, block: str, wanted: torch.dtype | None) -> torch.dtype | None:
-        """The dtype to load; None is the checkpoint's. Raises ValueError where fp8 cannot hold the weights."""
+        """The dtype to load; None is the checkpoint's. Raises ValueError where `wanted` cannot hold the weights."""
+        if wanted == MXFP4:
+            if not stored.packed:
+                raise ValueError(f"{self.path}: the experts of `{block}` must be MXFP4 to be loaded in uint8")
+            return wanted
         if not stored.shared_scales:
             if wanted == FP8:
                 raise ValueError(f"{self.path}: the experts of `{block}` must have scales to be loaded in fp8")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.gemm.gemm import Added
+from epmoe.local.gemm.gemm import Added, plain_shape
 from epmoe.local.gemm.table import GEMMS, choose
 from epmoe.native.arguments import FLOATS, check_tensor
 
@@ -60,7 +60,7 @@ class ExpertAdapters(nn.Module):
             raise ValueError("`experts` must not be batch_invariant with adapters, whose products are not")
         super().__init__()
         self.count, self.rank = count, rank
-        (e, D, F), wide = experts.w_down.shape, experts.w_gate_up.shape[1]
+        (e, D, F), wide = plain_shape(experts.w_down), experts.w_gate_up.shape[1]
         step = _LINE_BYTES // experts.dtype.itemsize
         C = -(-count * rank // step) * step
         shapes = {"gate_up_a": (e, C, D), "gate_up_b": (e, wide, C), "down_a": (e, C, F), "down_b": (e, D, C)}

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.local.experts_gradients import train_experts
-from epmoe.local.gemm.gemm import Added, Gemm, Segments, Weights
+from epmoe.local.gemm.gemm import Added, Gemm, Segments, Weights, plain_shape, product_dtype
 from epmoe.local.gemm.gradients import choose_trained
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
-from epmoe.native.arguments import FLOATS, FP8, check_tensor, dtype_name, refuse_tangents, wants_gradients
+from epmoe.local.weight_formats import GROUP
+from epmoe.native.arguments import FLOATS, FP8, MXFP4, check_tensor, dtype_name, refuse_tangents, wants_gradients
 from epmoe.native.formats import SCALE_BLOCK
 
-DTYPES = (*FLOATS, torch.float64, FP8)
+DTYPES = (*FLOATS, torch.float64, FP8, MXFP4)
 _UNALIGNED = (
     "fp8 weights are dequantized in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
     "and `alignment=dispatched.alignment`"
@@ -37,8 +38,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 def parameter(value: Tensor) -> nn.Parameter:
     """Make a parameter that shares memory with `value`.
 
-    It requires grad where autograd can have one: not for fp8 and fp64 experts, which serve only, and not for tensors of
-    inference mode.
+    It requires grad where autograd can have one: not for fp8, MXFP4 and fp64 experts, which serve only, and not for
+    tensors of inference mode.
     """
     return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
 
@@ -47,13 +48,13 @@ class GroupedExperts(nn.Module):
     """This rank's experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
 
     On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16 weights on compute
-    capability 9.0 and later, and with fp8 weights on 9.0. Rows of gaps and past the last segment may hold anything, and
-    so may their outputs. Autocast changes nothing.
+    capability 9.0 and later, and with fp8 and MXFP4 weights on 9.0. Rows of gaps and past the last segment may hold
+    anything, and so may their outputs. Autocast changes nothing.
 
     Weights are parameters that share the memory of the given tensors. A call whose rows, row weights or parameters
     require grad in grad mode has gradients, which have the same bits on every run; any other call only serves. Outputs
-    have the same bits either way, for the same GEMM; with gradients it is Hopper's, torch's, or the loop. fp8 and fp64
-    weights serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
+    have the same bits either way, for the same GEMM; with gradients it is Hopper's, torch's, or the loop. fp8, MXFP4
+    and fp64 weights serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
 
     The weights belong to one rank: they are refused by `fully_shard`, which would mix those of several ranks. See
     `epmoe.training.fully_shard` and `epmoe.training.ignore_experts`.
@@ -72,6 +73,10 @@ class GroupedExperts(nn.Module):
     on compute capability 9.0, with D and F as above, where an expert has at most 8 rows on average. Bits of outputs
     then depend on the number of tokens; `batch_invariant` leaves these kernels out.
 
+    MXFP4 weights stay as they are in such calls, also of more rows: see docs/kernels.md, "Experts with few rows".
+    Calls with many rows, other GPUs and CPUs dequantize them in every call, to bf16 on GPUs: that takes the memory of
+    all experts of the layer in bf16 for as long as the call runs.
+
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
     `MoELayer` does; "auto" takes another for any other call. "deep_gemm" counts on it. Where torch does not take the
     weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts computes the same,
@@ -79,10 +84,13 @@ class GroupedExperts(nn.Module):
     and their scales as they are.
 
     Args:
-        w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows.
-        w_down: [e, D, F], same dtype and device.
-        gate_up_scales: fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], with fp8 weights: one for each block of 128 × 128.
-        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉], with fp8 weights.
+        w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows;
+            or MXFP4, uint8 [e, 2F, D/2]: a byte has two codes e2m1, the low four bits first. D and F are then multiples
+            of 32.
+        w_down: [e, D, F], or [e, D, F/2] of MXFP4; same dtype and device.
+        gate_up_scales: with fp8 weights fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], one for each block of 128 × 128. With MXFP4 UE8M0
+            as uint8 [e, 2F, D/32], one for each 32 numbers of a row.
+        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉] with fp8 weights, uint8 [e, D, F/32] with MXFP4.
         gate_up_bias: [e, 2F] in the dtype of outputs, or None.
         down_bias: [e, D] in the dtype of outputs, or None.
         interleaved: gate and up rows alternate in `w_gate_up` and its bias.
@@ -136,27 +144,31 @@ class GroupedExperts(nn.Module):
     ) -> None:
         dtypes = [dtype for dtype in DTYPES if dtype == getattr(w_down, "dtype", None)]
         check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
-        (e, D, f), device = w_down.shape, w_down.device
-        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D), device)
+        (e, D, f), device = plain_shape(w_down), w_down.device
+        packed = w_down.dtype == MXFP4
+        if packed and (D % GROUP or f % GROUP):
+            raise ValueError(f"D and F of MXFP4 weights must be multiples of {GROUP}, got {D} and {f}")
+        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D // 2 if packed else D), device)
         if gemm not in CHOICES:
             *names, last = map(repr, CHOICES)
             raise ValueError(f"`gemm` must be {', '.join(names)} or {last}, got {gemm!r}")
         super().__init__()
         self.w_gate_up, self.w_down = parameter(w_gate_up), parameter(w_down)
-        f32, out, (B2f, BD, Bf) = (torch.float32,), (self.dtype,), (-(-n // SCALE_BLOCK) for n in (2 * f, D, f))
+        rows, columns = (1, GROUP) if packed else (SCALE_BLOCK, SCALE_BLOCK)  # that share a scale
+        scale, out = (torch.uint8 if packed else torch.float32,), (self.dtype,)
         optional = {
-            "gate_up_scales": (gate_up_scales, f32, (e, B2f, BD)),
-            "down_scales": (down_scales, f32, (e, BD, Bf)),
+            "gate_up_scales": (gate_up_scales, scale, (e, -(-2 * f // rows), -(-D // columns))),
+            "down_scales": (down_scales, scale, (e, -(-D // rows), -(-f // columns))),
             "gate_up_bias": (gate_up_bias, out, (e, 2 * f)),
             "down_bias": (down_bias, out, (e, D)),
         }
         for name, (value, wanted, shape) in optional.items():
-            if value is not None or self.is_fp8 and wanted is f32:
+            if value is not None or self.is_quantized and wanted is scale:
                 check_tensor(name, value, wanted, shape, device)
-            if value is not None and not self.is_fp8 and wanted is f32:
+            if value is not None and not self.is_quantized and wanted is scale:
                 raise ValueError(f"`{name}` must be None where the weights are {dtype_name(w_down.dtype)}")
             self.register_parameter(name, None if value is None else parameter(value))
-            if value is not None and self.is_fp8:
+            if value is not None and self.is_quantized:
                 getattr(self, name).requires_grad_(False)
         self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
         self.averages_over = 1
@@ -169,9 +181,14 @@ class GroupedExperts(nn.Module):
         return self.w_down.dtype == FP8
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the weights have scales: fp8 or MXFP4, which serve only."""
+        return self.w_down.dtype in (FP8, MXFP4)
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of outputs, and of rows without scales: that of the weights, or bf16 where these are fp8."""
-        return torch.bfloat16 if self.is_fp8 else self.w_down.dtype
+        """The dtype of outputs, and of rows without scales: that of the weights, or bf16 where these have scales."""
+        return product_dtype(self.w_down)
 
     @property
     def gemm(self) -> str:
@@ -218,7 +235,7 @@ class GroupedExperts(nn.Module):
             TypeError: an argument has another dtype.
             ValueError: an argument has another shape or device; or `gemm` is "deep_gemm" or the experts are
                 `batch_invariant`, and `alignment` is no multiple of the property.
-            RuntimeError: something requires grad in grad mode, but the weights are fp8 or fp64.
+            RuntimeError: something requires grad in grad mode, but the weights are fp8, MXFP4 or fp64.
         """
         (e, D, _), device = self.w_down.shape, self.w_down.device
         dtype = self.dtype if scales is None else FP8
@@ -261,12 +278,13 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """What `repr` says of the weights and of the GEMM."""
-        e, D, f = self.w_down.shape
-        return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
+        e, D, f = plain_shape(self.w_down)
+        dtype = "MXFP4" if self.w_down.dtype == MXFP4 else dtype_name(self.w_down.dtype)
+        return f"e={e}, D={D}, F={f}, {dtype}, gemm={self.gemm!r}"
 
     def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None) -> Tensor:
         """Compute outputs [N, D] that have gradients."""
-        if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_fp8:
+        if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
                 "gradients: run under torch.inference_mode() or torch.no_grad()"

@@ -7,9 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from epmoe.local import weight_formats as formats
 from epmoe.native import ops
 from epmoe.native.arguments import (
     FLOATS,
+    MXFP4,
     check_forward_only,
     check_tensor,
     contiguous_rows,
@@ -95,7 +97,14 @@ def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp8 weights [..., n, k] of blocks of 128 × 128 with scales fp32 [..., ⌈n/128⌉, ⌈k/128⌉] in `dtype`."""
+    """Weights [..., n, k] in `dtype`, rounded once.
+
+    They are fp8 of blocks of 128 × 128 with scales fp32 [..., ⌈n/128⌉, ⌈k/128⌉], or MXFP4 [..., n, k/2] with scales as
+    bytes [..., n, k/32].
+    """
+    if weights.dtype == MXFP4:
+        of_each = formats.scale_values(scales).repeat_interleave(formats.GROUP, -1)
+        return (formats.codes_of(weights) * of_each).to(dtype)
     n, k = weights.shape[-2:]
     scale_of_each = scales.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :].repeat_interleave(SCALE_BLOCK, -1)[..., :k]
     return (weights.float() * scale_of_each).to(dtype)

@@ -2,6 +2,8 @@
 
 codes (e4m3, pairs of e2m1) and scales of a weight, row, group or block ─┬▶ to_blocks ─▶ e4m3, scales of blocks
                                                                          └▶ dequantized in any dtype
+
+GPUs with kernels for MXFP4 keep it as it is.
 """
 
 from __future__ import annotations

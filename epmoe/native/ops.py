@@ -43,11 +43,14 @@ _library.define(
     "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
 )
 _library.define("scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor")
-# The whole experts stage on GPUs, where experts have few rows: rows and weights all fp8 with scales, or all bf16.
+# On GPUs: weights [e, n, k] in MXFP4, codes [e, n, k/2] and scales [e, n, k/32], as bf16.
+_library.define("dequantize_mxfp4(Tensor codes, Tensor scales) -> Tensor")
+# The whole experts stage on GPUs, where experts have few rows: rows and weights all fp8 with scales, or all bf16; or
+# bf16 rows and weights in MXFP4. Of an expert, 8 · token_tiles rows share a reading of its weights.
 _library.define(
     "few_rows(Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_bias, "
     "Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, Tensor? tokens_per_expert, "
-    "bool interleaved, float limit, float alpha, float up_offset, bool wide) -> Tensor"
+    "bool interleaved, float limit, float alpha, float up_offset, int token_tiles) -> Tensor"
 )
 # Grouped GEMMs in bf16 on GPUs of compute capability 9.0, by expert: rows [N, k] · weights [e, n, k]ᵀ → [N, n], and
 # grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
@@ -179,6 +182,12 @@ def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
     scales = (-(-F // SCALE_BLOCK), (N + 3) // 4 * 4 if quantize else 0)
     return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::dequantize_mxfp4")
+def _(codes: Tensor, scales: Tensor) -> Tensor:
+    e, n, pairs = codes.shape
+    return codes.new_empty((e, n, 2 * pairs), dtype=torch.bfloat16)
 
 
 @torch.library.register_fake("epmoe::few_rows")

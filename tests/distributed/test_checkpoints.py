@@ -66,6 +66,14 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
         }
         fp8 = {name: tensors[name].to(torch.float8_e4m3fn) for name in ("w_gate_up", "w_down")}
         return tensors | fp8 | scales
+    if kind == "mxfp4":
+        generator = torch.Generator().manual_seed(seed + 4)
+        shapes = {"w_gate_up": (2 * F, D // 2), "w_down": (D, F // 2), "gate_up_scales": (2 * F, D // 32)}
+        shapes["down_scales"] = (D, F // 32)
+        return tensors | {
+            name: torch.randint(100, 130, (E, *shape), generator=generator, dtype=torch.uint8)
+            for name, shape in shapes.items()
+        }
     if kind == "gpt_oss":
         biases = {"gate_up_bias": randn(E, 2 * F, seed=seed + 6), "down_bias": randn(E, D, seed=seed + 7)}
         biases["logit_bias"] = randn(E, seed=seed + 8)
@@ -100,7 +108,8 @@ def assert_holds(layer: MoELayer, kind: str = "plain", seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "kind"), [*((placement, "plain") for placement in PLACEMENTS), (COPIES, "fp8"), (COPIES, "gpt_oss")]
+    ("placement", "kind"),
+    [*((placement, "plain") for placement in PLACEMENTS), *((COPIES, kind) for kind in ("fp8", "mxfp4", "gpt_oss"))],
 )
 def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(ep_over, rank, size, placement, kind):
     layer = MoELayer.from_full(ep_over(size, placement=placement), **full(kind))
@@ -114,7 +123,9 @@ def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(ep_over, ra
         assert on_rank_0 == {}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "plain"), (2, "plain"), (2, "fp8"), (2, "gpt_oss")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(1, "plain"), *((2, kind) for kind in ("plain", "fp8", "mxfp4", "gpt_oss"))]
+)
 def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, kind):
     saved = MoELayer.from_full(ep_over(size, placement=COPIES), **full(kind)).full_state_dict()
     ep = ep_over(ranks, placement={"num_redundant_experts": 1})
@@ -131,6 +142,7 @@ def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, ki
     [
         ({}, COPIES, "plain"),
         (COPIES, {}, "fp8"),
+        (COPIES, {}, "mxfp4"),
         (COPIES, {}, "gpt_oss"),
         (PLACEMENTS[3], PLACEMENTS[3], "plain"),
     ],

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config, node_of, poison
 from expert_inputs import quantized as quantized_weights
+from expert_inputs import random_mxfp4
 from helpers import ON_GPUS, assert_close, full_layer, poison_, randn
 
 from epmoe import GroupedExperts, MoELayer
 from epmoe.exchange.memory import MemoryPlan
+from epmoe.local.quantize import dequantize_weights
 from epmoe.local.reference import moe_reference, route_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -45,6 +47,31 @@ def test_fp8_payload_reaches_the_experts(make_ep, rank, size):
     x = randn(16, 128, dtype=torch.bfloat16, seed=rank)
     routing = route_reference(x.float() @ layer.router_weight.cpu().T, K)
     assert_close(layer(x.to(ep.device)), moe_reference(x, *routing, weights), slack=5)
+
+
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload):
+    """Bitwise on CPUs, in calls of any size; padding is zeros, and a token of NaN changes no other."""
+    width = 128
+    sizes = {"experts": E, "top_k": K, "hidden": width, "max_tokens": 130}
+    ep = make_ep(dtype="bfloat16", exchange={"payload": payload}, **sizes)
+    packed, plain = {}, {}
+    for seed, (name, shape) in enumerate({"gate_up": (2 * D, width), "down": (width, D)}.items()):
+        packed[f"w_{name}"], packed[f"{name}_scales"] = of_name = random_mxfp4(E, *shape, seed=seed)
+        plain[f"w_{name}"] = dequantize_weights(*of_name, torch.bfloat16)
+    layer, values = (MoELayer.from_full(ep, randn(E, width, seed=9), **given) for given in (packed, plain))
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    for T, real in [(2 * rank, None), (16, 12), (0, None), (1, 1), (130, None)]:
+        x = randn(T, width, dtype=torch.bfloat16, seed=rank).to(ep.device)
+        x[real:] = torch.nan if real is not None else x[real:]
+        got, want = layer(x, num_tokens=real), values(x, num_tokens=real)
+        assert got.isfinite().all() and not got[T if real is None else real :].any()
+        assert torch.equal(got, want) if ep.device.type == "cpu" else assert_close(got, want, slack=4) is None
+    x = randn(16, width, dtype=torch.bfloat16, seed=rank).to(ep.device)
+    want = layer(x)
+    x[3] = torch.nan
+    others = torch.arange(16) != 3
+    assert torch.equal(layer(x)[others], want[others])
 
 
 def test_weights_on_input(make_ep, rank, size):

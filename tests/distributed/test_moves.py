@@ -18,7 +18,7 @@ from helpers import ON_GPUS, assert_close, generator, randn, slow
 from slot_tables import draw_slots, times_slots, weighted_sum
 from torch import Tensor
 
-from epmoe import Dispatched, EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe import Dispatched, EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel, MoELayer
 from epmoe.live import tables
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.moves import MOST_CALLS, Moves
@@ -429,6 +429,27 @@ def test_weights_that_are_transposed_or_of_inference_mode(make, size):
     ep.apply()
     for layer, local, expert in experts_of(ep):
         assert torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
+
+
+def test_experts_in_mxfp4_move(make, rank):
+    """Codes and scales, byte by byte, and what the layers compute stays."""
+    ep = make(dtype="bfloat16")
+    codes = {"w_gate_up": (2 * D, D // 2), "w_down": (D, D // 2), "gate_up_scales": (2 * D, 1), "down_scales": (D, 1)}
+    draw = generator(5)
+    full = [
+        {name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8) for name, shape in codes.items()}
+        for _ in range(L)
+    ]
+    layers = [MoELayer.from_full(ep, randn(E, D, seed=layer), **given) for layer, given in enumerate(full)]
+    x = randn(9, D, seed=rank, dtype=torch.bfloat16).to(ep.device)
+    before = [layer(x) for layer in layers]
+    ep.replace(draw_table(ep, seed=3), lambda tag, slot: ep.live.weights[tag](tag, slot))
+    ep.apply()
+    for layer, local, expert in experts_of(ep):
+        for name, whole in full[layer].items():
+            assert torch.equal(getattr(layers[layer].experts, name)[local].cpu(), whole[expert])
+    for layer, y in zip(layers, before, strict=True):
+        assert_close(layer(x), y, slack=4)
 
 
 def test_moves_end_with_their_windows(ep, slots):

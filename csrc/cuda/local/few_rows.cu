@@ -7,19 +7,12 @@
 // fp8 weights are widened to fp16 and multiplied exactly, with sums in fp32; each block of 128 of k is scaled on its
 // own. h is fp8 then, with a power of two for every 16 columns. Any number of rows is right: an expert's weights are
 // read again, mostly from L2, for each further kTokens of its rows.
-#include "cuda/device/common.cuh"
-#include "cuda/device/launch.cuh"
-#include "cuda/local/real_rows.cuh"
-#include "cuda/stages.h"
+#include "cuda/local/few_rows.cuh"
 
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kTiles = 2, kTileRows = 16;             // matrices of 16 weight rows that a warp multiplies
-constexpr int kWeightRows = kTiles * kTileRows;       // of a task
-constexpr int kLineBytes = 128;                       // of a weight row, in one step along k
-constexpr int kExponentColumns = 16;                  // of h that share a power of two
-constexpr int kLargestExponent = 247, kHeadroom = 7;  // 2^7 times the power of two is at most the largest value
+constexpr int kLineBytes = 128;  // of a weight row, in one step along k
 
 // What was measured (H100, both kernels, Qwen3-30B-A3B and DeepSeek-V3, 1 to 128 tokens; docs/experiments.md): the more
 // warps on a multiprocessor the better, so nothing is loaded ahead, which would take registers. Up to 8 tokens 16 warps
@@ -28,26 +21,6 @@ template <bool kDown, int kTokenTiles>
 constexpr int kWarpsOf = kTokenTiles == 1 && !kDown ? 8 : 4;
 template <bool kDown, int kTokenTiles>
 constexpr int kBlocksPerSM = kTokenTiles == 1 ? 16 / kWarpsOf<kDown, kTokenTiles> : 3;
-
-// One of the two products, of one dtype.
-struct Product {
-  const uint8_t* rows;      // [N, k], fp8 or bf16
-  const float* row_scales;  // of gate and up in fp8
-  int64_t row_scales_stride;
-  const uint8_t* weights;  // [e, weight rows, k]
-  const float* weight_scales;
-  const __nv_bfloat16* bias;  // [e, weight rows], or null
-  int64_t k, columns;         // columns: of `out`
-  void* out;                  // [N, columns]
-};
-
-struct Expert {
-  int32_t index, start, count;
-};
-
-__device__ __forceinline__ uint32_t word(const uint4& four, int i) {
-  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-}
 
 // The weights of this thread: nobody else reads them.
 __device__ __forceinline__ uint4 load_weights(const uint8_t* from) {
@@ -71,40 +44,6 @@ __device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
   return product;
 }
 
-// sums [16 weight rows, 8 tokens] += a [16, 16] · b [16, 8].
-template <bool kFp8>
-__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  // mma.sync with operands of this type
-#define EPMOE_MMA(type)                                                                                                \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                                     \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-  if constexpr (kFp8)
-    EPMOE_MMA("f16");
-  else
-    EPMOE_MMA("bf16");
-#undef EPMOE_MMA
-}
-
-// The experts that have rows, in shared memory, and how many they are. The whole block builds the table.
-__device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_t N, Expert* experts) {
-  __shared__ int32_t total;
-  if (threadIdx.x < 32) {
-    int32_t lane = threadIdx.x, found = 0;
-    for (int32_t first = 0; first < segments.num_local_experts; first += 32) {
-      int32_t i = first + lane;
-      SegmentRows rows = {};
-      if (i < segments.num_local_experts) rows = rows_of_expert(segments, N, i);
-      uint32_t have_rows = __ballot_sync(kAllLanes, rows.count > 0);
-      if (rows.count) experts[found + __popc(have_rows & ((1u << lane) - 1))] = {i, rows.begin, rows.count};
-      found += __popc(have_rows);
-    }
-    if (lane == 0) total = found;
-  }
-  __syncthreads();
-  return total;
-}
-
 // A block takes tasks: kWeightRows weight rows of an expert. Its warps share k. Lane 4 g + t has rows g and g + 8 of
 // each tile and token g of each token tile, and of each of them the bytes 16 t and 64 + 16 t of every line: which of
 // the k an instruction multiplies does not matter, as long as both sides agree.
@@ -112,9 +51,7 @@ template <bool kFp8, bool kDown, int kTokenTiles>
 __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerSM<kDown, kTokenTiles>)
     few_rows(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
   constexpr int kWarps = kWarpsOf<kDown, kTokenTiles>, kTokens = 8 * kTokenTiles;
-  constexpr int kColumns = kDown ? kWeightRows : kWeightRows / 2;  // of `out`, in a task
-  constexpr int64_t kGroup = kScaleBlock / kExponentColumns;       // exponents of a block of k
-  __shared__ float partial[kWarps][kTokens][kWeightRows + 1];
+  constexpr int64_t kGroup = kScaleBlock / kExponentColumns;  // exponents of a block of k
   extern __shared__ Expert experts[];
   if (!kDown) {
     wait_for_predecessor();
@@ -133,27 +70,21 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
   const int64_t row_bytes = kFp8 ? p.k : 2 * p.k, blocks = p.k / kScaleBlock;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
   const int32_t lines = static_cast<int32_t>(row_bytes / kLineBytes);
-  const int32_t groups = static_cast<int32_t>(p.columns / kColumns);
+  const int32_t groups = static_cast<int32_t>(p.columns / kColumns<kDown>);
   const int32_t first_line = lines * warp / kWarps, last_line = lines * (warp + 1) / kWarps;
-  // The weight row for row r of a tile: of gate and up, a tile has 8 gates and then their ups.
-  auto weight_row = [&](int32_t task_column, int32_t tile, int32_t r) -> int64_t {
-    if (kDown) return task_column + kTileRows * tile + r;
-    int64_t column = task_column + 8 * tile + r % 8;
-    return args.interleaved ? 2 * column + r / 8 : r / 8 * p.columns + column;
-  };
   for (int64_t task = blockIdx.x; task < int64_t{num_experts} * groups; task += gridDim.x) {
     const Expert expert = experts[task / groups];
-    const int32_t column = static_cast<int32_t>(task % groups) * kColumns;
+    const int32_t column = static_cast<int32_t>(task % groups) * kColumns<kDown>;
     const uint8_t* weights[kTiles][2];
     const float* weight_scales[kTiles][2];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        int64_t row = weight_row(column, m, 8 * i + g);
+        int64_t row = weight_row<kDown>(args, p, column, m, 8 * i + g);
         weights[m][i] = p.weights + (expert.index * weight_rows + row) * row_bytes + 16 * t;
         int64_t scale_row = expert.index * (weight_rows / kScaleBlock) + row / kScaleBlock;
-        if (kFp8) weight_scales[m][i] = p.weight_scales + scale_row * blocks;
+        if (kFp8) weight_scales[m][i] = static_cast<const float*>(p.weight_scales) + scale_row * blocks;
       }
     for (int32_t first = 0; first < expert.count; first += kTokens) {
       // Tokens past the last are the last one again; nobody reads their columns.
@@ -252,50 +183,7 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
                   kFp8 ? fmaf(block[m][n][i], by_row[m][i / 2] * by_token[n][i % 2], sums[m][n][i]) : block[m][n][i];
       }
       wait_once();
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            partial[warp][8 * n + 2 * t + i % 2][kTileRows * m + 8 * (i / 2) + g] = sums[m][n][i];
-      __syncthreads();
-      // A thread has a column of a token, and 16 neighbouring threads the columns that share a power of two.
-      const int32_t outputs = min(expert.count - first, kTokens) * kColumns;
-      for (int32_t i = threadIdx.x; i < outputs; i += 32 * kWarps) {
-        const int32_t here = i / kColumns, c = i % kColumns;
-        auto sum_of = [&](int32_t row) {
-          float sum = 0.0f;
-#pragma unroll
-          for (int w = 0; w < kWarps; ++w) sum += partial[w][here][row];
-          int32_t tile = row / kTileRows;
-          if (p.bias) sum += to_float(p.bias[expert.index * weight_rows + weight_row(column, tile, row % kTileRows)]);
-          return sum;
-        };
-        const int64_t row = expert.start + first + here;
-        if constexpr (kDown) {
-          static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] = from_float<__nv_bfloat16>(sum_of(c));
-        } else {
-          int32_t gate = c / 8 * kTileRows + c % 8;
-          float value = gated(sum_of(gate), sum_of(gate + 8), args.gating);
-          if constexpr (kFp8) {
-            uint32_t lanes = __activemask(), most = bits_of(fabsf(value));
-#pragma unroll
-            for (int offset = kExponentColumns / 2; offset; offset /= 2)
-              most = max(most, __shfl_xor_sync(lanes, most, offset, kExponentColumns));
-            int32_t power = min(max(static_cast<int32_t>(most >> 23) - kHeadroom, 1), kLargestExponent);
-            // NaN and Inf become NaN: fp8 has no Inf, and a finite value would hide it.
-            float scaled = is_finite(value) ? value * float_of((254 - power) << 23) : NAN;
-            static_cast<uint8_t*>(p.out)[row * p.columns + column + c] =
-                __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3);
-            if (c % kExponentColumns == 0)
-              args.exponents_N[(row * p.columns + column + c) / kExponentColumns] = static_cast<uint8_t>(power);
-          } else {
-            static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] = from_float<__nv_bfloat16>(value);
-          }
-        }
-      }
-      __syncthreads();
+      write_outputs<kFp8, kDown, kWarps, kTokenTiles>(args, p, expert, column, first, sums);
     }
   }
   wait_once();  // also where there is nothing to do: the next kernel counts on it
@@ -304,7 +192,7 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
 template <bool kFp8, bool kDown, int kTokenTiles>
 cudaError_t launch_product(const FewRowsArgs& args, const Product& product, const Device& device, cudaStream_t stream) {
   constexpr int kWarps = kWarpsOf<kDown, kTokenTiles>, kBlocks = kBlocksPerSM<kDown, kTokenTiles>;
-  int64_t tasks = args.segments.num_local_experts * (product.columns / (kDown ? kWeightRows : kWeightRows / 2));
+  int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
   int64_t grid = std::min<int64_t>(tasks, kBlocks * device.multiprocessors);
   int64_t shared = args.segments.num_local_experts * static_cast<int64_t>(sizeof(Expert));
   return launch(few_rows<kFp8, kDown, kTokenTiles>, grid, 32 * kWarps, shared, stream, args, product);
@@ -314,19 +202,7 @@ template <bool kFp8, int kTokenTiles>
 cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  auto bytes = [](const void* at) { return static_cast<const uint8_t*>(at); };
-  auto bias = [](const void* at) { return static_cast<const __nv_bfloat16*>(at); };
-  Product gate_up = {bytes(args.rows_ND),
-                     args.row_scales_NB,
-                     args.row_scales_stride,
-                     bytes(args.gate_up_e2FD),
-                     args.gate_up_scales,
-                     bias(args.gate_up_bias),
-                     args.D,
-                     args.F,
-                     args.h_NF};
-  Product down = {bytes(args.h_NF),     nullptr, 0,      bytes(args.down_eDF), args.down_scales,
-                  bias(args.down_bias), args.F,  args.D, args.out_ND};
+  const auto [gate_up, down] = products(args);
   if (cudaError_t error = launch_product<kFp8, false, kTokenTiles>(args, gate_up, device, stream)) return error;
   return launch_product<kFp8, true, kTokenTiles>(args, down, device, stream);
 }
@@ -335,8 +211,10 @@ cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
 
 cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream) {
   if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
-  if (args.fp8) return args.wide ? launch_both<true, 2>(args, stream) : launch_both<true, 1>(args, stream);
-  return args.wide ? launch_both<false, 2>(args, stream) : launch_both<false, 1>(args, stream);
+  if (args.format == WeightFormat::kMxfp4) return few_rows_mxfp4(args, stream);
+  if (args.format == WeightFormat::kFp8)
+    return args.token_tiles > 1 ? launch_both<true, 2>(args, stream) : launch_both<true, 1>(args, stream);
+  return args.token_tiles > 1 ? launch_both<false, 2>(args, stream) : launch_both<false, 1>(args, stream);
 }
 
 }  // namespace epmoe::cuda

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import product_dtype
+from epmoe.local.gemm.gemm import plain_shape, product_dtype
 from epmoe.local.gemm.loop import Loop
 
 ROWS = 16
@@ -32,7 +32,7 @@ class Blocks(Loop):
         if down.dtype == torch.float64:
             return ValueError("torch's activation in float64 has other bits in vectors than in their remainders")
         for weights in (gate_up, down):
-            if (problem := place_matters(product_dtype(weights), *weights.shape[1:])) is not None:
+            if (problem := place_matters(product_dtype(weights), *plain_shape(weights)[1:])) is not None:
                 return problem
         return None
 

@@ -1,4 +1,4 @@
-"""DeepGEMM, whose grouped GEMMs take fp8 and bf16: whether it can be used here, and its calls.
+"""DeepGEMM, whose grouped GEMMs take fp8 and bf16: whether it can be used here, and its calls. MXFP4 becomes bf16.
 
 Its kernels compile when they are first called, and lie in a folder of the user from then on. Segments lie in its
 cumulative layout: it is told where each ends, and counts on the next to start at a multiple of its block of rows. So it
@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from epmoe.config.config import ROW_BLOCKS
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
-from epmoe.native.arguments import FP8
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_weights, problem_on_hopper
+from epmoe.native.arguments import FP8, MXFP4
+from epmoe.native.formats import SCALE_BLOCK
+
+_STEPS = {torch.bfloat16: 64, FP8: SCALE_BLOCK, MXFP4: 64}  # of which D and F are multiples
 
 
 class DeepGemm(Gemm):
-    """DeepGEMM on GPUs of compute capability 9.0: fp8 weights, and bf16 ones."""
+    """DeepGEMM on GPUs of compute capability 9.0: fp8 weights, bf16 ones, and MXFP4 dequantized in every call."""
 
     name = "deep_gemm"
     needs_gpu = True
@@ -36,21 +39,21 @@ class DeepGemm(Gemm):
         if importlib.util.find_spec("deep_gemm") is None:
             return ModuleNotFoundError("DeepGEMM is not installed: `pip install epmoe[deep_gemm]`")
         # On later GPUs fp8 rounds the scales to powers of two, and bf16 is not measured.
-        problem = problem_on_hopper("DeepGEMM", gate_up, down)
+        problem = problem_on_hopper("DeepGEMM", gate_up, down, _STEPS)
         return problem or _problem_with_version(down.dtype == FP8, down.get_device())
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """The largest block that fits is the fastest where experts have many rows."""
         library = importlib.import_module("deep_gemm")
-        values, scales = weights
+        values, _ = weights
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=torch.bfloat16)
         options = {"use_psum_layout": True, "ensure_zero_padding": False}
         with _block(library, max(block for block in ROW_BLOCKS if alignment % block == 0)):
-            if scales is None:
-                plain = plain_rows(rows, torch.bfloat16)
-                library.m_grouped_bf16_gemm_nt_contiguous(plain, values, out, ends, **options)
-            else:
+            if values.dtype == FP8:
                 library.m_grouped_fp8_gemm_nt_contiguous(rows, weights, out, ends, **options)
+            else:
+                plain = plain_rows(rows, torch.bfloat16), plain_weights(weights)
+                library.m_grouped_bf16_gemm_nt_contiguous(*plain, out, ends, **options)
         return out
 
 

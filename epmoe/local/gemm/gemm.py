@@ -13,13 +13,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.local.quantize import dequantize_rows, quantize_fp8
+from epmoe.local.quantize import dequantize_rows, dequantize_weights, quantize_fp8
 from epmoe.native import ops
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.arguments import FP8, MXFP4, dtype_name
+
+_HOPPER = 9  # of the compute capability
 
 Scaled = tuple[Tensor, Tensor | None]
-"""A tensor, and its fp32 scales if it is fp8."""
+"""A tensor, and its scales: fp32 if it is fp8, bytes if it is MXFP4, else None."""
 
 
 class Segments(NamedTuple):
@@ -58,13 +59,13 @@ class Weights(NamedTuple):
     """The experts, as `GroupedExperts` has them."""
 
     gate_up: Tensor
-    """[e, 2F, D]"""
+    """[e, 2F, D]; [e, 2F, D/2] in MXFP4"""
     down: Tensor
-    """[e, D, F]"""
+    """[e, D, F]; [e, D, F/2] in MXFP4"""
     gate_up_scales: Tensor | None
-    """fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8 weights, else None"""
+    """fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8 weights, uint8 [e, 2F, D/32] of MXFP4, else None"""
     down_scales: Tensor | None
-    """fp32 [e, ⌈D/128⌉, ⌈F/128⌉] of fp8 weights, else None"""
+    """fp32 [e, ⌈D/128⌉, ⌈F/128⌉] of fp8 weights, uint8 [e, D, F/32] of MXFP4, else None"""
     gate_up_bias: Tensor | None
     """[e, 2F]"""
     down_bias: Tensor | None
@@ -117,12 +118,12 @@ class Gemm(ABC):
         Args:
             rows: in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8 weights these lie block
                 by block: their columns are contiguous.
-            weights: in a dtype that `problem_with` takes; those of fp8 have scales [e, ⌈n/128⌉, ⌈k/128⌉].
+            weights: in a dtype that `problem_with` takes; fp8 and MXFP4 have scales, as in `Weights`.
             ends: int32 [e], the row behind each segment.
             alignment: in rows: segments start at its multiples, and it is one of `block`.
 
         Returns:
-            The products, in bf16 where the weights are fp8, else in the weights' dtype.
+            The products, in bf16 where the weights have scales, else in the weights' dtype.
 
         A GEMM that fuses the stage in `experts` has none.
         """
@@ -161,19 +162,27 @@ class Gemm(ABC):
         return out if weights.down_bias is None else out + bias_of_rows(weights.down_bias, ends, n)
 
 
-def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor) -> ValueError | None:
-    """Why a library called `name`, for bf16 and fp8 on compute capability 9, does not take these weights, or None."""
-    steps = {FP8: SCALE_BLOCK, torch.bfloat16: SCALE_BLOCK // 2}
+def on_hopper(device: torch.device | str) -> bool:
+    """Whether a device is a GPU of compute capability 9."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
+
+
+def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor, steps: dict[torch.dtype, int]) -> ValueError | None:
+    """Why a library called `name`, for compute capability 9, does not take these weights, or None.
+
+    steps: by dtype, of what all sizes must be multiples.
+    """
+    kinds = {FP8: "fp8", torch.bfloat16: "bf16", MXFP4: "MXFP4"}
     if down.dtype not in steps:
-        return ValueError(f"{name} takes weights in bfloat16 or float8_e4m3fn, got {down.dtype}")
+        names = " or ".join(map(dtype_name, steps))
+        return ValueError(f"{name} takes weights in {names}, got {down.dtype}")
     major, _ = torch.cuda.get_device_capability(down.device)
-    if major != 9:
-        return ValueError(f"{name} takes these weights on GPUs of compute capability 9, got {major}")
-    sizes = (*gate_up.shape[1:], *down.shape[1:])
+    if major != _HOPPER:
+        return ValueError(f"{name} takes these weights on GPUs of compute capability {_HOPPER}, got {major}")
+    sizes = (*plain_shape(gate_up)[1:], *plain_shape(down)[1:])
     step = steps[down.dtype]
     if any(size % step for size in sizes):
-        kind = "fp8" if down.dtype == FP8 else "bf16"
-        return ValueError(f"{name} takes {kind} weights of multiples of {step}, got {sizes}")
+        return ValueError(f"{name} takes {kinds[down.dtype]} weights of multiples of {step}, got {sizes}")
     if not (gate_up.is_contiguous() and down.is_contiguous()):
         return ValueError(f"{name} takes contiguous weights")
     return None
@@ -187,7 +196,27 @@ def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
 
 def product_dtype(weights: Tensor) -> torch.dtype:
     """The dtype of products with these weights."""
-    return torch.bfloat16 if weights.dtype == FP8 else weights.dtype
+    return torch.bfloat16 if weights.dtype in (FP8, MXFP4) else weights.dtype
+
+
+def plain_shape(weights: Tensor) -> tuple[int, ...]:
+    """The shape [e, n, k] of weights, in numbers: a byte of MXFP4 has two."""
+    *shape, k = weights.shape
+    return *shape, 2 * k if weights.dtype == MXFP4 else k
+
+
+def plain_weights(weights: Scaled) -> Tensor:
+    """Weights [e, n, k] in the dtype of products: themselves, or dequantized."""
+    values, scales = weights
+    if scales is None:
+        return values
+    if values.dtype == MXFP4 and values.is_cuda:
+        dequantized: Tensor = ops.dequantize_mxfp4(values.contiguous(), scales.contiguous())
+        return dequantized
+    plain = torch.empty(plain_shape(values), dtype=product_dtype(values), device=values.device)
+    for i in range(len(values)):  # all at once would take four times the memory
+        plain[i] = dequantize_weights(values[i], scales[i], plain.dtype)
+    return plain
 
 
 def expert_of_rows(ends: Tensor, num_rows: int) -> Tensor:

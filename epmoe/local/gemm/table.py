@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epmoe.local.gemm.blocks import Blocks
 from epmoe.local.gemm.deep_gemm import DeepGemm
-from epmoe.local.gemm.few_rows import FewRows
+from epmoe.local.gemm.few_rows import FewRows, FewRowsOfMxfp4
 from epmoe.local.gemm.gemm import Gemm, product_dtype
 from epmoe.local.gemm.hopper import Hopper
 from epmoe.local.gemm.loop import Loop
@@ -20,6 +20,7 @@ GEMMS: dict[str, Gemm] = {
     gemm.name: gemm
     for gemm in (
         FewRows(),
+        FewRowsOfMxfp4(),
         DeepGemm(),
         Hopper(),
         TorchGrouped(),

@@ -6,15 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, product_dtype
-from epmoe.local.quantize import dequantize_weights
-from epmoe.native.arguments import FP8
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_shape, plain_weights, product_dtype
 
 _STRIDE_BYTES = 16  # strides must be multiples of it; in a backward pass rows become columns
 
 
 class TorchGrouped(Gemm):
-    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 weights are dequantized in every call."""
+    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 and MXFP4 are dequantized in every call."""
 
     name = "torch"
 
@@ -23,8 +21,8 @@ class TorchGrouped(Gemm):
         none = torch.zeros(down.shape[0], dtype=torch.int32, device=down.device)
         try:
             for weights in (gate_up, down):
-                if weights.dtype == FP8:  # becomes contiguous as it is dequantized
-                    weights = torch.empty(weights.shape, dtype=torch.bfloat16, device="meta")
+                if product_dtype(weights) != weights.dtype:  # becomes contiguous as it is dequantized
+                    weights = torch.empty(plain_shape(weights), dtype=product_dtype(weights), device="meta")
                 row = weights.new_zeros(1, weights.shape[2])
                 F.grouped_mm(row, weights.transpose(1, 2), offs=none.to(weights.device))
         except (RuntimeError, ValueError) as error:
@@ -39,12 +37,7 @@ class TorchGrouped(Gemm):
         return rows.dtype == weights.dtype == torch.bfloat16
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        given, scales = weights
-        plain = given
-        if scales is not None:  # expert by expert: all at once would take four times the memory
-            plain = torch.empty(given.shape, dtype=product_dtype(given), device=given.device)
-            for i in range(len(given)):
-                plain[i] = dequantize_weights(given[i], scales[i], plain.dtype)
+        plain = plain_weights(weights)
         return F.grouped_mm(plain_rows(rows, plain.dtype), plain.transpose(1, 2), offs=ends)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -1,0 +1,163 @@
+// What the kernels for experts with few rows share: tasks, and what becomes of the sums of a task.
+#pragma once
+#include "cuda/device/common.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/local/real_rows.cuh"
+#include "cuda/stages.h"
+
+namespace epmoe::cuda {
+
+constexpr int kTiles = 2, kTileRows = 16;             // matrices of 16 weight rows that a warp multiplies
+constexpr int kWeightRows = kTiles * kTileRows;       // of a task
+constexpr int kExponentColumns = 16;                  // of h that share a power of two
+constexpr int kLargestExponent = 247, kHeadroom = 7;  // 2^7 times the power of two is at most the largest value
+
+// One of the two products, of one dtype.
+struct Product {
+  const uint8_t* rows;      // [N, k], fp8 with weights in fp8, else bf16
+  const float* row_scales;  // of gate and up in fp8
+  int64_t row_scales_stride;
+  const uint8_t* weights;  // [e, weight rows, k]
+  const void* weight_scales;
+  const __nv_bfloat16* bias;  // [e, weight rows], or null
+  int64_t k, columns;         // columns: of `out`
+  void* out;                  // [N, columns]
+};
+
+struct Expert {
+  int32_t index, start, count;
+};
+
+__device__ __forceinline__ uint32_t word(const uint4& four, int i) {
+  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
+
+// sums [16 weight rows, 8 tokens] += a [16, 16] · b [16, 8].
+template <bool kFp8>
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  // mma.sync with operands of this type
+#define EPMOE_MMA(type)                                                                                                \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (kFp8)
+    EPMOE_MMA("f16");
+  else
+    EPMOE_MMA("bf16");
+#undef EPMOE_MMA
+}
+
+// The experts that have rows, in shared memory, and how many they are. The whole block builds the table.
+__device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_t N, Expert* experts) {
+  __shared__ int32_t total;
+  if (threadIdx.x < 32) {
+    int32_t lane = threadIdx.x, found = 0;
+    for (int32_t first = 0; first < segments.num_local_experts; first += 32) {
+      int32_t i = first + lane;
+      SegmentRows rows = {};
+      if (i < segments.num_local_experts) rows = rows_of_expert(segments, N, i);
+      uint32_t have_rows = __ballot_sync(kAllLanes, rows.count > 0);
+      if (rows.count) experts[found + __popc(have_rows & ((1u << lane) - 1))] = {i, rows.begin, rows.count};
+      found += __popc(have_rows);
+    }
+    if (lane == 0) total = found;
+  }
+  __syncthreads();
+  return total;
+}
+
+// The weight row for row r of a tile, in the task from this column on: of gate and up, a tile has 8 gates and then
+// their ups.
+template <bool kDown>
+__device__ __forceinline__ int64_t weight_row(const FewRowsArgs& args, const Product& p, int32_t task_column,
+                                              int32_t tile, int32_t r) {
+  if (kDown) return task_column + kTileRows * tile + r;
+  int64_t column = task_column + 8 * tile + r % 8;
+  return args.interleaved ? 2 * column + r / 8 : r / 8 * p.columns + column;
+}
+
+// Columns of `out` in a task.
+template <bool kDown>
+constexpr int kColumns = kDown ? kWeightRows : kWeightRows / 2;
+
+// Adds up the sums of all warps for an expert's tokens from `first` on, and writes outputs or h. The whole block calls.
+template <bool kFp8, bool kDown, int kWarps, int kTokenTiles>
+__device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Product& p, const Expert& expert,
+                                              int32_t column, int32_t first,
+                                              const float (&sums)[kTiles][kTokenTiles][4]) {
+  constexpr int kTokens = 8 * kTokenTiles;
+  __shared__ float partial[kWarps][kTokens][kWeightRows + 1];
+  const int32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) partial[warp][8 * n + 2 * t + i % 2][kTileRows * m + 8 * (i / 2) + g] = sums[m][n][i];
+  __syncthreads();
+  // A thread has a column of a token, and 16 neighbouring threads the columns that share a power of two.
+  const int32_t outputs = min(expert.count - first, kTokens) * kColumns<kDown>;
+  for (int32_t i = threadIdx.x; i < outputs; i += 32 * kWarps) {
+    const int32_t here = i / kColumns<kDown>, c = i % kColumns<kDown>;
+    auto sum_of = [&](int32_t row) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += partial[w][here][row];
+      int32_t tile = row / kTileRows;
+      if (p.bias)
+        sum += to_float(p.bias[expert.index * weight_rows + weight_row<kDown>(args, p, column, tile, row % kTileRows)]);
+      return sum;
+    };
+    const int64_t row = expert.start + first + here;
+    if constexpr (kDown) {
+      static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] = from_float<__nv_bfloat16>(sum_of(c));
+    } else {
+      int32_t gate = c / 8 * kTileRows + c % 8;
+      float value = gated(sum_of(gate), sum_of(gate + 8), args.gating);
+      if constexpr (kFp8) {
+        uint32_t lanes = __activemask(), most = bits_of(fabsf(value));
+#pragma unroll
+        for (int offset = kExponentColumns / 2; offset; offset /= 2)
+          most = max(most, __shfl_xor_sync(lanes, most, offset, kExponentColumns));
+        int32_t power = min(max(static_cast<int32_t>(most >> 23) - kHeadroom, 1), kLargestExponent);
+        // NaN and Inf become NaN: fp8 has no Inf, and a finite value would hide it.
+        float scaled = is_finite(value) ? value * float_of((254 - power) << 23) : NAN;
+        static_cast<uint8_t*>(p.out)[row * p.columns + column + c] =
+            __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3);
+        if (c % kExponentColumns == 0)
+          args.exponents_N[(row * p.columns + column + c) / kExponentColumns] = static_cast<uint8_t>(power);
+      } else {
+        static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] = from_float<__nv_bfloat16>(value);
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// Gate and up, and down.
+struct Products {
+  Product gate_up, down;
+};
+
+inline Products products(const FewRowsArgs& args) {
+  auto bytes = [](const void* at) { return static_cast<const uint8_t*>(at); };
+  auto bias = [](const void* at) { return static_cast<const __nv_bfloat16*>(at); };
+  Product gate_up = {bytes(args.rows_ND),
+                     args.row_scales_NB,
+                     args.row_scales_stride,
+                     bytes(args.gate_up_e2FD),
+                     args.gate_up_scales,
+                     bias(args.gate_up_bias),
+                     args.D,
+                     args.F,
+                     args.h_NF};
+  Product down = {bytes(args.h_NF),     nullptr, 0,      bytes(args.down_eDF), args.down_scales,
+                  bias(args.down_bias), args.F,  args.D, args.out_ND};
+  return {gate_up, down};
+}
+
+// The stage with weights in MXFP4.
+cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream);
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,179 @@
+// Experts with few rows, weights in MXFP4: as in few_rows.cu, gate and up in one kernel and down in another. Codes
+// become bf16 in registers, scaled exactly, and are multiplied by rows in bf16, with sums in fp32; h is bf16.
+#include "cuda/local/few_rows.cuh"
+#include "cuda/local/mxfp4.cuh"
+
+namespace epmoe::cuda {
+namespace {
+
+// A chunk is four groups of each weight row: lane 4 g + t has group t, 16 bytes, of rows g and g + 8 of each tile.
+constexpr int kChunkGroups = 4;
+constexpr int kGroupBytes = kMxfp4Group / 2, kGroupRowBytes = kMxfp4Group * 2;
+constexpr int kRowChunkBytes = kChunkGroups * kGroupRowBytes;
+
+// What was measured is in docs/experiments.md, "MXFP4".
+constexpr int kWarps = 4;
+template <int kTokenTiles>
+constexpr int kBlocksPerSM = kTokenTiles <= 2 ? 4 : 3;
+template <int kTokenTiles>
+constexpr int kChunksOfStep = kTokenTiles <= 2 ? 2 : 1;
+
+// 16 bytes, or zeros unless `real`. Nobody else reads the weights of this thread.
+template <bool kWeights>
+__device__ __forceinline__ uint4 load_if(bool real, const uint8_t* from) {
+  uint4 four;
+#define EPMOE_LOAD_IF(kind)                                                                                    \
+  asm volatile(                                                                                                \
+      "{.reg .pred real; setp.ne.s32 real, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;" \
+      "@real ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4];}"                                                \
+      : "=&r"(four.x), "=&r"(four.y), "=&r"(four.z), "=&r"(four.w)                                             \
+      : "l"(from), "r"(static_cast<int>(real))                                                                 \
+      : "memory")
+  if constexpr (kWeights)
+    EPMOE_LOAD_IF(".nc.L1::no_allocate.L2::128B");
+  else
+    EPMOE_LOAD_IF("");
+#undef EPMOE_LOAD_IF
+  return four;
+}
+
+// sums += weights · rows for a chunk of this lane. rows: of its tokens; real: it has a group there.
+template <bool kLarge, int kTokenTiles>
+__device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4], const uint4 (&codes)[kTiles][2],
+                                          const Mxfp4Scale (&scale)[kTiles][2],
+                                          const uint8_t* const (&rows)[kTokenTiles], int64_t offset, bool real) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t a[2][kTiles][4];  // of two instructions
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          uint32_t value = times_bf16(tiny_pair(word(codes[m][i], j), pair), scale[m][i].factor());
+          a[pair / 2][m][2 * (pair % 2) + i] = kLarge ? times_bf16(value, scale[m][i].more()) : value;
+        }
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      // Codes i and i + 4 of eight are a pair, so columns i and i + 4 are one.
+      constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
+      const uint4 eight = load_if<false>(real, rows[n] + offset + 16 * j);
+      const uint32_t b[2][2] = {{__byte_perm(eight.x, eight.z, kLow), __byte_perm(eight.x, eight.z, kHigh)},
+                                {__byte_perm(eight.y, eight.w, kLow), __byte_perm(eight.y, eight.w, kHigh)}};
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) multiply<false>(sums[m][n], a[half][m], b[half]);
+    }
+  }
+}
+
+// A block takes tasks: kWeightRows weight rows of an expert. Its warps share k.
+template <bool kDown, int kTokenTiles>
+__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
+    few_rows_mxfp4(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
+  constexpr int kTokens = 8 * kTokenTiles, kChunks = kChunksOfStep<kTokenTiles>;
+  extern __shared__ Expert experts[];
+  if (!kDown) {
+    wait_for_predecessor();
+    let_successor_start();
+  }
+  // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
+  const int32_t num_experts = list_experts(args.segments, args.N, experts);
+  bool waited = !kDown;
+  auto wait_once = [&] {
+    if (waited) return;
+    wait_for_predecessor();
+    let_successor_start();
+    waited = true;
+  };
+  const int32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int32_t groups_of_row = static_cast<int32_t>(p.k / kMxfp4Group);
+  const int32_t chunks = (groups_of_row + kChunkGroups - 1) / kChunkGroups;
+  const int32_t first_chunk = chunks * warp / kWarps, last_chunk = chunks * (warp + 1) / kWarps;
+  const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
+  const int32_t of_expert = static_cast<int32_t>(p.columns / kColumns<kDown>);  // tasks
+  auto* scales = static_cast<const uint8_t*>(p.weight_scales);
+  for (int64_t task = blockIdx.x; task < int64_t{num_experts} * of_expert; task += gridDim.x) {
+    const Expert expert = experts[task / of_expert];
+    const int32_t column = static_cast<int32_t>(task % of_expert) * kColumns<kDown>;
+    int64_t groups[kTiles][2];  // of this lane, the first in each of its weight rows
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int64_t row = expert.index * weight_rows + weight_row<kDown>(args, p, column, m, 8 * i + g);
+        groups[m][i] = row * groups_of_row + t;
+      }
+    for (int32_t first = 0; first < expert.count; first += kTokens) {
+      const uint8_t* rows[kTokenTiles];
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+        // Tokens past the last are the last one again; nobody reads their columns.
+        int64_t token = expert.start + min(first + 8 * n + g, expert.count - 1);
+        rows[n] = p.rows + kGroupRowBytes * (token * groups_of_row + t);
+      }
+      float sums[kTiles][kTokenTiles][4] = {};
+#pragma unroll 1
+      for (int32_t chunk = first_chunk; chunk < last_chunk; chunk += kChunks) {
+        uint4 codes[kChunks][kTiles][2];
+        Mxfp4Scale scale[kChunks][kTiles][2];
+        bool real[kChunks];  // the last chunk of a row may have fewer groups
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          real[c] = chunk + c < last_chunk && kChunkGroups * (chunk + c) + t < groups_of_row;
+#pragma unroll
+          for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              int64_t group = groups[m][i] + kChunkGroups * (chunk + c);
+              codes[c][m][i] = load_if<true>(real[c], p.weights + kGroupBytes * group);
+              scale[c][m][i] = {real[c] ? __ldg(scales + group) : 0u};
+            }
+        }
+        wait_once();
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          bool large = false;
+#pragma unroll
+          for (int m = 0; m < kTiles; ++m) large |= scale[c][m][0].is_large() || scale[c][m][1].is_large();
+          if (__any_sync(kAllLanes, large))
+            add_chunk<true>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
+          else
+            add_chunk<false>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
+        }
+      }
+      wait_once();
+      write_outputs<false, kDown, kWarps, kTokenTiles>(args, p, expert, column, first, sums);
+    }
+  }
+  wait_once();  // also where there is nothing to do: the next kernel counts on it
+}
+
+template <bool kDown, int kTokenTiles>
+cudaError_t launch_product(const FewRowsArgs& args, const Product& product, const Device& device, cudaStream_t stream) {
+  int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
+  int64_t grid = std::min<int64_t>(tasks, kBlocksPerSM<kTokenTiles> * device.multiprocessors);
+  int64_t shared = args.segments.num_local_experts * static_cast<int64_t>(sizeof(Expert));
+  return launch(few_rows_mxfp4<kDown, kTokenTiles>, grid, 32 * kWarps, shared, stream, args, product);
+}
+
+template <int kTokenTiles>
+cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  const auto [gate_up, down] = products(args);
+  if (cudaError_t error = launch_product<false, kTokenTiles>(args, gate_up, device, stream)) return error;
+  return launch_product<true, kTokenTiles>(args, down, device, stream);
+}
+
+}  // namespace
+
+cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream) {
+  return args.token_tiles == 1   ? launch_both<1>(args, stream)
+         : args.token_tiles == 2 ? launch_both<2>(args, stream)
+                                 : launch_both<4>(args, stream);
+}
+
+}  // namespace epmoe::cuda

@@ -39,7 +39,7 @@ from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
-from epmoe.rail.opening import open_exchange, prepare
+from epmoe.rail.opening import load, open_exchange, prepare
 
 
 class ExpertParallel(HoldsWindows):
@@ -787,6 +787,8 @@ def join_group(
     Raises:
         TimeoutError: nobody has taken this rank in.
     """
+    on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
+    load(torch.device("cuda" if on_gpu else "cpu"))
     return take_in(store, lambda config: ExpertParallel(config, device=device), timeout_s, backend)
 
 

@@ -283,7 +283,7 @@ class Front:
         while len(self.members) < size and self.new and time.monotonic() < deadline:
             for pipe in wait([member.pipe for member in self.new], 0.1):
                 self.hear(next(member for member in self.new if member.pipe is pipe))
-        self.broken |= len(self.members) < size
+        self.broken = len(self.members) < size
         self.members.sort(key=lambda member: member.rank)
 
     def regroup(self, order, *arguments):
@@ -296,6 +296,8 @@ class Front:
                 for request in rank:
                     self.queue.put(request)
         self.take_in(most, 2.0 if self.broken else ANSWER_S)  # one that died meanwhile may be counted in the size
+        if self.members and not self.broken:
+            self.step()  # the group may have to change again at once, and no gap is to last for two changes
 
     def step(self):
         orders = {member: [] for member in self.members}

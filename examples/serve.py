@@ -165,6 +165,8 @@ def run_rank(pipe, folder, rank, size):
     metrics = CollectorRegistry()
     port = start_http_server(0, "127.0.0.1", metrics)[0].server_port
     if rank is None:
+        with epmoe.ExpertParallel(configured(1)) as alone:  # what is slow the first time delays no other rank then
+            Model(alone)([])
         pipe.send("ready")
         ep = epmoe.join_group(folder)
     else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -181,6 +182,23 @@ class _Meeting:
         """The attempt has failed, unless its outcome is known already."""
         self.store.compare_set(f"{self.name}/{outcome}", "", _FAILED)
 
+    def outcome(self) -> str:
+        """What has become of the attempt; "" until it is known."""
+        return _word(self.store, f"{self.name}/{_OUTCOME}")
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within it this rank gets into the group. Whatever it raises, a signal handler's error too, fails it for all.
+
+        The other ranks must not wait for this one: it leaves the process group, which ends with the exception at last.
+        """
+        try:
+            yield
+        except BaseException:
+            self.fail()
+            _leave_group()
+            raise
+
 
 def recover(
     ep: Member,
@@ -224,7 +242,8 @@ def recover(
     """
     wait_s = ep.config.exchange.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
-    regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend)
+    with ep.alone():
+        regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend)
 
 
 def regroup(
@@ -249,32 +268,34 @@ def regroup(
     shared, attempt, before = _open(store), 0, None
     while time.monotonic() < deadline:
         meeting = _Meeting(shared, f"epmoe/{ep.origin}/{ep.generation}/{attempt}")
+        if (outcome := meeting.outcome()) == _FORMED:
+            raise EPStateError("the others have gone on without this rank: a new one may join")
+        if outcome == _FAILED:  # here, or in an earlier call
+            before, attempt = meeting.decision(), attempt + 1
+            continue
         decision = meeting.decide(ep, min_ranks, max_ranks, placement, wait_s, deadline, grow_s, leaves, before)
-        before = decision
         if leaves:
             ep.close()
             return False
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
         config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
+        former = [member for member in decision.members if member >= 0]
         try:
-            former = [member for member in decision.members if member >= 0]
-            meeting.form(decision, rank, form_s, backend, partial(_missing, ep, former, decision))
-            moves = ep.resume(
-                placement=None if decision.keeps else config.place_experts(),
-                spread_lost=True,
-                confirm=partial(meeting.confirm, rank, size, form_s),
-            )
+            with meeting.attempt():
+                meeting.form(decision, rank, form_s, backend, partial(_missing, ep, former, decision))
+                moves = ep.resume(
+                    placement=None if decision.keeps else config.place_experts(),
+                    spread_lost=True,
+                    confirm=partial(meeting.confirm, rank, size, form_s),
+                )
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
-            meeting.fail()
-            attempt += 1
-        else:
-            shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
-            load_weights(moves)
-            return True
-        _leave_group()  # behind `except`, since the exception holds the group
+            continue
+        shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
+        load_weights(moves)
+        return True
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
 
 
@@ -298,17 +319,19 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
             continue  # the group had no place left: this rank queues again
         config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
         wait_s = config.exchange.warmup_timeout_s
-        ep: _Member | None = None
         try:
-            meeting.form(decision, rank, wait_s, backend, decision.ended)
-            ep = make(config)
+            with meeting.attempt():
+                meeting.form(decision, rank, wait_s, backend, decision.ended)
+                ep = make(config)
+                try:
+                    if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size), decision)):
+                        return ep
+                    raise RuntimeError("the group was not confirmed")
+                except BaseException:
+                    ep.close()
+                    raise
         except RuntimeError:  # another rank has died meanwhile
-            meeting.fail()
-        if ep is not None:
-            if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size), decision)):
-                return ep
-            ep.close()
-        _leave_group()
+            continue
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
 
 

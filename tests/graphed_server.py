@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT / "examples"))
 
 import serve  # noqa: E402
 

@@ -189,16 +189,19 @@ class ExpertParallel(HoldsWindows):
     def alone(self) -> Iterator[None]:
         """Within it another thread that calls gets the RuntimeError; so does who enters during its call, or in a fork.
 
-        What is collective and takes several steps holds its turn so from its start on. It may be closed meanwhile.
+        What is collective and takes several steps holds its turn so from its start on. It may be closed meanwhile, and
+        its windows are released then.
         """
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
-        exchange = self._exchange
-        outer = 0 if exchange is None else exchange.enter()
+        held: weakref.ref[Exchange] | None = None
+        outer = 0
+        if self._exchange is not None:
+            held, outer = weakref.ref(self._exchange), self._exchange.enter()
         try:
             yield
         finally:
-            if exchange is not None:
+            if held is not None and (exchange := held()) is not None:
                 exchange.thread = outer
 
     def close(self) -> None:

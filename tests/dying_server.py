@@ -72,6 +72,7 @@ STATES = {
     "new-connects": (step_ends, lambda: patch(dist, "init_process_group", nth(1)), None),
     "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),
     "new-maps": (step_ends, lambda: patch(epmoe.service, "open_exchange", nth(2)), None),
+    "new-hangs": (step_ends, lambda: patch(_Meeting, "form", nth(1), number=signal.SIGSTOP), None),
     "new-steps": (step_ends, lambda: patch(serve.Rank, "step", nth(1)), None),
     "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", nth(1))),
     "old-forms": (step_ends, None, lambda: patch(_Meeting, "form", nth(2))),

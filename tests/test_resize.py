@@ -167,7 +167,8 @@ def test_another_rank_dies_as_the_group_forms(host, where):
     assert host.do([0, 1], play_fixed) == ["played"] * 2
 
 
-@pytest.mark.parametrize("where", ["connects", slow("opens"), slow("maps"), slow("confirms")])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["connects", "opens", "maps", "confirms"])
 def test_a_new_rank_dies_as_the_group_forms(host, where):
     """The others wait for no other new rank in its place."""
     names = serve(host, ranks=2)
@@ -189,6 +190,7 @@ def fail_to_form(state) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_in_which_a_group_has_failed(host):
     alive = lose(host, serve(host, ranks=3), 2)
     assert host.do([1], fail_to_form) == [None]

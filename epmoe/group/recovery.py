@@ -154,9 +154,11 @@ class _Meeting:
         _leave_group()
         _world.group_count = 0  # torch also counts groups that failed, and their number must be the same on all ranks
         store = dist.PrefixStore(f"{self.name}/group", self.store)
-        connect = timedelta(seconds=min(timeout_s, decision.connect_s))
+        timeout = connect = timedelta(seconds=timeout_s)
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # there a group keeps the timeout of its connecting
+            connect = min(timeout, timedelta(seconds=decision.connect_s))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=connect)
-        _set_pg_timeout(timedelta(seconds=timeout_s))
+        _set_pg_timeout(timeout)
         RollCall.of(Peers.of(dist.group.WORLD), "opening").arrive()  # some time may pass before it opens
 
     def confirm(

@@ -6,8 +6,8 @@ import ctypes
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal, Self
 from weakref import WeakSet
 
@@ -39,7 +39,7 @@ from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
-from epmoe.rail.opening import open_exchange, prepare
+from epmoe.rail.opening import load, open_exchange, prepare
 
 
 class ExpertParallel(HoldsWindows):
@@ -164,8 +164,6 @@ class ExpertParallel(HoldsWindows):
         """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
-        if self._owner is not None:
-            raise EPStateError(self._why_unusable())
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
         keeps, held = placement is None, None
@@ -175,23 +173,38 @@ class ExpertParallel(HoldsWindows):
         said = config.model_dump_json(), self.origin, self.generation, self.rank
         request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost)
         old, ranks = self.placement, [self.rank if rank == peers.rank else None for rank in range(peers.size)]
-        if self._exchange is not None:
-            self._exchange.enter()
-        try:
-            if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
-                raise TimeoutError("the GPU has not finished its work")
-            with torch.device("cpu"):
-                self._join(peers, config, request, confirm)
-        except EPOpenError as error:
-            raise EPResumeError(timeout_s, error) from None
-        except (RuntimeError, OSError) as error:
-            raise EPResumeError(timeout_s, error) from error
-        finally:
-            if self._exchange is not None:
-                self._exchange.thread = 0
+        with self.alone():
+            try:
+                if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
+                    raise TimeoutError("the GPU has not finished its work")
+                with torch.device("cpu"):
+                    self._join(peers, config, request, confirm)
+            except EPOpenError as error:
+                raise EPResumeError(timeout_s, error) from None
+            except (RuntimeError, OSError) as error:
+                raise EPResumeError(timeout_s, error) from error
         if self.live is not None:
             return self._slots_to_load(held or [[] for _ in self.live.held])
         return old.moves(self.placement, ranks)[self.rank]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it another thread that calls gets the RuntimeError; so does who enters during its call, or in a fork.
+
+        What is collective and takes several steps holds its turn so from its start on. It may be closed meanwhile, and
+        its windows are released then.
+        """
+        if self._owner is not None:
+            raise EPStateError(self._why_unusable())
+        held: weakref.ref[Exchange] | None = None
+        outer = 0
+        if self._exchange is not None:
+            held, outer = weakref.ref(self._exchange), self._exchange.enter()
+        try:
+            yield
+        finally:
+            if held is not None and (exchange := held()) is not None:
+                exchange.thread = outer
 
     def close(self) -> None:
         """Release the windows and the group. Handles of earlier rounds, and their tensors, must not be used any more.
@@ -799,6 +812,8 @@ def join_group(
     Raises:
         TimeoutError: nobody has taken this rank in.
     """
+    on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
+    load(torch.device("cuda" if on_gpu else "cpu"))
     return take_in(store, lambda config: ExpertParallel(config, device=device), timeout_s, backend)
 
 
@@ -842,19 +857,24 @@ def resize(
     """
     if not is_int(size) or size < 1:
         raise ValueError(f"`size` must be an integer of at least 1, got {size!r}")
-    if ep.live is not None and size < ep.size:
-        settle = ep.apply if balancer is None else balancer.finish
-        with suppress(EPTimeoutError):  # others may have come further: the group changes all the same
-            settle()
-            slots, S = ep.slots, ep.num_local_experts
-            if size * S >= ep.config.model.num_experts:
-                stay = [[layer[r * S : (r + 1) * S] for layer in slots.tolist()] for r in range(size)]
-                slots.fill_(EMPTY)[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
-                ep.replace(slots, weights)
-                ep.apply()
-    last_call_s = ep.config.exchange.timeout_s + LAST_CALL_S
-    leaves = ep.rank >= size
-    return regroup(ep, store, load_weights, 1, size, None, last_call_s, timeout_s, backend, wait_s, leaves)
+    with ep.alone():
+        if ep.live is not None and size < ep.size:
+            _hand_over(ep, size, balancer, weights)
+        last_call_s, leaves = ep.config.exchange.timeout_s + LAST_CALL_S, ep.rank >= size
+        return regroup(ep, store, load_weights, 1, size, None, last_call_s, timeout_s, backend, wait_s, leaves)
+
+
+def _hand_over(ep: ExpertParallel, size: int, balancer: Balancer | None, weights: SlotWeights | None) -> None:
+    """Experts that only ranks from `size` on hold move to the others, as far as these have slots."""
+    settle = ep.apply if balancer is None else balancer.finish
+    with suppress(EPTimeoutError):  # others may have come further: the group changes all the same
+        settle()
+        slots, S = ep.slots, ep.num_local_experts
+        if size * S >= ep.config.model.num_experts:
+            stay = [[layer[r * S : (r + 1) * S] for layer in slots.tolist()] for r in range(size)]
+            slots.fill_(EMPTY)[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
+            ep.replace(slots, weights)
+            ep.apply()
 
 
 _open: WeakSet[ExpertParallel] = WeakSet()

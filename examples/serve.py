@@ -38,6 +38,7 @@ E, K, D, WIDTH, HEADS, BLOCKS, VOCABULARY, LENGTH = 8, 2, 32, 32, 4, 2, 64, 32
 SLOTS, BATCH, EVERY = 4, 4, 20  # slots and requests of a rank; steps from one plan of the balancer to the next
 DEADLINE_S = 10.0  # of a round, and of a group that opens
 ANSWER_S, LATE_S = 60.0, 5.0  # a rank is killed that does not answer, or is later than others that have lost a round
+TRIES = 3  # a new rank is killed that was not taken in
 
 context = multiprocessing.get_context("forkserver")  # a new rank takes no seconds to import torch
 context.set_forkserver_preload(["torch", "epmoe"])
@@ -165,6 +166,8 @@ def run_rank(pipe, folder, rank, size):
     metrics = CollectorRegistry()
     port = start_http_server(0, "127.0.0.1", metrics)[0].server_port
     if rank is None:
+        with epmoe.ExpertParallel(configured(1)) as alone:  # what is slow the first time delays no other rank then
+            Model(alone)([])
         pipe.send("ready")
         ep = epmoe.join_group(folder)
     else:
@@ -188,6 +191,7 @@ class Member:
     rank: int = -1
     port: int = 0
     ready: bool = False  # a new rank: it waits in `join_group`
+    tries: int = 0  # of the others to take it in
     requests: dict[int, Request] = field(default_factory=dict)
 
 
@@ -283,7 +287,7 @@ class Front:
         while len(self.members) < size and self.new and time.monotonic() < deadline:
             for pipe in wait([member.pipe for member in self.new], 0.1):
                 self.hear(next(member for member in self.new if member.pipe is pipe))
-        self.broken |= len(self.members) < size
+        self.broken = len(self.members) < size
         self.members.sort(key=lambda member: member.rank)
 
     def regroup(self, order, *arguments):
@@ -296,6 +300,12 @@ class Front:
                 for request in rank:
                     self.queue.put(request)
         self.take_in(most, 2.0 if self.broken else ANSWER_S)  # one that died meanwhile may be counted in the size
+        for member in [member for member in self.new if member.ready]:
+            member.tries += 1
+            if member.tries == TRIES:
+                self.bury(member)
+        if self.members and not self.broken:
+            self.step()  # the group may have to change again at once, and no gap is to last for two changes
 
     def step(self):
         orders = {member: [] for member in self.members}

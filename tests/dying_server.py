@@ -10,11 +10,13 @@ from itertools import count
 from pathlib import Path
 
 import serve
+import torch.distributed as dist
 
 import epmoe
+import epmoe.service
 from epmoe.group.recovery import _Meeting
 
-VICTIM, STEP = 1, 10  # the rank that dies first, and in which of its steps
+STEP = 10  # in which a rank dies first
 
 
 def patch(
@@ -57,7 +59,9 @@ def step_ends(**options) -> None:
     patch(serve.Rank, "step", nth(STEP), **options)
 
 
-STATES = {  # by state, what the victim does, and what a first new rank, or another old one does while a new one joins
+# By state, what the first ones to die do, and what a first new rank, or another old one does while a new one joins. A
+# new rank opens a group of one before it joins. An old one has opened its first group, and that of `recover`.
+STATES = {
     "before": (step_ends, None, None),
     "in": (lambda: patch(epmoe.GroupedExperts, "forward", nth(serve.BLOCKS * STEP)), None, None),
     "after": (partial(step_ends, behind=True), None, None),
@@ -65,18 +69,30 @@ STATES = {  # by state, what the victim does, and what a first new rank, or anot
     "hangs": (partial(step_ends, number=signal.SIGSTOP), None, None),
     "new-waits": (step_ends, lambda: patch(_Meeting, "decision", nth(1)), None),
     "new-forms": (step_ends, lambda: patch(_Meeting, "form", nth(1)), None),
-    "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(1)), None),
+    "new-connects": (step_ends, lambda: patch(dist, "init_process_group", nth(1)), None),
+    "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),
+    "new-maps": (step_ends, lambda: patch(epmoe.service, "open_exchange", nth(2)), None),
+    "new-hangs": (step_ends, lambda: patch(_Meeting, "form", nth(1), number=signal.SIGSTOP), None),
     "new-steps": (step_ends, lambda: patch(serve.Rank, "step", nth(1)), None),
     "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", nth(1))),
-    "old-forms": (step_ends, None, lambda: patch(_Meeting, "form", nth(2))),  # the first one is that of `recover`
+    "old-forms": (step_ends, None, lambda: patch(_Meeting, "form", nth(2))),
+    "old-connects": (step_ends, None, lambda: patch(dist, "init_process_group", nth(3))),
     "old-opens": (step_ends, None, lambda: patch(epmoe.ExpertParallel, "resume", nth(2))),
+    "old-maps": (step_ends, None, lambda: patch(epmoe.service, "open_exchange", nth(3))),
+    "two": (step_ends, None, None),
+    "two-new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),
 }
 
 
+def victims(state: str) -> set[int]:
+    """The ranks that die first."""
+    return {1, 2} if state.startswith("two") else {1}
+
+
 def run_rank(state: str, pipe, folder: str, rank: int | None, size: int) -> None:
-    victim, new, old = STATES[state]
-    if rank == VICTIM:
-        victim()
+    dies, new, old = STATES[state]
+    if rank in victims(state):
+        dies()
     elif rank == 0 and old is not None:
         old()
     elif rank is None and new is not None and first(folder, "new"):

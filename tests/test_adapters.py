@@ -8,12 +8,14 @@ from pathlib import Path
 import adapter_models
 import pytest
 import torch
+from expert_inputs import random_mxfp4
 from helpers import assert_close, randn
 from torch import Tensor
 
 import epmoe
 from epmoe.checkpoint import load_adapter
 from epmoe.local.adapters import ExpertAdapters, LoRA
+from epmoe.local.gemm.gemm import plain_weights
 from epmoe.native.arguments import FP8
 
 E, K, D, F, T = 4, 2, 64, 32, 12
@@ -140,6 +142,26 @@ def test_fp8_experts(device, payload, tokens):
             mine = numbers.cpu() == number
             error = (got - want)[mine].norm() / want[mine].norm()
             assert error < 0.1, error
+
+
+@torch.no_grad()
+def test_mxfp4_experts(device):
+    """Adapters go by the numbers of a weight, of which a byte of MXFP4 has two."""
+    n = 64
+    sections = {"model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": n, "dtype": "bfloat16"}}
+    gate_up, down = (random_mxfp4(E, *shape, seed=i) for i, shape in enumerate(((2 * n, n), (n, n))))
+    factors = adapter_models.draw(E, n, n, 4, seed=3)
+    with epmoe.ExpertParallel(config(**sections), device=device) as ep:
+        scales = {"gate_up_scales": gate_up[1], "down_scales": down[1]}
+        options = {"adapters": 2, "adapter_rank": 8}
+        layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up[0], down[0], **scales, **options)
+        plain = [plain_weights(weights).to(torch.bfloat16) for weights in (gate_up, down)]
+        same = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, *plain, **options)
+        for one in (layer, same):
+            one.adapters.put(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
+        x = randn(T, n, seed=5, dtype=torch.bfloat16).to(device)
+        numbers = (torch.arange(T) % 2).to(device, torch.int16)
+        assert_close(layer(x, adapter_ids=numbers), same(x, adapter_ids=numbers), slack=4)
 
 
 def test_what_adapters_refuse(ep):

@@ -117,6 +117,7 @@ def test_recover_and_join_while_experts_move(host, stage):
     assert EMPTY not in [expert for layer in expect_all_held(host, all_names) for expert in layer]
     assert host.succeed(all_names, play) == ["played"] * 4
     host.succeed(all_names, begin)
+    deadline = time.monotonic() + 30
     while not REACHED[stage](*host.succeed(all_names, poll)[0]):
         assert time.monotonic() < deadline
     assert host.succeed(all_names, go_on, host.folder) == [[]] * 4  # nobody has died

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -118,6 +121,162 @@ def test_fewer_come_than_were_asked_for(host):
 def resize_at_once(state, folder: Path) -> int:
     epmoe.resize(state.ep, folder, 3, partial(take, state), wait_s=0.1)
     return state.ep.size
+
+
+SOON_S, LATE_S = 8.0, 20.0  # a failed attempt costs far less than any deadline
+
+
+def die_in(state, where: str) -> None:
+    """This process ends when it next does something."""
+    owner, name = {
+        "connects": (dist, "init_process_group"),
+        "opens": (epmoe.service.Peers, "all_gather"),
+        "maps": (epmoe.service, "open_exchange"),  # the others have closed their windows so far by then
+        "confirms": (_Meeting, "confirm"),
+    }[where]
+    setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGKILL))
+
+
+def import_this(state) -> None:
+    """Which takes seconds on a machine with other load."""
+
+
+def recover_late(state, folder: Path) -> None:
+    epmoe.recover(state.ep, folder, partial(take, state), last_call_s=LATE_S)
+
+
+def come_or_die(state, folder: Path, where: str) -> None:
+    die_in(state, where)
+    epmoe.join_group(folder, device=state.device)
+
+
+def recover_or_die(state, folder: Path, where: str) -> None:
+    die_in(state, where)
+    recover_late(state, folder)
+
+
+@pytest.mark.parametrize("where", [slow("connects"), slow("opens"), "maps", slow("confirms")])
+def test_another_rank_dies_as_the_group_forms(host, where):
+    """The others see the end of its process, and wait for no deadline."""
+    lose(host, serve(host), 3)
+    host.do([0, 1, 2], import_this)
+    host.start([2], recover_or_die, host.folder, where)
+    begin = time.monotonic()
+    assert host.do([0, 1], recover_late, host.folder) == [None] * 2
+    assert time.monotonic() - begin < SOON_S
+    assert host.do([0, 1], play_fixed) == ["played"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["connects", "opens", "maps", "confirms"])
+def test_a_new_rank_dies_as_the_group_forms(host, where):
+    """The others wait for no other new rank in its place."""
+    names = serve(host, ranks=2)
+    host.spawn(2)
+    host.do([*names, 2], import_this)
+    host.start([2], come_or_die, host.folder, where)
+    begin = time.monotonic()
+    assert all(isinstance(one, int) for one in host.do(names, resize_fixed, host.folder, 3))
+    assert time.monotonic() - begin < SOON_S
+    assert host.do(names, play_fixed) == ["played"] * 2
+
+
+def fail_to_form(state) -> None:
+    """torch numbers process groups, also those that fail."""
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError):
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.1)
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_process_in_which_a_group_has_failed(host):
+    alive = lose(host, serve(host, ranks=3), 2)
+    assert host.do([1], fail_to_form) == [None]
+    assert host.do(alive, recover_late, host.folder) == [None] * 2
+
+
+def resize_in_a_child(state, folder: Path) -> str:
+    """What a fork of this process gets."""
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            epmoe.resize(state.ep, folder, 1, print)
+        except Exception as error:
+            os.write(writes, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reads, 1000).decode()
+
+
+def resize_during_a_call(state, folder: Path) -> str:
+    """What a thread gets while another one is in a call."""
+    with state.ep.alone(), ThreadPoolExecutor(1) as other:
+        error = other.submit(epmoe.resize, state.ep, folder, 1, print).exception()
+    return f"{type(error).__name__}: {error}"
+
+
+def resize_on_a_thread(state, folder: Path, size: int) -> int | bool:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(resize_fixed, state, folder, size).result()
+
+
+def test_from_a_fork_and_from_other_threads(host):
+    """What is refused leaves no word in the store. Then all threads of a rank may call in turn."""
+    names = serve(host, ranks=2)
+    (error,) = host.do([1], resize_in_a_child, host.folder)
+    assert error.startswith("EPStateError: this ExpertParallel belongs to process"), error
+    (error,) = host.do([1], resize_during_a_call, host.folder)
+    assert error.startswith("RuntimeError: another thread is in a call"), error
+    assert not list(host.folder.glob("epmoe-store"))
+    assert host.do(names, resize_on_a_thread, host.folder, 1)[1] is False
+    assert host.do([0], play_fixed) == ["played"]
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def resize_twice(state, folder: Path, where: str) -> int | bool:
+    """A signal handler raises in the first call."""
+
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    signal.signal(signal.SIGUSR1, handler)
+    owner, name = {"decides": (_Meeting, "decide"), "opens": (epmoe.service, "open_exchange")}[where]
+    original = getattr(owner, name)
+
+    def interrupted(*arguments: object) -> object:
+        setattr(owner, name, original)
+        if where == "decides":  # it waits there
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        else:
+            signal.raise_signal(signal.SIGUSR1)
+        return original(*arguments)
+
+    signal.signal(signal.SIGALRM, handler)
+    setattr(owner, name, interrupted)
+    with pytest.raises(Interrupted):
+        resize_fixed(state, folder, 2)
+    return resize_fixed(state, folder, 2)
+
+
+@pytest.mark.parametrize("where", [slow("decides"), "opens"])
+def test_a_signal_handler_raises(host, where):
+    """The attempt ends for all, and all get into the next one once this rank calls again."""
+    names = serve(host, ranks=3)
+    host.do(names, import_this)
+    host.start([1], resize_twice, host.folder, where)
+    if where == "decides":
+        time.sleep(0.5)
+    begin = time.monotonic()
+    host.start([0, 2], resize_fixed, host.folder, 2)
+    results = host.results(names)
+    assert results[2] is False and all(isinstance(one, int) for one in results[:2]), results
+    assert time.monotonic() - begin < SOON_S
+    assert host.do(names[:2], play_fixed) == ["played"] * 2
 
 
 def go_on_counted(state, folder: Path) -> int:

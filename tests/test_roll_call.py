@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 import torch.distributed as dist
 
 from epmoe.group import roll_call
+from epmoe.group.deaths import has_ended, name_of_process
 
 RANKS, RANK, SIZE = [0, 2, 4], 2, 6
 OTHERS = [0, 4]
@@ -45,3 +51,31 @@ def test_without_a_default_group(found, missing):
     """It may be destroyed while a transfer hangs: the thread that watches it goes on."""
     assert not dist.is_initialized()
     assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing(found) == missing
+
+
+@pytest.fixture
+def ended() -> str:
+    """The name of a process that has ended, and for which nobody has waited yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield f"{name_of_process().rpartition('/')[0]}/{process.pid}"
+    process.wait()
+
+
+def test_the_end_of_a_process_is_seen_by_its_name(ended):
+    assert has_ended(ended) and not has_ended(name_of_process())
+    place, _, number = ended.rpartition("/")
+    for name in (f"x{place}/{number}", f"/{number}", "", "/", number, f"{place}/-1", f"{place}/{10**20}", f"{place}/x"):
+        assert not has_ended(name)
+
+
+def test_a_rank_whose_process_has_ended_is_missing_at_once(monkeypatch, ended):
+    """Also where a rank that lives has not noticed yet: it may learn of the failure by the leaving of this one only."""
+    store = dist.HashStore()
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    for rank, name in ((0, name_of_process()), (4, ended)):
+        monkeypatch.setattr(roll_call, "name_of_process", lambda name=name: name)
+        roll_call.RollCall(RANKS, rank, SIZE, "x").arrive()
+    begin = time.monotonic()
+    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing([], answer_s=20.0) == [4]
+    assert time.monotonic() - begin < 5

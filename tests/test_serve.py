@@ -30,7 +30,7 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(ROOT / "examples"))
 
 import serve  # noqa: E402
-from dying_server import STATES  # noqa: E402
+from dying_server import STATES, victims  # noqa: E402
 
 import epmoe  # noqa: E402
 
@@ -204,10 +204,10 @@ def test_a_rank_that_hangs_is_killed(tmp_path, alone):
 @pytest.mark.parametrize("state", [s if s in IN_CI else long(s) for s in STATES if s != "hangs"])
 def test_a_death_in_every_state(tmp_path, alone, state, run):
     _, new, old = STATES[state]
-    deaths = 1 + (new is not None) + (old is not None)
+    deaths = len(victims(state)) + (new is not None) + (old is not None)
     with running(tmp_path, "tests/dying_server.py", state) as server:
         before = server.pids()
-        kept = set(before) - {before[1]} - ({before[0]} if old else set())
+        kept = set(before) - {before[rank] for rank in victims(state)} - ({before[0]} if old else set())
         with server.load(seed=run):
             server.wait(lambda: len(pids := server.pids()) == RANKS and set(pids) & set(before) == kept)
             server.more(30)

@@ -1,4 +1,4 @@
-"""Which ranks of this machine have ended. A thread waits for the ends of their processes."""
+"""Which ranks of this machine have ended: a thread waits for the ends of their processes, or a look by name says so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from threading import Thread, current_thread
 
 _END_S = 2.0  # for a note that is under way when the thread is to end
@@ -49,6 +50,40 @@ def this_process() -> list[int]:
     with suppress(OSError, AttributeError):
         return [os.pidfd_open(os.getpid())]
     return []
+
+
+def name_of_process() -> str:
+    """Names this process for `has_ended` of other processes."""
+    return f"{_place()}/{os.getpid()}"
+
+
+def has_ended(name: str) -> bool:
+    """Whether the process of this name is known to have ended. It takes microseconds.
+
+    False also where its end cannot be seen from here: on another machine, in a container with processes of its own, or
+    where its number belongs to another process by now. The name may be anything: it is the word of another rank.
+    """
+    place, _, number = name.rpartition("/")
+    if not place or place != _place() or not (number.isdecimal() and len(number) < 10):
+        return False
+    try:
+        process = os.pidfd_open(int(number))
+    except ProcessLookupError:
+        return True
+    except (OSError, AttributeError):  # the kernel or a sandbox gives no descriptor
+        return False
+    try:
+        return bool(_readable([process], 0))
+    finally:
+        os.close(process)
+
+
+def _place() -> str:
+    """Where numbers of processes mean the same: this machine since its start, and its container; "" if unknown."""
+    with suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{machine}/{os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _readable(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:

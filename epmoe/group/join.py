@@ -110,6 +110,8 @@ def opening(peers: Peers) -> Iterator[Agreement]:
     """
     check_backend(peers.group)
     agreement = Agreement()
+    if peers.size > 1:
+        RollCall.of(peers, "opening").arrive()
     try:
         with peers.together():
             yield agreement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -23,6 +24,8 @@ class Member(Protocol):
 
     @property
     def exchange(self) -> Any: ...
+
+    def alone(self) -> AbstractContextManager[None]: ...
 
     def survivors(self) -> list[int]: ...
 

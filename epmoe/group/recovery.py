@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,19 +14,24 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import Move, Placement
+from epmoe.group.deaths import has_ended, name_of_process
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
+from epmoe.group.peers import Peers
+from epmoe.group.roll_call import RollCall
 
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
 _ANSWER_S = 0.5  # a new rank that waits reads the store every _POLL_S
 _DOOR_S = 1.0  # between the decision and the group
+_CONNECT_S = 0.5  # in the first attempt, twice as long in each further one
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
-_HERE, _LEAVES = "here", "leaves"  # what a rank says in a meeting
+_HERE, _LEAVES = "here", "leaves"  # what a new rank says in a meeting, and a former one instead of its process
 _DOOR, _OUTCOME = "door", "outcome"  # whether all ranks have come, and whether they have got into the group
 _FORMED, _FAILED = "formed", "failed"
 _Member = TypeVar("_Member", bound=Member)
@@ -36,6 +42,8 @@ class _Decision:
     """What one rank has written for all.
 
     members: who is in the group, in rank order: former ranks, and behind them new ones as `-1 - arrival`.
+    processes: the names of theirs.
+    connect_s: how long torch may take to connect them.
     config: JSON, of the group to be.
     arrivals: those up to here have had their turn.
     keeps: former ranks keep their slots, with `placement.live`.
@@ -43,6 +51,8 @@ class _Decision:
     """
 
     members: list[int]
+    processes: list[str]
+    connect_s: float
     config: str
     arrivals: int
     keeps: bool
@@ -51,6 +61,10 @@ class _Decision:
     def config_of(self) -> EPConfig:
         """The config of the group to be."""
         return EPConfig(**json.loads(self.config))
+
+    def ended(self) -> list[int]:
+        """Members whose processes are known to have ended."""
+        return [member for member, name in zip(self.members, self.processes, strict=True) if has_ended(name)]
 
 
 @dataclass(frozen=True)
@@ -74,38 +88,48 @@ class _Meeting:
         deadline: float,
         grow_s: float,
         leaves: bool,
-        left: list[int],
+        before: _Decision | None,
     ) -> _Decision:
-        """Meet the other ranks. The first to see that all are there, or late, decides; the rest reads."""
+        """Meet the other ranks. The first to see that all are there, or late, decides; the rest reads.
+
+        `before` is what was decided in the last attempt, whose group did not form.
+        """
         store, newest, start = self.store, f"epmoe/{ep.origin}/newest", time.monotonic()
         asked: dict[int, float] = {}  # by arrival: when this rank has asked whether it is still there
-        store.set(f"{self.name}/{ep.rank}", _LEAVES if leaves else _HERE)
+        left, connect_s = ([], _CONNECT_S) if before is None else (before.left, 2 * before.connect_s)
+        store.set(f"{self.name}/{ep.rank}", _LEAVES if leaves else name_of_process())
         while not store.check([f"{self.name}/decision"]):
             if store.check([newest]) and int(store.get(newest)) > ep.generation:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
-            words = {r: store.get(f"{self.name}/{r}") for r in range(ep.size) if store.check([f"{self.name}/{r}"])}
-            came = [rank for rank, word in words.items() if word == _HERE.encode()]
-            gone = {*left, *words}.difference(came)
+            words = {rank: word for rank in range(ep.size) if (word := _word(store, f"{self.name}/{rank}"))}
+            gone = {*left, *(rank for rank, word in words.items() if word == _LEAVES)}
+            ended = {*([] if before is None else before.ended()), *(r for r, word in words.items() if has_ended(word))}
+            came = [rank for rank in words if rank not in gone | ended]
             used = int(store.get(f"{_ARRIVALS}/used")) if store.check([f"{_ARRIVALS}/used"]) else 0
             arrivals = store.add(_ARRIVALS, 0)
             for arrival in range(used + 1, arrivals + 1):
                 if arrival not in asked:
                     store.set(f"{_ARRIVALS}/{arrival}/asked", self.name)
                     asked[arrival] = time.monotonic()
-            there = {arrival for arrival in asked if store.check([f"{self.name}/new/{arrival}"])}
-            members = [*came, *[-1 - arrival for arrival in sorted(there)][: max(0, max_ranks - len(came))]]
+            new = {a: name for a in asked if not has_ended(name := _word(store, f"{_ARRIVALS}/{a}/process"))}
+            there = [arrival for arrival in sorted(new) if store.check([f"{self.name}/new/{arrival}"])]
+            there = there[: max(0, max_ranks - len(came))]
+            members = [*came, *(-1 - arrival for arrival in there)]
+            processes = [words[rank] for rank in came] + [new[arrival] for arrival in there]
             now = time.monotonic()
-            may_answer = any(now < at + _ANSWER_S for arrival, at in asked.items() if arrival not in there)
-            may_come = may_answer or len(members) < max_ranks and now < start + grow_s
-            all_came = set(ep.survivors()) <= {*came, *gone} and not may_come
+            may_answer = any(now < asked[arrival] + _ANSWER_S for arrival in new if arrival not in there)
+            wanted = max_ranks if before is None else len(before.members) - len(before.ended())
+            may_come = may_answer or len(members) < wanted and now < start + grow_s
+            all_came = set(ep.survivors()) <= {*came, *gone, *ended} and not may_come
             if (all_came or now > start + wait_s) and len(members) >= min_ranks:
                 keeps = ep.config.placement.live and placement is None
                 if keeps:
                     config = ep.config.of_size(len(members))
                 else:
                     config = ep.config.with_placement(_place(ep.placement, members, placement))
-                mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps, sorted(gone))))
-                store.compare_set(f"{self.name}/decision", "", mine)  # whoever was first has decided
+                text = config.model_dump_json()
+                mine = asdict(_Decision(members, processes, connect_s, text, arrivals, keeps, sorted(gone)))
+                store.compare_set(f"{self.name}/decision", "", json.dumps(mine))  # whoever was first has decided
             elif now > deadline:
                 raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
             else:
@@ -117,21 +141,30 @@ class _Meeting:
                 store.set(f"{_ARRIVALS}/{arrival}", self.name)
         return decision
 
-    def form(self, rank: int, size: int, timeout_s: float, backend: str, missing: Callable[[], int]) -> None:
-        """Make the default process group anew. Nobody begins where one of the ranks is gone: it would take `timeout_s`.
+    def form(
+        self, decision: _Decision, rank: int, timeout_s: float, backend: str, missing: Callable[[], object]
+    ) -> None:
+        """Make the default process group anew. Nobody begins where one of the ranks is gone: torch would wait for it.
 
         Raises RuntimeError where it cannot be made.
         """
+        size = len(decision.members)
         if not self.confirm(rank, size, min(timeout_s, _DOOR_S), missing, _DOOR):
             raise RuntimeError("a rank has not come")
         _leave_group()
-        store, timeout = dist.PrefixStore(f"{self.name}/group", self.store), timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        _world.group_count = 0  # torch also counts groups that failed, and their number must be the same on all ranks
+        store = dist.PrefixStore(f"{self.name}/group", self.store)
+        timeout = connect = timedelta(seconds=timeout_s)
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # there a group keeps the timeout of its connecting
+            connect = min(timeout, timedelta(seconds=decision.connect_s))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=connect)
+        _set_pg_timeout(timeout)
+        RollCall.of(Peers.of(dist.group.WORLD), "opening").arrive()  # some time may pass before it opens
 
     def confirm(
-        self, rank: int, size: int, timeout_s: float, missing: Callable[[], int], outcome: str = _OUTCOME
+        self, rank: int, size: int, timeout_s: float, missing: Callable[[], object], outcome: str = _OUTCOME
     ) -> bool:
-        """Whether all ranks have got into the group; `missing` is not 0 once some of them are missing.
+        """Whether all ranks have got into the group; what `missing` returns is true once some of them are missing.
 
         The last gather of its opening may end well on some ranks only, so the first rank that knows the outcome writes
         it into the store, and all follow. With another name of an `outcome`, the same for a step before that.
@@ -150,6 +183,23 @@ class _Meeting:
     def fail(self, outcome: str = _OUTCOME) -> None:
         """The attempt has failed, unless its outcome is known already."""
         self.store.compare_set(f"{self.name}/{outcome}", "", _FAILED)
+
+    def outcome(self) -> str:
+        """What has become of the attempt; "" until it is known."""
+        return _word(self.store, f"{self.name}/{_OUTCOME}")
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within it this rank gets into the group. Whatever it raises, a signal handler's error too, fails it for all.
+
+        The other ranks must not wait for this one: it leaves the process group, which ends with the exception at last.
+        """
+        try:
+            yield
+        except BaseException:
+            self.fail()
+            _leave_group()
+            raise
 
 
 def recover(
@@ -194,7 +244,8 @@ def recover(
     """
     wait_s = ep.config.exchange.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
-    regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend)
+    with ep.alone():
+        regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend)
 
 
 def regroup(
@@ -216,35 +267,37 @@ def regroup(
     closes `ep`.
     """
     form_s, deadline = ep.config.exchange.warmup_timeout_s, time.monotonic() + timeout_s
-    shared, attempt, left = _open(store), 0, list[int]()
+    shared, attempt, before = _open(store), 0, None
     while time.monotonic() < deadline:
         meeting = _Meeting(shared, f"epmoe/{ep.origin}/{ep.generation}/{attempt}")
-        decision = meeting.decide(ep, min_ranks, max_ranks, placement, wait_s, deadline, grow_s, leaves, left)
-        left = decision.left
+        if (outcome := meeting.outcome()) == _FORMED:
+            raise EPStateError("the others have gone on without this rank: a new one may join")
+        if outcome == _FAILED:  # here, or in an earlier call
+            before, attempt = meeting.decision(), attempt + 1
+            continue
+        decision = meeting.decide(ep, min_ranks, max_ranks, placement, wait_s, deadline, grow_s, leaves, before)
         if leaves:
             ep.close()
             return False
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
         config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
+        former = [member for member in decision.members if member >= 0]
         try:
-            gone = partial(_missing, ep, [member for member in decision.members if member >= 0])
-            meeting.form(rank, size, form_s, backend, gone)
-            moves = ep.resume(
-                placement=None if decision.keeps else config.place_experts(),
-                spread_lost=True,
-                confirm=partial(meeting.confirm, rank, size, form_s),
-            )
+            with meeting.attempt():
+                meeting.form(decision, rank, form_s, backend, partial(_missing, ep, former, decision))
+                moves = ep.resume(
+                    placement=None if decision.keeps else config.place_experts(),
+                    spread_lost=True,
+                    confirm=partial(meeting.confirm, rank, size, form_s),
+                )
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
-            meeting.fail()
-            attempt += 1
-        else:
-            shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
-            load_weights(moves)
-            return True
-        _leave_group()  # behind `except`, since the exception holds the group
+            continue
+        shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
+        load_weights(moves)
+        return True
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
 
 
@@ -254,6 +307,7 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
     while time.monotonic() < deadline:
         arrival = shared.add(_ARRIVALS, 1)
         answer, told = f"{_ARRIVALS}/{arrival}", ""
+        shared.set(f"{answer}/process", name_of_process())
         while not shared.check([answer]) and time.monotonic() < deadline:
             if shared.check([f"{answer}/asked"]) and (asked := shared.get(f"{answer}/asked").decode()) != told:
                 shared.set(f"{asked}/new/{arrival}", _HERE)
@@ -267,17 +321,19 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
             continue  # the group had no place left: this rank queues again
         config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
         wait_s = config.exchange.warmup_timeout_s
-        ep: _Member | None = None
         try:
-            meeting.form(rank, size, wait_s, backend, lambda: 0)
-            ep = make(config)
+            with meeting.attempt():
+                meeting.form(decision, rank, wait_s, backend, decision.ended)
+                ep = make(config)
+                try:
+                    if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size), decision)):
+                        return ep
+                    raise RuntimeError("the group was not confirmed")
+                except BaseException:
+                    ep.close()
+                    raise
         except RuntimeError:  # another rank has died meanwhile
-            meeting.fail()
-        if ep is not None:
-            if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size))):
-                return ep
-            ep.close()
-        _leave_group()
+            continue
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
 
 
@@ -311,5 +367,11 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _missing(ep: Member, ranks: Collection[int]) -> int:
-    return len(set(ranks).difference(ep.survivors()))
+def _word(store: dist.Store, key: str) -> str:
+    """What stands in a store; "" if nothing does."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _missing(ep: Member, ranks: Collection[int], decision: _Decision) -> bool:
+    """Whether one of the ranks of the present group, or of the members of the next one, is."""
+    return bool(set(ranks).difference(ep.survivors()) or decision.ended())

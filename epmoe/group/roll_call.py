@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
+from epmoe.group.deaths import has_ended, name_of_process
 from epmoe.group.peers import MissingRankError, Peers
 from epmoe.group.waiting import interruptible
 
@@ -28,29 +29,28 @@ class RollCall:
     name: str  # the same on all ranks of the group, and of no other group
     attempt: str = ""  # the name of this attempt, once this rank knows it
 
+    def arrive(self) -> None:
+        """Leave the name of this process: others then need not wait for the answer of a rank that has ended."""
+        self._send(f"process/{self.rank}", name_of_process())
+
     def succeed(self) -> None:
         """Report that the attempt has succeeded here: where it fails elsewhere, this rank is not missing."""
-        with suppress(RuntimeError, ValueError):
-            interruptible(partial(self._store().set, f"{self.attempt}/{self.rank}", ""), _SEND_S)
+        self._send(f"{self.attempt}/{self.rank}", "")
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
         """After a failure: who is missing, at least one rank; all others of this roll call where the store is silent.
 
         A rank that notices a failure reports it, and what it has `found`; one that does not within `answer_s` seconds
-        is missing.
+        is missing, and one whose process has ended is so at once.
         """
         others = [rank for rank in self.ranks if rank != self.rank]
         reports: dict[int, set[int]] = {}
-        store: dist.Store | None = None
         with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
-            store = self._store()
-            interruptible(partial(self._ask, store, found, others, reports, answer_s), answer_s)
+            interruptible(partial(self._ask, self._store(), found, others, reports, answer_s), answer_s)
         reports = dict(reports)  # the thread may go on writing
         named, silent = set().union(*reports.values()), set(others) - set(reports)
         result = sorted(set(found) or named or silent or others)
-        if store is not None:  # for ranks that come too late
-            with suppress(RuntimeError):
-                interruptible(partial(store.set, str(self.rank), ",".join(map(str, result))), _SEND_S)
+        self._send(str(self.rank), ",".join(map(str, result)))  # for ranks that come too late
         return result
 
     @classmethod
@@ -64,21 +64,32 @@ class RollCall:
         assert peers.group is not None
         return cls(list(range(peers.size)), peers.rank, peers.size, f"{what}/{peers.group.group_name}", attempt)
 
+    def _send(self, key: str, word: str) -> None:
+        with suppress(RuntimeError, ValueError):
+            interruptible(partial(self._store().set, key, word), _SEND_S)
+
     def _store(self) -> dist.Store:
         return dist.PrefixStore(f"epmoe/{self.name}/missing", _get_default_store())
 
     def _ask(
         self, store: dist.Store, found: Sequence[int], others: list[int], reports: dict[int, set[int]], answer_s: float
     ) -> None:
-        """Report what this rank has found, and fill `reports` with what the others have. It may never end."""
+        """Report what this rank has found, and fill `reports` with what the others have. It may never end.
+
+        Ranks that know of an end wait for no further report: others may learn of it by their leaving only.
+        """
         store.set(str(self.rank), ",".join(map(str, found)))
-        deadline = time.monotonic() + answer_s
-        while len(reports) < len(others) and not found and time.monotonic() < deadline:
-            for rank in others:
-                if rank not in reports and store.check([str(rank)]):
+        deadline, silent, ended = time.monotonic() + answer_s, set(others), set[int]()
+        while silent and not found and not ended and time.monotonic() < deadline:
+            for rank in sorted(silent):
+                if store.check([str(rank)]):
                     reports[rank] = _ranks_in(store.get(str(rank)), self.size)
-                elif rank not in reports and self.attempt and store.check([f"{self.attempt}/{rank}"]):
+                elif self.attempt and store.check([f"{self.attempt}/{rank}"]):
                     reports[rank] = set()
+                elif store.check([f"process/{rank}"]) and has_ended(store.get(f"process/{rank}").decode()):
+                    ended.add(rank)
+                    reports[rank] = {rank}
+            silent.difference_update(reports)
             time.sleep(0.02)
 
 

@@ -58,13 +58,18 @@ def check_shared_memory(config: EPConfig, placement: Placement, device: torch.de
 
 
 def prepare(config: EPConfig, placement: Placement, device: torch.device) -> None:
-    """Find what would keep this rank from opening, and build or load the library now, not while other ranks wait."""
-    _ = ops.dispatch
-    if device.type == "cuda":
-        ops.load_cuda()
+    """Find what would keep this rank from opening, and `load`."""
+    load(device)
     check_shared_memory(config, placement, device)
     if config.topology.num_nodes > 1:
         rail_of(config, device)
+
+
+def load(device: torch.device) -> None:
+    """Build or load the library now, not while other ranks wait."""
+    _ = ops.dispatch
+    if device.type == "cuda":
+        ops.load_cuda()
 
 
 def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:

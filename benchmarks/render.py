@@ -43,13 +43,15 @@ def markdown(results: Sequence[Published]) -> str:
 
 
 def readme() -> str:
-    """The text of README.md, whose table shows the layer of DeepSeek-V3 on two H200."""
-    layer = read(FOLDER / "h200x2_layer_deepseek_v3.json")
-    ours, *peers = (dict(layer.line(name)) for name in ("epmoe", "mega_moe", "flashinfer"))
-    rows = [
-        _line([f"{T}", f"**{us}{'' if i else ' µs'}**", *(_cell(peer.get(T)) for peer in peers)]) + "\n"
-        for i, (T, us) in enumerate(ours.items())
-    ]
+    """The text of README.md, whose table shows layers of two models on two H100."""
+    layers = [read(FOLDER / f"h100x2_layer_{model}.json") for model in ("qwen3", "deepseek_v3")]
+    models = [(dict(layer.line("epmoe")), dict(layer.line("mega_moe"))) for layer in layers]
+    rows = []
+    for i, T in enumerate(models[0][0]):
+        cells = [f"{T}"]
+        for ours, mega_moe in models:
+            cells += [f"**{ours[T]}{'' if i else ' µs'}**", _cell(mega_moe.get(T))]
+        rows.append(_line(cells) + "\n")
     text = (FOLDER.parent / README).read_text(encoding="utf-8")
     return re.sub(r"(^\| \d+ \| \*\*.*\n)+", "".join(rows), text, count=1, flags=re.MULTILINE)
 

@@ -160,7 +160,7 @@ def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert):
         few.scales[few.real] = rows.scales[rows.real[keep]]
     assert torch.equal(few.outputs(experts, rows_per_expert), whole[keep])
     bad = torch.tensor([0, 3, 20, 60])
-    rows.rows[rows.real[bad], 7] = torch.tensor(float("nan"), device=device).to(dtype)
+    rows.rows[rows.real[bad], 7] = torch.tensor(float("nan"), device=device).to(rows.rows.dtype)
     if dtype != FP8:
         rows.rows[rows.real[3], 7] = torch.inf
     got = rows.outputs(experts, rows_per_expert)

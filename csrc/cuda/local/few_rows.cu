@@ -53,19 +53,10 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
   constexpr int kWarps = kWarpsOf<kDown, kTokenTiles>, kTokens = 8 * kTokenTiles;
   constexpr int64_t kGroup = kScaleBlock / kExponentColumns;  // exponents of a block of k
   extern __shared__ Expert experts[];
-  if (!kDown) {
-    wait_for_predecessor();
-    let_successor_start();
-  }
+  Predecessor predecessor;
+  if (!kDown) predecessor.wait();
   // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
   const int32_t num_experts = list_experts(args.segments, args.N, experts);
-  bool waited = !kDown;
-  auto wait_once = [&] {
-    if (waited) return;
-    wait_for_predecessor();
-    let_successor_start();
-    waited = true;
-  };
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t row_bytes = kFp8 ? p.k : 2 * p.k, blocks = p.k / kScaleBlock;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
@@ -113,7 +104,7 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
             for (int c = 0; c < 2; ++c) a_bytes[m][i][c] = load_weights(weights[m][i] + line * kLineBytes + 64 * c);
             if (kFp8) by_row[m][i] = weight_scales[m][i][line];
           }
-        wait_once();
+        predecessor.wait();
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
@@ -182,11 +173,11 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
               sums[m][n][i] =
                   kFp8 ? fmaf(block[m][n][i], by_row[m][i / 2] * by_token[n][i % 2], sums[m][n][i]) : block[m][n][i];
       }
-      wait_once();
+      predecessor.wait();
       write_outputs<kFp8, kDown, kWarps, kTokenTiles>(args, p, expert, column, first, sums);
     }
   }
-  wait_once();  // also where there is nothing to do: the next kernel counts on it
+  predecessor.wait();  // also where there is nothing to do: the next kernel counts on it
 }
 
 template <bool kFp8, bool kDown, int kTokenTiles>

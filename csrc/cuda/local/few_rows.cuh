@@ -47,6 +47,18 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
 #undef EPMOE_MMA
 }
 
+// The kernel before this one: the first `wait` waits for all that it wrote.
+struct Predecessor {
+  bool waited = false;
+
+  __device__ __forceinline__ void wait() {
+    if (waited) return;
+    wait_for_predecessor();
+    let_successor_start();
+    waited = true;
+  }
+};
+
 // The experts that have rows, in shared memory, and how many they are. The whole block builds the table.
 __device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_t N, Expert* experts) {
   __shared__ int32_t total;

@@ -75,19 +75,10 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
     few_rows_mxfp4(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
   constexpr int kTokens = 8 * kTokenTiles, kChunks = kChunksOfStep<kTokenTiles>;
   extern __shared__ Expert experts[];
-  if (!kDown) {
-    wait_for_predecessor();
-    let_successor_start();
-  }
+  Predecessor predecessor;
+  if (!kDown) predecessor.wait();
   // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
   const int32_t num_experts = list_experts(args.segments, args.N, experts);
-  bool waited = !kDown;
-  auto wait_once = [&] {
-    if (waited) return;
-    wait_for_predecessor();
-    let_successor_start();
-    waited = true;
-  };
   const int32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int32_t groups_of_row = static_cast<int32_t>(p.k / kMxfp4Group);
   const int32_t chunks = (groups_of_row + kChunkGroups - 1) / kChunkGroups;
@@ -132,7 +123,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
               scale[c][m][i] = {real[c] ? __ldg(scales + group) : 0u};
             }
         }
-        wait_once();
+        predecessor.wait();
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           bool large = false;
@@ -144,11 +135,11 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
             add_chunk<false>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
         }
       }
-      wait_once();
+      predecessor.wait();
       write_outputs<false, kDown, kWarps, kTokenTiles>(args, p, expert, column, first, sums);
     }
   }
-  wait_once();  // also where there is nothing to do: the next kernel counts on it
+  predecessor.wait();  // also where there is nothing to do: the next kernel counts on it
 }
 
 template <bool kDown, int kTokenTiles>

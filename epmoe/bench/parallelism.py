@@ -125,6 +125,7 @@ class Comparison:
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
         self.exchange = NetworkModel(gpu.node, 1, self.R, Spread.of(config))
+        self.alone = NetworkModel(gpu.node, 1, 1, Spread(self.K, 1.0, 1.0))  # of one rank
         elements = 3 * self.D * self.F
         self.expert_bytes = elements * self.element + (elements * 4 / SCALE_BLOCK**2 if fp8 else 0)
 
@@ -139,26 +140,21 @@ class Comparison:
         all_reduced = 2 * (R - 1) / R * B * 2 * self.D
         gpu = self.gpu
         spread = self.exchange.spread
-        dispatched = self._exchanged_us(self.exchange, T)
-        alone = self._exchanged_us(NetworkModel(gpu.node, 1, 1, Spread(K, 1.0, 1.0)), T)
         reduced = gpu.collective_us + all_reduced / (gpu.collective_gb_per_s * _BYTES_PER_US) if R > 1 else 0.0
         sent = T * spread.ranks * (R - 1) / R * (out.node + back.node)
         busy = self._busy(B)
         read = self.expert_bytes * min(E / R, self._busiest(E / R * busy, E / R * busy * (1 - busy)))
         rows = load * B * K / R
         rows = min(B * K, self._busiest(rows, rows * (E - K) / max(E - 1, 1)))
-        of_all = B * K / E
-        few = of_all <= MOST_ROWS
-        ep_us = self._few_us(read, of_all) if few else self._gemm_us(read, rows, self.F)
+        ep_us = self._experts_us(read, rows, self.F, B * K / E)
         tp_read = weights / R * busy
-        tp_us = self._few_us(tp_read, of_all) if few else self._gemm_us(tp_read, B * K, self.F / R)
+        tp_us = self._experts_us(tp_read, B * K, self.F / R, B * K / E)
         own_read = weights * self._busy(T)
-        few = T * K / E <= MOST_ROWS
-        own_us = self._few_us(own_read, T * K / E) if few else self._gemm_us(own_read, T * K, self.F)
+        own_us = self._experts_us(own_read, T * K, self.F, T * K / E)
         return {
-            "EP": self._cost(dispatched, ep_us, sent, read, weights / R),
+            "EP": self._cost(self._exchanged_us(self.exchange, T), ep_us, sent, read, weights / R),
             "TP": self._cost(self._local_us(B) + reduced, tp_us, all_reduced, tp_read, weights / R),
-            "replicas": self._cost(alone, own_us, 0.0, own_read, weights),
+            "replicas": self._cost(self._exchanged_us(self.alone, T), own_us, 0.0, own_read, weights),
         }
 
     def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:
@@ -169,14 +165,14 @@ class Comparison:
         quantized = T * (spread.experts + spread.ranks) if self.element == 1 else 0
         return sum(exchange.node_us(T, way) for way in self.ways) + quantized * self.gpu.quantize_ns / 1000
 
-    def _few_us(self, read: float, rows_per_expert: float) -> float:
-        bandwidth = self.gpu.memory_gb_per_s * _BYTES_PER_US
-        return self.gpu.few_us + (1.02 + 0.009 * rows_per_expert) * read / bandwidth
-
-    def _gemm_us(self, read: float, rows: float, width: float) -> float:
+    def _experts_us(self, read: float, rows: float, width: float, of_each: float) -> float:
+        """µs of the experts, which have this width and `of_each` rows on average."""
         gpu = self.gpu
+        bandwidth = gpu.memory_gb_per_s * _BYTES_PER_US
+        if of_each <= MOST_ROWS:
+            return gpu.few_us + (1.02 + 0.009 * of_each) * read / bandwidth
         rate = DENSE_FLOP_PER_US[(9, 0), self.element] * gpu.busy[self.element == 1]
-        moved = _GEMM * (read + rows * self._row_bytes(width)) / (gpu.memory_gb_per_s * _BYTES_PER_US)
+        moved = _GEMM * (read + rows * self._row_bytes(width)) / bandwidth
         computed = 6 * self.D * width * rows / rate
         return float(gpu.gemm_us + (moved**3 + computed**3) ** (1 / 3))
 

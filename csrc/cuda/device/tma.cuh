@@ -25,12 +25,19 @@ __device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier) {
 #endif
 }
 
+// One thread says how many bytes are to arrive in the phase, and so arrives itself.
+__device__ __forceinline__ void expect_bytes(uint64_t* mbarrier, int32_t bytes) {
+#ifdef EPMOE_TMA
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(bytes)
+               : "memory");
+#endif
+}
+
 // A warp starts a TMA load from global into shared memory. Its arrival completes the next phase of the mbarrier.
 __device__ __forceinline__ void tma_load(void* to, const void* from, int32_t bytes, uint64_t* mbarrier) {
 #ifdef EPMOE_TMA
   if (threadIdx.x % 32 != 0) return;
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(bytes)
-               : "memory");
+  expect_bytes(mbarrier, bytes);
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(mbarrier))

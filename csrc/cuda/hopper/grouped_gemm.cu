@@ -114,10 +114,6 @@ __device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier, int32_t arriva
 __device__ __forceinline__ void arrive(uint64_t* mbarrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(mbarrier)) : "memory");
 }
-__device__ __forceinline__ void expect_bytes(uint64_t* mbarrier, int32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, uint64_t* mbarrier, int32_t x, int32_t y,
                                          int32_t z) {
   asm volatile(

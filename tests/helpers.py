@@ -110,3 +110,14 @@ def full_layer(
     experts = epmoe.GroupedExperts(*(w[held].to(ep.device) for w in weights))
     bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
     return epmoe.MoELayer(ep, router.to(ep.device), experts, bias=bias_E, **options), weights
+
+
+TINY_MODEL = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0, "initializer_range": 0.2,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
+    "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_mtp_layers": 0,
+}  # fmt: skip
+"""Sizes of small models of transformers, under the names of all MoE types: a config takes those it knows."""

@@ -13,20 +13,14 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from helpers import TINY_MODEL
 from launched import ROOT
 from mxfp4_models import quantize
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import epmoe
 
-TINY = {
-    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0, "initializer_range": 0.2,
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
-    "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 0,
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "num_mtp_layers": 0,
-}  # fmt: skip
+TINY = TINY_MODEL | {"first_k_dense_replace": 1}  # a block without experts, too
 FORMATS = [
     *("qwen3_moe", "deepseek_v3", "gpt_oss"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "granitemoe", "ernie4_5_moe", "llama4_text")),

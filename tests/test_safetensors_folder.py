@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close, randn
+from helpers import TINY_MODEL, assert_close, randn
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -399,14 +399,6 @@ def test_a_config_of_another_number_of_experts(tmp_path, experts, message):
         epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
 
 
-TINY = {
-    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0, "initializer_range": 0.2,
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
-    "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0,
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "num_mtp_layers": 0,
-}  # fmt: skip
 FORMATS = ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "granitemoe", "ernie4_5_moe", "hy_v3", "llama4_text"]
 """A model type for each set of names that checkpoints have."""
 
@@ -426,7 +418,7 @@ def layer_as_configured(ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolde
 def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
-    keys = {key: value for key, value in TINY.items() if hasattr(CONFIG_MAPPING[model_type](), key)}
+    keys = {key: value for key, value in TINY_MODEL.items() if hasattr(CONFIG_MAPPING[model_type](), key)}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=torch.float32)
     for name, tensor in model.state_dict().items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +89,16 @@ def rank() -> int:
 @pytest.fixture
 def size() -> int:
     return dist.get_world_size()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One for all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        of_rank_0 = [mine]
+        dist.broadcast_object_list(of_rank_0)
+        yield Path(of_rank_0[0])
+        dist.barrier()
 
 
 @pytest.fixture

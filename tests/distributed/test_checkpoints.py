@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +19,6 @@ pytestmark = pytest.mark.usefixtures("serving")
 E, F, D, K = 13, 128, 128, 2
 COPIES = {"num_redundant_experts": 5, "strategy": "round_robin"}
 PLACEMENTS = [{}, {"strategy": "round_robin"}, COPIES, {"num_redundant_experts": 2 * E}]  # the last: twice on a rank
-
-
-@pytest.fixture
-def folder(rank: int) -> Iterator[Path]:
-    """One for all ranks."""
-    with tempfile.TemporaryDirectory() as mine:
-        of_rank_0 = [mine]
-        dist.broadcast_object_list(of_rank_0)
-        yield Path(of_rank_0[0])
-        dist.barrier()
 
 
 @pytest.fixture

@@ -6,10 +6,8 @@ A capability that is added to layers joins `KINDS`, or `GUARANTEES`.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -319,16 +317,6 @@ def test_deepcopy(bench):
     assert torch.equal(bench.y(averaged.module, x), before)
 
 
-@contextmanager
-def folder() -> Iterator[Path]:
-    """A folder that all ranks share."""
-    with tempfile.TemporaryDirectory() as mine:
-        of_rank_0 = [mine]
-        dist.broadcast_object_list(of_rank_0)
-        yield Path(of_rank_0[0])
-        dist.barrier()
-
-
 class Block(nn.Module):
     """A block of a user's own, whose experts know their group through the exchange in it."""
 
@@ -355,7 +343,7 @@ def test_a_state_dict_belongs_to_its_rank(bench):
 
 @pytest.mark.parametrize("ranks", [None, 2, 1])
 @pytest.mark.parametrize("placement", [{}, {"num_redundant_experts": 3, "strategy": "round_robin"}])
-def test_checkpoints(bench, ranks, placement):
+def test_checkpoints(bench, folder, ranks, placement):
     """Full and sharded ones, with the state of an optimizer, on other numbers of ranks."""
     if bench.ep.device.type == "cuda" and ranks:
         pytest.skip("windows of other groups are tested on CPUs")
@@ -373,35 +361,34 @@ def test_checkpoints(bench, ranks, placement):
     for key, value in whole.items():
         if "w_" in key:
             assert len(value) == E and (optimizer or torch.equal(value.cpu(), expected(key)))
-    with folder() as path:
-        checkpoint.save(model, path, optimizer)
-        if ranks is None:
-            ep, group = bench.open(), None
-        else:
-            first = bench.rank // ranks * ranks
-            groups = [dist.new_group(list(range(r, min(r + ranks, bench.size)))) for r in range(0, bench.size, ranks)]
-            group = groups[bench.rank // ranks]
-            size = min(ranks, bench.size - first)
-            config = make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M, capacity={"extra_bytes": 4})
-            ep = ExpertParallel(config, group, device="cpu")
-        other = model_of(bench, ep, seed=50)
-        if optimizer:
-            again = stepped(other)
-            checkpoint.load(other, path, again)
-        else:
-            checkpoint.load(other, path)
-        same_state(checkpoint.full_state_dict(other), whole)
-        third = model_of(bench, ep, seed=70)
-        checkpoint.load_full_state_dict(third, whole)
-        same_state(checkpoint.full_state_dict(third), whole)
-        if optimizer:  # a step from there is the step of the one that was saved
-            for each, its in ((model, optimizer), (other, again)):
-                for p in each.parameters():
-                    p.grad = p.detach() * 0.25
-                its.step()
-            same_state(checkpoint.full_state_dict(other), checkpoint.full_state_dict(model))
-        if ranks is not None:
-            ep.close()
+    checkpoint.save(model, folder, optimizer)
+    if ranks is None:
+        ep, group = bench.open(), None
+    else:
+        first = bench.rank // ranks * ranks
+        groups = [dist.new_group(list(range(r, min(r + ranks, bench.size)))) for r in range(0, bench.size, ranks)]
+        group = groups[bench.rank // ranks]
+        size = min(ranks, bench.size - first)
+        config = make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M, capacity={"extra_bytes": 4})
+        ep = ExpertParallel(config, group, device="cpu")
+    other = model_of(bench, ep, seed=50)
+    if optimizer:
+        again = stepped(other)
+        checkpoint.load(other, folder, again)
+    else:
+        checkpoint.load(other, folder)
+    same_state(checkpoint.full_state_dict(other), whole)
+    third = model_of(bench, ep, seed=70)
+    checkpoint.load_full_state_dict(third, whole)
+    same_state(checkpoint.full_state_dict(third), whole)
+    if optimizer:  # a step from there is the step of the one that was saved
+        for each, its in ((model, optimizer), (other, again)):
+            for p in each.parameters():
+                p.grad = p.detach() * 0.25
+            its.step()
+        same_state(checkpoint.full_state_dict(other), checkpoint.full_state_dict(model))
+    if ranks is not None:
+        ep.close()
 
 
 def expected(key: str) -> Tensor:

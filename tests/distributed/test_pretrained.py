@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,16 +24,6 @@ BLOCK = "model.layers.0.mlp"
 PLACEMENTS = [{}, {"num_redundant_experts": 5, "strategy": "round_robin"}]
 
 
-@pytest.fixture
-def path(rank: int) -> Iterator[Path]:
-    """A folder for all ranks."""
-    with tempfile.TemporaryDirectory() as mine:
-        of_rank_0 = [mine]
-        dist.broadcast_object_list(of_rank_0)
-        yield Path(of_rank_0[0])
-        dist.barrier()
-
-
 def tensors_of(kind: str) -> dict[str, Tensor]:
     tensors = {f"{BLOCK}.gate.weight": randn(E, D), "model.norm.weight": randn(D, seed=1)}
     if kind == "fused":
@@ -48,78 +36,78 @@ def tensors_of(kind: str) -> dict[str, Tensor]:
     return tensors
 
 
-def start(path: Path, kind: str, rank: int) -> SafetensorsFolder:
-    """The folder that all ranks load."""
+def start(folder: Path, kind: str, rank: int) -> SafetensorsFolder:
+    """The source that all ranks load."""
     if rank == 0:
-        (path / "start").mkdir()
-        save_file(tensors_of(kind), path / "start" / "model.safetensors")
+        (folder / "start").mkdir()
+        save_file(tensors_of(kind), folder / "start" / "model.safetensors")
     dist.barrier()
-    return SafetensorsFolder(path / "start")
+    return SafetensorsFolder(folder / "start")
 
 
-def model_of(ep: ExpertParallel, folder: SafetensorsFolder, **options: object) -> nn.Module:
+def model_of(ep: ExpertParallel, source: SafetensorsFolder, **options: object) -> nn.Module:
     model = nn.Module()
     model.model = nn.Module()
     model.model.norm = nn.Module()
-    model.model.norm.weight = nn.Parameter(folder["model.norm.weight"])
+    model.model.norm.weight = nn.Parameter(source["model.norm.weight"])
     block = nn.Module()
-    block.mlp = MoELayer.from_safetensors(ep, folder, BLOCK, **options)
+    block.mlp = MoELayer.from_safetensors(ep, source, BLOCK, **options)
     model.model.layers = nn.ModuleList([block])
     return model
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("kind", "dtype"), [("each", None), ("fused", torch.bfloat16)])
-def test_every_rank_writes_its_experts(path, rank, size, placement, kind, dtype):
-    folder = start(path, kind, rank)
+def test_every_rank_writes_its_experts(folder, rank, size, placement, kind, dtype):
+    source = start(folder, kind, rank)
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, placement=placement), device="cpu") as ep:
-        model = model_of(ep, folder, dtype=dtype)
+        model = model_of(ep, source, dtype=dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(2)
         for max_shard_bytes, name in ((10**9, "one"), (150_000, "several")):
-            save_pretrained(model, path / name, folder, max_shard_bytes=max_shard_bytes)
-            saved = SafetensorsFolder(path / name)
-            assert saved.keys() == folder.keys() and (len(list((path / name).iterdir())) > 2) == (name == "several")
+            save_pretrained(model, folder / name, source, max_shard_bytes=max_shard_bytes)
+            saved = SafetensorsFolder(folder / name)
+            assert saved.keys() == source.keys() and (len(list((folder / name).iterdir())) > 2) == (name == "several")
             for key, tensor in tensors_of(kind).items():
                 want = (tensor * 2).to(dtype) if dtype is not None and ".experts." in key else tensor * 2
                 assert saved[key].dtype == want.dtype and torch.equal(saved[key], want), key
     dist.barrier()
-    assert {file.name for file in path.iterdir()} == {"start", "one", "several"}
+    assert {file.name for file in folder.iterdir()} == {"start", "one", "several"}
 
 
 @pytest.mark.parametrize("kind", ["each", "fused"])
-def test_parameters_that_fsdp_shards_are_gathered_one_by_one(path, rank, size, kind):
-    folder = start(path, kind, rank)
+def test_parameters_that_fsdp_shards_are_gathered_one_by_one(folder, rank, size, kind):
+    source = start(folder, kind, rank)
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D), device="cpu") as ep:
-        model = epmoe.training.fully_shard(model_of(ep, folder), mesh=init_device_mesh("cpu", (size,)))
+        model = epmoe.training.fully_shard(model_of(ep, source), mesh=init_device_mesh("cpu", (size,)))
         assert hasattr(model.model.norm.weight, "full_tensor")
-        save_pretrained(model, path / "end", folder)
-        saved = SafetensorsFolder(path / "end")
+        save_pretrained(model, folder / "end", source)
+        saved = SafetensorsFolder(folder / "end")
         assert all(torch.equal(saved[key], tensor) for key, tensor in tensors_of(kind).items())
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_rank_that_cannot_write_fails_on_all_and_leaves_nothing(path, rank, size, guilty, monkeypatch):
-    folder = start(path, "each", rank)
+def test_a_rank_that_cannot_write_fails_on_all_and_leaves_nothing(folder, rank, size, guilty, monkeypatch):
+    source = start(folder, "each", rank)
 
     def no_space(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D), device="cpu") as ep:
-        model = model_of(ep, folder)
+        model = model_of(ep, source)
         with monkeypatch.context() as patch:
             if rank == guilty:
                 patch.setattr("os.pwrite", no_space)
             with pytest.raises(OSError if rank == guilty else RuntimeError, match="No space left on device"):
-                save_pretrained(model, path / "end", folder)
+                save_pretrained(model, folder / "end", source)
         dist.barrier()
-        assert {file.name for file in path.iterdir()} == {"start"}
+        assert {file.name for file in folder.iterdir()} == {"start"}
         dist.barrier()
         if rank == guilty:
             model.model.norm.weight = nn.Parameter(torch.ones(D).half())
         with pytest.raises(ValueError, match="ranks must have the same model"):
-            save_pretrained(model, path / "end", folder)
+            save_pretrained(model, folder / "end", source)
         model.model.norm.weight = nn.Parameter(torch.ones(D))
-        save_pretrained(model, path / "end", folder)
-        assert SafetensorsFolder(path / "end").keys() == folder.keys()
+        save_pretrained(model, folder / "end", source)
+        assert SafetensorsFolder(folder / "end").keys() == source.keys()

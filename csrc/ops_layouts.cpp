@@ -64,9 +64,9 @@ std::string formats() {
 
 std::string layouts() {
   using enum DType;
-  return STRUCT(ExchangePlan, R, rank, M, K, D, E, P, num_local_experts, copies, max_rows, alignment, ll_alignment,
-                payload_format, combine_format, x_stride_bytes, combine_stride_bytes, scale_blocks,
-                combine_scale_blocks, most_local_experts, layers, few_tokens, num_sms, ll_max_tokens,
+  return STRUCT(ExchangePlan, R, rank, M, K, D, E, P, num_local_experts, copies, max_rows, alignment, small_alignment,
+                small_alignment_tokens, payload_format, combine_format, x_stride_bytes, combine_stride_bytes,
+                scale_blocks, combine_scale_blocks, most_local_experts, layers, few_tokens, num_sms, ll_max_tokens,
                 ll_row_stride_bytes, ll_sum_stride_bytes, dispatch_senders, combine_senders, combine_team,
                 signal_dispatch, signal_combine, signal_error, signal_dead, doorbell, recv_x, recv_scales, recv_ids,
                 recv_weights, combine_rows, combine_scales, combine_values, recv_flags, recv_ordinals, recv_counts,

@@ -25,16 +25,17 @@ struct ExchangePlan {
   int64_t copies;     // columns of table_copies: the most copies that a logical expert has; of quotas, a multiple of 4
   int64_t max_rows;   // N: expert-major rows that fit
   int64_t alignment;  // rows: an expert's segment starts at a multiple of it
-  int64_t ll_alignment;          // the alignment in rounds whose sources all use the LL protocol; divides `alignment`
-  WireFormat payload_format;     // of rows that dispatch sends
-  WireFormat combine_format;     // of rows that combine sends
-  int64_t x_stride_bytes;        // between slots of recv_x
-  int64_t combine_stride_bytes;  // between slots of combine_rows
-  int64_t scale_blocks;          // scales between slots of recv_scales
-  int64_t combine_scale_blocks;  // scales between slots of combine_scales: multiples of 16 bytes
-  int64_t most_local_experts;    // the largest num_local_experts of any rank
-  int64_t layers;                // whose experts move: table_copies has quotas for each of them; 0: experts stay
-  int64_t few_tokens;            // most tokens of a call that takes the first of a layer's two tables of quotas
+  int64_t small_alignment;         // the same on a rank of few tokens, where all sources use LL; divides `alignment`
+  int64_t small_alignment_tokens;  // most tokens of such a rank; at most ll_max_tokens
+  WireFormat payload_format;       // of rows that dispatch sends
+  WireFormat combine_format;       // of rows that combine sends
+  int64_t x_stride_bytes;          // between slots of recv_x
+  int64_t combine_stride_bytes;    // between slots of combine_rows
+  int64_t scale_blocks;            // scales between slots of recv_scales
+  int64_t combine_scale_blocks;    // scales between slots of combine_scales: multiples of 16 bytes
+  int64_t most_local_experts;      // the largest num_local_experts of any rank
+  int64_t layers;                  // whose experts move: table_copies has quotas for each of them; 0: experts stay
+  int64_t few_tokens;              // most tokens of a call that takes the first of a layer's two tables of quotas
   // Sizes that only the CUDA kernels use.
   int64_t num_sms;              // multiprocessors that a kernel may use, at most
   int64_t ll_max_tokens;        // tokens of a call up to which its source uses the LL protocol: slots of an ll_ slab

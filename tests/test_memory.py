@@ -87,6 +87,16 @@ def test_rows_are_rounded_up_to_the_alignment(rows, nvlink):
     assert plan["rows"].shape == (want, 64) and plan.sizes["max_rows"] == want
 
 
+@pytest.mark.parametrize(("experts", "ranks", "tokens"), [(128, 2, 1023), (256, 8, 511), (8, 8, 15), (256, 2, 1024)])
+def test_small_gaps_end_where_large_blocks_are_full(experts, ranks, tokens):
+    """That is, where an expert gets 128 rows on average, or past the tokens that travel by LL."""
+    model = {"num_experts": experts, "num_experts_per_tok": 8, "hidden_size": 64, "dtype": "bfloat16"}
+    config = epmoe.EPConfig(model=model, topology={"ep_size": ranks}, capacity={"max_num_tokens_per_rank": 4096})
+    sizes = MemoryPlan.build(config, rank=0, nvlink=True).sizes
+    assert sizes["small_alignment_tokens"] == tokens
+    assert (sizes["small_alignment"], sizes["alignment"]) == (64, 128)
+
+
 def test_needs_no_native_library():
     script = "from epmoe.exchange.memory import MemoryPlan; from epmoe.config.config import EPConfig; "
     script += f"print(MemoryPlan.build(EPConfig(**{SMALL!r})).total_bytes)"

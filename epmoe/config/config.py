@@ -251,8 +251,8 @@ class EPConfig(Strict):
         return large if pairs >= large * self.num_physical_experts else small
 
     @property
-    def ll_alignment(self) -> int:
-        """The same on GPUs of one node, in rounds to which no rank brings more than `LL_MAX_TOKENS` tokens."""
+    def small_alignment(self) -> int:
+        """The same on GPUs of one node, on a rank that brings too few tokens to fill blocks of `alignment` rows."""
         return self.alignment if self.capacity.alignment is not None else min(self.alignment, *ROW_BLOCKS)
 
     @property

@@ -75,7 +75,7 @@ class Descriptors:
         steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
         flags = expert_major, weight_rows, aligned and self._zero_gaps
         if not aligned:
-            launches = [launch | {"alignment": 1, "ll_alignment": 1} for launch in launches]
+            launches = [launch | {"alignment": 1, "small_alignment": 1} for launch in launches]
         keys = [(*flags, aligned, *launch.values()) for launch in launches]
         for key, launch in zip(keys, launches, strict=True):
             if key not in self._made:
@@ -101,7 +101,7 @@ class Descriptors:
         plan.expert_offsets = into.expert_offsets.data_ptr() - scratch
         plan.tokens_per_expert = into.tokens_per_expert.data_ptr() - scratch
         plan.num_sms = min(plan.num_sms, num_sms)
-        plan.ll_alignment = plan.alignment  # as `Routed` has it
+        plan.small_alignment = plan.alignment  # as `Routed` has it
         fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
         fields.to_caller = True
         fields.adds_only = into.adds_only

@@ -93,9 +93,9 @@ class RoundTemplate:
     steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
     descriptors: list[Tensor]  # of `Descriptors.of`
     attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
-    ll_max_tokens: int  # of the memory plan
+    small_alignment_tokens: int  # of the memory plan
     alignment: int  # of the round, where the call brings more tokens
-    ll_alignment: int  # and where it brings at most so many, whatever the other ranks bring
+    small_alignment: int  # and where it brings at most so many, whatever the other ranks bring
     hidden_size: int  # D
     rows_per_token: float  # rows of an expert for each token of a rank, on average: R · K / P
     like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
@@ -177,7 +177,7 @@ class Dispatched(_Fields):
         self.sent = sent
         self.num_tokens = tokens
         self.epoch = sent.epoch
-        self.alignment = template.ll_alignment if tokens <= template.ll_max_tokens else template.alignment
+        self.alignment = template.small_alignment if tokens <= template.small_alignment_tokens else template.alignment
 
     @property
     def segments(self) -> dict[str, Any]:

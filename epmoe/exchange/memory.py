@@ -136,7 +136,7 @@ class MemoryPlan:
         e = placement.num_local_experts(rank)
         x_dtype = config.model.torch_dtype
         alignment = config.alignment
-        ll_alignment = config.ll_alignment if nvlink else alignment
+        small_alignment = config.small_alignment if nvlink else alignment
         most = max(map(placement.num_local_experts, range(R)))
         section = config.placement
         layers = section.layers if section.live else 0
@@ -155,6 +155,8 @@ class MemoryPlan:
         x_stride = payload.row_bytes(width, x_dtype)
         combine_stride = combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)
+        # From here on large blocks of a GEMM are full on average, and small ones would read weights twice.
+        full_blocks_tokens = -(-alignment * P // (R * K))
         ll_row_stride, ll_sum_stride = (
             round_up(wire.row_bytes(n, x_dtype) + wire.scale_bytes(n), 16)
             for wire, n in ((payload, width), (combine, D))
@@ -209,7 +211,8 @@ class MemoryPlan:
         buffers = _laid_out(layout)
         sizes = dict(
             R=R, rank=rank, M=M, K=K, D=D, E=E, P=P, num_local_experts=e, copies=int(copies), max_rows=N,
-            alignment=alignment, ll_alignment=ll_alignment, payload_format=payload.number,
+            alignment=alignment, small_alignment=small_alignment,
+            small_alignment_tokens=min(ll_tokens, full_blocks_tokens - 1), payload_format=payload.number,
             combine_format=combine.number, x_stride_bytes=x_stride, combine_stride_bytes=combine_stride,
             scale_blocks=x_scales, combine_scale_blocks=combine_scales, most_local_experts=most, layers=layers,
             few_tokens=few_tokens, num_sms=config.exchange.num_sms or 2**31 - 1, ll_max_tokens=ll_tokens,
@@ -251,7 +254,7 @@ class MemoryPlan:
         # Each rank names here, to the other ranks of its node, the rank that it misses on another node.
         missed = Buffer("rail.missed", "window", (G,), i64, inside._end("window"))
         # The ranks of a rail do not know how many rows the node brings to a round: one alignment for all.
-        sizes = inside.sizes | {"ll_alignment": inside.sizes["alignment"]}
+        sizes = inside.sizes | {"small_alignment": inside.sizes["alignment"]}
         return cls((*inside.buffers, missed, *rail), sizes)
 
     def __getitem__(self, name: str) -> Buffer:

@@ -162,10 +162,11 @@ class Checked:
 
 
 def alignment_of(ep: ExpertParallel, tokens: list[Tokens]) -> int:
-    """Returns the alignment of an aligned round to which ranks bring these tokens."""
+    """Returns the alignment of an aligned round on this rank, where ranks bring these tokens."""
     sizes = ep.exchange.plan.sizes
-    few = all(len(each.x) <= sizes["ll_max_tokens"] for each in tokens)
-    return sizes["ll_alignment" if few else "alignment"]
+    all_ll = all(len(each.x) <= sizes["ll_max_tokens"] for each in tokens)
+    few = len(tokens[ep.rank].x) <= sizes["small_alignment_tokens"]
+    return sizes["small_alignment" if all_ll and few else "alignment"]
 
 
 def check_round(

@@ -68,20 +68,23 @@ def test_the_value_to_set_is_that_of_the_fullest_rank(make_ep, rank, size):
 
 
 @pytest.mark.parametrize("gap_rows", ["undefined", "zero"])
-def test_rounds_of_few_tokens_have_small_gaps(make_ep, rank, size, gap_rows):
-    """Ranks that bring few tokens and ranks that bring many agree on where segments start."""
-    M, few = 256, 16
-    options = {"experts": 2 * size, "top_k": 2, "max_tokens": M, "dtype": "bfloat16", "ll_max_tokens": few}
+@pytest.mark.parametrize("ll_max_tokens", [16, 256])
+def test_ranks_of_few_tokens_have_small_gaps(make_ep, rank, size, gap_rows, ll_max_tokens):
+    """Here 128 tokens of each rank fill blocks of 128 rows. Where all rows come by LL, each rank decides for itself."""
+    M, few = 256, min(ll_max_tokens, 127)
+    options = {"experts": 2 * size, "top_k": 2, "max_tokens": M, "dtype": "bfloat16", "ll_max_tokens": ll_max_tokens}
     ep = make_ep(**options, capacity={"gap_rows": gap_rows})
     on_gpus = ep.device.type == "cuda" and ep.config.topology.num_nodes == 1
     assert ep.config.alignment == 128
-    mixed = [M, *[few] * (size - 1)], [0, *[M] * (size - 1)]
-    for n, counts in enumerate([[few] * size, [M] * size, *mixed, [0] * size]):
+    others = [16, 127, 128, M]
+    mixed = [M, *[16] * (size - 1)], [0, *[M] * (size - 1)], [others[r % 4] for r in range(size)]
+    for n, counts in enumerate([*([T] * size for T in (0, *others)), *mixed]):
         tokens = [make_tokens(ep.config, r, T, seed=n) for r, T in enumerate(counts)]
         d = check_round(ep, tokens, "expert", aligned=True).d
-        assert d.alignment == (64 if on_gpus and counts[rank] <= few else 128)
-        starts = 64 if on_gpus and max(counts) <= few else 128
-        assert (d.expert_offsets.cpu() % starts == 0).all()
+        small = on_gpus and counts[rank] <= few
+        assert d.alignment == (64 if small else 128)
+        starts = d.expert_offsets.cpu()
+        assert (starts % (64 if small and max(counts) <= ll_max_tokens else 128) == 0).all()
 
 
 def test_experts_without_rows_hand_back_none(make_ep, rank, size):

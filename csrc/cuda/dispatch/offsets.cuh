@@ -106,9 +106,9 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     return false;
   }
   if (shared.mismatched) return false;
-  if (threadIdx.x < 32) {  // all ranks see all sources, so they agree; a source of the Simple protocol need not look
-    bool all_ll = __popc(shared.ll_mask) == R;
-    lengths_to_starts(b.count, experts, static_cast<int32_t>(all_ll ? b.plan.ll_alignment : b.plan.alignment));
+  if (threadIdx.x < 32) {  // sources of the Simple protocol write into rows of all ranks, and know one alignment
+    bool small = __popc(shared.ll_mask) == R && b.args.T <= b.plan.small_alignment_tokens;
+    lengths_to_starts(b.count, experts, static_cast<int32_t>(small ? b.plan.small_alignment : b.plan.alignment));
   }
   sum_source_counts(b, R, experts);
   __syncthreads();

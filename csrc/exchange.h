@@ -22,6 +22,9 @@ EPMOE_HD Quotas quotas_of(const Exchange& ex) {
           static_cast<uint32_t>(plan.rank) << 20};
 }
 
+constexpr int kProductParts = 16;                 // of the product of a row
+constexpr int64_t kMostProductBytes = 32 * 1024;  // of a row that is multiplied
+
 struct DispatchArgs {
   const void* x_TD;
   DType dtype;  // of x; fp8: the rows are quantized already, and in plan.payload_format, or in training as packed rows
@@ -49,6 +52,11 @@ struct DispatchArgs {
   bool returns_values;   // combine brings back a value of each pair
   bool zero_tail;        // rows past the last segment, up to plan.max_rows, and their weights become zeros
   float* row_weights_N;  // out, with to_caller: the weight of each pair's row; or null
+  // CUDA only, for a call of more than ll_max_tokens tokens whose rows are gradients of weighted outputs: each row is
+  // multiplied by its weight, and its product with the output is the sum of its parts.
+  const void* outputs_ND;        // in x's dtype; or null
+  int64_t outputs_stride_bytes;  // between rows
+  float* products_NC;            // out, with outputs: the parts [plan.max_rows, kProductParts]. Parts not written are 0
 };
 
 struct CombineArgs {
@@ -71,6 +79,7 @@ struct ExchangeDescriptor {
   int64_t expert_major, weight_rows, zero_gaps;             // as in DispatchArgs
   int64_t to_caller, adds_only, returns_values, zero_tail;  // as in DispatchArgs
   int64_t row_weights, row_values, pair_values;             // addresses, as in DispatchArgs and CombineArgs
+  int64_t outputs, outputs_stride_bytes, products;          // the same, of DispatchArgs
   int64_t timeout_ns;                                       // of each wait
   int64_t status;  // address of the Status, and on CUDA of the Progress behind it
 };

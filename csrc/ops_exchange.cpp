@@ -109,6 +109,13 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   args.returns_values = d.returns_values;
   args.zero_tail = d.zero_tail;
   args.row_weights_N = reinterpret_cast<float*>(d.row_weights);
+  args.outputs_ND = reinterpret_cast<const void*>(d.outputs);
+  args.outputs_stride_bytes = d.outputs_stride_bytes;
+  args.products_NC = reinterpret_cast<float*>(d.products);
+  STD_TORCH_CHECK(!args.outputs_ND || (args.to_caller && args.products_NC && args.T > plan.ll_max_tokens &&
+                                       traits.row_bytes(args.D, itemsize(args.dtype)) <= kMostProductBytes &&
+                                       d.outputs % 16 == 0 && d.outputs_stride_bytes % 16 == 0),
+                  "rows cannot be multiplied in this call");
   STD_TORCH_CHECK(!args.to_caller || !traits.has_scales(), "training needs rows without scales");
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;
   launch_dispatch(exchange_of(d, window, scratch), args, x);

@@ -75,7 +75,8 @@ std::string layouts() {
                 table_num_copies, table_sentinels, table_local_index, pair_weights, health_counters,
                 health_tokens_per_expert, health_rows_sent, health_waited_ns, health_aborted_rounds) +
          STRUCT(ExchangeDescriptor, expert_major, weight_rows, zero_gaps, to_caller, adds_only, returns_values,
-                zero_tail, row_weights, row_values, pair_values, timeout_ns, status) +
+                zero_tail, row_weights, row_values, pair_values, outputs, outputs_stride_bytes, products, timeout_ns,
+                status) +
          STRUCT(RailSlot, bytes, scales, ids, weights, tag) +
          STRUCT(RailDescriptor, E, copies, rank, node, num_nodes, format) +
          STRUCT(Progress, phases, deadline_ns, missing, counted_ns, last_stream, more_rounds, has_more_rounds, tag) +
@@ -84,9 +85,10 @@ std::string layouts() {
          STRUCT(RoundState, dispatch_epoch, combine_epoch, latched, phases, done, progress, receiving) +
          STRUCT(RoundHeader, D, K, dtype, mode) + STRUCT(RailTag, D, K, dtype, epoch) + formats() + CONSTANT(kFloat32) +
          CONSTANT(kFloat16) + CONSTANT(kBFloat16) + CONSTANT(kFloat8E4M3) + CONSTANT(kNumWireFormats) +
-         CONSTANT(kScaleBlock) + CONSTANT(kMaxTag) + CONSTANT(kLLTokenBits) + CONSTANT(kSanitisedRows) +
-         CONSTANT(kPaddedRows) + CONSTANT(kOutOfRangeIds) + CONSTANT(kDuplicateIds) + CONSTANT(kNonfiniteWeights) +
-         CONSTANT(kDroppedPairs) + CONSTANT(kClampedNumTokens) + CONSTANT(kTimeouts) + CONSTANT(kNumCounters);
+         CONSTANT(kScaleBlock) + CONSTANT(kMaxTag) + CONSTANT(kProductParts) + CONSTANT(kMostProductBytes) +
+         CONSTANT(kLLTokenBits) + CONSTANT(kSanitisedRows) + CONSTANT(kPaddedRows) + CONSTANT(kOutOfRangeIds) +
+         CONSTANT(kDuplicateIds) + CONSTANT(kNonfiniteWeights) + CONSTANT(kDroppedPairs) + CONSTANT(kClampedNumTokens) +
+         CONSTANT(kTimeouts) + CONSTANT(kNumCounters);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ import ctypes
 import pytest
 from helpers import alone
 
+from epmoe.exchange.descriptors import MOST_PRODUCT_BYTES, PRODUCT_PARTS
 from epmoe.exchange.health import COUNTERS
 from epmoe.exchange.memory import LL_MAX_TOKENS, NUM_COUNTERS, RAIL_TAG_BYTES, SIGNAL_BYTES, MemoryPlan
 from epmoe.exchange.round_state import MAX_TAG
@@ -70,4 +71,5 @@ def test_formats():
 def test_limits():
     """Dispatch on GPUs sends the number of LL tokens in so many bits."""
     assert constant("kMaxTag") == MAX_TAG
+    assert constant("kProductParts") == PRODUCT_PARTS and constant("kMostProductBytes") == MOST_PRODUCT_BYTES
     assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")

@@ -16,9 +16,25 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.formats import WireFormat
 from epmoe.native.layouts import struct, words
 
+PRODUCT_PARTS = 16  # `kProductParts` in csrc/exchange.h
+MOST_PRODUCT_BYTES = 32 * 1024  # `kMostProductBytes` in csrc/exchange.h
+
 _SERVING = dict.fromkeys(
-    ("to_caller", "adds_only", "returns_values", "zero_tail", "row_weights", "row_values", "pair_values"), 0
-)
+    (
+        "to_caller", "adds_only", "returns_values", "zero_tail", "row_weights", "row_values", "pair_values",
+        "outputs", "outputs_stride_bytes", "products",
+    ),
+    0,
+)  # fmt: skip
+
+
+class Multiplied(NamedTuple):
+    """Rows that are gradients of weighted outputs: each becomes its product with its weight as it arrives."""
+
+    outputs: Tensor
+    """[N, D], in x's dtype; rows of at most MOST_PRODUCT_BYTES, which start at multiples of 16 bytes"""
+    products: Tensor
+    """fp32 [N, PRODUCT_PARTS], zeros: a row's parts become the sum of its products with its outputs"""
 
 
 class CallerRows(NamedTuple):
@@ -38,6 +54,8 @@ class CallerRows(NamedTuple):
     """combine brings a value of each pair back"""
     wire: WireFormat
     """in which rows travel and arrive: a row of `rows` has its `row_items`"""
+    multiplies: Multiplied | None
+    """None: rows arrive as they were sent"""
 
 
 class Descriptors:
@@ -108,6 +126,10 @@ class Descriptors:
         fields.returns_values = into.returns_values
         fields.zero_tail = into.rows is not None
         fields.row_weights = 0 if into.row_weights is None else into.row_weights.data_ptr()
+        if into.multiplies is not None:
+            outputs, products = into.multiplies
+            fields.outputs, fields.outputs_stride_bytes = outputs.data_ptr(), outputs.stride(0) * outputs.itemsize
+            fields.products = products.data_ptr()
         return made
 
 

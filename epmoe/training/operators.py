@@ -45,7 +45,7 @@ def train_dispatch(
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
     with directions.noting():
         arrived = directions.forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
-    rows, offsets, tokens, row_weights = arrived
+    rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
     return rows, offsets, tokens, row_weights, anchor.new_empty(0)
 
@@ -109,17 +109,19 @@ def train_combine_backward(
     directions = find(number)
     directions.check_generation(generation)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
+    outputs = None if expert_rows is None or row_weights is None else contiguous_rows(expert_rows)
     with directions.noting(), directions.of_pass(order):
-        arrived = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True)
+        arrived = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True, outputs=outputs)
     if ends_here:
         directions.backward.exchange.abort(None)
     none = grad_y.new_empty(0, dtype=torch.float32)
-    if expert_rows is None or row_weights is None:
+    if outputs is None:
         return arrived.rows, none, none.new_empty(0)
-    rows = contiguous_rows(expert_rows)
-    by_weights = ops.weighted_rows_backward_(
-        arrived.rows, rows, row_weights, arrived.expert_offsets, arrived.tokens_per_expert
-    )
+    by_weights = arrived.products
+    if by_weights is None:
+        by_weights = ops.weighted_rows_backward_(
+            arrived.rows, outputs, row_weights, arrived.expert_offsets, arrived.tokens_per_expert
+        )
     return arrived.rows, by_weights, none
 
 

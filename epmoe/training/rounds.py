@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import CallerRows
+from epmoe.exchange.descriptors import MOST_PRODUCT_BYTES, PRODUCT_PARTS, CallerRows, Multiplied
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
@@ -65,6 +65,8 @@ class TrainingRows(NamedTuple):
     """int32 [e]"""
     row_weights: Tensor | None
     """fp32 [N], 0 in gaps and past the last segment; None where values return"""
+    products: Tensor | None
+    """fp32 [N]: rows have been multiplied by their weights, and these are their products with the outputs; or None"""
 
 
 class Rounds:
@@ -86,11 +88,20 @@ class Rounds:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         return exchange
 
-    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> TrainingRows:
+    def out(
+        self,
+        x: Tensor,
+        pairs: Pairs,
+        num_rows: int,
+        *,
+        adds_only: bool,
+        returns_values: bool,
+        outputs: Tensor | None = None,
+    ) -> TrainingRows:
         """Dispatch tokens [T, D] into memory of its own, of `num_rows` rows or as many as arrive. The round stays open.
 
         Rows past the last segment are zeros. With `adds_only` combine adds without weights; with `returns_values` it
-        brings values back.
+        brings values back. With `outputs` [N, D] rows may arrive as products with their weights: see `TrainingRows`.
         """
         exchange = self.exchange
         e = self.ep.num_local_experts
@@ -105,6 +116,7 @@ class Rounds:
             adds_only=adds_only,
             returns_values=returns_values,
             wire=self._wire,
+            multiplies=None if outputs is None else self._multiplied(x, outputs),
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.giving_up():
@@ -120,7 +132,21 @@ class Rounds:
                     ops.zero_padding_rows_(rows, into.expert_offsets[-1], N)
             elif num_rows == EXACT:
                 rows = rows.clone()
-        return TrainingRows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
+        products = None if into.multiplies is None else into.multiplies.products.sum(1)
+        return TrainingRows(rows, into.expert_offsets, into.tokens_per_expert, row_weights, products)
+
+    def _multiplied(self, x: Tensor, outputs: Tensor) -> Multiplied | None:
+        """What dispatch of tokens `x` multiplies its rows with. None where a pass over the rows has to do it later.
+
+        A call by the LL protocol is too short to gain. Other kernels than those on GPUs do not multiply.
+        """
+        few = x.shape[0] <= self.exchange.plan.sizes["ll_max_tokens"]
+        row_bytes, stride = (each * x.itemsize for each in (x.shape[1], outputs.stride(0)))
+        if few or not x.is_cuda or self._wire.packed or outputs.dtype != x.dtype or not len(outputs):
+            return None
+        if row_bytes > MOST_PRODUCT_BYTES or outputs.data_ptr() % 16 or stride % 16:
+            return None
+        return Multiplied(outputs, x.new_zeros(len(outputs), PRODUCT_PARTS, dtype=torch.float32))
 
     def skip(self, skipped: Skipped) -> None:
         """Take part in a round without tokens, and abort it: for a rank that raised before its dispatch."""

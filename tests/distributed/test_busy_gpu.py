@@ -189,9 +189,9 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_toke
 
 
 @pytest.mark.parametrize(("T", "ll_max_tokens"), [(1, 64), (8, 64), (40, 64), (100, 64), (512, 1024)])
-@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize(("payload", "weights_on"), [("auto", "rows"), ("fp8", "rows"), ("auto", "combine")])
 @pytest.mark.parametrize("free", [12, 1])
-def test_every_gradient_is_written(make_ep, rank, hold, free, payload, T, ll_max_tokens):
+def test_every_gradient_is_written(make_ep, rank, hold, free, payload, weights_on, T, ll_max_tokens):
     """Training has variants of the kernels. Free memory holds NaN."""
     ep = make_ep(ll_max_tokens, max_tokens=512, hidden=1024, dtype="bfloat16", timeout_s=20.0)
     exchange = TrainingExchange(ep, payload=payload)
@@ -199,16 +199,19 @@ def test_every_gradient_is_written(make_ep, rank, hold, free, payload, T, ll_max
     x, ids, weights = given(ep, tokens)
     N = ep.exchange.plan.sizes["max_rows"]
 
-    def step() -> list[Tensor]:
+    def step(weights_on: str = weights_on) -> list[Tensor]:
         x_, weights_ = x.clone().requires_grad_(), weights.clone().requires_grad_()
         torch.full((64 << 20,), torch.nan, dtype=torch.bfloat16, device=x.device)
-        routed = exchange.dispatch(x_, ids, weights_, weights_on="rows", num_rows=N)
-        y = exchange.combine(routed.rows * routed.row_weights[:, None].to(x.dtype), routed)
+        routed = exchange.dispatch(x_, ids, weights_, weights_on=weights_on, num_rows=N)
+        factors = 1 if weights_on == "combine" else routed.row_weights[:, None].to(x.dtype)
+        y = exchange.combine(routed.rows * factors, routed)
         y.float().square().sum().backward()
         return [y.detach(), x_.grad, weights_.grad]
 
     whole = step()
     assert all(part.isfinite().all() for part in whole)
+    for got, want in zip(whole, step("rows"), strict=True):
+        assert (got - want).abs().max() <= (0.05 if payload == "auto" else 0) * want.abs().max()
     for _ in range(3):
         hold(torch.cuda.get_device_properties().multi_processor_count - free, 0.15)
         for got, want in zip(step(), whole, strict=True):

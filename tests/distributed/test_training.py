@@ -18,7 +18,7 @@ CASES = all_pairs(
         "weights_on": ["rows", "combine"],
         "num_rows": ["exact", 768],
         "K": [1, 3, 8],
-        "T": [(5, 0, 12, 7), (40, 33, 0, 21)],
+        "T": [(5, 0, 12, 7), (40, 33, 0, 21), (40, 9, 33, 0)],
         "alignment": [None, 8],
         "ids": [torch.int32, torch.int64],
         "copies": [0, 3],

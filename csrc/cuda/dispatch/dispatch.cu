@@ -19,6 +19,9 @@
 namespace epmoe::cuda {
 namespace {
 
+static_assert(num_chunks(kMostProductBytes, kMaxLines<WireFormat::kAuto>) <= kProductParts);  // LL
+static_assert(kMostProductBytes / 16 / kMaxChunkVectors <= kProductParts);                    // Simple
+
 // The real tokens of the call, as the block of this rank that first reads them finds them: a caller that writes
 // `num_tokens` during the kernel must not make blocks disagree. The whole block calls it.
 __device__ __forceinline__ int32_t real_tokens(const DispatchBlock& b) {
@@ -59,19 +62,19 @@ __device__ void read_tables(DispatchBlock& b) {
 // case stays short.
 template <WireFormat kFormat>
 __device__ __noinline__ bool recv_simple_sources_too(DispatchBlock b) {
-  return recv_rows<kFormat>(b);
+  return recv_rows<kFormat, false>(b);
 }
-template <WireFormat kFormat>
+template <WireFormat kFormat, bool kMultiplies>
 __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
-  return recv_chunks<kMaxLines<kFormat>, kFormat, false>(b, first_incoming<kMaxLines<kFormat>>(b));
+  return recv_chunks<kMaxLines<kFormat>, kFormat, false, kMultiplies>(b, first_incoming<kMaxLines<kFormat>>(b));
 }
 
 // kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
 // kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
 // they have scales. kFormat: of the payload. Source: the dtype that becomes kFormat; void where rows travel as they
-// are. kTrains: `to_caller`.
+// are. kTrains: `to_caller`. kMultiplies: `outputs_ND`, of calls by the Simple protocol.
 template <int kRecvLines, bool kCoarse, WireFormat kFormat, typename Source,
-          int kBlocksPerSM = blocks_per_sm(kRecvLines), bool kTrains = false>
+          int kBlocksPerSM = blocks_per_sm(kRecvLines), bool kTrains = false, bool kMultiplies = false>
 __global__ void __launch_bounds__(threads_bound(kRecvLines, kCoarse && !wire(kFormat).has_scales()), kBlocksPerSM)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kLL = kRecvLines > 0, kSkipSelf = kCoarse && !wire(kFormat).has_scales();
@@ -148,11 +151,11 @@ __global__ void __launch_bounds__(threads_bound(kRecvLines, kCoarse && !wire(kFo
   if constexpr (kLL) {
     if (receives) ok = recv_chunks<kRecvLines, kFormat, kSkipSelf>(b, incoming);
   } else if (receives && shared.ll_most_tokens) {
-    ok = recv_ll_sources_too<kFormat>(b);
+    ok = recv_ll_sources_too<kFormat, kMultiplies>(b);
   }
   if (ok) {
     if (receives && (!kLL || shared.simple_most_rows))
-      ok = kLL ? recv_simple_sources_too<kFormat>(b) : recv_rows<kFormat>(b);
+      ok = kLL ? recv_simple_sources_too<kFormat>(b) : recv_rows<kFormat, kMultiplies>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && kernel.args.zero_gaps) zero_gaps(b);
     if (kTrains && kernel.args.zero_tail) zero_tail(b);
@@ -181,12 +184,17 @@ auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
   return coarse ? dispatch_kernel<kMost, true, kFormat, Source, 1, kTrains>
                 : dispatch_kernel<kMost, false, kFormat, Source, 1, kTrains>;
 }
+// What a round of training asks of its kernel.
+enum class Training { kNone, kRows, kProducts };
+
 // Rounds of training have rows without scales.
-auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat format, DType dtype, bool trains) {
+auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat format, DType dtype, Training training) {
   return with_format(format, [&](auto of) {
     auto of_source = [&]<typename Source>(Source*) {
-      if constexpr (!wire(of).has_scales())
-        if (trains) return variant_of<of, Source, true>(recv_lines, coarse, exclusive);
+      if constexpr (!wire(of).has_scales()) {
+        if (training == Training::kProducts) return dispatch_kernel<0, false, of, Source, 2, true, true>;
+        if (training == Training::kRows) return variant_of<of, Source, true>(recv_lines, coarse, exclusive);
+      }
       return variant_of<of, Source, false>(recv_lines, coarse, exclusive);
     };
     if constexpr (wire(of).has_scales())
@@ -201,8 +209,8 @@ cudaError_t load_dispatch() {
       for (int recv_lines : {0, 1, 2, kMaxLines<WireFormat::kAuto>})
         for (bool coarse : {false, true})
           for (bool exclusive : {false, true})
-            for (bool trains : {false, true})
-              if (cudaError_t error = load(variant_for(recv_lines, coarse, exclusive, format, dtype, trains)))
+            for (Training training : {Training::kNone, Training::kRows, Training::kProducts})
+              if (cudaError_t error = load(variant_for(recv_lines, coarse, exclusive, format, dtype, training)))
                 return error;
   return cudaSuccess;
 }
@@ -231,8 +239,9 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .asked = progress.more_rounds,
                         .call = {}};
   kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));
+  Training training = args.outputs_ND ? Training::kProducts : args.to_caller ? Training::kRows : Training::kNone;
   auto* variant = variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_format,
-                              args.dtype, args.to_caller);
+                              args.dtype, training);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
 }
 

@@ -1,7 +1,7 @@
 // The recv phase of dispatch, LL protocol: a row waits only for its own lines, its pairs and the counts.
 #pragma once
-#include "cuda/device/weighted.cuh"
 #include "cuda/dispatch/ll_send.cuh"
+#include "cuda/dispatch/products.cuh"
 
 namespace epmoe::cuda {
 
@@ -23,8 +23,9 @@ struct RowsOut {
 };
 
 // One warp moves a chunk of token t of source r to each of its rows, as soon as it is here. kSkipSelf: this rank's own
-// rows are read where the caller has them. Ids and places come from a peer and may be any number.
-template <int N, WireFormat kFormat, bool kSkipSelf>
+// rows are read where the caller has them. kMultiplies: `outputs_ND`. Ids and places come from a peer and may be any
+// number.
+template <int N, WireFormat kFormat, bool kSkipSelf, bool kMultiplies>
 __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t, int32_t index) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
@@ -76,6 +77,12 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
   for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left; left &= left - 1) {
     int32_t k = __ffs(left) - 1;
     int64_t to = __shfl_sync(kAllLanes, row, k);
+    if constexpr (kMultiplies) {
+      float product = multiply_row<N>(b, to, chunk.at(0), chunk.row_lines, factor_of(__shfl_sync(kAllLanes, weight, k)),
+                                      [&](int n) { return lines[0][n].words; });
+      if (lane == 0) write_product(b, to, index, product);
+      continue;
+    }
     float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, weight, k) : 1.0f;
     auto* words = reinterpret_cast<uint4*>(out.rows + to * out.row_bytes);
     auto* scales = out.scales + to * out.row_scales;
@@ -101,14 +108,14 @@ __device__ __forceinline__ SlotChunk first_incoming(const DispatchBlock& b) {
 }
 
 // The blocks that receive move all rows of the LL sources, first `incoming`.
-template <int N, WireFormat kFormat, bool kSkipSelf>
+template <int N, WireFormat kFormat, bool kSkipSelf, bool kMultiplies = false>
 __device__ __forceinline__ bool recv_chunks(const DispatchBlock& b, SlotChunk incoming) {
   int32_t chunks = num_chunks(b.kernel.row_bytes(), N);
   WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.ll_most_tokens * chunks, b.kernel.sending_blocks());
   return queue.for_each(&b.wait.round->ll_queue[kDispatch], [&](int32_t item, int32_t) {
     if (item != incoming.item) incoming = {b.plan, item, chunks};
     auto [r, t] = incoming.slot;
-    return t >= b.shared.ll_tokens[r] || recv_chunk<N, kFormat, kSkipSelf>(b, r, t, incoming.index);
+    return t >= b.shared.ll_tokens[r] || recv_chunk<N, kFormat, kSkipSelf, kMultiplies>(b, r, t, incoming.index);
   });
 }
 

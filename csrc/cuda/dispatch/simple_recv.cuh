@@ -1,10 +1,11 @@
 // The recv phase of dispatch, Simple protocol: rows whose slot has a flag.
 #pragma once
-#include "cuda/device/weighted.cuh"
-#include "cuda/dispatch/block.cuh"
+#include "cuda/dispatch/products.cuh"
 #include "cuda/exchange/work_queue.cuh"
 
 namespace epmoe::cuda {
+
+constexpr int kMaxChunkVectors = 256;  // about what a warp has in flight at once
 
 // The pairs of a received slot, a lane each.
 struct SlotPair {
@@ -31,7 +32,8 @@ __device__ __forceinline__ SlotPair read_slot(const DispatchBlock& b, int32_t r,
 }
 
 // One warp moves a chunk of slot s of source r to each of its expert-major rows, as soon as the slot's flag is here.
-template <WireFormat kFormat>
+// kMultiplies: `outputs_ND`.
+template <WireFormat kFormat, bool kMultiplies>
 __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int32_t s, int32_t chunk, int32_t chunks) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
@@ -62,7 +64,8 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
   }
   bool weigh = b.args.weight_rows && !wire(kFormat).has_scales();
   int32_t begin = vectors * chunk / chunks, end = vectors * (chunk + 1) / chunks;
-  constexpr int kDepth = 7;  // loads in flight
+  constexpr int kDepth = kMultiplies ? 4 : 7;  // loads in flight
+  float product = 0.0f;                        // of the row of this lane's pair
   for (int32_t base = begin; base < end; base += kDepth * 32) {
     uint4 values[kDepth];
 #pragma unroll
@@ -71,14 +74,22 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
 #pragma unroll 1
     for (uint32_t left = pairs; left; left &= left - 1) {
       int32_t k = __ffs(left) - 1;
-      auto* to = rows + int64_t{__shfl_sync(kAllLanes, pair.row, k)} * vectors;
+      int64_t row = __shfl_sync(kAllLanes, pair.row, k);
       float factor = __shfl_sync(kAllLanes, pair.weight, k);
+      if constexpr (kMultiplies) {
+        float part =
+            multiply_row<kDepth>(b, row, base + lane, end, factor_of(factor), [&](int i) { return values[i]; });
+        if (lane == k) product += part;
+        continue;
+      }
+      auto* to = rows + row * vectors;
 #pragma unroll
       for (int i = 0; i < kDepth; ++i)
         if (int32_t v = base + i * 32 + lane; v < end)
           to[v] = weigh ? weighted(values[i], b.args.dtype, factor) : values[i];
     }
   }
+  if (kMultiplies && pairs >> lane & 1u) write_product(b, pair.row, chunk, product);
   if constexpr (wire(kFormat).has_scales()) {
 #pragma unroll 1
     for (uint32_t left = chunk ? 0 : pairs; left; left &= left - 1) {
@@ -94,15 +105,14 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
 }
 
 // The blocks that receive move all rows of the Simple sources.
-template <WireFormat kFormat>
+template <WireFormat kFormat, bool kMultiplies>
 __device__ __forceinline__ bool recv_rows(DispatchBlock& b) {
-  constexpr int kMaxChunkVectors = 256;  // about what a warp has in flight at once
   WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.simple_most_rows,
                   static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.sending_blocks(), kMaxChunkVectors);
   return queue.for_each(&b.wait.round->recv_queue[kDispatch], [&](int32_t n, int32_t chunk) {
     auto [r, s] = slot_of(b.plan, n);
     bool is_simple = !b.shared.ll_tokens[r];
-    return !is_simple || s >= b.shared.rank_count[r] || recv_row<kFormat>(b, r, s, chunk, queue.chunks);
+    return !is_simple || s >= b.shared.rank_count[r] || recv_row<kFormat, kMultiplies>(b, r, s, chunk, queue.chunks);
   });
 }
 

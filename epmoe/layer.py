@@ -480,19 +480,21 @@ class MoELayer(nn.Module):
     def warmup(self, tokens: Iterable[int]) -> None:
         """Run rounds of random tokens before serving, so that no later call or capture compiles a kernel. Collective.
 
-        A line of the logger "epmoe" says how far it is. On a GPU each number of tokens is captured, too.
+        A line of the logger "epmoe" says how far it is. On a GPU each number of tokens is captured, too, unless experts
+        such as those in fp32 cannot be.
 
         Args:
             tokens: the T of this rank's calls to come; as many numbers on all ranks.
         """
         wanted = list(tokens)
+        captures = self.ep.device.type == "cuda" and getattr(self.experts, "is_capturable", True)
         for i, T in enumerate(wanted):
             start = time.perf_counter()
             D = self.ep.config.model.hidden_size
             dtype = self._dtypes()[0]
             x = torch.randn(T, D, device=self.ep.device).to(dtype)
             self(x)
-            if x.is_cuda:
+            if captures:
                 torch.cuda.synchronize(x.device)  # what a graph captures may not load anything
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
                     self(x)

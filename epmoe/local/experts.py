@@ -195,6 +195,11 @@ class GroupedExperts(nn.Module):
         """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can capture a call, which then waits for nothing on the host."""
+        return GEMMS[self.gemm].is_capturable(self.w_down)
+
     def forward(
         self,
         rows_ND: Tensor,

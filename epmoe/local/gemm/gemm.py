@@ -108,6 +108,10 @@ class Gemm(ABC):
         """Whether it multiplies by these weights in both directions, and has `multiply_for_weights`."""
         return False
 
+    def is_capturable(self, weights: Tensor) -> bool:
+        """Whether a CUDA graph can capture products with these weights: the host waits for nothing."""
+        return True
+
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
         """Whether torch.compile may trace `multiply`; otherwise it is an opaque operator."""
         return False

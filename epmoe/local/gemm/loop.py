@@ -22,6 +22,9 @@ class Loop(Gemm):
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
         return True
 
+    def is_capturable(self, weights: Tensor) -> bool:
+        return False
+
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         values, scales = weights
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=product_dtype(values))

@@ -1,4 +1,4 @@
-"""torch's `grouped_mm`. Nothing looks at the host."""
+"""torch's `grouped_mm`. In bf16 nothing looks at the host."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class TorchGrouped(Gemm):
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
         sizes = (size * w.element_size() for w in (gate_up, down) for size in w.shape[1:])
         return all(size % _STRIDE_BYTES == 0 for size in sizes) and self.problem_with(gate_up, down) is None
+
+    def is_capturable(self, weights: Tensor) -> bool:
+        return product_dtype(weights) == torch.bfloat16  # of others torch makes a loop
 
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
         return rows.dtype == weights.dtype == torch.bfloat16

@@ -140,7 +140,8 @@ class TrainingExchange:
             x: [T, D] fp32, fp16 or bf16; see `ExpertParallel.dispatch`, also for `ids`, `num_tokens`, `tag` and
                 `aligned`.
             ids: int32 or int64 [T, K].
-            weights: fp32, fp16 or bf16 [T, K]. Those that are not finite count as 0, and get gradients of 0.
+            weights: fp32, fp16 or bf16 [T, K]. A pair whose weight is not finite has no row, and its weight
+                gets a gradient of 0.
             weights_on: who applies the weights. "combine": combine does, whose backward pass needs the experts'
                 outputs, and takes a pass over them. "rows": the experts do, by `row_weights`; combine only adds.
                 "both": combine applies them to outputs, and the experts apply `row_weights` to gradients, as

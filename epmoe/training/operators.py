@@ -153,7 +153,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ids, weights, *_, ctx.number = inputs
     ctx.T = x.shape[0]
     ctx.K = ids.shape[1]
-    ctx.save_for_backward(weights)
+    ctx.weights_dtype = weights.dtype
     ctx.generation = find(ctx.number).generation
     ctx.set_materialize_grads(False)  # zeros for offsets and counts would be two kernels
     rows, _, _, row_weights, _ = output
@@ -165,8 +165,7 @@ def _dispatch_gradients(ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weig
     given = zip((rows, row_weights), ctx.zeros, strict=True)
     gradients = [torch.zeros(size, **like) if grad is None else grad for grad, (size, like) in given]
     x, by_weights = train_dispatch_backward(*gradients, link, *shape)
-    [weights] = ctx.saved_tensors
-    return x, None, by_weights.where(weights.isfinite(), 0.0).to(weights.dtype), *(None,) * 8
+    return x, None, by_weights.to(ctx.weights_dtype), *(None,) * 8
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -167,6 +167,30 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
     assert dropped[0] == 0 < dropped[1] < dropped[2] == counts[1]
 
 
+@pytest.mark.parametrize("weights_on", ["rows", "combine"])
+@pytest.mark.parametrize("T", [5, 40])
+def test_a_weight_that_is_not_finite_makes_no_row(make_ep, rank, T, weights_on):
+    """Forward and backward are those of a call without the pair, whose weight has a gradient of 0."""
+    exchange = TrainingExchange(make_ep(16, experts=E, top_k=3, hidden=D, max_tokens=40))
+    x, ids, weights, grad = (t.to(exchange.ep.device) for t in draw(rank, T, 3, 0))
+    bad = torch.zeros_like(ids, dtype=torch.bool)
+    bad[0, 0] = bad[2, 1] = bad[4, 2] = True
+
+    def run(ids: Tensor, weights: Tensor) -> list[Tensor]:
+        x_, weights_ = x.clone().requires_grad_(), weights.requires_grad_()
+        routed = exchange.dispatch(x_, ids, weights_, weights_on=weights_on)
+        factor = 2.0 if routed.row_weights is None else 2.0 * routed.row_weights[:, None]
+        y = exchange.combine(routed.rows * factor, routed)
+        y.backward(grad)
+        return [y.detach(), x_.grad, weights_.grad, routed.expert_offsets]
+
+    spoiled = weights.masked_scatter(bad, weights.new_tensor([torch.nan, torch.inf, -torch.inf]))
+    got = run(ids, spoiled)
+    for mine, want in zip(got, run(ids.masked_fill(bad, -1), weights.clone()), strict=True):
+        assert torch.equal(mine, want)
+    assert not got[2][bad].any()
+
+
 def test_more_rows_than_asked_for_is_an_error(make_ep, rank):
     exchange = TrainingExchange(make_ep(experts=E, top_k=3, hidden=D, max_tokens=40))
     x, ids, weights, _ = (t.to(exchange.ep.device) for t in draw(rank, 40, 3, 0))

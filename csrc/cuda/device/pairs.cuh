@@ -27,9 +27,9 @@ struct RoutedPair {
   __device__ __forceinline__ int32_t expert(int64_t E) const {
     return id >= 0 && id < E ? static_cast<int32_t>(id) : -1;
   }
-  // Whether there is something to compute: a logical expert of E, and a weight unless `any_weight`.
+  // Whether there is something to compute: a logical expert of E, and a finite weight, not 0 unless `any_weight`.
   __device__ __forceinline__ bool is_live(int64_t E, bool any_weight) const {
-    return id >= 0 && id < E && (any_weight || (weight != 0.0f && is_finite(weight)));
+    return id >= 0 && id < E && is_finite(weight) && (any_weight || weight != 0.0f);
   }
 };
 

@@ -83,11 +83,13 @@ def block_of(config: Any) -> nn.Module:
     """The MoE block of a layer of transformers, with random parameters and buffers."""
     folder = _FOLDERS.get(config.model_type) or type(config).__module__.split(".")[-2]
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    text = inspect.getsource(module)
+    lines = text.splitlines()
     found = {
-        name: made
-        for name, made in vars(module).items()
-        if inspect.isclass(made) and made.__module__ == module.__name__ and not re.search("MoA|Attention", name)
-        if re.search(r"self\.experts = |self\.input_linear = JetMoe", inspect.getsource(made))
+        node.name: getattr(module, node.name)
+        for node in ast.parse(text).body  # `inspect.getsource` of each class would parse the module as often
+        if isinstance(node, ast.ClassDef) and not re.search("MoA|Attention", node.name)
+        if re.search(r"self\.experts = |self\.input_linear = JetMoe", "\n".join(lines[node.lineno : node.end_lineno]))
     }
     if len(found) > 1:
         prefix = type(config).__name__.removesuffix("Config").replace("OmniMoeText", "OmniMoeThinkerText")

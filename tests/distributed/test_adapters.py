@@ -120,7 +120,7 @@ def test_experts_that_move_take_their_adapters_along(open_ep, size, rank):
         return
     slots = ep.slots.view(1, size, -1)
     moves = ep.replace(slots.roll(1, dims=1).flatten(1))
-    while not moves.done:
+    while True:  # until all are: a rank may know of it a round before another one
         assert_close(layer(x, adapter_ids=numbers), before, slack=4)
         ep.poll()
         done = torch.tensor(float(moves.done))

@@ -35,7 +35,7 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
     float weight = load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
     pairs.ids[k] = -1;
     pairs.weights[k] = 0.0f;
-    bool counts = is_finite(weight) && (weight != 0.0f || tables.keeps_zeros);
+    bool live = is_finite(weight) && (weight != 0.0f || tables.keeps_zeros);
     tables.counters[kNonfiniteWeights] += !is_finite(weight);
     if (id < 0 || id >= tables.E) {
       tables.counters[kOutOfRangeIds] += id != -1 && id != tables.E;  // -1 and E mean "no expert"
@@ -43,7 +43,7 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
     }
     tables.counters[kDuplicateIds] += pairs.last_token[id] == t;
     pairs.last_token[id] = t;
-    if (!counts) continue;
+    if (!live) continue;
     auto expert = static_cast<int32_t>(id);
     pairs.ids[k] = tables.quotas.lines
                        ? copy_by_quota(tables.quotas, t, expert)

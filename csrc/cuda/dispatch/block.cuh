@@ -199,10 +199,13 @@ struct DispatchBlock {
   }
 };
 
-// For training: hands out the weight of a pair's row, and returns what combine multiplies the row by. The weight comes
-// from a peer and may be any number. Out of line, so that the usual case stays short.
+// For training: what a pair's row is multiplied by. The weight comes from a peer and may be any number.
+__device__ __forceinline__ float factor_of(float weight) { return is_finite(weight) ? weight : 0.0f; }
+
+// For training: hands out the weight of a pair's row, and returns what combine multiplies the row by. Out of line, so
+// that the usual case stays short.
 static __device__ __noinline__ float kept_weight(const DispatchArgs& args, int32_t row, float weight) {
-  if (!is_finite(weight)) weight = 0.0f;
+  weight = factor_of(weight);
   if (args.row_weights_N && row >= 0) args.row_weights_N[row] = weight;
   return args.adds_only ? 1.0f : weight;
 }

@@ -6,9 +6,6 @@
 
 namespace epmoe::cuda {
 
-// The factor of a pair's row. The weight comes from a peer and may be any number.
-__device__ __forceinline__ float factor_of(float weight) { return is_finite(weight) ? weight : 0.0f; }
-
 // One warp writes up to N vectors a lane of an expert-major row, times `factor`: vector(n) as the row's vector
 // `first` + n * 32, if it lies before `end`. Returns, in all lanes, their product with the row's outputs.
 template <int N, typename F>

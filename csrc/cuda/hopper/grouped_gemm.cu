@@ -3,31 +3,21 @@
 //   rows [N, k] · weights [e, n, k]ᵀ or [e, k, n] ─▶ [N, n]        grad [N, n]ᵀ · rows [N, k] ─▶ [e, n, k]
 //
 // A block takes tiles in turn. One thread loads, by TMA and some steps ahead; two warpgroups multiply 64 rows of a tile
-// each. Experts have any number of rows, and a tile adapts to them:
-//  - By rows, weights are the rows of a tile, and the expert's rows its columns, up to 256 in steps of 16. Products are
-//    turned as they leave.
-//  - For weights, rows are what is summed over, in steps of 64, and 16 at last. Rows of others that the last step has
-//    loaded are zeroed.
-#include <cuda.h>
-
+// each. By rows, products are turned as they leave. For weights, rows are what is summed over, in steps of 64, and 16
+// at last; rows of others that the last step has loaded are zeroed.
 #include <type_traits>
 
 #include "cuda/device/launch.cuh"
-#include "cuda/device/tma.cuh"
+#include "cuda/hopper/boxes.cuh"
+#include "cuda/hopper/tiles.cuh"
 #include "cuda/hopper/wgmma.cuh"
 #include "cuda/stages.h"
 
 namespace epmoe::cuda {
 namespace {
 
-enum class Product { kByRows, kByRowsTransposed, kForWeights };
-
-constexpr int kWarpgroup = 128, kMultipliers = 2, kThreads = (kMultipliers + 1) * kWarpgroup;
-constexpr int kStep = 64;                   // of k, or of rows that are summed over
-constexpr int kLineBytes = kStep * 2;       // 128: what TMA swizzles
-constexpr int kBoxBytes = 64 * kLineBytes;  // 64 lines
-constexpr int kRows = 64 * kMultipliers;    // of a tile
-constexpr int kColumns = 256;               // of a tile, at most
+constexpr int kWarpgroup = 128, kMultipliers = kRows / 64, kThreads = (kMultipliers + 1) * kWarpgroup;
+constexpr int kStep = 64;  // of k, or of rows that are summed over
 constexpr int kABytes = kRows * kLineBytes, kStageBytes = kABytes + kColumns * kLineBytes;
 
 // Products leave through shared memory, gradients of weights all at once: while TMA stores them the next tile starts.
@@ -45,87 +35,11 @@ int64_t shared_bytes(int32_t experts) {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int kColumnStep = 16;
-
-struct Tile {
-  int32_t expert, row, count;  // rows of the expert: all, or those of the tile
-  int32_t m, c;                // where the tile starts in the product
-  int32_t width;               // columns, a multiple of kColumnStep
-};
-
-__device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return (a + b - 1) / b; }
-
-// The tiles of all experts, one expert after the other. `first` is a table in shared memory: the tiles before each.
-template <Product kProduct>
-struct Tiles {
-  const GroupedGemmArgs& args;
-  int32_t* first;
-
-  // The row behind an expert's, clamped: what memory says is unchecked.
-  __device__ __forceinline__ int32_t end_of(int32_t expert) const {
-    return expert < 0 ? 0 : min(max(args.ends[expert], 0), static_cast<int32_t>(args.N));
-  }
-  __device__ __forceinline__ int32_t count_of(int32_t expert) const {
-    return max(end_of(expert) - end_of(expert - 1), 0);
-  }
-  __device__ __forceinline__ int32_t across() const { return ceil_of(static_cast<int32_t>(args.n), kRows); }
-  __device__ __forceinline__ int32_t of_rows(int32_t count) const {
-    if (kProduct == Product::kForWeights) return across() * ceil_of(static_cast<int32_t>(args.k), kColumns);
-    return across() * ceil_of(count, kColumns);
-  }
-
-  // The first warp builds the table.
-  __device__ __forceinline__ void build() {
-    int32_t before = 0;
-    for (int32_t i = threadIdx.x; i - static_cast<int32_t>(threadIdx.x) < args.e; i += 32) {
-      int32_t here = i < args.e ? of_rows(count_of(i)) : 0;
-      int32_t through = warp_inclusive_sum(here);
-      if (i < args.e) first[i] = before + through - here;
-      before += __shfl_sync(kAllLanes, through, 31);
-    }
-    if (threadIdx.x == 0) first[args.e] = before;
-  }
-  __device__ __forceinline__ int32_t count() const { return first[args.e]; }
-
-  __device__ __forceinline__ Tile operator[](int32_t number) const {
-    int32_t low = 0, high = args.e - 1;  // the last expert whose tiles start at or before it
-    while (low < high) {
-      int32_t middle = (low + high + 1) / 2;
-      if (first[middle] <= number)
-        low = middle;
-      else
-        high = middle - 1;
-    }
-    int32_t i = number - first[low], begin = end_of(low - 1), rows = count_of(low);
-    if (kProduct == Product::kForWeights) {
-      int32_t m = i % across();
-      return {low, begin, rows, m * kRows, i / across() * kColumns, kColumns};
-    }
-    // Tiles of an expert that has too many rows for one have as many each.
-    int32_t parts = ceil_of(rows, kColumns);
-    int32_t width = ceil_of(ceil_of(rows, parts), kColumnStep) * kColumnStep, before = i % parts * width;
-    return {low, begin + before, min(width, rows - before), i / parts * kRows, 0, width};
-  }
-};
-
 __device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier, int32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void arrive(uint64_t* mbarrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(mbarrier)) : "memory");
-}
-__device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, uint64_t* mbarrier, int32_t x, int32_t y,
-                                         int32_t z) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
-          "r"(to),
-      "l"(&map), "r"(shared_address(mbarrier)), "r"(x), "r"(y), "r"(z)
-      : "memory");
-}
-__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int32_t x, int32_t y, int32_t z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from),
-               "r"(x), "r"(y), "r"(z)
-               : "memory");
 }
 __device__ __forceinline__ void barrier(int32_t number, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
@@ -285,8 +199,8 @@ __device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Ti
       if (from + c >= kWidth) continue;
       const float* sums = &d[(from + c) / 2];
       int32_t line = c + lane / 16 * 8 + lane % 8, part = warp * 2 + lane / 8 % 2;
-      store_matrices<true>(leaving + line * kLineBytes + (part ^ line % 8) * 16, packed(sums[0], sums[1]),
-                           packed(sums[2], sums[3]), packed(sums[4], sums[5]), packed(sums[6], sums[7]));
+      store_matrices<true>(leaving + in_box(line, part), packed(sums[0], sums[1]), packed(sums[2], sums[3]),
+                           packed(sums[4], sums[5]), packed(sums[6], sums[7]));
     }
     barrier(2 + group, kWarpgroup);
     const int32_t part = threadIdx.x % 8, column = m + part * 8;
@@ -294,7 +208,7 @@ __device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Ti
     for (int32_t line = threadIdx.x % kWarpgroup / 8; line < min(tile.count - from, kAtOnce); line += kWarpgroup / 8)
       if (column < args.n)
         *reinterpret_cast<uint4*>(out + line * args.n) =
-            *reinterpret_cast<const uint4*>(leaving_at + line * kLineBytes + (part ^ line % 8) * 16);
+            *reinterpret_cast<const uint4*>(leaving_at + in_box(line, part));
   }
 }
 
@@ -309,9 +223,8 @@ __device__ __forceinline__ void store_gradients(const CUtensorMap& map, const Ti
   for (int c = 0; c < kColumns; c += 16) {
     const float* sums = &d[c / 2];
     int32_t line = warp * 16 + lane % 16, part = c / 8 % 8 + lane / 16;
-    store_matrices<false>(leaving + c / 64 * kBoxBytes + line * kLineBytes + (part ^ line % 8) * 16,
-                          packed(sums[0], sums[1]), packed(sums[2], sums[3]), packed(sums[4], sums[5]),
-                          packed(sums[6], sums[7]));
+    store_matrices<false>(leaving + c / 64 * kBoxBytes + in_box(line, part), packed(sums[0], sums[1]),
+                          packed(sums[2], sums[3]), packed(sums[4], sums[5]), packed(sums[6], sums[7]));
   }
   fence_shared_for_tma();
   barrier(2 + group, kWarpgroup);
@@ -396,26 +309,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (kProduct == Product::kForWeights && threadIdx.x % kWarpgroup == 0) tma_wait_written<0>();
 #endif
-}
-
-// A matrix or several of them, [z, y, x], of which TMA moves boxes of 64 × 64.
-cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z) {
-  static void* const encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
-  }();
-  if (!encode) return cudaErrorNotSupported;
-  cuuint64_t sizes[] = {static_cast<cuuint64_t>(x), static_cast<cuuint64_t>(y), static_cast<cuuint64_t>(z)};
-  cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * x), static_cast<cuuint64_t>(2 * x * y)};
-  cuuint32_t box[] = {64, 64, 1}, steps[] = {1, 1, 1};
-  CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <Product kProduct>

@@ -247,8 +247,11 @@ class EPConfig(Strict):
         if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
             return 1
         small, large = ROW_BLOCKS
-        pairs = self.topology.ep_size * self.capacity.max_num_tokens_per_rank * self.model.num_experts_per_tok
-        return large if pairs >= large * self.num_physical_experts else small
+        return large if self.capacity.max_num_tokens_per_rank >= self.tokens_that_fill(large) else small
+
+    def tokens_that_fill(self, rows: int) -> int:
+        """T of each rank from which on an expert gets as many rows on average."""
+        return -(-rows * self.num_physical_experts // (self.topology.ep_size * self.model.num_experts_per_tok))
 
     @property
     def small_alignment(self) -> int:

@@ -155,8 +155,8 @@ class MemoryPlan:
         x_stride = payload.row_bytes(width, x_dtype)
         combine_stride = combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)
-        # From here on large blocks of a GEMM are full on average, and small ones would read weights twice.
-        full_blocks_tokens = -(-alignment * P // (R * K))
+        # With more tokens large blocks of a GEMM are full on average, and small ones would read weights twice.
+        small_tokens = min(ll_tokens, config.tokens_that_fill(alignment) - 1)
         ll_row_stride, ll_sum_stride = (
             round_up(wire.row_bytes(n, x_dtype) + wire.scale_bytes(n), 16)
             for wire, n in ((payload, width), (combine, D))
@@ -212,7 +212,7 @@ class MemoryPlan:
         sizes = dict(
             R=R, rank=rank, M=M, K=K, D=D, E=E, P=P, num_local_experts=e, copies=int(copies), max_rows=N,
             alignment=alignment, small_alignment=small_alignment,
-            small_alignment_tokens=min(ll_tokens, full_blocks_tokens - 1), payload_format=payload.number,
+            small_alignment_tokens=small_tokens, payload_format=payload.number,
             combine_format=combine.number, x_stride_bytes=x_stride, combine_stride_bytes=combine_stride,
             scale_blocks=x_scales, combine_scale_blocks=combine_scales, most_local_experts=most, layers=layers,
             few_tokens=few_tokens, num_sms=config.exchange.num_sms or 2**31 - 1, ll_max_tokens=ll_tokens,

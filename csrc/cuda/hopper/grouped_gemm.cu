@@ -17,7 +17,6 @@ namespace epmoe::cuda {
 namespace {
 
 constexpr int kWarpgroup = 128, kMultipliers = kRows / 64, kThreads = (kMultipliers + 1) * kWarpgroup;
-constexpr int kStep = 64;  // of k, or of rows that are summed over
 constexpr int kABytes = kRows * kLineBytes, kStageBytes = kABytes + kColumns * kLineBytes;
 
 // Products leave through shared memory, gradients of weights all at once: while TMA stores them the next tile starts.
@@ -34,6 +33,8 @@ int64_t shared_bytes(int32_t experts) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+constexpr int kStep = 64;  // of k, or of rows that are summed over
 
 __device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier, int32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(arrivals) : "memory");

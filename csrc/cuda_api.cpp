@@ -22,9 +22,11 @@ Library load() {
   void* kernels = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   void* table = kernels ? dlsym(kernels, kApiSymbol) : nullptr;
   if (!table)
-    throw std::runtime_error("this installation of epmoe has no CUDA kernels (" + std::string(dlerror()) +
-                             "): install a wheel that `make wheel` built with nvcc on the PATH, or, if epmoe builds "
-                             "its library at first use, put nvcc on the PATH and start again");
+    throw std::runtime_error(
+        "this installation of epmoe has no CUDA kernels (" + std::string(dlerror()) +
+        "): install a wheel that `make wheel` built with nvcc on the PATH, or, if epmoe builds "
+        "its library at first use (for GPUs of compute capability 8.0 or newer), put nvcc on the PATH and start "
+        "again");
   // Python has loaded torch by now. The stable ABI has the native handle of a stream only since torch 2.13.
   void* torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   void* current_stream = torch ? dlsym(torch, "aoti_torch_get_current_cuda_stream") : nullptr;

@@ -167,13 +167,18 @@ def test_first_use_builds_for_the_gpus_that_torch_sees(toolchain, tmp_path, monk
     assert "code=sm_80 -gencode=arch=compute_90,code=sm_90" in links(build.build(tmp_path))[1]
 
 
-def test_torch_with_cuda_but_no_gpu_in_sight_is_told_what_to_do(toolchain, tmp_path, monkeypatch):
-    use_gpus(monkeypatch)
-    with pytest.raises(build.BuildError, match="sees no GPU to build the kernels for: set TORCH_CUDA_ARCH_LIST"):
-        build.build(tmp_path)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("gpus", [(), ((7, 5),)], ids=["no GPU", "an old GPU"])
+def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(gpus, toolchain, tmp_path, monkeypatch):
+    """A login node, a container or CI, where torch and nvcc are those of the machines with GPUs."""
+    use_gpus(monkeypatch, *gpus)
+    library = build.build(tmp_path)
+    assert library.exists() and not library.with_name(build.CUDA_LIBRARY).exists()
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     assert links(build.build(tmp_path))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    use_gpus(monkeypatch, (9, 0))
+    with_gpu = build.build(tmp_path)
+    assert with_gpu != library and links(with_gpu)
 
 
 @pytest.mark.parametrize("missing", ["nvcc", "CUDA in torch"])

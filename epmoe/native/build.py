@@ -69,8 +69,8 @@ def csrc() -> Path:
 def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, portable: bool = False) -> Path:
     """Compile the native library, unless one is cached that was built from the same inputs.
 
-    The CUDA kernels are compiled where nvcc is on the PATH: at first use only if torch has CUDA, for a portable library
-    always.
+    The CUDA kernels are compiled where nvcc is on the PATH: for a portable library always, at first use only if torch
+    has CUDA and `architectures` names some.
 
     Args:
         output_dir: where the library goes; by default a folder in the user's cache.
@@ -82,8 +82,8 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
         The path of libepmoe.so. libepmoe_cuda.so, if it was built, lies in the same folder.
 
     Raises:
-        BuildError: no compiler, no GPU to compile for, the compiler's own errors, a cache that cannot be written or
-            that other users can write into, or a lock held longer than ``LOCK_TIMEOUT_S``.
+        BuildError: no compiler, a ``TORCH_CUDA_ARCH_LIST`` that cannot be used, the compiler's own errors, a cache that
+            cannot be written or that other users can write into, or a lock held longer than ``LOCK_TIMEOUT_S``.
     """
     import torch
 
@@ -91,7 +91,8 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
     _check(cache.parent, around=True)
     cuda = None
     if shutil.which("nvcc") is not None and (portable or torch.version.cuda is not None):
-        cuda = _build(_cuda_recipe(defines, architectures(portable)), cache)
+        targets = architectures(portable)
+        cuda = _build(_cuda_recipe(defines, targets), cache) if targets else None
     return _build(_recipe(defines, portable, cuda), cache)
 
 
@@ -105,10 +106,10 @@ def architectures(portable: bool = False) -> tuple[str, ...]:
         portable: as in `build`.
 
     Returns:
-        In ascending order, without repetitions.
+        In ascending order, without repetitions. Empty without a list where torch sees no GPU from 8.0 on.
 
     Raises:
-        BuildError: there is no GPU, the list cannot be read, or nothing in it is 8.0 or newer.
+        BuildError: the list cannot be read, or nothing in it is 8.0 or newer.
     """
     import torch
 
@@ -121,13 +122,8 @@ def architectures(portable: bool = False) -> tuple[str, ...]:
     else:
         gpus = range(torch.cuda.device_count())
         names = ["{}.{}".format(*torch.cuda.get_device_capability(gpu)) for gpu in gpus]
-        if not names:
-            raise BuildError(
-                f"torch {torch.__version__} has CUDA but sees no GPU to build the kernels for: set "
-                "TORCH_CUDA_ARCH_LIST (9.0 for an H100 or H200), or build on a machine with a GPU"
-            )
     kept = {name for name in names if int(name.split(".")[0]) >= OLDEST_ARCHITECTURE}
-    if not kept:
+    if listed.strip() and not kept:
         raise BuildError(f"epmoe needs GPUs of compute capability 8.0 or newer, got {', '.join(names)}")
     return tuple(sorted(kept, key=lambda name: (float(re.sub(r"[^\d.]", "", name)), name)))
 

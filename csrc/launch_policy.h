@@ -205,7 +205,6 @@ struct CombineLaunch {
   int64_t send_lines;  // lines of a row that a sending lane moves at once (LL); 0: Simple protocol
   bool coarse;         // receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight
   bool own;            // receivers make the sums for tokens of this rank, so that these do not travel
-  bool forwards;       // one warp of each block forwards rows that need no sums
   int64_t blocks, threads, send_blocks;  // threads of a block
   int64_t team;                          // warps that send a row together (Simple)
   int64_t shared_bytes;                  // dynamic, of a block
@@ -252,8 +251,6 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   int64_t row_bytes = traits.row_bytes(args.D, itemsize(dtype));
   bool both_phases = args.send && args.receive;
   int lines = combine_send_lines(plan, args, row_bytes);
-  bool forwards =
-      args.rows && !args.expert_major && !traits.has_scales() && !lines && gpu.major >= 9 && gpu.is_scarce(sms);
   // Not with scales: 256 tokens lose what 1024 gain.
   bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !traits.has_scales();
   // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a warp. Measured on two
@@ -268,8 +265,6 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     senders = ceil_div((own ? num_slots - T : num_slots) * num_chunks(row_bytes, lines), warps);
     receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
     share = combine_send_share(plan, args, most, lines, own);
-  } else if (forwards) {
-    senders = share = most;
   } else {
     // As many warps a row as send all rows at once; four where a team sends several rows, or fewer.
     while (team < warps && num_slots * team * 2 <= share * warps) team *= 2;
@@ -297,7 +292,6 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   return {.send_lines = lines,
           .coarse = coarse,
           .own = own,
-          .forwards = forwards,
           .blocks = std::clamp<int64_t>(senders + receivers, 1, most),
           .threads = threads,
           .send_blocks = senders,

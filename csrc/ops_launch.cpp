@@ -44,7 +44,6 @@ std::string launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, i
   FIELD(combine, send_lines)
   FIELD(combine, coarse)
   FIELD(combine, own)
-  FIELD(combine, forwards)
   FIELD(combine, blocks)
   FIELD(combine, threads)
   FIELD(combine, send_blocks)

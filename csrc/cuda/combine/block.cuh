@@ -10,7 +10,6 @@ struct CombineKernel {
   CombineArgs args;
   int32_t send_blocks;  // as in CombineLaunch, like the next fields
   int32_t team;
-  bool forwards;
 };
 
 // One block at work on the round that dispatch left.

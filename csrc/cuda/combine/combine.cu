@@ -1,11 +1,10 @@
 // combine over NVLink, one kernel, two roles of blocks. Send blocks sum the rows of each slot's pairs and write the sum
 // straight into the window of the slot's source. All other blocks, and send blocks once they are done, add what comes
-// back for this rank's tokens, in rank order, as it arrives. On few multiprocessors, rows that need no sums
-// (layout="rank") are forwarded by one warp of each block instead.
+// back for this rank's tokens, in rank order, as it arrives.
 // docs/protocol.md has the round's timeline, docs/kernels.md the roles and the variants.
 #include <cstddef>
 
-#include "cuda/combine/forward.cuh"
+#include "cuda/combine/block.cuh"
 #include "cuda/combine/ll.cuh"
 #include "cuda/combine/simple.cuh"
 #include "cuda/device/launch.cuh"
@@ -85,8 +84,6 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   auto* round = in_scratch<RoundState>(ex, plan.state);
   CombineBlock b{kernel, ex, plan, args, Wait(ex, round, 0), now, count_R, max_slots};
   bool sends = static_cast<int32_t>(blockIdx.x) < kernel.send_blocks && args.rows;
-  constexpr bool kScaled = wire(kFormat).has_scales();
-  bool forwards = !kLL && !kScaled && kernel.forwards;
   OutgoingSum outgoing = [&]() -> OutgoingSum {
     if constexpr (kLL) return first_sum<kSendLines, kOwn, kFormat, T>(b);
     return {b, {plan, first_slot(b), 1}};
@@ -94,7 +91,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   compute_now(&sink, outgoing.index, outgoing.slot.source, outgoing.slot.s, outgoing.pair_at);
   wait_for_predecessor();
   if (args.send && args.receive) let_successor_start();
-  if (sends && !forwards) outgoing.read(b);  // load at once what does not depend on the round's state
+  if (sends) outgoing.read(b);  // load at once what does not depend on the round's state
   if (sends && threadIdx.x == 0) b.wait.say_started(kCombine);
   if (threadIdx.x < 32) {  // one warp loads the state: the threads of a grid that load the same line delay one another
     constexpr int kStateInts = offsetof(RoundState, send_queue) / 4, kMaskAt = offsetof(RoundState, ll_mask) / 4;
@@ -123,7 +120,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
       send_chunks<kSendLines, kCoarse, kOwn, kFormat, T, kValues>(b, outgoing, &round->ll_queue[kCombine]);
       if (now.ll_mask != all) send_to_simple_sources_too<kFormat, T, kValues>(b, buffers, &round->send_queue[kCombine]);
     } else {
-      if (!forwards) send_slots<kFormat, T, kValues>(b, outgoing, buffers, &round->send_queue[kCombine]);
+      send_slots<kFormat, T, kValues>(b, outgoing, buffers, &round->send_queue[kCombine]);
       if (now.ll_mask) send_to_ll_sources_too<kFormat, T, kValues>(b, &round->ll_queue[kCombine]);
     }
   }
@@ -132,10 +129,8 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   bool receives = false;
   if (args.receive) {
     if (threadIdx.x == 0) b.wait.begin(kCombine);
-    ok = ok && receive_signals(b, sends && args.send, sending_ranks, receives);  // all warps, before one forwards
+    ok = ok && receive_signals(b, sends && args.send, sending_ranks, receives);
   }
-  if constexpr (!kLL && !kScaled)
-    if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
   if (!args.receive) {
     if (leader && threadIdx.x == 0 && !ok) Wait::report(ex, round, b.wait.epoch, kCombine, {});
     return;
@@ -146,7 +141,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
                                                                            &round->recv_queue[kCombine]);
   } else if (receives) {
     constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
-    // Blocks that send may leave before they receive, so none of them starts with an item. Where all forward, all send.
+    // Blocks that send may leave before they receive, so none of them starts with an item.
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks, kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
       bool here = sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
@@ -205,8 +200,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
-  CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team),
-                       policy.forwards};
+  CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team)};
   auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_format, dtype,
                               args.row_values_N != nullptr);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);

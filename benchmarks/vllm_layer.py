@@ -150,7 +150,6 @@ def contenders(model: Model, payload: str, device: torch.device) -> dict[str, Fu
 
     return {
         "epmoe layer": EpmoePrepareAndFinalize(sizes("expert", aligned=True), "layer", aligned=True),
-        "epmoe expert": EpmoePrepareAndFinalize(sizes("expert"), "expert"),
         "epmoe rank": EpmoePrepareAndFinalize(sizes("rank"), "rank"),
         "all-gather": make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=group.size()),
     }

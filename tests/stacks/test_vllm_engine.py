@@ -22,7 +22,7 @@ from vllm_server import ENVIRONMENT
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 600
-ALL = list(itertools.product(("qwen3", "deepseek"), ("torchrun", "spawn"), ("rank", "expert"), ("eager", "compiled")))
+ALL = list(itertools.product(("qwen3", "deepseek"), ("torchrun", "spawn"), ("rank", "layer"), ("eager", "compiled")))
 PAIRS = [ALL[number] for number in (0b0000, 0b0111, 0b1011, 0b1101, 0b1110)]
 TWO = [ALL[0b0110], ALL[0b1001]]
 COMBINATIONS = {"pairs": PAIRS, "two": TWO}.get(os.environ.get("EPMOE_STACKS", ""), ALL)

@@ -30,14 +30,14 @@ def test_not_chosen(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("value", "layout", "exchange"),
-    [(True, "rank", {}), ("1", "rank", {}), ("expert", "expert", {}), ({"timeout_s": 5}, "rank", {"timeout_s": 5})],
+    [(True, "rank", {}), ("1", "rank", {}), ("layer", "layer", {}), ({"timeout_s": 5}, "rank", {"timeout_s": 5})],
 )
 def test_chosen(value: object, layout: str, exchange: dict[str, object]) -> None:
     assert Choice.of(value) == Choice(layout, exchange)
 
 
 def test_an_unknown_layout_is_named() -> None:
-    with pytest.raises(ConfigError, match="`epmoe.layout` must be 'rank', 'expert' or 'layer', got 'batched'"):
+    with pytest.raises(ConfigError, match="`epmoe.layout` must be 'rank' or 'layer', got 'batched'"):
         Choice.of({"layout": "batched"})
 
 
@@ -122,7 +122,7 @@ def test_grouped_experts_take_scales_in_fp32_only() -> None:
         grouped(of, None, None)
 
 
-@pytest.mark.parametrize(("layout", "as_fp8"), [("rank", False), ("expert", False), ("layer", True)])
+@pytest.mark.parametrize(("layout", "as_fp8"), [("rank", False), ("layer", True)])
 def test_rows_for_vllms_deep_gemm_do_not_travel_as_fp8(
     monkeypatch: pytest.MonkeyPatch, layout: Any, as_fp8: bool
 ) -> None:

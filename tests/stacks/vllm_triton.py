@@ -27,7 +27,7 @@ MODEL = Model(E=6, K=2, D=256, F=128)
 MAX_TOKENS = 20
 RAGGED = (5, 0), (0, 3), (1, 1), (18, 20)
 TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
-LAYOUTS = ("layer", "rank", "expert")  # the first one finds vLLM's workspace empty
+LAYOUTS = ("layer", "rank")  # the first one finds vLLM's workspace empty
 CPU = torch.device("cpu")
 RANKS = 2
 utils.per_token_group_quant_fp8 = vllm_native.per_token_group_quant_fp8
@@ -43,7 +43,7 @@ def main(rank: int, store: str) -> None:
         payload = "fp8" if fp8 else "auto"
         sizes = {}
         for layout in LAYOUTS:
-            by, aligned = "rank" if layout == "rank" else "expert", layout == "layer"
+            by, aligned = ("expert", True) if layout == "layer" else ("rank", False)
             shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload, by, aligned)
             sizes[layout] = Sizes.make(shape, dist.group.WORLD, CPU, Choice())
         for layout, overlap, on_input in itertools.product(LAYOUTS, (False, True), (False, True)):

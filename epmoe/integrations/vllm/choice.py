@@ -13,7 +13,7 @@ from epmoe.config.placement import is_int
 
 VARIABLE = "EPMOE_VLLM"
 
-VllmLayout = Literal["rank", "expert", "layer"]
+VllmLayout = Literal["rank", "layer"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Choice:
 
     Attributes:
         layout: what vLLM's experts get. "rank": each token once, with its ids and weights, for experts that sort and
-            reduce by themselves (Triton). "expert": one row for each pair, expert by expert. "layer": such rows, for
-            epmoe's own `GroupedExperts` in place of vLLM's experts.
+            reduce by themselves (Triton). "layer": one row for each pair, expert by expert, for epmoe's own
+            `GroupedExperts` in place of vLLM's experts.
         exchange: keys of the section `exchange` of `EPConfig`, above all `timeout_s`.
         live: with layout "layer", experts move: keys of `epmoe.Balancer` (`every`, `goal`, `max_moves`, `least_gain`),
             and of the section `placement`, above all `slots_per_rank`. None: experts stay where they are.
@@ -49,7 +49,7 @@ class Choice:
         settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {"layout": value}
         layout: VllmLayout = settings.pop("layout", "rank")
         if layout not in get_args(VllmLayout):
-            raise ConfigError(f"`epmoe.layout` must be 'rank', 'expert' or 'layer', got {layout!r}")
+            raise ConfigError(f"`epmoe.layout` must be 'rank' or 'layer', got {layout!r}")
         live, port = settings.pop("live", None), settings.pop("metrics_port", None)
         if live is not None and not (isinstance(live, dict) and is_int(live.get("slots_per_rank"))):
             raise ConfigError(f"`epmoe.live` must be a mapping with an integer `slots_per_rank`, got {live!r}")

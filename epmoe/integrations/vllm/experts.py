@@ -30,7 +30,7 @@ def grouped(of: mk.FusedMoEExperts, w13: Tensor | None, w2: Tensor | None) -> Gr
     """
     quant, activation = of.quant_config, of.moe_config.activation
     if problem := _problem(of, None if w2 is None else w2.dtype):
-        raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank" or "expert"')
+        raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank"')
     assert w13 is not None and w2 is not None
     scales = {"gate_up_scales": quant.w1_scale, "down_scales": quant.w2_scale} if w2.dtype == FP8 else {}
     assert activation is MoEActivation.SILU

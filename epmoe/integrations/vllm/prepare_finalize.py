@@ -2,8 +2,7 @@
 
     layout   the experts get                                        combine
     rank     rows [R·M, D] with all ids and weights of a token      adds the rows that the experts have summed
-    expert   one row for each pair, expert by expert, as top-1      applies the weights and sums
-    layer    the same, for `GroupedExperts`                         applies the weights and sums
+    layer    one row for each pair, for `GroupedExperts`            applies the weights and sums
 
 Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as −1. Rows that a
 block-scaled fp8 kernel takes are quantized before they travel; any other quantization happens on arrival.
@@ -60,9 +59,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
         ep = exchanges[0].exchanges[0]
         self._num_ranks, self._tag = ep.size, ep.new_tag()
-        # The expert of a local index, and behind the last one the sentinel, for rows that belong to no expert.
-        owned = [*ep.placement.local_experts(ep.rank), ep.placement.sentinel(ep.rank)]
-        self._owned = torch.tensor(owned, dtype=torch.int32, device=ep.device)
+        self._no_ids = torch.empty(1, 1, dtype=torch.int32, device=ep.device)
 
     def move(self, experts: GroupedExperts) -> None:
         """With `placement.live`: these experts of the layer move, as far as the group's balancer moves any."""
@@ -125,8 +122,10 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         Takes the arguments of `_reduced`.
         """
         ep, dispatched, outputs = self._round()
-        combine = ep.combine_partial if self.layout == "rank" else ep.combine
-        combine(self._reduced(*arguments, **named) if outputs is None else outputs, dispatched, out=output)
+        if outputs is None:
+            ep.combine_partial(self._reduced(*arguments, **named), dispatched, out=output)
+        else:
+            ep.combine(outputs, dispatched, out=output)
 
     def finalize_async(
         self, output: Tensor, *arguments: Any, **named: Any
@@ -180,37 +179,23 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
         self._rounds[dbo_current_ubatch_id()] = _Round(ep, dispatched)
-        if self.layout == "rank":
-            received = dispatched.recv
-            rows, ids, weights = received.x.flatten(0, 1), received.ids.flatten(0, 1), received.weights.flatten(0, 1)
-            scales, counts = None if received.scales is None else received.scales.flatten(0, 1), None
-        elif self.layout == "layer":
-            ids = self._owned[:1, None].expand(len(dispatched.rows), 1)  # nobody reads them
+        if self.layout == "layer":
+            ids = self._no_ids.expand(len(dispatched.rows), 1)  # nobody reads them
             counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
             return dispatched.rows, dispatched.scales, counts, ids, ids
-        else:
-            rows, scales = dispatched.rows, dispatched.scales
-            ids, weights = (
-                self._ids_of_rows(dispatched),
-                torch.ones(len(rows), 1, dtype=torch.float32, device=rows.device),
-            )
-            counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
-        weigh = apply_router_weight_on_input and self.layout == "rank"
-        if scales is not None and weigh:
+        received = dispatched.recv
+        rows, ids, weights = received.x.flatten(0, 1), received.ids.flatten(0, 1), received.weights.flatten(0, 1)
+        scales = None if received.scales is None else received.scales.flatten(0, 1)
+        if scales is not None and apply_router_weight_on_input:
             scales = scales * weights  # K is 1
         elif scales is None:
-            arguments: tuple[Any, ...] = weights, ids, 0, None, weigh, quant_config, defer_input_quant
+            arguments = weights, ids, 0, None, apply_router_weight_on_input, quant_config, defer_input_quant
             rows, scales = self._quantize.prepare(rows, *arguments)[:2]
         if self._local_ids:
             assert expert_map is not None
             ids = expert_map[ids]
             ids, weights = ids.clamp(min=0), weights * (ids >= 0)
-        return rows, scales, counts, ids, weights
-
-    def _ids_of_rows(self, dispatched: Dispatched) -> Tensor:
-        """The expert of each expert-major row, int32 [N, 1]; the sentinel in rows of no expert behind the last one."""
-        rows = torch.arange(len(dispatched.rows), device=self._owned.device, dtype=torch.int32)
-        return self._owned[torch.searchsorted(dispatched.expert_offsets[1:], rows, right=True)][:, None]
+        return rows, scales, None, ids, weights
 
     def _reduced(
         self,
@@ -220,9 +205,9 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> Tensor:
-        """The experts' outputs as combine takes them: [N, D] expert-major, or [R, M, D]."""
+        """The outputs of vLLM's experts as combine takes them, [R, M, D]."""
         reduce = weight_and_reduce_impl
         if isinstance(reduce, TopKWeightAndReduceDelegate):
             reduce = TopKWeightAndReduceContiguous()
         rows = reduce.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
-        return rows.view(self._num_ranks, -1, rows.shape[-1]) if self.layout == "rank" else rows
+        return rows.view(self._num_ranks, -1, rows.shape[-1])

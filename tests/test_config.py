@@ -191,7 +191,11 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
             "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE",
         ),
         ("EPMOE_TOPOLOGY__EP_SIZE", "[", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: "),
-        ("EPMOE_TOPOLOGY__EP_SIZE", "*four", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: anchors and "),
+        (
+            "EPMOE_TOPOLOGY__EP_SIZE",
+            "*four",
+            "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: found undefined alias",
+        ),
         ("EPMOE_TOPOLOGY_EP_SIZE", "2", "EPMOE_TOPOLOGY_EP_SIZE: .* did you mean EPMOE_TOPOLOGY__EP_SIZE, with two"),
         ("EPMOE_EXCHANGE_TIMEOUTS", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
         ("EPMOE_TIMEOUT_S", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 import yaml
 
 ENV_PREFIX = "EPMOE_"
-MAX_BYTES = 256 << 10  # a file of this size with 4096 experts is a mistake
-MAX_DEPTH = 16  # levels of nesting; a configuration has 3
 _PACKAGE = Path(__file__).resolve().parents[1]
-_MERGE_KEY = "tag:yaml.org,2002:merge"
+_REPR = reprlib.Repr()  # of a value in a message, which may be as large as its file
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlevel = 3
 
 
 class ConfigError(ValueError):
@@ -23,28 +24,12 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, made to refuse what plain YAML does silently: keys given twice, aliases, any depth."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        line = event.start_mark.line + 1
-        if name := getattr(event, "anchor", None):  # an alias has one too
-            raise ConfigError(f"line {line}: anchors and aliases (`&{name}`, `*{name}`) are not read: write the value")
-        if self._depth == MAX_DEPTH:
-            raise ConfigError(f"line {line}: is nested more than {MAX_DEPTH} levels deep")
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+    """The safe loader, made to refuse keys given twice, which plain YAML takes silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            if key.tag == _MERGE_KEY:
-                raise ConfigError(f"line {line}: merge keys (`<<`) are not read: write the keys")
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     where = f"on line {seen[key.value]} and on line {line}"
@@ -105,41 +90,35 @@ def find_config(name_or_path: str | Path) -> Path:
     raise ConfigError(f"{path}: is neither a file nor a ready configuration; there are {', '.join(ready) or 'none'}")
 
 
-def read_config(
-    path: str | Path, holds: str = "sections such as `model:` and `topology:`", most_bytes: int = MAX_BYTES
-) -> dict[str, Any]:
+def read_config(path: str | Path, holds: str = "sections such as `model:` and `topology:`") -> dict[str, Any]:
     """The mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError naming the file."""
     path = Path(path)
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`")
     try:
-        data = parse(_text_of(path, most_bytes))
-        _check_depth(data)
+        data = parse(_text_of(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: is nested more than {MAX_DEPTH} levels deep") from None
+        raise ConfigError(f"{path}: is nested too deep") from None
     except (ValueError, yaml.YAMLError) as error:  # tomllib and json raise subclasses of ValueError
         raise ConfigError(f"{path}: is not valid {path.suffix[1:].upper()}: {_brief(error)}") from None
     data = {} if data is None else data
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{path}: must hold {holds}, got {data!r:.80}")
+        raise ConfigError(f"{path}: must hold {holds}, got {_REPR.repr(data)}")
     return data
 
 
-def _text_of(path: Path, most_bytes: int) -> str:
+def _text_of(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError("is not a file")
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
+        content = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError("no such configuration file") from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
-    if len(content) > most_bytes:
-        raise ConfigError(f"is larger than {most_bytes >> 10} KiB, which no configuration is")
     if b"\0" in content:
         raise ConfigError("is not a text file")
     try:
@@ -147,18 +126,6 @@ def _text_of(path: Path, most_bytes: int) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"is not a text file in UTF-8 (line {line}, byte 0x{content[error.start]:02x})") from None
-
-
-def _check_depth(data: Any) -> None:
-    level = [data]
-    for _ in range(MAX_DEPTH):
-        level = [item for value in level for item in _items(value)]
-    if level:
-        raise ConfigError(f"is nested more than {MAX_DEPTH} levels deep")
-
-
-def _items(value: Any) -> Collection[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _brief(error: Exception) -> str:
@@ -219,7 +186,7 @@ def explain(item: Any, known: Sequence[str]) -> str:
     """
     last = item["loc"][-1] if item["loc"] else None
     key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(".") + "`"
-    got = _short(repr(item["input"]))
+    got = _REPR.repr(item["input"])
     match item["type"]:
         case "value_error":
             return str(item["ctx"]["error"])

@@ -23,7 +23,6 @@ from epmoe.live.layout import EMPTY
 
 Table = list[list[int]]
 """[layers][slots], of one rank or of all: the expert in each slot, or −1"""
-_MOST_BYTES = 16 << 20  # of a file; 58 layers of 320 slots take 0.1 MB
 _MOST_NAMED = 8  # experts in an error
 
 
@@ -31,7 +30,7 @@ def read_slots(config: EPConfig) -> Table:
     """The table of the file that `placement.slots` names. Raises ConfigError, which names the file and the mistake."""
     section, path, R = config.placement, str(config.placement.slots), config.topology.ep_size
     want = (section.layers, config.num_physical_experts)
-    found = read_config(path, holds="a list `slots:` of layers", most_bytes=_MOST_BYTES)
+    found = read_config(path, holds="a list `slots:` of layers")
     try:
         if found.keys() != {"slots"}:
             raise ValueError(f"must hold `slots` and nothing else, got {', '.join(found)[:80]}")

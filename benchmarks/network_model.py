@@ -20,20 +20,18 @@ TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 def table(config: EPConfig, hardware: Hardware) -> Iterator[str]:
     """The lines of a Markdown table: µs by T up to M, with their terms.
 
-    With padded splits the slabs of T tokens have T slots, as with `padded_tokens=T`, at most
-    `capacity.max_rows_per_node`.
+    The slabs of T tokens have T slots, as with `padded_tokens=T`, at most `capacity.max_rows_per_node`.
     """
     model = NetworkModel.of(config, hardware)
     out, back = RowBytes.of(config)
-    exact = config.exchange.network_splits == "exact"
     M = config.capacity.max_num_tokens_per_rank
     terms = [name.removesuffix("_us") for name in Terms._fields]
     header = ["T", "dispatch", *terms, "combine", *terms] + ["pipelined", "direct"] * (model.nodes > 1)
     yield f"| {' | '.join(header)} |"
     yield f"|{'--:|' * len(header)}"
     for T in sorted({*(T for T in TOKENS if T < M), M}):
-        slots = None if exact else min(T, config.rows_per_node)
-        ways = model.two_levels(T, out, slots, counts=exact), model.two_levels(T, back, slots)
+        slots = min(T, config.rows_per_node)
+        ways = model.two_levels(T, out, slots), model.two_levels(T, back, slots)
         designs = [sum(of(T, row) for row in (out, back)) for of in (model.pipelined_us, model.direct_us)]
         figures = [us for way in ways for us in (sum(way), *way)] + (designs if model.nodes > 1 else [])
         yield f"| {T} | {' | '.join(f'{us:.1f}' for us in figures)} |"

@@ -14,7 +14,7 @@ const RailDescriptor& parsed(const Tensor& descriptor) {
 void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
                const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& copies,
                const Tensor& num_copies, const Tensor& node_of, const Tensor& node_local, const Tensor& descriptor,
-               int64_t slab_rows, bool exact, int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent,
+               int64_t slab_rows, int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent,
                const Tensor& slots_of, const Tensor& counts, const Tensor& needed, const Tensor& counters,
                const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
@@ -35,7 +35,7 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   args.copies_E = pointer<int32_t>(num_copies, d.E, "num_copies");
   args.node_of_P = pointer<int32_t>(node_of, P, "node_of");
   args.node_local_P = pointer<int32_t>(node_local, P, "node_local");
-  args.slot = d.slot, args.format = d.format, args.slab_rows = slab_rows, args.exact = exact;
+  args.slot = d.slot, args.format = d.format, args.slab_rows = slab_rows;
   args.epoch = static_cast<int32_t>(epoch), args.tag = static_cast<int32_t>(tag);
   args.own = reinterpret_cast<char*>(pointer<uint8_t>(own, slab_rows * d.slot.bytes, "own"));
   args.sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (num_nodes - 1) * slab_rows * d.slot.bytes, "sent"));
@@ -47,9 +47,8 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   launch(x, args, cpu::rail_pack, &cuda::Api::rail_pack);
 }
 
-void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, const std::optional<Tensor>& counts,
-              int64_t slab_rows, int64_t node, const std::optional<Tensor>& missed,
-              const std::optional<Tensor>& latched, const Tensor& y) {
+void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, int64_t slab_rows, int64_t node,
+              const std::optional<Tensor>& missed, const std::optional<Tensor>& latched, const Tensor& y) {
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
                   "y and the partial rows must be contiguous");
   STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
@@ -59,7 +58,6 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
       .returned = returned.data_ptr(),
       .dtype = dtype_of(y),
       .slots_by_node = pointer<int32_t>(slots_of, T * num_nodes, "slots_of"),
-      .rows_by_node = pointer<int32_t>(counts, num_nodes, "counts"),
       .slab_rows = slab_rows,
       .node = node,
       .num_nodes = num_nodes,

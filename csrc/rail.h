@@ -48,8 +48,7 @@ struct RailPackArgs {
   // The slabs.
   RailSlot slot;
   WireFormat format;       // of the rows in slots
-  int64_t slab_rows;       // a node gets at most so many rows; further ones are dropped
-  bool exact;              // slabs are as long as they have rows; else `slab_rows` slots, unused ones without experts
+  int64_t slab_rows;       // slots of a slab, unused ones without experts; further rows are dropped
   int32_t epoch;           // of the round
   int32_t tag;             // of the call
   char* own;               // out: the slab of the own node
@@ -66,7 +65,6 @@ struct RailSumArgs {
   const void* returned;  // partial rows of the other nodes, in dtype, contiguous
   DType dtype;
   const int32_t* slots_by_node;
-  const int32_t* rows_by_node;  // null: slabs of `slab_rows` rows
   int64_t slab_rows, node, num_nodes;
   void* y_TD;  // out, in dtype, contiguous
   int64_t T, D;

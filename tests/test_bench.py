@@ -29,7 +29,7 @@ REPEATS = 2
 TOKENS = (0, 1, 32)
 SIDES = {
     "ranks": ["epmoe", "gloo", "gloo, kept buffers"],
-    "nodes": ["epmoe, padded", "epmoe, exact", "epmoe, fp8 out", "pairs", "pairs, kept buffers"],
+    "nodes": ["epmoe", "epmoe, fp8 out", "pairs", "pairs, kept buffers"],
 }
 GPU_CONTENDERS = [contender for contender in gpu.Contender if contender is not gpu.Contender.FLOOR]
 

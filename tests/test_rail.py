@@ -39,7 +39,6 @@ class Packed:
         ids: Tensor,
         weights: Tensor,
         slots: int,
-        exact: bool,
         num_tokens: int | Tensor,
         payload: str = "auto",
         scales: Tensor | None = None,
@@ -59,16 +58,13 @@ class Packed:
         given = (None if t is None else t.to(device) for t in (x, ids, weights, scales))
         ops.rail_pack(
             *given, scalar, tokens if scalar is not None else num_tokens, *(table.to(device) for table in self.tables),
-            descriptor, slots, exact, 7, 0, own.flatten(), sent.flatten(), slots_of, counts, self.needed, counters,
+            descriptor, slots, 7, 0, own.flatten(), sent.flatten(), slots_of, counts, self.needed, counters,
             rows_sent,
         )  # fmt: skip
         self.slots_of, self.counts, self.counters, self.rows_sent, own, sent = (
             t.cpu() for t in (slots_of, counts, counters, rows_sent, own, sent)
         )
-        lengths = self.counts.tolist() if exact else [slots] * N
-        ends = torch.tensor([0 if m == node else lengths[m] for m in range(N)]).cumsum(0).tolist()
-        rows = sent.flatten(0, 1)
-        self.slabs = [own[0, :n] if m == node else rows[ends[m] - n : ends[m]] for m, n in enumerate(lengths)]
+        self.slabs = [own[0] if m == node else sent[m - (m > node)] for m in range(N)]
 
     def outputs(self) -> list[Tensor]:
         """All that the call wrote, bytes between the parts of a slot included."""
@@ -82,10 +78,9 @@ def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("num_rows", [0, 1, T])
 @pytest.mark.parametrize("slots", [3, T])
-@pytest.mark.parametrize("exact", [False, True])
-def test_each_token_once_for_each_node_in_token_order(device, exact, slots, num_rows):
+def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
     x, ids, weights = inputs()
-    got = Packed(device, x, ids, weights, slots, exact, num_rows)
+    got = Packed(device, x, ids, weights, slots, num_rows)
     copies, num_copies, node_of, local = (table.long() for table in got.tables)
     dropped, most = 0, 0
     for node, slab in enumerate(got.slabs):
@@ -111,10 +106,9 @@ def test_each_token_once_for_each_node_in_token_order(device, exact, slots, num_
         most = max(most, used)
         used = min(used, slots)
         assert got.counts[node] == got.rows_sent[node] == used
-        assert len(slab) == (used if exact else slots)
+        assert len(slab) == slots
         assert slab[used:, row.ids : row.ids + 4 * K].contiguous().view(torch.int32).eq(-1).all()
-        if not exact:
-            assert slab[0, row.tag : row.tag + 16].view(torch.int32).tolist() == [D, K, 2, 7]
+        assert slab[0, row.tag : row.tag + 16].view(torch.int32).tolist() == [D, K, 2, 7]
     assert got.counters[5] == dropped
     assert got.needed == (most if most > slots else 0)
     assert got.slots_of[num_rows:].eq(-1).all()
@@ -122,7 +116,7 @@ def test_each_token_once_for_each_node_in_token_order(device, exact, slots, num_
 
 def test_rows_are_quantized_as_by_the_stage(device):
     x, ids, weights = inputs(5)
-    got = Packed(device, x, ids, weights, T, False, T, payload="fp8")
+    got = Packed(device, x, ids, weights, T, T, payload="fp8")
     want = epmoe.quantize_fp8(x)
     for t, node in got.slots_of.ge(0).nonzero().tolist():
         slot = got.slabs[node][got.slots_of[t, node]]
@@ -132,7 +126,7 @@ def test_rows_are_quantized_as_by_the_stage(device):
 
 def test_what_differs_between_nodes_is_named_within_its_bits():
     """A tag has 15 bits, whatever another rank has sent in its place."""
-    config, cpu = epmoe.EPConfig(**CONFIG, exchange={"network_splits": "exact"}), torch.device("cpu")
+    config, cpu = epmoe.EPConfig(**CONFIG), torch.device("cpu")
     placement, rail = config.place_experts(), SimpleNamespace(allocate=lambda n: torch.zeros(n, dtype=torch.uint8))
     plan = MemoryPlan.build(config, RANK, placement, nvlink=False)
     memory = RailMemory(config, plan, placement, RANK, cpu, cast(Rail, rail))
@@ -140,21 +134,22 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
     another_dtype = ([1, 5], (3, 1, 5), {"dtype": ("bfloat16", "float32")})
     another_row = ([5], (3, 5, 32767), {"hidden size (D)": (64, 32), "dtype": ("bfloat16", "unknown (255)")})
     for tags, want in (
-        ([[64, 4, 0x3F00_0500, 7], [64, 2, 2 | 3 << 8, 7]], another_dtype),
-        ([[64, 4, 2 | 3 << 8, 7], [32, 4, -1, 7]], another_row),
+        ([[64, 4, 0x3F00_0500], [64, 2, 2 | 3 << 8]], another_dtype),
+        ([[64, 4, 2 | 3 << 8], [32, 4, -1]], another_row),
     ):
         slabs = Slabs(memory, Call(x[:, :64], ids, weights, tag=3), epoch=7, inside_epoch=1)
-        slabs.read_lengths([0] * N, [[0, *tag] for tag in tags])
+        first = slabs._space()[slabs.slab_rows :][: 2 * slabs.stride : slabs.stride]
+        sent = torch.tensor([[*tag, slabs.tag[-1]] for tag in tags], dtype=torch.int32)
+        first[:, memory.slot.tag : memory.slot.tag + 16] = sent.view(torch.uint8)
         assert slabs.differing() == want
 
 
 @ON_GPUS
 @pytest.mark.parametrize("payload", ["auto", "fp8", "fp8 rows"])
-@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 31, 700, 1500])  # more than one tile of a block
-def test_gpus_write_what_cpus_write(device, tokens, exact, payload):
+def test_gpus_write_what_cpus_write(device, tokens, payload):
     """Wrong, missing and repeated ids, weights that are no numbers, infinite rows: bit by bit, counts included."""
-    seed = tokens + exact
+    seed = tokens
     x = randn(tokens, D, dtype=torch.bfloat16, seed=seed)
     ids = torch.randint(-3, E + 3, (tokens, K), generator=generator(seed), dtype=torch.int64)
     weights = randn(tokens, K, seed=seed + 1)
@@ -170,22 +165,21 @@ def test_gpus_write_what_cpus_write(device, tokens, exact, payload):
             torch.tensor(tokens - tokens // 3, dtype=torch.int32),
             torch.tensor(-2, dtype=torch.int32),
         ):
-            call = x, ids, weights, slots, exact, real, payload, scales
+            call = x, ids, weights, slots, real, payload, scales
             on_cpu, on_gpu = (Packed(torch.device(kind), *call) for kind in ("cpu", device.type))
             for want, got in zip(on_cpu.outputs(), on_gpu.outputs(), strict=True):
                 assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [D, 37])
-def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype, exact):
-    got = Packed(device, *inputs(2), T, exact, T)
+def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype):
+    got = Packed(device, *inputs(2), T, T)
     partial = [randn(len(slab), width, dtype=dtype, seed=node) for node, slab in enumerate(got.slabs)]
     y, node = torch.full((T, width), torch.nan, dtype=dtype, device=device), RANK // G
     returned = torch.cat([rows for m, rows in enumerate(partial) if m != node])
-    own, back, slots_of, counts = (t.to(device) for t in (partial[node], returned, got.slots_of, got.counts))
-    ops.rail_sum(own, back, slots_of, counts if exact else None, T, node, None, None, y)
+    own, back, slots_of = (t.to(device) for t in (partial[node], returned, got.slots_of))
+    ops.rail_sum(own, back, slots_of, T, node, None, None, y)
     want = torch.zeros(T, width)
     for m in range(N):
         for t in range(T):
@@ -208,7 +202,7 @@ def test_sums_after_a_failure_are_zeros(device):
         ((missed, latched + 1), 0.0),
     ):
         y = torch.full((3, 8), torch.nan, device=device)
-        ops.rail_sum(rows, rows, slots_of, None, 1, 0, *words, y)
+        ops.rail_sum(rows, rows, slots_of, 1, 0, *words, y)
         assert y.eq(value).all()
 
 
@@ -216,10 +210,9 @@ def test_sums_after_a_failure_are_zeros(device):
 def test_slots_that_do_not_exist_add_nothing(device):
     slots_of = torch.tensor([[0, 1], [-1, -7], [2**31 - 1, 1], [2, 0]], dtype=torch.int32, device=device)
     rows = torch.ones(2, 8, device=device)
-    for counts in (None, torch.tensor([2, 2], dtype=torch.int32, device=device)):
-        y = torch.empty(4, 8, device=device)
-        ops.rail_sum(rows, rows, slots_of, counts, 2, 0, None, None, y)
-        assert y[:, 0].tolist() == [2, 0, 1, 1]
+    y = torch.empty(4, 8, device=device)
+    ops.rail_sum(rows, rows, slots_of, 2, 0, None, None, y)
+    assert y[:, 0].tolist() == [2, 0, 1, 1]
 
 
 @ON_GPUS

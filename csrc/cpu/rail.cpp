@@ -11,17 +11,8 @@
 namespace epmoe::cpu {
 namespace {
 
-// The first slot of the slab of each node, counted from `sent`; of the own node, from `own`.
-std::vector<int64_t> first_slots(int64_t num_nodes, int64_t node, const int32_t* rows_by_node, int64_t slab_rows) {
-  std::vector<int64_t> first(num_nodes, 0);
-  int64_t next = 0;
-  for (int64_t m = 0; m < num_nodes; ++m) {
-    if (m == node) continue;
-    first[m] = next;
-    next += rows_by_node ? rows_by_node[m] : slab_rows;
-  }
-  return first;
-}
+// The first slot of node m's slab, counted from `sent`; of the own node, from `own`.
+int64_t first_slot(int64_t slab_rows, int64_t node, int64_t m) { return m == node ? 0 : (m - (m > node)) * slab_rows; }
 
 PairTables tables_of(const RailPackArgs& args, int64_t* counters) {
   return {args.E, args.copies, args.rank, args.copies_EC, args.copies_E, counters, false, {}};
@@ -91,13 +82,13 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
 
 // Adds the partial row in each used slot of token t, in the order of the nodes.
 template <typename T>
-void sum_token(const RailSumArgs& args, const std::vector<int64_t>& first, int64_t t, float* sum_D) {
+void sum_token(const RailSumArgs& args, int64_t t, float* sum_D) {
   std::fill_n(sum_D, args.D, 0.0f);
   for (int64_t m = 0; m < args.num_nodes; ++m) {
     int32_t slot = args.slots_by_node[t * args.num_nodes + m];
     if (slot < 0) continue;
     auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
-    const T* row = rows + (first[m] + slot) * args.D;
+    const T* row = rows + (first_slot(args.slab_rows, args.node, m) + slot) * args.D;
     for (int64_t d = 0; d < args.D; ++d) sum_D[d] += to_float(row[d]);
   }
 }
@@ -109,12 +100,9 @@ void rail_pack(const RailPackArgs& args) {
   int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
   args.counters[kClampedNumTokens] += tokens != wanted;
   assign_slots(args, tokens);
-  std::vector<int64_t> first =
-      first_slots(args.num_nodes, args.node, args.exact ? args.rows_by_node : nullptr, args.slab_rows);
   std::vector<char*> slabs(args.num_nodes);
   for (int64_t m = 0; m < args.num_nodes; ++m) {
-    slabs[m] = (m == args.node ? args.own : args.sent) + first[m] * args.slot.bytes;
-    if (args.exact) continue;
+    slabs[m] = (m == args.node ? args.own : args.sent) + first_slot(args.slab_rows, args.node, m) * args.slot.bytes;
     for (int64_t i = args.rows_by_node[m]; i < args.slab_rows; ++i)
       write_pairs(args, slabs[m] + i * args.slot.bytes, m, nullptr);
     RailTag tag{static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
@@ -124,13 +112,12 @@ void rail_pack(const RailPackArgs& args) {
 }
 
 void rail_sum(const RailSumArgs& args) {
-  std::vector<int64_t> first = first_slots(args.num_nodes, args.node, args.rows_by_node, args.slab_rows);
   std::vector<float> sum_D(args.D);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     auto* y = static_cast<T*>(args.y_TD);
     for (int64_t t = 0; t < args.T; ++t) {
-      sum_token<T>(args, first, t, sum_D.data());
+      sum_token<T>(args, t, sum_D.data());
       for (int64_t d = 0; d < args.D; ++d) y[t * args.D + d] = from_float<T>(sum_D[d]);
     }
   });

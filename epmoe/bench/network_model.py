@@ -42,8 +42,6 @@ class Hardware:
     """µs of a collective without rows, between two nodes."""
     peer_us: float = 1.5
     """µs that each node beyond the own one adds to a collective."""
-    counts_us: float = 60.0
-    """µs until the host has read how many rows come, with `exchange.network_splits: exact`."""
     put_us: float = 30.0
     """µs of one way without rows, where a kernel writes to other nodes itself, as in the two other designs."""
     chunks: int = 8
@@ -112,8 +110,6 @@ class Terms(NamedTuple):
 
     start_us: float
     """the collective without rows: its launch, its latency, and that of each node"""
-    counts_us: float
-    """the host reads how many rows come; 0 with padded splits and in combine"""
     network_us: float
     """rows to other nodes"""
     node_us: float
@@ -141,19 +137,17 @@ class NetworkModel:
         """The share of a token's experts, and of its nodes, that is elsewhere: (N − 1) / N."""
         return (self.nodes - 1) / self.nodes
 
-    def two_levels(self, T: int, row: RowBytes, slots: int | None, *, counts: bool = False) -> Terms:
+    def two_levels(self, T: int, row: RowBytes, slots: int) -> Terms:
         """Our exchange: a collective between nodes, and then, or before it, the exchange within the node.
 
-        `slots`: of the padded slab to each other node; None where slabs have exact lengths. `counts`: whether the host
-        has to read counts on this way.
+        `slots`: of the slab to each other node.
         """
         hw = self.hardware
         others = self.nodes - 1
         if not others:
-            return Terms(0.0, 0.0, 0.0, self.node_us(T, row))
+            return Terms(0.0, 0.0, self.node_us(T, row))
         start = hw.launch_us + hw.collective_us + hw.peer_us * others
-        rows = T * self.spread.nodes * self.remote if slots is None else others * slots
-        return Terms(start, hw.counts_us * counts, self._network_us(rows, row), self.node_us(T, row))
+        return Terms(start, self._network_us(others * slots, row), self.node_us(T, row))
 
     def node_us(self, T: int, row: RowBytes) -> float:
         """The exchange within a node: the slower of its wire and of the rows that each GPU moves itself."""

@@ -20,7 +20,6 @@ from epmoe.local.gemm.deep_gemm import DeepGemm
 LOADS = (1.0, 1.5, 2.0)
 """Multiples of the mean load for which `suggestions` gives the rows."""
 SIGMAS = 6  # standard deviations for chance: one round in a thousand million has more rows
-PADDED_NODES = 8  # with up to so many nodes, padded slabs are mostly full
 WORTH_BYTES = 1 << 30  # saved on a node: less is not worth the risk of an EPOverflowError
 
 
@@ -132,13 +131,8 @@ def network(config: EPConfig) -> Iterator[str]:
     yield (
         f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and goes to each of them "
         f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or the `padded_tokens` of a call. If these "
-        f"are its tokens, padded slabs are {nodes / per_token:.2f} × as long as the rows in them."
+        f"are its tokens, slabs are {nodes / per_token:.2f} × as long as the rows in them."
     )
-    if nodes > PADDED_NODES and config.exchange.network_splits == "padded":
-        yield (
-            f"[yellow]With more than {PADDED_NODES} nodes, much of a padded slab is empty: "
-            "`exchange.network_splits: exact` sends the rows alone, but the host reads how many there are.[/]"
-        )
     if config.capacity.max_expert_rows is None:
         yield f"`capacity.max_expert_rows` should be set: for twice the mean load, {Capacity.of(config).rows(2.0):,}."
 

@@ -191,9 +191,6 @@ class ExchangeConfig(Strict):
     """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
     combine_payload: PayloadName = "auto"
     """Format of rows sent back by combine; the same choices."""
-    network_splits: Literal["padded", "exact"] = "padded"
-    """Slabs between nodes. padded: of equal length, which the host never looks at; exact: the host reads how long they
-    are."""
     rail: str = "auto"
     """What carries slabs between nodes. auto: gloo on CPUs, nccl on GPUs, both by all-to-all of torch.distributed."""
     timeout_s: float = Field(default=30.0, gt=0, le=86400)

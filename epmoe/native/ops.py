@@ -87,11 +87,11 @@ _library.define("read_words(Tensor words) -> Tensor")
 _library.define(
     "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
     "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slab_rows, "
-    "bool exact, int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, "
+    "int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, "
     "Tensor(e!) needed, Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
 )
 _library.define(
-    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slab_rows, int node, "
+    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, SymInt slab_rows, int node, "
     "Tensor? missed, Tensor? latched, Tensor(a!) y) -> ()"
 )
 # CUDA only (epmoe/rail/nccl.py): what the host sees of transfers while the GPU runs ahead of it.

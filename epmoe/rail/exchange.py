@@ -81,7 +81,7 @@ class HierarchicalExchange(Exchange):
         self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1)
         slabs.pack(operands)
         self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
-        self.network.start(slabs.first())
+        self.network.start(slabs.out)
         return sent
 
     @own_turn
@@ -90,7 +90,7 @@ class HierarchicalExchange(Exchange):
         self.check()
         self.rounds.permit(sent, "dispatch_recv", "sent")
         slabs, node = self._open_slabs(), self.node
-        self._start_rows(slabs)
+        self.network.start(slabs.out)  # a signal handler may have kept it from its start
         self.network.wait(slabs.last)
         differing, tags, differences = slabs.differing()
         try:
@@ -139,22 +139,19 @@ class HierarchicalExchange(Exchange):
     def abort_open_round(self) -> None:
         """The other nodes get zeros, and the own node no rows.
 
-        The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once; where
-        that fails, the round stays open, and the next call raises the failure.
+        The next dispatch waits for what is still on its way. Where the rail fails, the round stays open, and the next
+        call raises the failure.
         """
-        slabs, differing = self._open_slabs(), list[int]()
+        slabs = self._open_slabs()
         try:
             if self.rounds.state == SENT:
-                self.network.start(slabs.first())  # an exception may have come first
-                self._start_rows(slabs)
+                self.network.start(slabs.out)  # an exception may have come first
                 if not slabs.returning:
                     self.network.pending.append(slabs.last)
-                if self.memory.exact:
-                    differing, _, _ = slabs.differing()
                 if self.node.rounds.count < slabs.inside_epoch:
                     self.node.dispatch_send(slabs.inside_call(slabs.no_rows(), slabs.extra))
             self.node.abort(None)
-            self._send_nothing_back(slabs, 1 << self.memory.local, 0, differing)
+            self._send_nothing_back(slabs, 1 << self.memory.local, 0, [])
         except EPTimeoutError:
             return
         self.rounds.close()
@@ -227,13 +224,6 @@ class HierarchicalExchange(Exchange):
     def _open_slabs(self) -> Slabs:
         assert self.slabs is not None
         return self.slabs
-
-    def _start_rows(self, slabs: Slabs) -> None:
-        """Start the transfer of the rows; with exact splits, wait for their lengths first. It may be called again."""
-        if not slabs.knows_lengths:
-            self.network.wait(slabs.first())
-            slabs.read_lengths(*self.network.to_host(*slabs.lengths))
-        self.network.start(slabs.out())
 
     def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         y = y_of(dispatched, out, self.device)

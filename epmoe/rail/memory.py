@@ -20,8 +20,8 @@ class RailMemory:
     """The part of a memory plan that the network uses, and how it is divided. All buffers begin as zeros.
 
     It takes config and placement of the whole group. `others` are the other nodes, ascending, and `rows_per_node` is S,
-    the most rows of a slab. With `exact` slabs travel in their own lengths. `largest_block` counts elements that share
-    a scale, in rows or in partial rows; 0 if there are no scales.
+    the most rows of a slab. `largest_block` counts elements that share a scale, in rows or in partial rows; 0 if there
+    are no scales.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RailMemory:
         self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
         self.node, self.local = divmod(rank, self.ranks_per_node)
         self.others = [node for node in nodes if node != self.node]
-        self.rows_per_node, self.exact = config.rows_per_node, config.exchange.network_splits == "exact"
+        self.rows_per_node = config.rows_per_node
         self.payload = WIRE_FORMATS[config.exchange.payload]
         self.largest_block = max(self.payload.block, WIRE_FORMATS[config.exchange.combine_payload].block)
         self.may_have_extra = config.capacity.extra_bytes > 0

@@ -85,10 +85,6 @@ class Network:
             self.wait(self.pending[0])
             self.pending.pop(0)
 
-    def to_host(self, *tensors: Tensor) -> list[list[Any]]:
-        """The values of tensors of the device."""
-        return [tensor.tolist() for tensor in tensors]
-
     def peek(self, name: str) -> list[Any]:
         """The values of a buffer of the plan now, whatever is under way."""
         return self.views[name].tolist()

@@ -6,7 +6,6 @@ the counts that the thread of the rail watches, and a word for calls of other no
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from ctypes import c_int64
 from threading import Lock
@@ -21,7 +20,6 @@ from epmoe.group.waiting import interruptible
 from epmoe.rail.network import Network
 from epmoe.rail.rail import DeviceWords, Transfer
 
-_SLEEP_S = 50e-6
 _PEEK_S = 0.2
 _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 
@@ -67,11 +65,6 @@ class NetworkOnGPUs(Network):
     def wait_for_pending(self) -> None:
         """Before a round: order it after the last one, whichever stream that was on, and after aborted ones."""
         stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
-        if self.memory.exact and capturing:
-            raise RuntimeError(
-                "a CUDA graph cannot hold this round, since the host reads counts in it: set "
-                "`exchange.network_splits` to padded"
-            )
         if self.pending and capturing:
             raise RuntimeError(
                 "a CUDA graph cannot wait for a round that was aborted before its capture: run a round outside of the "
@@ -80,19 +73,6 @@ class NetworkOnGPUs(Network):
         if self._last_stream not in (None, stream) and not capturing:
             stream.wait_stream(self._last_stream)
         super().wait_for_pending()
-
-    def to_host(self, *tensors: Tensor) -> list[list[Any]]:
-        """The host waits until the stream has come so far. A failure or an abort ends the wait."""
-        state = self.rounds.state
-        copies = [torch.empty_like(tensor, device="cpu").pin_memory() for tensor in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        arrived = torch.cuda.current_stream(self.device).record_event()
-        while not arrived.query():
-            self.look(state)
-            time.sleep(_SLEEP_S)
-        self.look(state)
-        return [copy.tolist() for copy in copies]
 
     def peek(self, name: str) -> list[Any]:
         """The copy runs on a stream of its own: the current one may wait for a rank.

@@ -47,20 +47,19 @@ class Slabs:
         self.D = width if self.extra is None else width - self.extra.width(0, memory.payload, dtype)
         self.wire = memory.payload.dtype_of(dtype)
         on_cpu = memory.device.type == "cpu"
-        # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU
-        # it has both: in the same round it differs if the lengths do.
+        # A call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU it has
+        # both: in the same round it differs if the lengths do.
         stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
-        stamp = epoch % 2**31 if memory.exact else stamp
         self.tag = [width, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
-        self._lengths: Transfer | None = None  # the transfers of the round, in this order
-        self._out: Transfer | None = None
         self._back: Transfer | None = None
-        self.knows_lengths = not memory.exact
         self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
-        self.own_rows = slab_rows
-        self.sent_rows = self.received_rows = [slab_rows * one for one in memory.one_each()]
+        self.rows_of_nodes = [slab_rows * one for one in memory.one_each()]
         # Slots between received slabs. gloo ends a process that receives more than it has room for.
-        self.stride = memory.rows_per_node if on_cpu and not memory.exact else slab_rows
+        self.stride = memory.rows_per_node if on_cpu else slab_rows
+        room = [self.stride * one for one in memory.one_each()]
+        sent = memory.views["rail.sent"].flatten(0, 1)[: sum(self.rows_of_nodes)]
+        received = self._space()[slab_rows : slab_rows + sum(room)]
+        self.out = Transfer(sent, received, self.rows_of_nodes, room)
 
     def inside_call(self, rows: Tokens, extra: Extra | None) -> Call:
         """The call of the node's dispatch, with `rows` or `no_rows` and their `extra`, or with `smallest_rows`."""
@@ -72,10 +71,7 @@ class Slabs:
     @property
     def last(self) -> Transfer:
         """The last transfer that was started."""
-        for transfer in (self._back, self._out):
-            if transfer is not None and transfer.started:
-                return transfer
-        return self.first()
+        return self._back if self._back is not None and self._back.started else self.out
 
     @property
     def returning(self) -> bool:
@@ -87,63 +83,20 @@ class Slabs:
         memory, views = self.memory, self.memory.views
         ops.rail_pack(
             *operands, *memory.tables, memory.descriptor, self.slab_rows,
-            memory.exact, self.tag[-1], self.call_tag, views["rail.received"].flatten(), views["rail.sent"].flatten(),
+            self.tag[-1], self.call_tag, views["rail.received"].flatten(), views["rail.sent"].flatten(),
             views["rail.slots"], views["rail.counts"], views["rail.total.needed"], views["rail.total.counters"],
             views["rail.total.rows_sent"],
         )  # fmt: skip
 
-    def first(self) -> Transfer:
-        """What goes to the other nodes first: with exact splits the lengths of the slabs, otherwise their rows."""
-        if not self.memory.exact:
-            return self.out()
-        if self._lengths is None:
-            counts, one_each, S = self.memory.views["rail.counts"], self.memory.one_each(), self.memory.rows_per_node
-            tags = counts.new_tensor([self.tag] * len(self.memory.others))
-            sent = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)
-            room = self._space()[S:].view(torch.int32).flatten()  # of rows that come later
-            self._lengths = Transfer(sent, room[: sent.numel()].view_as(sent), one_each, one_each)
-        return self._lengths
-
-    @property
-    def lengths(self) -> tuple[Tensor, Tensor]:
-        """With exact splits, on the device: rows in each slab [N], and what the other nodes have sent of theirs."""
-        return self.memory.views["rail.counts"], self.first().received
-
-    def read_lengths(self, counts: list[int], lengths: list[list[int]]) -> None:
-        """With exact splits: take the values of `lengths`."""
-        S, others = self.memory.rows_per_node, self.memory.others
-        self.own_rows = counts[self.memory.node]
-        self.sent_rows = [count * one for count, one in zip(counts, self.memory.one_each(), strict=True)]
-        self.received_rows, self.received_tags = [0] * len(counts), []
-        for node, (length, *tag) in zip(others, lengths, strict=True):
-            possible = 0 <= length <= S  # otherwise it is a mismatch
-            self.received_rows[node] = length if possible else S
-            self.received_tags.append(tag if possible else [-1, *tag[1:]])
-        self.knows_lengths = True
-
-    def out(self) -> Transfer:
-        """The rows for the other nodes, once the lengths are known."""
-        if self._out is None:
-            room = self.received_rows
-            if self.stride > self.slab_rows:
-                room = [self.stride * one for one in self.memory.one_each()]
-            sent = self.memory.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
-            received = self._space()[self.own_rows : self.own_rows + sum(room)]
-            self._out = Transfer(sent, received, self.sent_rows, room)
-        return self._out
-
     def differing(self) -> tuple[list[int], tuple[int, int, int] | None, Differences]:
         """Once the rows are here: the ranks of this rail whose call differs from this rank's, and `tags` and
         `differences` of EPMismatchError."""
-        memory, rows = self.memory, self._space()[self.own_rows :]
-        if memory.exact:
-            tags = self.received_tags
-        elif memory.device.type == "cuda":  # the host learns of it later
+        memory, rows = self.memory, self._space()[self.slab_rows :]
+        if memory.device.type == "cuda":  # the host learns of it later
             ops.rail_tags(rows.flatten(), self.slab_rows, memory.descriptor, *self.tag, memory.differing)
             return [], None, {}
-        else:
-            first = rows[: len(self.memory.others) * self.stride : self.stride]
-            tags = first[:, memory.slot.tag : memory.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
+        first = rows[: len(self.memory.others) * self.stride : self.stride]
+        tags = first[:, memory.slot.tag : memory.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
         tagged = zip(self.memory.others, tags, strict=True)
         differing = {memory.of_rail(node): tag for node, tag in tagged if tag != self.tag}
         calls = ((rank, tag[2] >> 8 & MAX_TAG) for rank, tag in differing.items())
@@ -155,8 +108,6 @@ class Slabs:
         """What a `RailTag` says, on CPUs."""
         D, K, dtype, stamp = tag
         extra = self.memory.may_have_extra
-        if self.memory.exact:
-            return call_of(D, K, dtype & 0xFF, extra=extra)
         rows = (stamp - self.epoch * _PRIME) % 2**31
         padded_tokens = rows if rows <= self.memory.rows_per_node else "of no round"
         return call_of(D, K, dtype & 0xFF, extra=extra, padded_tokens=padded_tokens)
@@ -207,30 +158,22 @@ class Slabs:
         whose calls are `differing`, as far as this rank knows, get no row: those that they have room for may be
         shorter.
         """
-        back = self.own_rows + sum(self.received_rows)
-        zeros = like.new_zeros(back, self.D)
+        zeros = like.new_zeros(self.slab_rows + sum(self.rows_of_nodes), self.D)
         nodes = [rank // self.memory.ranks_per_node for rank in differing]
         return self._transfer_back(zeros, (aborted, mismatch), nodes, False)
 
     def _transfer_back(self, partial: Tensor, note: tuple[int, int], differing: list[int], reads: bool) -> Transfer:
         row_bytes, notes = self.D * partial.itemsize, self.notes
         returned = self.memory.views["rail.returned"]
-        receives = [(n + notes) * row_bytes * (node in self.memory.others) for node, n in enumerate(self.sent_rows)]
-        if notes and not reads:  # the others may bring rows of another length
-            receives = [returned[0].numel() * one for one in self.memory.one_each()]
-        sends = [
-            (n + notes) * row_bytes * (node in self.memory.others and node not in differing)
-            for node, n in enumerate(self.received_rows)
-        ]
-        to_others = partial[self.own_rows :]
+        one_each, slab_bytes = self.memory.one_each(), (self.slab_rows + notes) * row_bytes
+        sends = [slab_bytes * one * (node not in differing) for node, one in enumerate(one_each)]
+        # Where nobody reads, the others may bring rows of another length.
+        receives = [(slab_bytes if reads or not notes else returned[0].numel()) * one for one in one_each]
+        to_others = partial[self.slab_rows :]
         if notes:
             last = partial.new_zeros(1, self.D)
             last.view(torch.uint8)[0, :_NOTE_BYTES] = torch.tensor(note).view(torch.uint8)
-            parts = zip(
-                self.memory.others,
-                to_others.split([self.received_rows[node] for node in self.memory.others]),
-                strict=True,
-            )
+            parts = zip(self.memory.others, to_others.split(self.slab_rows), strict=True)
             rows = [part for node, slab in parts if node not in differing for part in (slab, last)]
             to_others = torch.cat(rows) if rows else last[:0]
         received = returned.flatten()[: sum(receives)]
@@ -245,7 +188,7 @@ class Slabs:
         aborted, differing = list[int](), list[int]()
         end, G = 0, self.memory.ranks_per_node
         for node in self.memory.others if self.notes else ():
-            end += self.sent_rows[node] + 1
+            end += self.slab_rows + 1
             mask, rank = self.returned[end - 1].view(torch.uint8)[:_NOTE_BYTES].clone().view(torch.int64).tolist()
             aborted += [node * G + local for local in range(G) if mask >> local & 1]
             differing += [rank - 1] if 0 < rank <= G * self.memory.num_nodes else []
@@ -256,21 +199,16 @@ class Slabs:
 
         On GPUs words that are not 0, where the rail or the node's exchange has `failed`, make it zeros.
         """
-        views, memory = self.memory.views, self.memory
-        counts = views["rail.counts"] + self.notes if memory.exact else None
-        own = self.partial[: self.own_rows]
-        ops.rail_sum(
-            own, self.returned, views["rail.slots"], counts, self.slab_rows + self.notes, memory.node,
-            *failed, y,
-        )  # fmt: skip
+        own, slots = self.partial[: self.slab_rows], self.memory.views["rail.slots"]
+        ops.rail_sum(own, self.returned, slots, self.slab_rows + self.notes, self.memory.node, *failed, y)
 
     def _slabs(self) -> Tensor:
         """The slots of all slabs, without gaps. Short slabs of three and more nodes have gaps, and are copied."""
         space = self._space()
         if self.stride <= self.slab_rows or len(self.memory.others) == 1:
-            return space[: self.own_rows + sum(self.received_rows)]
-        begins = range(self.own_rows, self.own_rows + len(self.memory.others) * self.stride, self.stride)
-        return torch.cat([space[: self.own_rows], *(space[begin : begin + self.slab_rows] for begin in begins)])
+            return space[: self.slab_rows + sum(self.rows_of_nodes)]
+        begins = range(self.slab_rows, self.slab_rows + len(self.memory.others) * self.stride, self.stride)
+        return torch.cat([space[: self.slab_rows], *(space[begin : begin + self.slab_rows] for begin in begins)])
 
     def _space(self) -> Tensor:
         return self.memory.views["rail.received"].flatten(0, 1)

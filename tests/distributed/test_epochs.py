@@ -51,11 +51,10 @@ def test_rounds_past_the_last_epoch(make_ep, rank, size, device, layout, ll_max_
 
 
 @pytest.mark.parametrize("last", LASTS)
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-def test_rounds_over_nodes_past_the_last_epoch(make_ep, rank, size, device, splits, last):
+def test_rounds_over_nodes_past_the_last_epoch(make_ep, rank, size, device, last):
     if size % 2 or device.type == "cuda" and RANKS_SHARE_GPUS and "NCCL_HOSTID" not in os.environ:
         pytest.skip("needs two nodes of as many ranks: tests/two_gpu_nodes.sh")
-    ep = make_ep(ranks_per_node=size // 2, exchange={"network_splits": splits})
+    ep = make_ep(ranks_per_node=size // 2)
     set_epoch(ep, last)
     for number in range(last + 1, last + 4):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=number % 7)

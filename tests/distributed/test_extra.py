@@ -17,14 +17,13 @@ WIDE = torch.int64, (3,)
 HAS_ROOM = {"capacity": {"extra_bytes": 24}}
 
 
-@pytest.mark.parametrize("splits", ["padded", "exact"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
-def test_over_several_nodes(make_ep, rank, size, device, payload, layout, splits):
+def test_over_several_nodes(make_ep, rank, size, device, payload, layout):
     """It lies in the slot of its row; a rank brings no tokens, and the rounds with one follow rounds without."""
     if device.type == "cuda":
         pytest.skip("NCCL takes two nodes of one machine by tests/two_gpu_nodes.sh only")
-    exchange = {"payload": payload, "network_splits": splits}
+    exchange = {"payload": payload}
     ep = make_ep(ranks_per_node=1, hidden=128, dtype="bfloat16", exchange=exchange, **HAS_ROOM)
     for seed, kind in enumerate((None, ID, WIDE, None, ID)):
         counts = [0 if r == seed % size else 9 - r for r in range(size)]

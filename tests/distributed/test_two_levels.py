@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from epmoe.rail.rail import Transfer
 
 # More on GPUs: test_two_levels_cuda.py.
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
-SPLITS = pytest.mark.parametrize("splits", ["padded", "exact"])
 PLACEMENTS = {
     "linear": {},
     "round_robin": {"strategy": "round_robin", "num_redundant_experts": 3},
@@ -37,7 +35,6 @@ CASES = all_pairs(
         "ranks_per_node": [1, 2, 4],  # on GPUs always half of the ranks
         "ll_max_tokens": [8, 256],
         "placement": [*PLACEMENTS],
-        "splits": ["padded", "exact"],
         "layout": ["expert", "rank"],
     }
 )
@@ -74,8 +71,7 @@ def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
     placement = dict(PLACEMENTS[case["placement"]])
     if "assignment" in placement:
         placement["assignment"] = [owner % size for owner in placement["assignment"]]
-    exchange = {"network_splits": case["splits"]}
-    options = {"hidden": 72, "dtype": "bfloat16", "placement": placement, "exchange": exchange}
+    options = {"hidden": 72, "dtype": "bfloat16", "placement": placement}
     ep = make_ep(case["ll_max_tokens"], ranks_per_node=ranks_per_node, **options)
     for n in range(6):
         T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
@@ -87,11 +83,9 @@ def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
     ep.check()
 
 
-@SPLITS
 @pytest.mark.parametrize("quantized_by_caller", [False, True])
-def test_fp8_rows_are_quantized_once(make_ep, rank, half, splits, quantized_by_caller):
-    exchange = {"payload": "fp8", "network_splits": splits}
-    ep = make_ep(ranks_per_node=half, hidden=256, dtype="bfloat16", exchange=exchange)
+def test_fp8_rows_are_quantized_once(make_ep, rank, half, quantized_by_caller):
+    ep = make_ep(ranks_per_node=half, hidden=256, dtype="bfloat16", exchange={"payload": "fp8"})
     tokens = make_tokens(ep.config, rank, 13 - rank, seed=3)
     x, scales = quantized(tokens.x) if quantized_by_caller else (tokens.x, None)
     _, ids, weights = given(ep, tokens)
@@ -101,10 +95,9 @@ def test_fp8_rows_are_quantized_once(make_ep, rank, half, splits, quantized_by_c
 
 
 @ON_THE_CPU
-@SPLITS
-def test_phases_and_micro_batches(make_ep, rank, splits):
+def test_phases_and_micro_batches(make_ep, rank):
     """Two micro-batches overlap; no call that sends waits for a rank."""
-    eps = [make_ep(ranks_per_node=2, exchange={"network_splits": splits}) for _ in range(2)]
+    eps = [make_ep(ranks_per_node=2) for _ in range(2)]
     for n in range(5):
         batches = [make_tokens(ep.config, rank, (3 * n + rank) % 17, seed=2 * n + i) for i, ep in enumerate(eps)]
         sent = [ep.dispatch_send(*given(ep, tokens)) for ep, tokens in zip(eps, batches, strict=True)]
@@ -133,10 +126,9 @@ def test_padded_tokens(make_ep, rank, size, device, nodes):
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
-@SPLITS
-def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half, splits):
+def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half):
     """All tokens want experts of both nodes. The tokens past S are dropped, counted, and named."""
-    options = {"capacity": {"max_rows_per_node": 5}, "exchange": {"network_splits": splits}}
+    options = {"capacity": {"max_rows_per_node": 5}}
     ep = make_ep(ranks_per_node=half, experts=8, top_k=2, **options)
     tokens = make_tokens(ep.config, rank, 9)
     tokens.ids[:] = torch.tensor([1, 6])
@@ -151,9 +143,8 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half, splits):
     assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
 
 
-@SPLITS
-def test_an_abort_drops_what_its_slabs_lacked(make_ep, rank, half, splits):
-    options = {"capacity": {"max_rows_per_node": 5}, "exchange": {"network_splits": splits}}
+def test_an_abort_drops_what_its_slabs_lacked(make_ep, rank, half):
+    options = {"capacity": {"max_rows_per_node": 5}}
     ep = make_ep(ranks_per_node=half, experts=8, top_k=2, **options)
     tokens, few = make_tokens(ep.config, rank, 9), make_tokens(ep.config, rank, 5)
     tokens.ids[:] = torch.tensor([1, 6])
@@ -183,12 +174,11 @@ def test_counts_stay_at_the_source(make_ep, rank, half):
     assert health.rounds == 1 and health.dropped_pairs == 0
 
 
-@SPLITS
 @pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
 @pytest.mark.parametrize("alone", [False, True])
-def test_abort_between_phases(make_ep, rank, size, half, after, alone, splits):
+def test_abort_between_phases(make_ep, rank, size, half, after, alone):
     """On every rank, or on the last one alone: the round is closed, and the next round is complete."""
-    ep = make_ep(ranks_per_node=half, exchange={"network_splits": splits})
+    ep = make_ep(ranks_per_node=half)
     for n in range(3):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
         handle = ep.dispatch_send(*given(ep, tokens))
@@ -205,11 +195,10 @@ def test_abort_between_phases(make_ep, rank, size, half, after, alone, splits):
 
 
 @ON_THE_CPU
-@SPLITS
 @pytest.mark.parametrize("wires", [{}, {"payload": "fp8"}, {"combine_payload": "fp8"}])
-def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, wires):
     """On every rank of every node, in the same round, which is closed. The next round is complete."""
-    ep = make_ep(ranks_per_node=2, hidden=256, dtype="bfloat16", exchange={"network_splits": splits, **wires})
+    ep = make_ep(ranks_per_node=2, hidden=256, dtype="bfloat16", exchange=wires)
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
     K = 3 if rank == 0 else 4
@@ -238,11 +227,10 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
 
 
 @ON_THE_CPU
-@SPLITS
 @pytest.mark.parametrize("aborting", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
+def test_an_abort_beside_a_mismatch(make_ep, rank, aborting):
     """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others raise."""
-    ep = make_ep(ranks_per_node=2, hidden=256, timeout_s=30.0, exchange={"network_splits": splits, "on_abort": "raise"})
+    ep = make_ep(ranks_per_node=2, hidden=256, timeout_s=30.0, exchange={"on_abort": "raise"})
     # Rank 3 meets none but ranks that give up.
     errors = (epmoe.EPMismatchError, epmoe.EPAbortedError)[: 1 + (aborting == (1, 2))]
     tokens = make_tokens(ep.config, rank, 16)
@@ -262,9 +250,9 @@ def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
 
 @ON_THE_CPU
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize(("splits", "number"), [("padded", 0), ("padded", 1), ("exact", 0), ("exact", 1), ("exact", 2)])
-def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, splits, behind, number):
-    """The round can be given up, and the rail stays in step. The transfers: with exact splits, lengths; rows; sums."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, behind, number):
+    """The round can be given up, and the rail stays in step. The transfers: rows, sums."""
 
     class Interrupted(GlooRail):
         starts = 0
@@ -278,8 +266,7 @@ def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, split
                 raise KeyboardInterrupt
 
     monkeypatch.setitem(RAILS, "interrupted", Interrupted)
-    exchange = {"network_splits": splits, "rail": "interrupted"}
-    ep = make_ep(ranks_per_node=2, timeout_s=30.0, exchange=exchange)
+    ep = make_ep(ranks_per_node=2, timeout_s=30.0, exchange={"rail": "interrupted"})
     tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
         with pytest.raises(KeyboardInterrupt):
@@ -306,28 +293,6 @@ def test_aborts_of_other_shapes(make_ep, rank, size, half):
             ep.combine_partial(d.recv.x, d) if d.layout == "rank" else ep.combine(d.rows, d)
         assert_y(run_round(ep, tokens), ep.config, tokens)
     ep.check()
-
-
-@ON_THE_CPU
-@pytest.mark.parametrize("length", [-1, 17, 2**31 - 1])
-def test_a_length_that_no_slab_has(make_ep, rank, monkeypatch, length):
-    """It is a mismatch, and no size of anything."""
-
-    class Corrupted(GlooRail):
-        lengths = 0
-
-        def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
-            super().wait(transfer, look)
-            self.lengths += transfer.received.dtype is torch.int32
-            if transfer.received.dtype is torch.int32 and self.lengths == 1:
-                transfer.received[:, 0] = length
-
-    monkeypatch.setitem(RAILS, "corrupted", Corrupted)
-    ep = make_ep(ranks_per_node=2, exchange={"network_splits": "exact", "rail": "corrupted"})
-    tokens = make_tokens(ep.config, rank, 9)
-    with pytest.raises(epmoe.EPMismatchError):
-        ep.dispatch(*given(ep, tokens))
-    assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
 @ON_THE_CPU
@@ -363,11 +328,10 @@ def meet() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-@SPLITS
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, device, half, stage, splits):
+def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, device, half, stage):
     timeout_s = 0.5 if device.type == "cpu" else 2.0
-    ep = make_ep(ranks_per_node=half, timeout_s=timeout_s, exchange={"network_splits": splits})
+    ep = make_ep(ranks_per_node=half, timeout_s=timeout_s)
     tokens = make_tokens(ep.config, rank, 6)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     d = ep.dispatch(*given(ep, tokens)) if stage == "combine" else None
@@ -417,12 +381,11 @@ def test_whole_nodes_go_on(make_ep, rank):
 
 
 @ON_THE_CPU
-@SPLITS
 @pytest.mark.parametrize("stage", ["dispatch_recv", "combine_recv", "dispatch", "combine"])
 @pytest.mark.parametrize("aborts", [False, True])
-def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, aborts):
+def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, stage, aborts):
     """It can be taken up again, or the round given up; the next round is complete. Rank 0 waits for rank 2."""
-    ep = make_ep(ranks_per_node=2, timeout_s=300.0, exchange={"network_splits": splits})
+    ep = make_ep(ranks_per_node=2, timeout_s=300.0)
     tokens, waits, aborts = make_tokens(ep.config, rank, 9), rank == 0, aborts or stage == "dispatch"
     d = ep.dispatch(*given(ep, tokens)) if stage.startswith("combine") else None
     if waits:
@@ -438,12 +401,10 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, a
         }
         with ctrl_c():
             calls[stage]()
-        if aborts and splits == "padded":
+        if aborts:
             ep.abort()
     dist.barrier()
-    if waits and aborts:
-        ep.abort()  # with exact splits it waits for the lengths
-    else:
+    if not (waits and aborts):
         d = d or (ep.dispatch_recv(sent) if waits else ep.dispatch(*given(ep, tokens)))
         returning = waits and stage.startswith("combine")
         y = ep.combine_recv(d) if returning else ep.combine(run_experts(ep, d), d)

@@ -29,10 +29,9 @@ def _two_nodes(device: torch.device, size: int) -> None:
     check_nodes(device, size)
 
 
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-def test_phases_micro_batches_and_streams(make_ep, rank, size, device, splits):
+def test_phases_micro_batches_and_streams(make_ep, rank, size, device):
     """Two micro-batches overlap, each with a communicator of its own; every round is on other streams."""
-    eps = [make_ep(ranks_per_node=size // 2, exchange={"network_splits": splits}) for _ in range(2)]
+    eps = [make_ep(ranks_per_node=size // 2) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     for n in range(6):
         batches = [make_tokens(ep.config, rank, (3 * n + rank) % 17, seed=2 * n + i) for i, ep in enumerate(eps)]
@@ -108,17 +107,6 @@ def test_a_capture_behind_an_abort_is_refused(make_ep, rank, size, device):
     ep.check()
 
 
-def test_exact_slabs_are_not_captured(make_ep, rank, size, device):
-    """The error says what to do, and comes before anything is sent."""
-    ep = make_ep(ranks_per_node=size // 2, exchange={"network_splits": "exact"})
-    tokens = make_tokens(ep.config, rank, 5)
-    inputs = given(ep, tokens)
-    refused = pytest.raises(RuntimeError, match="set `exchange.network_splits` to padded")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        ep.dispatch(*inputs)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-
-
 def test_resume_with_new_communicators(make_ep, rank, size, device):
     ep = make_ep(ranks_per_node=size // 2)
     tokens = make_tokens(ep.config, rank, 6)
@@ -151,10 +139,9 @@ def test_a_rank_that_does_not_replay_is_named(make_ep, rank, size, device):
     meet()
 
 
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device, splits):
+def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device):
     """Rank 0 brings fewer experts a token. Ranks whose rail has no mismatch hear that a rank has left."""
-    ep = make_ep(ranks_per_node=size // 2, timeout_s=4.0, exchange={"network_splits": splits})
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=4.0)
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
     K = 3 if rank == 0 else 4

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kSlotThreads) assign_slots(const __grid_consta
 }
 
 __device__ __forceinline__ char* slot_at(const RailPackArgs& args, int64_t node, int64_t slot) {
-  int64_t first = first_slot(args.exact ? args.rows_by_node : nullptr, args.slab_rows, args.node, node);
+  int64_t first = first_slot(args.slab_rows, args.node, node);
   return (node == args.node ? args.own : args.sent) + (first + slot) * args.slot.bytes;
 }
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t
   }
 }
 
-// Padded slabs: slots that no token uses have no experts, and the first slot says what the call is.
+// Slots that no token uses have no experts, and the first slot says what the call is.
 __device__ __forceinline__ void complete_slabs(const RailPackArgs& args) {
   constexpr uint32_t kWarps = kCopyThreads / 32;
   auto slab_rows = static_cast<uint32_t>(args.slab_rows), all = static_cast<uint32_t>(args.num_nodes) * slab_rows;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kCopyThreads) copy_tokens(const __grid_constan
     }
     __syncthreads();
   }
-  if (!args.exact) complete_slabs(args);
+  complete_slabs(args);
 }
 
 template <typename F>
@@ -213,7 +213,7 @@ cudaError_t rail_pack(const RailPackArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   if (cudaError_t error = launch(assign_slots, args.num_nodes, kSlotThreads, 0, stream, args)) return error;
-  int64_t items = std::max(args.T, args.exact ? 1 : ceil_div(args.num_nodes * args.slab_rows, kCopyThreads / 32));
+  int64_t items = std::max(args.T, ceil_div(args.num_nodes * args.slab_rows, kCopyThreads / 32));
   int64_t blocks = std::clamp<int64_t>(items, 1, 16 * device.multiprocessors);
   return with_variant(args, [&](auto* kernel) { return launch(kernel, blocks, kCopyThreads, 0, stream, args); });
 }

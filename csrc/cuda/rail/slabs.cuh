@@ -5,14 +5,9 @@
 
 namespace epmoe::cuda {
 
-// The first slot of node m's slab, counted from the first slab of other nodes; 0 for the own node. Without counts all
-// slabs have `slab_rows` slots.
-__device__ __forceinline__ int64_t first_slot(const int32_t* rows_by_node, int64_t slab_rows, int64_t node, int64_t m) {
-  if (m == node) return 0;
-  if (!rows_by_node) return (m - (m > node)) * slab_rows;
-  int64_t first = 0;
-  for (int64_t before = 0; before < m; ++before) first += before == node ? 0 : rows_by_node[before];
-  return first;
+// The first slot of node m's slab, counted from the first slab of other nodes; 0 for the own node.
+__device__ __forceinline__ int64_t first_slot(int64_t slab_rows, int64_t node, int64_t m) {
+  return m == node ? 0 : (m - (m > node)) * slab_rows;
 }
 
 cudaError_t load_rail_pack();

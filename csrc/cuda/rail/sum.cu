@@ -14,9 +14,9 @@ template <typename T>
 __device__ __forceinline__ const T* partial_row(const RailSumArgs& args, int64_t t, int64_t m) {
   if (m >= args.num_nodes) return nullptr;
   int64_t slot = args.slots_by_node[t * args.num_nodes + m];
-  if (slot < 0 || slot >= (args.rows_by_node ? args.rows_by_node[m] : args.slab_rows)) return nullptr;
+  if (slot < 0 || slot >= args.slab_rows) return nullptr;
   auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
-  return rows + (first_slot(args.rows_by_node, args.slab_rows, args.node, m) + slot) * args.D;
+  return rows + (first_slot(args.slab_rows, args.node, m) + slot) * args.D;
 }
 
 template <typename T>

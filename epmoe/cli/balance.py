@@ -24,7 +24,7 @@ _SUFFIXES = (".json", ".pt", ".npy")
 def balance(
     config: Annotated[Path, CONFIG],
     loads: Annotated[
-        Path, typer.Option(help="Load of each expert, [layers, E] or [E]: a JSON list, a tensor (.pt) or .npy.")
+        Path, typer.Option(help="Load of each expert, \\[layers, E] or \\[E]: a JSON list, a tensor (.pt) or .npy.")
     ],
     goal: Annotated[float, typer.Option(min=1, help="Load of the busiest rank over the mean that is enough.")] = GOAL,
     max_moves: Annotated[int, typer.Option(min=0, help="Most moves of a layer.")] = MAX_MOVES,
@@ -47,6 +47,11 @@ def balance(
         table.add_row(f"{layer}", f"{before:.3f}", f"{after:.3f}", f"{int(moved[layer])}")
     print_table(table)
     console.print(f"\n{len(plan.moves)} moves{_volume(parsed, len(plan.moves))}; before and after are max / mean")
+    if slots_LP.shape[1] == parsed.model.num_experts:
+        console.print(
+            "No slot is free, on any rank: each holds the only copy of its expert, and nothing can move. "
+            f"`placement.{'slots_per_rank' if section.live else 'num_redundant_experts'}` gives more slots."
+        )
     if out is not None:
         write_json(out, {"slots": plan.slots.tolist()})
 

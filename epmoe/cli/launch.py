@@ -33,7 +33,7 @@ CONFIG = typer.Argument(
     help="Configuration file (YAML, TOML or JSON), or the name of a ready one, as in cpu_demo.",
     autocompletion=lambda: [*ready_configs()],
 )
-NPROC = typer.Option(min=1, help="Ranks to start, in place of `topology.ep_size`.", show_default=False)
+NPROC = typer.Option(min=1, help="Ranks, in place of `topology.ep_size`.", show_default=False)
 _BACKENDS = "cpu:gloo,cuda:nccl"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch's launcher handles them
 # How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel ends it
@@ -55,7 +55,12 @@ main()
 
 
 def load(config: Path, nproc: int | None = None) -> EPConfig:
-    """The configuration of this name or path, for `nproc` ranks if that is given. Raises ConfigError."""
+    """The configuration of this name or path, for `nproc` ranks if that is given. Raises ConfigError.
+
+    With `nproc`, the path may be the folder of a Hugging Face checkpoint.
+    """
+    if config.is_dir() and nproc is not None:
+        return EPConfig.from_hf(config, ep_size=nproc)
     parsed = EPConfig.load(config)
     if nproc is None:
         return parsed

@@ -13,8 +13,8 @@ from rich.table import Table
 from epmoe.bench.report import write_json
 from epmoe.cli import parallelism
 from epmoe.cli.capacity import Capacity, advice, experts, network, rank_plans, suggestions
-from epmoe.cli.console import check_output, console, human_bytes
-from epmoe.cli.launch import CONFIG, load
+from epmoe.cli.console import UserError, check_output, console, human_bytes
+from epmoe.cli.launch import CONFIG, NPROC, load
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.arguments import dtype_name
@@ -37,9 +37,15 @@ def plan(
     imbalance: Annotated[
         float, typer.Option("--load", min=1.0, help="With --compare: rows of EP's busiest rank over the mean.")
     ] = 1.0,
+    nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
-    """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
-    parsed = load(config)
+    """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched.
+
+    With --nproc, CONFIG may also be the folder of a Hugging Face checkpoint, of which config.json is read.
+    """
+    if nproc is None and (config / "config.json").is_file():
+        raise UserError(f"{config} is a checkpoint, which does not say on how many ranks it runs: give `--nproc`")
+    parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     if compare:
         if as_json:

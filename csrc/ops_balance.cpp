@@ -64,12 +64,10 @@ Tensor balance_shares(const Tensor& loads, const Tensor& slots, int64_t ep_size)
 
 // Slots after all moves, their shares, the moves as (layer, expert, slot, dropped), and the balance before and after.
 std::tuple<Tensor, Tensor, Tensor, Tensor> balance_plan(const Tensor& loads, const Tensor& slots, int64_t ep_size,
-                                                        int64_t max_moves, double goal, int64_t most_copies,
-                                                        int64_t ranks_per_node) {
+                                                        int64_t max_moves, double goal, int64_t most_copies) {
   Sizes n = sizes_of(loads, slots, ep_size);
-  STD_TORCH_CHECK(0 <= max_moves && max_moves <= INT32_MAX && 1 <= most_copies && most_copies <= INT32_MAX &&
-                      ranks_per_node >= 1 && ep_size % ranks_per_node == 0,
-                  "max_moves, most_copies or ranks_per_node is out of range");
+  STD_TORCH_CHECK(0 <= max_moves && max_moves <= INT32_MAX && 1 <= most_copies && most_copies <= INT32_MAX,
+                  "max_moves or most_copies is out of range");
   const auto* slots_LP = pointer<int32_t>(slots, 1, "slots");
   const double* loads_LE = checked_loads(loads);
   check_slots(slots_LP, n);
@@ -81,8 +79,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> balance_plan(const Tensor& loads, con
     auto* balances = static_cast<double*>(balance.data_ptr()) + 2 * i;
     layer.level();
     balances[0] = layer.balance();
-    for (const cpu::Move& m : cpu::plan_moves(layer, static_cast<int32_t>(max_moves), goal,
-                                              static_cast<int32_t>(most_copies), static_cast<int32_t>(ranks_per_node)))
+    for (const cpu::Move& m :
+         cpu::plan_moves(layer, static_cast<int32_t>(max_moves), goal, static_cast<int32_t>(most_copies)))
       rows.insert(rows.end(), {i, m.expert, m.slot, m.dropped});
     balances[1] = layer.balance();
     std::copy(layer.slots.begin(), layer.slots.end(), static_cast<int32_t*>(after.data_ptr()) + int64_t{i} * n.P);

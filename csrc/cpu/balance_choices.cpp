@@ -3,6 +3,7 @@
 // proportion.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <vector>
 
@@ -69,47 +70,25 @@ void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E,
 
 void choose_one_copy(const int32_t* slots_P, int32_t E, int32_t R, int32_t S, const Choices& out) {
   auto experts = slots_of_experts(slots_P, E, R * S);
-  std::vector<int32_t> chosen(E), active(R), from(R), queue;
-  for (int32_t x = 0; x < E; ++x) {
-    chosen[x] = *std::min_element(experts[x].begin(), experts[x].end(),
-                                  [&](int32_t a, int32_t b) { return active[a / S] < active[b / S]; });
-    ++active[chosen[x] / S];
-  }
-  // From each rank, a breadth-first search for one with at least two active experts less; experts on the path each go
-  // one rank on. When no rank finds any, the counts are as equal as they can be.
-  for (int32_t start = 0; start < R;) {
-    std::fill(from.begin(), from.end(), kEmpty);
-    queue.assign(1, start);
-    std::vector<bool> seen(R);
-    seen[start] = true;
-    int32_t end = kEmpty;
-    for (size_t head = 0; head < queue.size() && end == kEmpty; ++head) {
-      int32_t rank = queue[head];
-      for (int32_t p = rank * S; p < (rank + 1) * S && end == kEmpty; ++p) {
-        if (slots_P[p] == kEmpty || chosen[slots_P[p]] != p) continue;
-        for (int32_t q : experts[slots_P[p]]) {
-          if (seen[q / S]) continue;
-          seen[q / S] = true, from[q / S] = q;
-          queue.push_back(q / S);
-          if (active[q / S] + 2 <= active[start]) {
-            end = q / S;
-            break;
-          }
-        }
-      }
+  std::vector<int32_t> chosen(E);
+  std::vector<std::vector<int32_t>> active(R);  // the experts whose chosen copy is on a rank
+  std::vector<bool> seen;
+  size_t most = 1;
+  // An augmenting path of a matching: a rank that is full hands one of its experts to another rank.
+  std::function<bool(int32_t)> place = [&](int32_t x) {
+    for (int32_t p : experts[x]) {
+      std::vector<int32_t>& here = active[p / S];
+      if (seen[p / S]) continue;
+      seen[p / S] = true;
+      auto freed = here.size() < most ? here.insert(here.end(), x) : std::find_if(here.begin(), here.end(), place);
+      if (freed == here.end()) continue;
+      *freed = x, chosen[x] = p;
+      return true;
     }
-    if (end == kEmpty) {
-      ++start;
-      continue;
-    }
-    --active[start], ++active[end];
-    for (int32_t rank = end; rank != start;) {
-      int32_t q = from[rank], x = slots_P[q];
-      rank = chosen[x] / S;
-      chosen[x] = q;
-    }
-    start = 0;
-  }
+    return false;
+  };
+  for (int32_t x = 0; x < E; ++x)
+    for (seen.assign(R, false); !place(x); seen.assign(R, false)) ++most;
   for (int32_t x = 0; x < E; ++x) write_row(x, {chosen[x]}, {1.0}, out);
 }
 

@@ -66,13 +66,13 @@ def balance(
     max_moves: int = MAX_MOVES,
     goal: float = GOAL,
     most_copies: int | None = None,
-    ranks_per_node: int | None = None,
 ) -> Plan:
     """Few moves that bring the busiest rank of each layer near the mean.
 
-    A greedy search makes moves until the goal is reached. Each puts a copy of an expert of a busy rank into a slot that
-    is empty, or whose expert has another copy. Where the search ends far from what `fresh` reaches, the moves that are
-    left lead towards that, as long as they do not raise the load of the busiest rank. Equal inputs give equal plans.
+    A greedy search makes moves until the goal is reached or no more are worthwhile. Each step copies an expert of a
+    busy rank into a slot that is empty, or whose expert has another copy; or it exchanges the expert for a lighter one
+    of another rank, by two or three moves. No step raises the load of the busiest rank. A plan of `max_moves` moves
+    may end before the goal; then plans one after another lead on. Equal inputs give equal plans.
 
     Args:
         loads: [L, E], or [E] for one layer: tokens or any other measure of each expert's work, finite and at least 0.
@@ -82,7 +82,6 @@ def balance(
         goal: where moves end: the load of the busiest rank over the mean, at least 1.
         most_copies: most copies that an expert gets, also between two moves: with 1 nothing moves. By default as many
             as there are ranks. Experts that have more keep them.
-        ranks_per_node: ranks of a node in the placement that `fresh` gives; by default all.
 
     Returns:
         The plan for all layers.
@@ -93,7 +92,7 @@ def balance(
     loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
     check_limits(max_moves, goal)
     after, shares, moves, balances = ops.balance_plan(
-        loads_LE, slots_LP, ep_size, max_moves, goal, _copies(most_copies, ep_size), _node(ranks_per_node, ep_size)
+        loads_LE, slots_LP, ep_size, max_moves, goal, _copies(most_copies, ep_size)
     )
     return Plan(
         slots=after.view(slots.shape),
@@ -107,9 +106,8 @@ def balance(
 def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
     """The part of its expert's load that each slot takes when rank loads are as equal as they can be.
 
-    The load of the busiest rank is the least possible, then that of the next one, and so on: the decomposition of
-    Fujishige (1980) for the lexicographically optimal base, by augmenting paths. Copies of an expert without load have
-    equal shares.
+    The load of the busiest rank is the least possible, then that of the next one, and so on: the lexicographically
+    optimal base of Fujishige (1980), to 1e-6 of the mean. Copies of an expert without load have equal shares.
 
     Args:
         loads: [L, E] or [E], as `balance` takes them.
@@ -257,8 +255,8 @@ def _loads(loads: Tensor) -> Tensor:
     if not isinstance(loads, Tensor) or loads.dim() not in (1, 2) or not loads.numel() or loads.is_complex():
         raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
     loads = loads.detach().to("cpu", torch.float64).contiguous()
-    if not (loads.isfinite() & (loads >= 0)).all():
-        raise ValueError("`loads` must be finite and at least 0")
+    if not (loads >= 0).all() or not loads.sum(dim=-1).isfinite().all():
+        raise ValueError("`loads` must be finite and at least 0, and so must their sum")
     return loads.view(-1, loads.shape[-1])
 
 

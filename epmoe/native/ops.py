@@ -110,8 +110,8 @@ _library.define("shared_bytes_needed(Tensor plan) -> int")
 # Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 and shares float64 [L, P].
 _library.define("balance_shares(Tensor loads, Tensor slots, int ep_size) -> Tensor")
 _library.define(
-    "balance_plan(Tensor loads, Tensor slots, int ep_size, int max_moves, float goal, int most_copies, "
-    "int ranks_per_node) -> (Tensor slots, Tensor shares, Tensor moves, Tensor balance)"
+    "balance_plan(Tensor loads, Tensor slots, int ep_size, int max_moves, float goal, int most_copies) "
+    "-> (Tensor slots, Tensor shares, Tensor moves, Tensor balance)"
 )
 _library.define(
     "balance_fresh(Tensor loads, int ep_size, int slots_per_rank, int most_copies, int ranks_per_node) -> Tensor"

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
-from threading import RLock
 
-import torch
 from torch import Tensor
 
 from epmoe.exchange.mismatch import Traits, differences
+from epmoe.exchange.peek import Peek
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPOrderError, EPOverflowError, EPTimeoutError
 
 # int64 each, in the order of `Counter` in csrc/types.h.
@@ -81,9 +80,9 @@ class Health:
     refused_plans: int = 0
 
     @classmethod
-    def read(cls, rounds: int, views: Mapping[str, Tensor]) -> Health:
+    def read(cls, rounds: int, totals: Sequence[Tensor]) -> Health:
         """Make it of the buffers `TOTALS`."""
-        counters, by_layer, rows_sent, waited_ns, aborted_rounds = (views[name] for name in TOTALS)
+        counters, by_layer, rows_sent, waited_ns, aborted_rounds = totals
         lists = by_layer.sum(0), rows_sent, waited_ns.double() / 1e9, aborted_rounds, by_layer.sum(1)
         return cls(rounds, *counters.tolist(), *(one.tolist() for one in lists))
 
@@ -93,38 +92,28 @@ class Health:
 
 
 class Totals:
-    """Reads the totals of one rank at any time, on any thread. On a GPU no kernel waits for it, nor it for a kernel.
+    """Reads the totals of one rank at any time, on any thread.
 
     Args:
         views: the buffers of the memory plan by name.
     """
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
-        self._device = views[_ROUNDS].device
+        self._epochs = _EPOCHS[views[_ROUNDS].device.type]
         self._rounds = 0
-        self._views = {name: views[name] for name in TOTALS} | {_ROUNDS: views[_ROUNDS][:1]}
-        if self._device.type == "cuda":
-            # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
-            self._stream = torch.cuda.Stream(self._device, priority=-1)
-            self._copies = {name: torch.empty_like(v, device="cpu").pin_memory() for name, v in self._views.items()}
-            self._lock = RLock()  # a signal handler may read during a read
+        self._peek = Peek(views[_ROUNDS][:1], *(views[name] for name in TOTALS))
 
     def read(self) -> Health:
         """The totals now. Those of a kernel under way are counted in part."""
-        if self._device.type == "cpu":
-            return self._health(self._views, self._rounds)
         before = self._rounds
-        with self._lock, torch.cuda.stream(self._stream):
-            for name, copy in self._copies.items():
-                copy.copy_(self._views[name], non_blocking=True)
-            self._stream.synchronize()
-            return self._health(self._copies, before)
+        return self._health(self._peek.read(), before)
 
-    def _health(self, views: Mapping[str, Tensor], before: int) -> Health:
+    def _health(self, read: Sequence[Tensor], before: int) -> Health:
         """`before`: `_rounds` from before these values, which another thread may have moved on since."""
-        rounds = before + ((int(views[_ROUNDS]) & 0xFFFFFFFF) - before) % _EPOCHS[self._device.type]
+        epoch, *totals = read
+        rounds = before + ((int(epoch) & 0xFFFFFFFF) - before) % self._epochs
         self._rounds = max(self._rounds, rounds)
-        return Health.read(rounds, views)
+        return Health.read(rounds, totals)
 
 
 def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError | None) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.native.layouts import struct
 from epmoe.native.ops import DTYPES
 
@@ -33,16 +34,14 @@ def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Trait
 
 def calls_of(views: Mapping[str, Tensor], extra: bool = False) -> list[Traits]:
     """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured. See `call_of`."""
-    if not views["recv.counts"].numel():
+    counts = views["recv.counts"]
+    if not counts.numel():
         headers = map(struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist()))
         return [call_of(each.D, each.K, each.dtype, extra=extra, training=bool(each.mode)) for each in headers]
-    counts = views["recv.counts"]
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
     with suppress(RuntimeError):
-        if counts.is_cuda:  # the current stream may wait for a rank
-            with torch.cuda.stream(torch.cuda.Stream(counts.device)):
-                counts = counts.cpu()
+        (counts,) = Peek(counts).read_within(LONG_S) or (counts[:0],)
         return [_of_shape(word >> 32 & 0xFFFFFFFF, extra) for word in counts[:, 1].tolist()]
     return []
 

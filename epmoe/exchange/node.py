@@ -32,6 +32,7 @@ from epmoe.exchange.health import TIMEOUT, TOTALS, UNSCHEDULED, Health, Totals, 
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
+from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Templates
 from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
@@ -85,7 +86,7 @@ class NodeExchange(Exchange):
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
         self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
-        self._totals = Totals(self.views)
+        self._totals, self._errors = Totals(self.views), Peek(self.views["signal.error"])
         self._look_at = math.inf  # the time of the next look at what has not begun
         if device.type == "cuda":
             self._watch, self._looking, self._look_at = watch_of(self.views), Lock(), 0.0
@@ -238,13 +239,10 @@ class NodeExchange(Exchange):
 
     def missing(self) -> int:
         mask = self.status.missing if self.status.code == TIMEOUT else 0
-        errors = self.views["signal.error"]
         with suppress(RuntimeError):  # of a GPU that has failed
-            if self.device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(self.device)):
-                    errors = errors.cpu()
-            for reported in errors.tolist():
-                mask |= reported
+            for errors in self._errors.read_within(LONG_S) or ():
+                for reported in errors.tolist():
+                    mask |= reported
         return mask
 
     def dead(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.peek import Peek
 from epmoe.exchange.window import SharedMemoryWindow, Window
 from epmoe.group.errors import EPStateError
 from epmoe.native import ops
@@ -76,7 +77,7 @@ class Mail:
 
     def fetch(self, source: Tensor) -> Tensor:
         """A copy on the host of what `source` holds. It waits for no round, and not for the calls before it."""
-        return source.clone()
+        return Peek(source).read()[0]
 
     def flush(self) -> None:
         """Wait until what this rank has put and posted is there."""
@@ -99,7 +100,6 @@ class MailOnGPU(Mail):
         self._streams = exchange.streams
         device = self._board.device
         self._uploads = torch.cuda.Stream(device)
-        self._fetches = torch.cuda.Stream(device, priority=-1)
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._event = torch.cuda.Event()
         self._posted = torch.empty(_IN_FLIGHT, dtype=torch.int64, pin_memory=True)
@@ -140,12 +140,6 @@ class MailOnGPU(Mail):
             self._event.record()
         self._reading = True
         return None
-
-    def fetch(self, source: Tensor) -> Tensor:
-        with torch.cuda.stream(self._fetches):
-            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
-            self._fetches.synchronize()
-        return host
 
     def flush(self) -> None:
         self._stream.synchronize()

@@ -15,12 +15,12 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.group.waiting import interruptible
 from epmoe.rail.network import Network
 from epmoe.rail.rail import DeviceWords, Transfer
 
-_PEEK_S = 0.2
 _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 
 
@@ -32,8 +32,7 @@ class NetworkOnGPUs(Network):
         memory = self.memory
         assert memory.differing is not None
         self._differing = c_int64.from_address(memory.differing.data_ptr())
-        self._peek_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._peeked = {name: torch.zeros_like(self.views[name], device="cpu").pin_memory() for name in _PEEKED}
+        self._peek, self._peeked = Peek(*map(self.views.__getitem__, _PEEKED)), list[Tensor]()
         self._last_stream: Any = None  # of the last round
         self._recording = Lock()
         missed = self.views["rail.missed"][memory.local : memory.local + 1]
@@ -75,19 +74,15 @@ class NetworkOnGPUs(Network):
         super().wait_for_pending()
 
     def peek(self, name: str) -> list[Any]:
-        """The copy runs on a stream of its own: the current one may wait for a rank.
-
-        The driver may hold the copy back while another thread is in a copy that waits for a rank. Then these are the
-        values of the last time.
-        """
+        """The driver may hold the copy back while another thread is in a copy that waits for a rank. Then these are the
+        values of the last time."""
 
         def copy() -> None:
-            with torch.cuda.stream(self._peek_stream):
-                self._peeked[name].copy_(self.views[name], non_blocking=True)
-                self._peek_stream.synchronize()
+            self._peeked = self._peek.read()
 
-        interruptible(copy, _PEEK_S)
-        return self._peeked[name].tolist()
+        interruptible(copy, LONG_S)
+        number = _PEEKED.index(name)
+        return self._peeked[number].tolist() if self._peeked else [0] * self.views[name].numel()
 
     def record_failure(self, found: list[int]) -> None:
         """It also ends the transfers under way. Any thread may call it.

@@ -1,0 +1,65 @@
+"""Reads buffers of a GPU on the host at any time: the copy waits for no kernel, and no kernel for the copy."""
+
+from __future__ import annotations
+
+import math
+import time
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+LONG_S = 0.2
+"""Longer than a copy takes on a GPU that works, and shorter than any deadline."""
+
+
+class Peek:
+    """Copies of buffers on the host. On a GPU they travel on a stream of their own, by the copy engines.
+
+    Any thread may read, and a signal handler during a read.
+
+    Args:
+        buffers: contiguous tensors of one device.
+    """
+
+    def __init__(self, *buffers: Tensor) -> None:
+        self._buffers = buffers
+        self._on_gpu = buffers[0].is_cuda
+        if self._on_gpu:
+            # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
+            self._stream = torch.cuda.Stream(buffers[0].device, priority=-1)
+            self._event = torch.cuda.Event()
+            self._lock = RLock()
+            self._under_way = False  # a copy whose reader did not wait for it
+            with torch.inference_mode(False):  # otherwise a later read could not write them outside inference mode
+                self._copies = [torch.empty_like(buffer, device="cpu", pin_memory=True) for buffer in buffers]
+
+    def read(self) -> list[Tensor]:
+        """What the buffers hold now, in tensors of the caller's."""
+        read = self.read_within(math.inf)
+        assert read is not None
+        return read
+
+    def read_within(self, timeout_s: float) -> list[Tensor] | None:
+        """The same; None where no copy has come in time."""
+        if not self._on_gpu:
+            return [buffer.clone() for buffer in self._buffers]
+        until_s = time.monotonic() + timeout_s
+        with self._lock:
+            if self._under_way and not self._has_come(until_s):
+                return None
+            with torch.cuda.stream(self._stream):
+                for copy, buffer in zip(self._copies, self._buffers, strict=True):
+                    copy.copy_(buffer, non_blocking=True)
+                self._event.record()
+            self._under_way = True
+            return [copy.clone() for copy in self._copies] if self._has_come(until_s) else None
+
+    def _has_come(self, until_s: float) -> bool:
+        if until_s == math.inf:
+            self._event.synchronize()
+        while not self._event.query():
+            if time.monotonic() > until_s:
+                return False
+        self._under_way = False
+        return True

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from epmoe.checkpoint import folders
 from epmoe.group.collective import all_ranks, naming, peers_of, together
 from epmoe.group.errors import EPStateError
 from epmoe.service import ExpertParallel
@@ -132,25 +133,26 @@ def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | Non
 def save(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
     """Save a layer or a model by torch.distributed.checkpoint. Every rank calls it and writes its share.
 
+    Where the folder has a checkpoint, it has this one or the new one at any moment, whichever rank dies: files are
+    written beside those that are there, and one rename of a file is the last step.
+
     Args:
         module: a layer or a model.
-        folder: which all ranks see.
+        folder: which all ranks see; a path.
         optimizer: optimises parameters of the module. Its state is saved, too.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
-        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
+        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong; or `folder` is no path.
+        RuntimeError: a rank cannot write; on all ranks. The folder stays as it was.
         EPStateError: see `full_state_dict`.
         EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have written.
     """
-    import torch.distributed.checkpoint as dcp  # takes most of a second
-
     eps = expert_parallels(module)
     with naming("save", eps), all_ranks(eps) as peers:
         with peers.together():
             state = sharded_state_dict(module, optimizer)
-        with peers.waiting():
-            dcp.save(state, checkpoint_id=folder, process_group=peers.group)
+        folders.save(state, folder, peers)
 
 
 def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -163,13 +165,11 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
-        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
+        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong. Or, on all ranks, `folder` has
+            no checkpoint, or one without the optimizer, with another number of experts, or with other keys or shapes.
         EPStateError: see `full_state_dict`.
         EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have read.
-        CheckpointException: torch's, for missing keys and for shapes, on all ranks.
     """
-    import torch.distributed.checkpoint as dcp
-
     module = _unwrapped(module)
     eps = expert_parallels(module)
     with naming("load", eps), all_ranks(eps) as peers:
@@ -177,8 +177,8 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
             layers = expert_layers(module)
             state = _state_of(module, optimizer)
             sharded = _shard(layers, state)
-        with peers.waiting():
-            dcp.load(sharded, checkpoint_id=folder, process_group=peers.group)
+            beyond = {named(layer.ep.placement.num_experts) for _, _, layer, named in _of_experts(layers, state)}
+        folders.load(sharded, folder, peers, beyond)
     for key, rows, layer, named in _of_experts(layers, state):
         for row, x in zip(rows, layer.held, strict=True):
             if x >= 0:

@@ -174,7 +174,7 @@ def test_one_copy_of_each_expert_is_written(ep_over, folder, size):
     names = {"router_weight", "bias", *(f"experts.{x}.{name}" for x in range(E) for name in ("w_gate_up", "w_down"))}
     assert metadata.state_dict_metadata.keys() == names
     tensors = sum(t.nbytes for t in expected().values())
-    assert sum(file.stat().st_size for file in (folder / "saved").iterdir()) < 1.3 * tensors
+    assert sum(file.stat().st_size for file in (folder / "saved").rglob("*")) < 1.3 * tensors
 
 
 def test_the_state_dict_of_another_rank_is_refused(ep_over, rank, size):
@@ -216,7 +216,9 @@ def test_a_folder_of_other_shapes_or_names_is_refused_on_all_ranks(ep_over, fold
     other = MoELayer.from_full(layer.ep, **full() | {"w_gate_up": randn(E, F, D), "w_down": randn(E, D, F // 2)})
     checkpoint.save(other, folder / "saved")
     for module in (layer, torch.nn.Sequential(layer)):
-        with pytest.raises(dcp.api.CheckpointException, match="Size mismatch|Missing key"):
+        with pytest.raises(
+            ValueError, match="saved: has no checkpoint of this model and optimizer: (Size mism|Missing k)"
+        ):
             checkpoint.load(module, folder / "saved")
 
 

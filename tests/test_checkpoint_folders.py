@@ -1,0 +1,194 @@
+"""A process that dies in any write of a checkpoint leaves the old or the new one. What cannot be loaded is named."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import randn, slow
+from torch import nn
+
+import epmoe
+from epmoe import checkpoint
+
+E, D, F = 4, 32, 16
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+"""Audit events around each write: a file is opened before it is written, and again to wait for the disk."""
+
+
+def make_layer(size: int = 1, experts: int = E, width: int = F) -> epmoe.MoELayer:
+    config = epmoe.EPConfig(
+        model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": size},
+        capacity={"max_num_tokens_per_rank": 8},
+        exchange={"timeout_s": 2.0, "warmup_timeout_s": 5.0},
+    )
+    ep = epmoe.ExpertParallel(config, device="cpu")
+    weights = randn(experts, D), randn(experts, 2 * width, D), randn(experts, D, width)
+    return epmoe.MoELayer.from_full(ep, *weights)
+
+
+def fill(layer: nn.Module, value: float) -> nn.Module:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(value)
+    return layer
+
+
+def value_of(layer: nn.Module) -> float:
+    """The value that all weights have. Raises ValueError for a mixture."""
+    (value,) = {value for parameter in layer.parameters() for value in parameter.flatten().tolist()}
+    return value
+
+
+def loaded(layer: nn.Module, folder: Path) -> float:
+    """What our reader and torch's find in a folder."""
+    checkpoint.load(fill(layer, -1.0), folder)
+    ours = value_of(layer)
+    dcp.load(checkpoint.sharded_state_dict(fill(layer, -1.0)), checkpoint_id=folder)
+    assert value_of(layer) == ours
+    return ours
+
+
+def die_at(number: int) -> None:
+    """Kills this process at its change of this number from now on."""
+    changes = itertools.count(1)
+
+    def hook(event: str, _: object) -> None:
+        if event in CHANGES and next(changes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def fork(call: Callable[[], object], number: int = 0) -> int:
+    """Starts a fork that does the call, and dies at its change of a number."""
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            if number:
+                die_at(number)
+            call()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def died(child: int) -> bool:
+    """Whether a fork has died before its end."""
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Writes past a size fail, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("before", ["ours", "torch's", "nothing"])
+def test_a_death_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, before):
+    folder = tmp_path / "link"
+    folder.symlink_to(tmp_path / "saved")
+    layer = make_layer()
+    checkpoint.save(fill(layer, 1.0), tmp_path / "other")  # imports what a save needs
+    if before == "ours":
+        (tmp_path / "other").rename(tmp_path / "saved")
+    elif before == "torch's":
+        dcp.save(checkpoint.sharded_state_dict(layer), checkpoint_id=tmp_path / "saved")
+    else:
+        (tmp_path / "saved").mkdir()
+    found = []
+    for number in itertools.count(1):
+        ended = not died(fork(lambda: checkpoint.save(fill(layer, 2.0), folder), number))
+        if before == "nothing" and not (folder / ".metadata").exists():
+            with pytest.raises(ValueError, match=f"{folder}: must be a folder with a checkpoint"):
+                checkpoint.load(layer, folder)
+            found.append(1.0)
+        else:
+            found.append(loaded(layer, folder))
+        if ended:
+            break
+    assert set(found) == {1.0, 2.0} and found == sorted(found) and len(found) > 10
+    assert [file.name.partition("-")[0] for file in sorted(folder.iterdir())] == [".metadata", "shards"]
+
+
+def save_with_another(store: Path, rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=20), 2, rank)
+    checkpoint.save(fill(make_layer(2), 2.0), folder)
+
+
+@pytest.mark.parametrize("victim", [slow(0), 1])
+def test_a_rank_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, victim):
+    folder, layer, found = tmp_path / "saved", make_layer(), []
+    checkpoint.save(fill(layer, 1.0), folder)
+    for number in itertools.count(1):
+        ranks = [
+            fork(partial(save_with_another, tmp_path / f"store-{number}", rank, folder), number * (rank == victim))
+            for rank in range(2)
+        ]
+        ended = [not died(rank) for rank in ranks][victim]
+        found.append(loaded(layer, folder))
+        if ended:
+            break
+    assert set(found) == {1.0, 2.0} and found == sorted(found) and len(found) > 3
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
+    layer = make_layer()
+    checkpoint.save(fill(layer, 1.0), tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with largest_file(4096), pytest.raises(RuntimeError, match=f"^{tmp_path}: cannot be saved: ") as raised:
+        checkpoint.save(fill(layer, 2.0), tmp_path)
+    assert "\n" not in str(raised.value) and loaded(layer, tmp_path) == 1.0 and sorted(tmp_path.rglob("*")) == before
+
+
+class Wide(nn.Module):
+    """Experts of this rank, with a router of the caller's."""
+
+    def __init__(self, layer: epmoe.MoELayer):
+        super().__init__()
+        self.ep, self.experts = layer.ep, layer.experts
+
+
+def test_what_a_folder_cannot_give_is_named(tmp_path):
+    layer = make_layer()
+    optimizer = torch.optim.AdamW(layer.parameters())
+    checkpoint.save(layer, tmp_path / "saved")
+    (tmp_path / "file").write_text("")
+    checkpoint.save(Wide(layer), tmp_path / "wide")
+    no_checkpoint = "must be a folder with a checkpoint, got"
+    lacks = "has no checkpoint of this model and optimizer: Missing key in checkpoint state_dict: "
+    cases = [
+        (layer, "no", (), f"no: {no_checkpoint} FileNotFoundError"),
+        (layer, "file", (), f"file: {no_checkpoint} NotADirectoryError"),
+        (layer, "saved", (optimizer,), f"{lacks}optimizer."),
+        (make_layer(experts=6), "saved", (), f"{lacks}experts.4.w_"),
+        (make_layer(experts=2), "saved", (), "also has `experts.2.w_down`"),
+        (Wide(make_layer(experts=2)), "wide", (), "also has `experts.2.w_down`"),
+        (make_layer(width=8), "saved", (), "optimizer: Size mismatch between saved"),
+        (nn.Linear(2, 2), "saved", (), f"{lacks}bias"),
+    ]
+    for module, name, optimizers, message in cases:
+        with pytest.raises(ValueError, match=message) as raised:
+            checkpoint.load(module, tmp_path / name, *optimizers)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="s3://bucket/saved: must be a path"):
+        checkpoint.save(layer, "s3://bucket/saved")

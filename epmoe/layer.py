@@ -223,8 +223,8 @@ class MoELayer(nn.Module):
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
             dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for masters, to which fp8 and
-                MXFP4 are dequantized. By default the checkpoint's; MXFP4 on other devices than GPUs of compute
-                capability 9 becomes fp8 where no value changes, else bf16.
+                MXFP4 are dequantized. By default the checkpoint's, but bf16 for fp8 without scales of blocks, and for
+                MXFP4 on other devices than GPUs of compute capability 9.
             options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
                 compute is by default as in the config.
 

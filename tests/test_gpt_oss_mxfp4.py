@@ -45,13 +45,13 @@ for dtype in (torch.float32, torch.bfloat16):
     with epmoe.ExpertParallel(config) as ep, torch.no_grad():
         for name, block in list(spread.named_modules()):
             if hasattr(block, "experts"):
-                wanted = {"dtype": dtype, "router_dtype": dtype} if dtype == torch.float32 else {}
-                layer = epmoe.MoELayer.from_safetensors(ep, folder, name, **wanted)
+                wanted = torch.uint8 if dtype == torch.bfloat16 else dtype
+                layer = epmoe.MoELayer.from_safetensors(ep, folder, name, dtype=wanted, router_dtype=dtype)
                 experts = layer.experts
-                assert experts.is_fp8 == (dtype == torch.bfloat16) and experts.w_down.requires_grad != experts.is_fp8
+                assert experts.w_down.dtype == wanted and experts.w_down.requires_grad != experts.is_quantized
                 for i, x in enumerate(ep.placement.logical_experts(rank)):
                     for part, ours in (("gate_up", experts.w_gate_up[i]), ("down", experts.w_down[i])):
-                        if experts.is_fp8:
+                        if experts.is_quantized:
                             ours = dequantize_weights(ours, getattr(experts, part + "_scales")[i], dtype)
                         assert torch.equal(ours, getattr(block.experts, part + "_proj")[x].T), (name, x, part)
                 spread.set_submodule(name, Block(layer))

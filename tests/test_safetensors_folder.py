@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import epmoe
+from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE
 from epmoe.cli.demo.generate import saved_model
 from epmoe.local.quantize import dequantize_weights
 
@@ -145,6 +147,57 @@ def test_files_of_other_ranks_need_not_be_there(tmp_path):
     assert_same(folder.experts(BLOCK, [4]), weights, [4])
     with pytest.raises(FileNotFoundError):
         folder.experts(BLOCK, [3])
+
+
+def rotated(path: Path) -> None:
+    index = json.loads((path / INDEX).read_text())
+    files = sorted({*index["weight_map"].values()})
+    index["weight_map"] = {name: files[files.index(file) - 1] for name, file in index["weight_map"].items()}
+    index["weight_map"]["model.gone"] = files[0]
+    (path / INDEX).write_text(json.dumps(index))
+
+
+CONFUSED = {
+    "a whole file beside an index": lambda path, other: shutil.copy(other / WHOLE, path),
+    "a whole file beside others": lambda path, other: [shutil.copy(other / WHOLE, path), (path / INDEX).unlink()],
+    "an index with wrong entries": lambda path, other: rotated(path),
+}
+
+
+@pytest.mark.parametrize("confused", CONFUSED)
+def test_a_confused_folder_has_the_weights_that_transformers_loads(tmp_path, confused):
+    config = AutoConfig.for_model("qwen3_moe", **TINY_MODEL)
+    for seed, (name, size) in enumerate({"many": "50KB", "one": "1GB"}.items()):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name, max_shard_size=size)
+    CONFUSED[confused](tmp_path / "many", tmp_path / "one")
+    folder = epmoe.SafetensorsFolder(tmp_path / "many")
+    want = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32).state_dict()
+    assert "model.gone" not in folder
+    experts = folder.experts(BLOCK, range(config.num_experts))
+    for name, tensor in want.items():
+        if name.startswith(f"{BLOCK}.experts."):
+            assert torch.equal(experts["w_" + name.rpartition(".")[2].removesuffix("_proj")], tensor)
+        elif ".experts." not in name:
+            assert torch.equal(folder[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, r"only one file must have `a`, got x.safetensors and y.safetensors$"),
+        ({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}, "only one file must have `a`, got x.saf"),
+        ({"weight_map": ["a"]}, f"{INDEX}: must have a `weight_map` of names to files, got AttributeError"),
+        ({"metadata": {}}, f"{INDEX}: must have a `weight_map` of names to files, got KeyError"),
+    ],
+)
+def test_a_folder_that_says_two_things_is_refused(tmp_path, index, message):
+    for name in "xy":
+        save_file({"a": randn(2), name: randn(1)}, tmp_path / f"{name}.safetensors")
+    if index is not None:
+        (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        epmoe.SafetensorsFolder(tmp_path)
 
 
 def test_a_rank_without_experts(tmp_path):

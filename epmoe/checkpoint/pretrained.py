@@ -144,9 +144,7 @@ def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
                 f"`{layer.prefix.rstrip('.')}` must be the experts of a MoELayer in fp32, fp16 or bf16: load it with "
                 f"`from_safetensors(…, dtype=…)`, got {dtype_name(layer.experts.w_down.dtype)}"
             )
-        around = prefix.rpartition(".")[0]
-        block = prefix if source.has_block(prefix) or not source.has_block(around) else around
-        stored = source.stored(block)
+        stored = source.stored(prefix, prefix.rpartition(".")[0])
         found = *sorted(stored.dequantized), stored.D, stored.F
         wanted = *sorted(layer.names), *layer.experts.w_down.shape[1:]
         if found != wanted:

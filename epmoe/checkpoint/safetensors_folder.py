@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from epmoe.native.package import sentence
 _log = logging.getLogger("epmoe")
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 _ROUTERS = ("gate", "gate.wg", "router", "router.layer", "router.gate")
 _CHOICE_BIASES = (
     "gate.e_score_correction_bias",
@@ -31,53 +33,47 @@ _CHOICE_BIASES = (
     "moe_statics.e_score_correction_bias",
     "expert_bias",
 )
-
-
+_EACH = "experts.*."
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 _SUFFIXES = (
-    ("weight", "weight_scale_inv"),
-    ("weight", "weight_scale"),
-    ("weight", "scale"),
-    ("weight_packed", "weight_scale"),
+    (".weight", ".weight_scale_inv"),
+    (".weight", ".weight_scale"),
+    (".weight", ".scale"),
+    (".weight_packed", ".weight_scale"),
 )
-"""The names of an expert's weight and of its scales: DeepSeek's, compressed-tensors', DeepSeek-V4's, MX formats."""
+"""Of the names of an expert's weight and its scales: DeepSeek's, compressed-tensors', DeepSeek-V4's, MX formats."""
 
 
-def _of_each(gate: str, up: str, down: str, weight: str, scales: str) -> dict[str, list[str]]:
-    """Describe a format in which every expert has tensors of its own."""
-    kinds = {"w_*": weight, "*_scales": scales, "*_bias": "bias"}
-    parts = {"gate_up": (gate, up), "down": (down,)}
+def _format(
+    gate_up: Sequence[str], down: str, weight: str, scales: str | None = None, bias: str | None = None
+) -> dict[str, list[str]]:
+    """Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an expert."""
+    parts = {"gate_up": gate_up, "down": (down,)}
+    kinds = {"w_*": weight, "*_scales": scales, "*_bias": bias}
     return {
-        kind.replace("*", part): [f"experts.*.{projection}.{suffix}" for projection in projections]
+        kind.replace("*", part): [name + suffix for name in names]
         for kind, suffix in kinds.items()
-        for part, projections in parts.items()
-    }
-
-
-def _of_all(weight: str, scales: str) -> dict[str, list[str]]:
-    """Describe a format in which all experts share a tensor."""
-    kinds = {"w_*": weight, "*_scales": scales, "*_bias": "_bias"}
-    return {
-        kind.replace("*", part): [f"experts.{part}_proj{suffix}"]
-        for kind, suffix in kinds.items()
-        for part in ("gate_up", "down")
+        if suffix is not None
+        for part, names in parts.items()
     }
 
 
 _FORMATS: tuple[dict[str, list[str]], ...] = (
-    *(_of_each("gate_proj", "up_proj", "down_proj", *suffixes) for suffixes in _SUFFIXES),
-    *(_of_each("w1", "w3", "w2", *suffixes) for suffixes in _SUFFIXES),
-    {name: tensors for name, tensors in _of_all("", "").items() if not name.endswith("_scales")},
-    _of_all("_blocks", "_scales"),
-    {"w_gate_up": ["input_linear.weight"], "w_down": ["output_linear.weight"]},
-    {"w_gate_up": ["experts.fc1.weight"], "w_down": ["experts.fc2.weight"]},
+    *(
+        _format((_EACH + gate, _EACH + up), _EACH + down, *suffixes, ".bias")
+        for gate, up, down in _PROJECTIONS
+        for suffixes in _SUFFIXES
+    ),
+    _format(["experts.gate_up_proj"], "experts.down_proj", "", None, "_bias"),
+    _format(["experts.gate_up_proj"], "experts.down_proj", "_blocks", "_scales", "_bias"),
+    _format(["input_linear"], "output_linear", ".weight"),
+    _format(["experts.fc1"], "experts.fc2", ".weight"),
 )
-"""Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an expert."""
 _OF_EXPERTS = ("experts.", "input_linear.", "output_linear.")
 _MOST_NAMES = 6  # of a message
 _PARTS = ("gate_up", "down")
 _WEIGHTS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
 _PACKED = ("U8", "I8")  # bytes, each of which has two numbers
-_BLOCKS = (SCALE_BLOCK, SCALE_BLOCK)
 _SCALES = {"F8_E4M3": ("F32", "F16", "BF16", "F8_E8M0", "U8"), "U8": ("U8", "F8_E8M0"), "I8": ("U8", "F8_E8M0")}
 """Dtypes of scales, by that of their weights. Bytes are UE8M0."""
 
@@ -112,10 +108,8 @@ class Stored(NamedTuple):
     num: int
     """E."""
     transposed: bool
-    shared_scales: dict[str, tuple[int, int]]
-    """Rows and columns that share a scale, by part. Without scales there is none."""
-    packed: bool
-    """Whether a byte has two numbers."""
+    native: torch.dtype | None
+    """The dtype in which `GroupedExperts` take weights with these scales: fp8 or MXFP4. None: no scales, or others."""
     D: int
     """0 if a file with a header that is needed is not there."""
     F: int
@@ -144,37 +138,41 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """The tensors in a folder, by name. Each is read when it is asked for, and nothing is downloaded.
 
     A MoE block is named as in the model, like "model.layers.3.mlp"; the `block_sparse_moe` of Mixtral's checkpoints is
-    found by that name, too. Its experts are
-
-    - tensors of each expert, `BLOCK.experts.7.gate_proj.weight`, `up_proj` and `down_proj`, or Mixtral's w1, w3 and w2,
-      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv`, `weight_scale` or `scale`:
-      for blocks of 128 × 128, for the weight or for each row in fp32, fp16, bf16 or UE8M0, or for 32 elements in
-      UE8M0. MXFP4 is a `weight_packed` or an int8 `weight`, with UE8M0 scales for 32 elements;
-    - one tensor of all experts, `BLOCK.experts.gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], or both transposed
-      as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; gpt-oss's `gate_up_proj_blocks`
-      and `gate_up_proj_scales` in MXFP4; or Granite's `input_linear` and `output_linear`, or Aria's `experts.fc1` and
-      `experts.fc2`.
-
-    All experts of a block have the same tensors, dtypes and shapes, one expert for each row of the router. Anything
-    else below `BLOCK.experts` or the router is refused, since a model without it is another function.
+    found by that name, too. Its experts have tensors each, such as `BLOCK.experts.7.gate_proj.weight`, or one for all,
+    such as `BLOCK.experts.gate_up_proj` [E, 2F, D] or transposed, with scales and biases if there are any: the page on
+    checkpoints has the formats. All experts of a block have the same tensors, dtypes and shapes, one expert for each
+    row of the router. Anything else below `BLOCK.experts` or the router is refused, since a model without it is another
+    function.
 
     Args:
-        path: of the folder. Its `model.safetensors.index.json` says which file has a tensor. Without one, the headers
-            of all files are read.
+        path: of the folder. Its files are those that transformers reads: `model.safetensors` alone if it is there,
+            otherwise those of `model.safetensors.index.json`, of which some may be absent, otherwise all. The headers
+            of files say which tensors they have, and the index says it of absent files.
 
     Raises:
-        ValueError: the folder has no weights, or a file cannot be read.
-        ImportError: safetensors is not installed; with an index, when the first tensor is read.
+        ValueError: the folder has no weights, a file cannot be read, or two files have a tensor of one name.
+        ImportError: safetensors is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._opened: dict[str, Any] = {}
-        if (index := self.path / INDEX).is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        self._file_of: dict[str, str] = {}
+        indexed: dict[str, str] = {}
+        if (self.path / WHOLE).is_file():
+            files = [WHOLE]
+        elif (self.path / INDEX).is_file():
+            indexed = _weight_map(self.path / INDEX)
+            files = sorted(file for file in set(indexed.values()) if (self.path / file).is_file())
         else:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
-            self._file_of = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        for file in files:
+            for name in self._open(file).keys():  # noqa: SIM118
+                if (other := self._file_of.setdefault(name, file)) != file:
+                    raise ValueError(f"{self.path}: only one file must have `{name}`, got {other} and {file}")
+        for name, file in indexed.items():
+            if file not in files:
+                self._file_of.setdefault(name, file)
         if not self._file_of:
             raise ValueError(f"{self.path}: has no weights (*.safetensors)")
 
@@ -221,29 +219,25 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     ) -> dict[str, Tensor]:
         """Some experts of a MoE block. Of other experts only headers are read, of the files that are there.
 
-        MXFP4 stays as it is on GPUs of compute capability 9. All other weights with other scales than those of blocks
-        of 128 × 128 become fp8 with such scales if every weight of every expert keeps its value, and D is a multiple of
-        128; of MXFP4 also F, if experts share a tensor. Otherwise they become bf16, and a warning of the logger "epmoe"
-        names the tensors. The scales of all experts, in the files that are there, decide, so that all ranks decide
-        alike.
+        fp8 with scales of blocks of 128 × 128 stays as it is, and on GPUs of compute capability 9 so does MXFP4. All
+        other weights with scales become bf16, and a warning of the logger "epmoe" names the tensors.
 
         Args:
             block: its name.
             logical: the experts, in the order of the result: `Placement.logical_experts` of a rank for instance.
             device: of the result.
-            dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded once; or fp8 e4m3,
-                to which other scales are converted, or the call raises; or uint8 for MXFP4 as it is. None: the
-                checkpoint's, but as above.
+            dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded once; or fp8 e4m3
+                or uint8 for fp8 of blocks or MXFP4 as it is, on any device. None: the checkpoint's, but as above.
 
         Returns:
             Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the checkpoint has them.
-            Scales are fp32, or those of MXFP4; biases of experts with scales are bf16. fp8 experts, each with tensors
-            of its own, have zeros up to the next F that is a multiple of 128: they add nothing.
+            Scales are fp32, or those of MXFP4; biases of experts with scales are bf16. fp8 experts have zeros up to the
+            next F that is a multiple of 128: they add nothing.
 
         Raises:
             TypeError: `dtype` is another one.
             ValueError: there is no such block, or its experts have another format: the message names the file, the
-                tensors and their dtypes and shapes. Or `dtype` cannot hold the values, or they are not MXFP4.
+                tensors and their dtypes and shapes. Or they are not fp8 of blocks or MXFP4, as `dtype` wants them.
             LookupError: the checkpoint has no expert of this number.
         """
         if dtype not in (None, FP8, MXFP4, *FLOATS):
@@ -252,23 +246,29 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         E = self.shape(f"{block}.{router}.weight")[0]
         if outside := sorted({x for x in logical if not 0 <= x < E}):
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
-        stored = self._check(self._format(block, E), E)
-        if dtype is None and stored.packed and on_hopper(device):
-            dtype = MXFP4
-        dtype = self._dtype(stored, block, dtype)
+        stored = self._stored(block, E)
+        if dtype in (FP8, MXFP4) and dtype != stored.native:
+            needed = "MXFP4" if dtype == MXFP4 else "fp8 with a scale for each block of 128 × 128"
+            raise ValueError(
+                f"{self.path}: the experts of `{block}` must be {needed} to be loaded in {dtype_name(dtype)}"
+            )
+        if dtype is None and "down_scales" in stored.tensors:
+            dtype = stored.native
+            if dtype is None or dtype == MXFP4 and not on_hopper(device):
+                why = "GPUs of compute capability 9.0 have kernels for MXFP4"
+                why = why if dtype else "experts in fp8 have scales of blocks of 128 × 128"
+                names = _some({name for part in _PARTS for name in stored.tensors[f"w_{part}"]})
+                _log.warning("%s: experts are dequantized to bf16: %s: %s", self.path, names, why)
+                dtype = torch.bfloat16
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
-    def has_block(self, block: str) -> bool:
-        """Whether there is a MoE block of this name."""
-        return any(True for _ in self._candidates(block))
-
-    def stored(self, block: str) -> Stored:
-        """How a MoE block is stored. Raises the ValueErrors of `router` and `experts`."""
-        block, router = self._find(block)
+    def stored(self, *blocks: str) -> Stored:
+        """How the first of these MoE blocks is stored. Raises the ValueErrors of `router` and `experts`."""
+        block, router = self._find(*blocks)
         names = self._router(block, router)
         E = self.shape(names["router_weight"])[0]
-        stored = self._check(self._format(block, E), E)
-        ours = {*names.values(), *(_of(x, name) for each in stored.tensors.values() for name in each for x in range(E))}
+        stored = self._stored(block, E)
+        ours = {*names.values(), *_of_all((name for each in stored.tensors.values() for name in each), E)}
         return stored._replace(router=names, others=self._under(f"{block}.") - ours)
 
     def shape(self, name: str) -> list[int]:
@@ -293,7 +293,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
         """Arguments of `GroupedExperts`, for one expert."""
-        padding = -stored.F % SCALE_BLOCK if dtype == FP8 and not stored.fused else 0
+        padding = -stored.F % SCALE_BLOCK if dtype == FP8 else 0
         out = {}
         for part in _PARTS:
             weights, scales, biases = (
@@ -302,20 +302,21 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             )
             if stored.transposed:
                 weights = [weight.t() for weight in weights]
-            if scales and dtype == FP8:
-                blocks = [self._blocks(stored, part, *pair) for pair in zip(weights, scales, strict=True)]
-                weights = [_padded(q, padding, 0 if part == "gate_up" else 1) for q, _ in blocks]
-                out[f"{part}_scales"] = torch.cat([of_blocks for _, of_blocks in blocks])
-            elif scales and dtype == MXFP4:
+            if dtype == FP8:
+                weights = [_padded(weight, padding, 0 if part == "gate_up" else 1) for weight in weights]
+                scales = [formats.scale_values(of_blocks) for of_blocks in scales]
+            elif dtype == MXFP4:
                 weights = [weight.view(MXFP4) for weight in weights]
-                out[f"{part}_scales"] = torch.cat([of_groups.view(torch.uint8) for of_groups in scales])
-            elif scales:
-                assert dtype is not None
+                scales = [of_groups.view(torch.uint8) for of_groups in scales]
+            elif dtype is not None and scales:
                 weights = [formats.dequantized(*pair, dtype) for pair in zip(weights, scales, strict=True)]
+                scales = []
             out[f"w_{part}"] = torch.cat(weights).to(dtype)
+            if scales:
+                out[f"{part}_scales"] = torch.cat(scales)
             if biases:
                 biases = [pad(bias, (0, padding if part == "gate_up" else 0)) for bias in biases]
-                out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if dtype in (FP8, MXFP4) else dtype)
+                out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if scales else dtype)
         return out
 
     def _read(self, name: str, x: int) -> Tensor:
@@ -323,124 +324,60 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
         return tensor.flatten(1) if tensor.dim() == 3 else tensor
 
-    def _blocks(self, stored: Stored, part: str, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """A quantized weight with fp32 scales of blocks; `_dtype` has found that it can have them."""
-        if stored.shared_scales[part] == _BLOCKS:
-            return weight, formats.scale_values(scales)
-        made = formats.to_blocks(weight, scales)
-        assert made is not None
-        return made
+    def _find(self, *blocks: str) -> tuple[str, str]:
+        """The name in the checkpoint of the first of these blocks that is there, and its router's."""
+        for block in blocks:
+            for name in (block, f"{block.rpartition('.')[0]}.block_sparse_moe"):
+                for router in _ROUTERS:
+                    if f"{name}.{router}.weight" in self:
+                        return name, router
+        raise ValueError(f"{self.path}: has no MoE block `{blocks[0]}`: it has no tensor `{blocks[0]}.gate.weight`")
 
-    def _dtype(self, stored: Stored, block: str, wanted: torch.dtype | None) -> torch.dtype | None:
-        """The dtype to load; None is the checkpoint's. Raises ValueError where `wanted` cannot hold the weights."""
-        if wanted == MXFP4:
-            if not stored.packed:
-                raise ValueError(f"{self.path}: the experts of `{block}` must be MXFP4 to be loaded in uint8")
-            return wanted
-        if not stored.shared_scales:
-            if wanted == FP8:
-                raise ValueError(f"{self.path}: the experts of `{block}` must have scales to be loaded in fp8")
-            return wanted
-        if wanted in FLOATS:
-            return wanted
-        others = [part for part in _PARTS if stored.shared_scales[part] != _BLOCKS]
-        odd = [f"{name}={n}" for name, n in {"D": stored.D, "F": stored.F if stored.fused else 0}.items() if n % 128]
-        if not others:
-            return FP8
-        if odd and wanted is None:
-            why = f"fp8 GEMMs need multiples of {SCALE_BLOCK}, got {' and '.join(odd)}"
-            names = {name for part in others for name in stored.tensors[f"w_{part}"]}
-        else:
-            why = f"a scale for each block of {SCALE_BLOCK} × {SCALE_BLOCK} in fp8 would change values"
-            names = self._inexact(stored, others)
-        if not names:
-            return FP8
-        if wanted == FP8:
-            raise ValueError(f"{self._path(min(names))}: `dtype` must be a wider one for {_some(names)}: {why}")
-        _log.warning("%s: experts are dequantized to bf16, %s: %s", self.path, _some(names), why)
-        return torch.bfloat16
-
-    def _inexact(self, stored: Stored, parts: Sequence[str]) -> set[str]:
-        """The first few weights that would change in fp8 with scales of blocks, in the files that are here."""
-        names = set[str]()
-        for x in range(stored.num):
-            for part in parts:
-                for pair in zip(stored.tensors[f"w_{part}"], stored.tensors[f"{part}_scales"], strict=True):
-                    if not all(self._path(_of(x, name)).is_file() for name in pair):
-                        continue
-                    weight, of_weight = pair
-                    scales = self._read(of_weight, x)
-                    if formats.lie_close(scales, packed=stored.packed):
-                        continue
-                    if formats.to_blocks(self._read(weight, x), scales) is None:
-                        names.add(_of(x, weight))
-            if len(names) > _MOST_NAMES:
-                break
-        return names
-
-    def _find(self, block: str) -> tuple[str, str]:
-        """A block's name in the checkpoint, and its router's."""
-        for found in self._candidates(block):
-            return found
-        raise ValueError(f"{self.path}: has no MoE block `{block}`: it has no tensor `{block}.gate.weight`")
-
-    def _candidates(self, block: str) -> Iterator[tuple[str, str]]:
-        for name in (block, f"{block.rpartition('.')[0]}.block_sparse_moe"):
-            for router in _ROUTERS:
-                if f"{name}.{router}.weight" in self:
-                    yield name, router
-
-    def _format(self, block: str, E: int) -> dict[str, list[str]]:
+    def _tensors(self, block: str, E: int) -> dict[str, list[str]]:
         """The one of `_FORMATS` that the experts have, without arguments that they lack, and with full names.
 
         Raises ValueError unless each of E experts has its tensors, and the experts have no others.
         """
         held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
         held -= {f"{block}.{bias}" for bias in _CHOICE_BIASES}
-        found: list[tuple[dict[str, list[str]], dict[str, set[str]]]] = []
-        for known in _FORMATS:
-            full = {
-                argument: {_of(x, f"{block}.{pattern}") for pattern in patterns for x in range(E)}
-                for argument, patterns in known.items()
-            }
-            present = {argument: names for argument, names in full.items() if names & held}
-            if {"w_gate_up", "w_down"} <= present.keys():
-                found.append((known, present))
-        if not found:
+        patterns = {re.sub(r"^experts\.\d+\.", _EACH, name.removeprefix(f"{block}.")) for name in held}
+        present = [{argument: names for argument, names in known.items() if patterns & {*names}} for known in _FORMATS]
+        present = [each for each in present if {"w_gate_up", "w_down"} <= each.keys()]
+        if not present:
             where = self._path(min(held)) if held else self.path
             raise ValueError(
                 f"{where}: the experts of `{block}` must be `gate_proj`, `up_proj` and `down_proj`, "
                 f"or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and `down_proj` of all, got "
                 f"{_some(self._under(f'{block}.'))}"
             )
-        known, present = min(found, key=lambda each: len(set[str]().union(*each[1].values()) ^ held))
-        wanted = set[str]().union(*present.values())
+        found = min(present, key=lambda each: len(patterns.difference(*each.values())))
+        names = {pattern for of_argument in found.values() for pattern in of_argument}
+        wanted = _of_all((f"{block}.{pattern}" for pattern in names), E)
         if wanted != held:
             odd = f"got also {_some(held - wanted)}" if held - wanted else f"lack {_some(wanted - held)}"
             raise ValueError(
                 f"{self._path(min(held - wanted or held))}: the experts of `{block}`, 0 to {E - 1} as its router has "
-                f"{E} rows, have {_some({pattern for argument in present for pattern in known[argument]})}, but {odd}"
+                f"{E} rows, have {_some(names)}, but {odd}"
             )
-        return {argument: [f"{block}.{pattern}" for pattern in known[argument]] for argument in present}
+        return {argument: [f"{block}.{pattern}" for pattern in found[argument]] for argument in found}
 
-    def _check(self, tensors: dict[str, list[str]], E: int) -> Stored:
+    def _stored(self, block: str, E: int) -> Stored:
         """How the experts are stored. Only headers are read, and not those of files that other ranks have.
 
         Raises ValueError unless all experts have one format, and it is a known one.
         """
+        tensors = self._tensors(block, E)
         headers: dict[str, _Header] = {}
-        files = {self._file_of[_of(x, name)] for names in tensors.values() for name in names for x in range(E)}
-        here = {file for file in files if (self.path / file).is_file()}
         for argument, names in tensors.items():
             for name in dict.fromkeys(_of(x, name) for name in names for x in range(E)):
-                if self._file_of[name] in here:
+                if self._file_of[name] in self._opened:
                     part = self._slice(name)
                     header = _Header(name, part.get_dtype(), part.get_shape())
                     first = headers.setdefault(argument, header)
                     if header[1:] != first[1:]:
                         raise self._refusal(header, f"but {first}: all experts must have one format")
         if headers.keys() != tensors.keys():
-            return Stored({}, tensors, set(), E, False, {}, False, 0, 0)  # to read what is not there is an error
+            return Stored({}, tensors, set(), E, False, None, 0, 0)  # to read what is not there is an error
         gate_up, down = headers["w_gate_up"], headers["w_down"]
         packed = down.dtype in _PACKED and "down_scales" in headers
         if gate_up.dtype != down.dtype or down.dtype not in _WEIGHTS and not packed:
@@ -454,17 +391,11 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         D, F = (k, n) if transposed else (n, k)
         if not transposed and up != [2 * F if fused else F, D]:
             raise self._refusal(gate_up, f"and {down}, which do not fit each other")
-        shared = {
-            part: self._shared_scales(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed)
-            for part in _PARTS
-        }
-        found = {part: of_part for part, of_part in shared.items() if of_part is not None}
-        return Stored({}, tensors, set(), E, transposed, found, packed, D, F)
+        native = {self._native(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed) for part in _PARTS}
+        return Stored({}, tensors, set(), E, transposed, native.pop() if len(native) == 1 else None, D, F)
 
-    def _shared_scales(
-        self, weight: _Header, scales: _Header | None, fused: bool, packed: bool
-    ) -> tuple[int, int] | None:
-        """Rows and columns that share a scale; None without scales. Raises ValueError unless weights have theirs."""
+    def _native(self, weight: _Header, scales: _Header | None, fused: bool, packed: bool) -> torch.dtype | None:
+        """`Stored.native` of a weight. Raises ValueError unless it has the scales that it needs."""
         known = _SCALES.get(weight.dtype)
         if known is None:
             if scales is not None:
@@ -480,7 +411,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             blocks = f"{[-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)]} for {[n, k]}, one for each block of 128 × 128"
             several = groups if packed else f"{blocks}, or one for each row, group of {formats.GROUP} or weight"
             raise self._refusal(scales, f"but scales must be {' or '.join(known)} {several}")
-        return shared
+        return MXFP4 if packed else FP8 if shared == (SCALE_BLOCK, SCALE_BLOCK) else None
 
     def _refusal(self, header: _Header, why: str) -> ValueError:
         return ValueError(f"{self._path(header.name)}: {header}, {why}")
@@ -507,9 +438,23 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return self._opened[file]
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index says."""
+    try:
+        described = json.loads(index.read_text(encoding="utf-8"))
+        return {str(name): str(file) for name, file in described["weight_map"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: must have a `weight_map` of names to files, got {error!r}") from None
+
+
 def _of(expert: int, pattern: str) -> str:
     """The name of an expert's tensor, or of that of all experts."""
     return pattern.replace("*", str(expert))
+
+
+def _of_all(patterns: Iterable[str], E: int) -> set[str]:
+    """The names of all experts' tensors."""
+    return {_of(x, pattern) for pattern in patterns for x in range(E)}
 
 
 def _some(names: Set[str]) -> str:

@@ -68,7 +68,7 @@ def die_in_it(state, what: str, folder: Path) -> None:
     def die(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGKILL)
 
-    state_dicts._gather = dcp.save = dcp.load = die
+    state_dicts.gather = dcp.save = dcp.load = die
     run(state, what, folder)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,8 @@ pytest.importorskip("transformers")
 from helpers import TINY_MODEL
 from launched import ROOT
 from mxfp4_models import quantize
+from safetensors import SafetensorError
+from test_checkpoint_folders import died, fork, largest_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import epmoe
@@ -66,6 +70,7 @@ def spread(model: nn.Module, ep: epmoe.ExpertParallel, folder: epmoe.Safetensors
     for name, block in list(model.named_modules()):
         if hasattr(block, "experts") and (hasattr(block, "gate") or hasattr(block, "router")):
             shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+            shared = GatedExpert(block) if hasattr(block, "shared_expert_gate") else shared
             layer = epmoe.MoELayer.from_safetensors(ep, folder, name, shared=shared, **options)
             model.set_submodule(name, Block(layer) if type(block).__name__ == "GptOssMLP" else layer)
     return model
@@ -195,13 +200,52 @@ def test_a_folder_with_files_is_left_as_it_is(deepseek):
     assert {file: file.read_bytes() for file in folder.path.iterdir()} == before
 
 
-def test_a_write_that_fails_leaves_nothing(deepseek, tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_nothing(deepseek, tmp_path):
     model, folder = deepseek
-
-    def no_space(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.pwrite", no_space)
-    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep, pytest.raises(OSError, match="No space"):
-        epmoe.checkpoint.save_pretrained(spread(model, ep, folder), tmp_path / "end", folder)
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        trained = spread(model, ep, folder)
+        with largest_file(100_000), pytest.raises(SafetensorError, match="File too large"):
+            epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_death_at_any_write_leaves_no_folder_or_the_whole(deepseek, tmp_path):
+    model, folder = deepseek
+    end = tmp_path / "end"
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        trained = spread(model, ep, folder)
+
+        def save() -> None:
+            epmoe.checkpoint.save_pretrained(trained, end, folder, max_shard_bytes=100_000)
+
+        save()  # imports what it needs
+        want = {file.name: file.read_bytes() for file in end.iterdir()}
+        for number in itertools.count(1):
+            if end.exists():
+                shutil.rmtree(end)
+            ended = not died(fork(save, number))
+            if end.exists():
+                assert {file.name: file.read_bytes() for file in end.iterdir()} == want
+            if ended:
+                break
+    assert end.exists() and number > 20 and {file.name for file in tmp_path.iterdir()} == {"end"}
+
+
+class GatedExpert(nn.Module):
+    """A shared expert with the gate that Qwen2's blocks have, [1, D]."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.shared_expert, self.shared_expert_gate = block.shared_expert, block.shared_expert_gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+
+
+def test_a_gated_shared_expert_is_saved(tmp_path):
+    model = tiny("qwen2_moe", tmp_path / "start")
+    folder = epmoe.SafetensorsFolder(tmp_path / "start")
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        trained = spread(model, ep, folder)
+        epmoe.checkpoint.save_pretrained(train(trained), tmp_path / "end", folder)
+    assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))

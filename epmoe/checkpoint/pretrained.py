@@ -1,9 +1,9 @@
-"""A trained model as a folder of Hugging Face, which transformers loads: every rank writes its own experts into it.
+"""A trained model as a folder of Hugging Face, which transformers loads.
 
-    rank 0     headers of all files ─┬─▶ tensors that all ranks have ───┐
-    each rank                        └─▶ its experts, in their places ──┴─▶ the folder gets its name
+    every rank   its experts ─────────────────────▶ files of its own ─┐
+    all ranks    tensors that ranks share or part ─▶ files of rank 0 ─┴─▶ index ─▶ the folder gets its name
 
-All ranks know the place of each tensor, so that nothing but FSDP's shards travels.
+All ranks know the tensors of each file. What several ranks have parts of travels to the rank that writes it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from epmoe.checkpoint.safetensors_folder import INDEX, SafetensorsFolder, Stored
+from epmoe.checkpoint.folders import sync
+from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, SafetensorsFolder, Stored
+from epmoe.checkpoint.state_dicts import gather
 from epmoe.group.collective import all_ranks, naming, peers_of
 from epmoe.native.arguments import dtype_name
+from epmoe.service import ExpertParallel
 from epmoe.training.models import ExpertLayer, expert_layers, expert_parallels
 
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""The dtypes that can be saved, as safetensors names them."""
 _QUANTIZATION = ("quantization_config", "compression_config")
-_ALIGNMENT = 8  # of the data in a file of safetensors
-_MOST_WRITTEN = 2**30  # bytes in a call
-
-
-class _Row(NamedTuple):
-    """A part of a tensor, of contiguous bytes."""
-
-    offset: int
-    """in bytes, from the beginning of the tensor"""
-    read: Callable[[], Tensor]
 
 
 class _Saved(NamedTuple):
@@ -50,24 +38,15 @@ class _Saved(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: list[int]
-    rows: list[_Row]
-    """What this rank writes."""
-    whole: Tensor | None
-    """What rank 0 writes; a DTensor is gathered by all ranks."""
+    read: Callable[[], Tensor]
+    """Returns the tensor on the rank that writes it."""
+    owner: tuple[int, int] | None = None
+    """The one rank that has it: the number of its ExpertParallel in the model, and its rank there. None: all ranks have
+    it or parts of it. Then `read` is collective, and rank 0 writes."""
 
     @property
     def num_bytes(self) -> int:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
-
-
-class _File(NamedTuple):
-    """A file of the folder."""
-
-    name: str
-    header: bytes
-    tensors: list[tuple[int, _Saved]]
-    """with the places of their data in the file"""
-    num_bytes: int
 
 
 def save_pretrained(
@@ -79,10 +58,11 @@ def save_pretrained(
 ) -> None:
     """Save a model as the folder of Hugging Face from which its layers come, which transformers loads. Collective.
 
-    Every rank writes its experts into their places in the files; rank 0 writes everything else. No rank holds more than
-    one expert's tensor besides the model. The tensors have the dtypes of the model. Their names are those of `like`,
-    but without scales: experts that were fp8 or MXFP4 are saved as the model has them. Other files of `like`, such as
-    those of the tokenizer, are copied; `config.json` gets the dtype of the experts, and loses a quantization.
+    Every rank writes files with its experts; rank 0 writes everything else, also experts of checkpoints that have one
+    tensor of all experts. A rank holds the tensors of a file on the CPU besides the model. They have the dtypes of the
+    model. Their names are those of `like`, but without scales: experts that were fp8 or MXFP4 are saved as the model
+    has them. Other files of `like`, such as those of the tokenizer, are copied; `config.json` gets the dtype of the
+    experts, and loses a quantization.
 
     The folder appears as a whole or not at all: files are written to a hidden folder beside it, which is renamed.
 
@@ -103,35 +83,41 @@ def save_pretrained(
     """
     module = module.module if isinstance(module, DistributedDataParallel) else module
     source = like if isinstance(like, SafetensorsFolder) else SafetensorsFolder(like)
-    target = Path(folder).absolute()
+    target = Path(folder).resolve()
     hidden = target.with_name(f".{target.name}.partial")
     eps = expert_parallels(module)
     with naming("save_pretrained", eps), all_ranks(eps) as peers:
         try:
             with peers.together():
-                tensors = _tensors(module, source)
-                files = _files(tensors, max_shard_bytes)
-                digest = hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
+                files = _files(_tensors(module, eps, source), max_shard_bytes)
+                described = [(name, [each[:3] for each in tensors]) for name, tensors in files.items()]
+                digest = hashlib.sha256(repr(described).encode()).hexdigest()
             if len(set(peers.all_gather(digest))) > 1:
                 raise ValueError("ranks must have the same model and `like`, got other names, dtypes or shapes")
             with peers.together():
                 if peers.rank == 0:
                     _begin(source, target, hidden, files, _dtype_of_experts(module))
+            mine = {(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
             with peers.together():
-                for file in files:
-                    _write_experts(hidden / file.name, file)
-            with peers.together():
-                _write_rest(hidden, files, peers.rank == 0)
+                for name, tensors in files.items():
+                    if tensors[0].owner in mine:
+                        _write(hidden / name, _gathered(tensors))
+            for name, tensors in files.items():
+                if tensors[0].owner is None:
+                    gathered = _gathered(tensors, kept=peers.rank == 0)
+                    with peers.together():
+                        if peers.rank == 0:
+                            _write(hidden / name, gathered)
             with peers.together():
                 if peers.rank == 0:
                     os.rename(hidden, target)
-                    _sync(target.parent)
+                    sync(target.parent)
         finally:
             if peers.rank == 0:
                 shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
+def _tensors(module: nn.Module, eps: list[ExpertParallel], source: SafetensorsFolder) -> list[_Saved]:
     """All tensors of the folder, in an order that is the same on all ranks. Raises what `save_pretrained` says."""
     state = dict(module.state_dict())
     saved: list[_Saved] = []
@@ -152,7 +138,8 @@ def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
                 f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: {wanted}, got {found}"
             )
         state.pop(layer.extra, None)
-        saved += _of_experts(layer, stored, {name: state.pop(layer.prefix + name) for name in layer.names})
+        tensors = {name: state.pop(layer.prefix + name) for name in layer.names}
+        saved += _of_experts(layer, eps.index(layer.ep), stored, tensors)
         blocks[prefix] = stored.others
         for key in [key for key in state if key.startswith(f"{prefix}.")]:
             names[key] = _name_in_block(key, prefix, stored, source)
@@ -164,10 +151,10 @@ def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
                 continue
             raise ValueError(f"{source.path}: has no tensor for `{key}` of the model")
         shape = source.shape(name)
-        flat = key in names and shape[:-1] == [1] * (len(shape) - 1)  # a bias of the choice, which may be [1, E]
-        if (shape[-1:] if flat else shape) != list(value.shape):
+        may_be = [shape, [shape[-1]]] if key in names and shape[:-1] == [1] else [shape]  # [1, E], a bias of the choice
+        if list(value.shape) not in may_be:
             raise ValueError(f"{source.path}: `{name}` is {shape}, but `{key}` of the model is {list(value.shape)}")
-        saved.append(_Saved(name, value.dtype, shape, [], value))
+        saved.append(_Saved(name, value.dtype, shape, partial(_whole, value)))
     written = {each.name for each in saved}
     for prefix, others in blocks.items():
         if missing := sorted(others - written):
@@ -176,40 +163,43 @@ def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
                 "whose names end like these"
             )
     for each in saved:
-        if each.dtype not in _NAMES:
+        if each.dtype.itemsize == 1 and each.dtype.is_floating_point:
             raise TypeError(f"`{each.name}` must be dequantized to be saved, got {dtype_name(each.dtype)}")
-    return sorted(saved, key=lambda each: each.name)
+    return sorted(saved, key=lambda each: (each.owner or (-1, 0), each.name))
 
 
-def _of_experts(layer: ExpertLayer, stored: Stored, tensors: Mapping[str, Tensor]) -> Iterator[_Saved]:
-    """The tensors of a layer's experts. Of copies of an expert one is written, in the group that has rank 0."""
-    ep = layer.ep
-    E = stored.num
-    writes = 0 in peers_of(ep).global_ranks
-    holders = [ep.holder(x, layer.tag) for x in range(E)]
-    mine = {x: index for x, (rank, index) in enumerate(holders) if writes and rank == ep.rank}
-    for argument, local in tensors.items():
+def _of_experts(layer: ExpertLayer, number: int, stored: Stored, tensors: Mapping[str, Tensor]) -> Iterator[_Saved]:
+    """The tensors of a layer's experts, whose ExpertParallel has a number. Of copies of an expert one is written."""
+    for argument, tensor in tensors.items():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         names = stored.dequantized[argument]
-        transposed = stored.dequantized_transposed and argument.startswith("w_")
         shape = [local.shape[1] // len(names), *local.shape[2:]]
-        shape = shape[::-1] if transposed else shape
-        num_bytes = int(torch.Size(shape).numel()) * local.dtype.itemsize
-        for part, name in enumerate(names):
-            rows = {
-                x: _Row(x * num_bytes, partial(_part, local, i, part, len(names), transposed)) for x, i in mine.items()
-            }
-            if stored.fused:
-                yield _Saved(name, local.dtype, [E, *shape], list(rows.values()), None)
-                continue
-            for x in range(E):
-                own = [rows[x]._replace(offset=0)] if x in rows else []
-                yield _Saved(name.replace("*", str(x)), local.dtype, shape, own, None)
+        if stored.fused:
+            transposed = stored.dequantized_transposed and argument.startswith("w_")
+            shape = [stored.num, *(shape[::-1] if transposed else shape)]
+            yield _Saved(names[0], local.dtype, shape, partial(_all_experts, local, layer, transposed))
+            continue
+        for x in range(stored.num):
+            rank, index = layer.ep.holder(x, layer.tag)
+            for part, name in enumerate(names):
+                read = partial(_part, local, index, part, len(names))
+                yield _Saved(name.replace("*", str(x)), local.dtype, shape, read, (number, rank))
 
 
-def _part(local: Tensor, index: int, part: int, parts: int, transposed: bool) -> Tensor:
+def _all_experts(local: Tensor, layer: ExpertLayer, transposed: bool) -> Tensor:
+    whole = gather(local, layer, cpu_offload=True)
+    return whole.mT if transposed else whole
+
+
+def _part(local: Tensor, index: int, part: int, parts: int) -> Tensor:
     """A part of an expert's rows: gate or up, or both."""
-    rows = local[index].chunk(parts)[part]
-    return rows.t() if transposed else rows
+    return local[index].chunk(parts)[part]
+
+
+def _whole(value: Any) -> Tensor:
+    """A tensor that FSDP may have sharded."""
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
 
 
 def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFolder) -> str:
@@ -233,47 +223,32 @@ def _tied(module: nn.Module) -> dict[str, list[str]]:
     return {name: same for same in names.values() for name in same}
 
 
-def _files(tensors: list[_Saved], max_shard_bytes: int) -> list[_File]:
-    """The files, named as `save_pretrained` of transformers does."""
+def _files(tensors: list[_Saved], max_shard_bytes: int) -> dict[str, list[_Saved]]:
+    """The files, named as `save_pretrained` of transformers does, with their tensors, which have one owner."""
     shards: list[list[_Saved]] = []
     room = 0
     for tensor in tensors:
-        if not shards or tensor.num_bytes > room:
+        if not shards or tensor.num_bytes > room or tensor.owner != shards[-1][0].owner:
             shards.append([])
             room = max_shard_bytes
         shards[-1].append(tensor)
         room -= tensor.num_bytes
-    files = []
-    for i, shard in enumerate(shards, start=1):
-        name = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        starts = []
-        end = 0
-        for each in sorted(shard, key=lambda each: (-each.dtype.itemsize, each.name)):  # which aligns them all
-            starts.append((end, each))
-            offsets = [end, end + each.num_bytes]
-            described[each.name] = {"dtype": _NAMES[each.dtype], "shape": each.shape, "data_offsets": offsets}
-            end = offsets[1]
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        header = len(text).to_bytes(8, "little") + text
-        files.append(_File(name, header, [(len(header) + start, each) for start, each in starts], len(header) + end))
-    return files
+    count = len(shards)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [WHOLE]
+    return dict(zip(names, shards, strict=True))
 
 
-def _begin(source: SafetensorsFolder, target: Path, hidden: Path, files: list[_File], dtype: str) -> None:
-    """Make the hidden folder, with headers, room for all tensors, and the files that are not of tensors."""
+def _begin(
+    source: SafetensorsFolder, target: Path, hidden: Path, files: Mapping[str, list[_Saved]], dtype: str
+) -> None:
+    """Make the hidden folder, with the files that are not of tensors."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target}: must not exist, or be an empty folder")
     shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
     hidden.mkdir(parents=True)
-    for file in files:
-        with (hidden / file.name).open("wb") as opened:
-            opened.write(file.header)
-            opened.truncate(file.num_bytes)
     if len(files) > 1:
-        weight_map = {each.name: file.name for file in files for _, each in file.tensors}
-        size = sum(each.num_bytes for file in files for _, each in file.tensors)
+        weight_map = {each.name: name for name, tensors in files.items() for each in tensors}
+        size = sum(each.num_bytes for tensors in files.values() for each in tensors)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         (hidden / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for other in source.path.iterdir():
@@ -290,52 +265,21 @@ def _begin(source: SafetensorsFolder, target: Path, hidden: Path, files: list[_F
         (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_experts(path: Path, file: _File) -> None:
-    """Write this rank's experts."""
-    for start, tensor in file.tensors:
-        for row in tensor.rows:
-            _write(path, row.read(), start + row.offset)
-    _sync(path)
+def _gathered(tensors: list[_Saved], kept: bool = True) -> dict[str, Tensor]:
+    """Tensors in memory of their own, as safetensors wants them, or {} unless they are `kept`."""
+    out = {}
+    for each in tensors:
+        tensor = each.read()
+        if kept:
+            out[each.name] = torch.empty(each.shape, dtype=each.dtype).copy_(tensor.detach().reshape(each.shape))
+    return out
 
 
-def _write_rest(hidden: Path, files: list[_File], is_first: bool) -> None:
-    """Write what all ranks have, on rank 0. Where it fails it still gathers DTensors, for which other ranks wait."""
-    problem: OSError | None = None
-    for file in files:
-        for start, tensor in file.tensors:
-            whole: Any = tensor.whole
-            if hasattr(whole, "full_tensor"):
-                whole = whole.full_tensor()
-            if is_first and whole is not None and problem is None:
-                try:
-                    _write(hidden / file.name, whole, start)
-                except OSError as error:
-                    problem = error
-    if problem is not None:
-        raise problem
-    for file in files if is_first else ():
-        _sync(hidden / file.name)
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
 
-
-def _write(path: Path, tensor: Tensor, offset: int) -> None:
-    """Write a tensor's bytes to a place of a file."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    written = 0
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        while written < len(data):
-            written += os.pwrite(descriptor, data[written : written + _MOST_WRITTEN], offset + written)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    save_file(tensors, path, metadata={"format": "pt"})
+    sync(path)
 
 
 def _dtype_of_experts(module: nn.Module) -> str:

@@ -60,7 +60,7 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
         state = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
         for layer in layers:
             for name in layer.names:
-                state[layer.prefix + name] = _gather(state[layer.prefix + name], layer, cpu_offload)
+                state[layer.prefix + name] = gather(state[layer.prefix + name], layer, cpu_offload)
             if layer.extra in state:
                 state[layer.extra] = torch.arange(layer.ep.placement.num_experts, dtype=torch.int32)
     if not cpu_offload:
@@ -247,7 +247,7 @@ def _shard(layers: list[ExpertLayer], state: Mapping[str, Any]) -> dict[str, Any
     return sharded
 
 
-def _gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:
+def gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
     ep = layer.ep
     peers = peers_of(ep)

@@ -19,18 +19,28 @@ PROMPTS = ["Why is the sky blue?", "A fox", "To bake good bread you need", "Once
 
 
 def load_model(path, ep):
+    return with_layers(load_dense(path), path, ep)
+
+
+def load_dense(path):
+    """The model without its routers and experts, which stay on the meta device."""
     folder, config = epmoe.SafetensorsFolder(path), AutoConfig.from_pretrained(path)
     with torch.device("meta"):  # without weights
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    dense = {name: folder[name] for name in model.state_dict() if name in folder and ".experts." not in name}
+    model.load_state_dict(dense, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has no weights to load
+    return model
+
+
+def with_layers(model, path, ep):
+    """Put a MoELayer in place of each MoE block."""
+    folder = epmoe.SafetensorsFolder(path)
     for name, block in list(model.named_modules()):
         if hasattr(block, "experts"):
             shared = getattr(block, "shared_experts", None)  # which every rank has whole
             model.set_submodule(name, epmoe.MoELayer.from_safetensors(ep, folder, name, shared=shared))
-    names = {name: name.replace(".shared.", ".shared_experts.") for name, t in model.state_dict().items() if t.is_meta}
-    rest = {name: folder[saved] for name, saved in names.items() if saved in folder}
-    model.load_state_dict(rest, strict=False, assign=True)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has no weights to load
     return model.to(ep.device).eval()
 
 

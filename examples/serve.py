@@ -1,185 +1,61 @@
 """An HTTP server over an MoE model on several ranks, which balances, outlives a rank, and changes its size.
 
-Run: python examples/serve.py [--ranks 4] [--port 8000]     after: pip install '.[serve]'
+Run: python examples/serve.py [--ranks 4] [--port 8000] [--model FOLDER]     after: pip install '.[serve]'
     curl localhost:8000/generate -d '{"prompt": [3, 14, 15], "max_tokens": 9}'   # {"tokens": [...]}
+    curl -N localhost:8000/generate -d '{"prompt": [3], "max_tokens": 9, "stream": true}'   # an event for each token
     curl localhost:8000/scale -d '{"ranks": 3}'
-    curl localhost:8000/ranks, /metrics   # /ranks is what `http_sd_configs` of Prometheus reads
+    curl localhost:8000/health, /ready, /ranks, /metrics   # /ranks is what `http_sd_configs` of Prometheus reads
 
-This process is the front: it starts one process for each rank, and orders what all of them do next, a step or another
-group. A request stays on one rank, and each step yields one token of each request. Requests of a rank that dies are
-answered with status 503, all others go on, and a new process takes its place.
+FOLDER is a checkpoint as examples/generate.py takes it. Without one, a small model with random weights is served.
+
+This process is the front: it starts one process for each rank, serve_rank.py, and orders what all of them do next, a
+step or another group. A request stays on one rank, and each step yields one token of each request. Requests of a rank
+that dies are answered with status 503, all others go on, and a new process takes its place. The front ends with its
+last rank.
 """
 
 import argparse
 import asyncio
+import json
+import logging
 import multiprocessing
+import os
 import queue
 import signal
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import wait
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest, start_http_server
-from torch import nn
-from torch.nn.utils.rnn import pad_sequence
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from serve_rank import BATCH, SMALL, Served, run_rank
 
-import epmoe
-from epmoe.integrations.prometheus import HealthCollector
-
-E, K, D, WIDTH, HEADS, BLOCKS, VOCABULARY, LENGTH = 8, 2, 32, 32, 4, 2, 64, 32
-SLOTS, BATCH, EVERY = 4, 4, 20  # slots and requests of a rank; steps from one plan of the balancer to the next
-DEADLINE_S = 10.0  # of a round, and of a group that opens
+MOST_RANKS, MOST_REQUESTS, MOST_BYTES = 8, 256, 1 << 16  # bytes of the body of a request
+TIMEOUT_S = 60.0  # of a request, at most
+START_S = 600.0  # of the first group, whose ranks may read a checkpoint
 ANSWER_S, LATE_S = 60.0, 5.0  # a rank is killed that does not answer, or is later than others that have lost a round
-TRIES = 3  # a new rank is killed that was not taken in
+TRIES, PAUSE_S = 3, 1.0  # a new rank is killed that was not taken in; no rank starts so soon after one that died new
 
+log = logging.getLogger("serve")
 context = multiprocessing.get_context("forkserver")  # a new rank takes no seconds to import torch
-context.set_forkserver_preload(["torch", "epmoe"])
 
 
-def configured(size):
-    return epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
-        topology={"ep_size": size},
-        placement={"live": True, "slots_per_rank": max(SLOTS, -(-E // size)), "layers": BLOCKS, "staging_mb": 1},
-        capacity={"max_num_tokens_per_rank": BATCH * LENGTH},
-        exchange={"timeout_s": DEADLINE_S, "warmup_timeout_s": DEADLINE_S},
-        routing={"renormalize": True},
-    )
-
-
-@dataclass
+@dataclass(eq=False)
 class Request:
+    """A request that has not been answered, in the front."""
+
     id: int
     tokens: list[int]  # of the prompt, and behind it those that were generated
     left: int  # tokens to be generated
-
-
-class RequestError(Exception):
-    """(id of the request, why): this request, and no other, is at fault."""
-
-
-class Block(nn.Module):
-    def __init__(self, ep, router, gate_up, down):
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
-        self.moe = epmoe.MoELayer.from_full(ep, router, gate_up, down)  # keeps what this rank's slots hold
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.moe(self.norm2(x))
-
-
-class Model(nn.Module):
-    """Without a cache of keys and values: each step computes its sequences anew."""
-
-    def __init__(self, ep):
-        super().__init__()
-        torch.manual_seed(0)  # in place of a checkpoint: the same weights in all processes
-        shapes = (E, D), (E, 2 * WIDTH, D), (E, D, WIDTH)
-        self.full = [[torch.randn(shape) / shape[-1] ** 0.5 for shape in shapes] for _ in range(BLOCKS)]
-        self.ep, self.embedding, self.positions = ep, nn.Embedding(VOCABULARY, D), nn.Embedding(LENGTH, D)
-        self.blocks = nn.ModuleList(Block(ep, *weights) for weights in self.full)
-        self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, VOCABULARY, bias=False)
-
-    def embed(self, requests):
-        rows = [torch.zeros(0, D)] if not requests else []
-        for request in requests:
-            try:
-                rows.append(self.embedding(torch.tensor(request.tokens)) + self.positions.weight[: len(request.tokens)])
-            except IndexError as error:
-                raise RequestError(request.id, f"the model has no such token: {error}") from None
-        return pad_sequence(rows, batch_first=True)
-
-    @torch.inference_mode()
-    def forward(self, requests):
-        """The next token of each. Collective: a rank without requests computes for the others."""
-        x = None
-        for block in self.blocks:
-            with self.ep.giving_up(block.moe.tag):  # an exception inside takes this rank's place in the round
-                x = block(self.embed(requests) if x is None else x)
-        ends = torch.tensor([len(request.tokens) - 1 for request in requests], dtype=torch.int64)
-        return self.head(self.norm(x[torch.arange(len(requests)), ends])).argmax(1).tolist()
-
-    def load(self, moves):
-        """After a death or another size. A service with large experts reads those of `moves` alone."""
-        for block, (_, gate_up, down) in zip(self.blocks, self.full, strict=True):
-            held = self.ep.logical_experts(block.moe.tag)
-            if len(held) != len(block.moe.experts.w_down) or any(move.tag == block.moe.tag for move in moves):
-                block.moe.experts = epmoe.GroupedExperts(gate_up[held], down[held])
-
-
-class Rank:
-    """A rank, in its process: does what the front orders."""
-
-    def __init__(self, folder, ep):
-        self.folder, self.ep, self.running = folder, ep, {}
-        self.model = Model(ep)
-        self.balancer = epmoe.Balancer(ep, every=EVERY)
-
-    def step(self, new):
-        """Whether the round was complete here, and what requests that ended are answered."""
-        self.running |= {request.id: request for request in new}
-        batch = list(self.running.values())[:BATCH]
-        try:
-            tokens = self.model(batch)
-            self.balancer.tick()
-        except RequestError as error:  # the others get an EPAbortedError, and all do the step again
-            number, why = error.args
-            del self.running[number]
-            return "aborted", {number: (400, {"error": why})}
-        except epmoe.EPAbortedError:
-            return "aborted", {}
-        except epmoe.EPTimeoutError:
-            return "lost", {}
-        done = {}
-        for request, token in zip(batch, tokens, strict=True):
-            request.tokens.append(token)
-            request.left -= 1
-            if not request.left:
-                del self.running[request.id]
-                done[request.id] = 200, {"tokens": request.tokens}
-        return "complete", done
-
-    def recover(self):
-        epmoe.recover(self.ep, self.folder, self.model.load)
-        return self.ep.rank, self.ep.size
-
-    def resize(self, size):
-        if epmoe.resize(self.ep, self.folder, size, self.model.load, balancer=self.balancer, wait_s=0.2):
-            return self.ep.rank, self.ep.size
-        return list(self.running.values()), 0  # this rank has left, and hands its requests back
-
-
-def run_rank(pipe, folder, rank, size):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front ends
-    torch.set_num_threads(1)
-    metrics = CollectorRegistry()
-    port = start_http_server(0, "127.0.0.1", metrics)[0].server_port
-    if rank is None:
-        with epmoe.ExpertParallel(configured(1)) as alone:  # what is slow the first time delays no other rank then
-            Model(alone)([])
-        pipe.send("ready")
-        ep = epmoe.join_group(folder)
-    else:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/start", rank=rank, world_size=size)
-        ep = epmoe.ExpertParallel(configured(size))
-    metrics.register(HealthCollector(ep))
-    own = Rank(folder, ep)
-    pipe.send((ep.rank, port))
-    with suppress(EOFError):  # the front has ended
-        while True:
-            order, *arguments = pipe.recv()
-            pipe.send(getattr(own, order)(*arguments))
+    hear: Callable[[int], object]  # gets each token
+    future: Future = field(default_factory=Future)  # of (HTTP status, answer); cancelled if the client waits no more
 
 
 @dataclass(eq=False)
@@ -188,58 +64,79 @@ class Member:
 
     process: multiprocessing.Process
     pipe: multiprocessing.connection.Connection
-    rank: int = -1
+    rank: int | None = None
     port: int = 0
     ready: bool = False  # a new rank: it waits in `join_group`
     tries: int = 0  # of the others to take it in
     requests: dict[int, Request] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)  # requests, as the rank does not know yet
+
+    def __str__(self):
+        return f"process {self.process.pid}, {'a new rank' if self.rank is None else f'rank {self.rank}'},"
 
 
 class Front:
-    """Queues requests, orders steps, and replaces ranks that die. `serve` runs on a thread of its own."""
+    """Queues requests, orders steps, and replaces ranks that die. `run` has a thread of its own."""
 
-    def __init__(self, folder, size):
-        self.folder, self.size, self.numbers = folder, size, count()
+    def __init__(self, folder, size, served=SMALL):
+        self.folder, self.size, self.served, self.numbers = folder, size, served, count()
+        self.queue, self.open, self.over = queue.SimpleQueue(), set(), ""
+        self.bell = os.eventfd(0)
+        self.members, self.new, self.broken, self.last, self.next_start = [], [], False, time.monotonic(), 0.0
         self.metrics = CollectorRegistry()
-        self.answers = Counter("serve_answers", "Answers by HTTP status", ["status"], registry=self.metrics)
         self.gap = Gauge("serve_longest_gap_seconds", "Longest time between two complete steps", registry=self.metrics)
         Gauge("serve_ranks", "Ranks in the group", registry=self.metrics).set_function(lambda: len(self.members))
-        self.queue, self.futures = queue.SimpleQueue(), {}
-        self.woken, self.bell = context.Pipe(duplex=False)
-        self.members, self.new, self.broken, self.last = [], [], False, time.monotonic()
-        for rank in range(size):
-            self.start(rank)
-        self.take_in(size)
+        Gauge("serve_open_requests", "Requests without answer", registry=self.metrics).set_function(
+            lambda: len(self.open)
+        )
 
-    def submit(self, tokens, left):
-        """A future of (HTTP status, answer); any thread may call it, and `scale`."""
-        request, future = Request(next(self.numbers), tokens, left), Future()
-        self.futures[request.id] = future
+    def submit(self, tokens, left, hear=lambda token: None):
+        """A request's future of (HTTP status, answer). Any thread may call it, and `scale` and `close`."""
+        request = Request(next(self.numbers), tokens, left, hear)
+        self.open.add(request)
         self.queue.put(request)
-        self.bell.send(None)
-        return future
+        self.ring()
+        if self.over:
+            self.answer(request, 503, {"error": self.over})
+        return request.future
 
     def scale(self, size):
         self.size = size
-        self.bell.send(None)
+        self.ring()
+
+    def close(self):
+        """`run` returns soon, and all ranks end."""
+        self.size = 0
+        self.ring()
+
+    def ring(self):
+        os.eventfd_write(self.bell, 1)
+
+    def answer(self, request, status, content):
+        with suppress(KeyError):  # it has its answer
+            self.open.remove(request)
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_result((status, content))
+
+    def end(self, member, request, status=0, content=None):
+        """A request leaves its rank, with an answer or because its client waits no more."""
+        member.ended.append(member.requests.pop(request.id).id)
+        self.answer(request, status, content)
 
     def start(self, rank=None):
         pipe, theirs = context.Pipe()
-        process = context.Process(target=run_rank, args=(theirs, self.folder, rank, self.size), daemon=True)
+        process = context.Process(
+            target=run_rank, args=(theirs, self.folder, rank, self.size, self.served), daemon=True
+        )
         process.start()
         theirs.close()
         self.new.append(Member(process, pipe))
 
-    def answer(self, number, status, content):
-        self.answers.labels(status).inc()
-        future = self.futures.pop(number)
-        if future.set_running_or_notify_cancel():  # the client still waits
-            future.set_result((status, content))
-
-    def bury(self, member):
+    def bury(self, member, why="has died"):
+        log.warning("%s %s; %d requests are lost", member, why, len(member.requests))
         member.process.kill()
-        for number in member.requests:
-            self.answer(number, 503, {"error": "the rank of this request has died"})
+        for request in member.requests.values():
+            self.answer(request, 503, {"error": "the rank of this request has died"})
         if member in self.new:
             self.new.remove(member)
         else:
@@ -252,6 +149,8 @@ class Front:
         with suppress(EOFError, OSError):
             said = member.pipe.recv()
         if said is None:
+            if member in self.new:
+                self.next_start = time.monotonic() + PAUSE_S
             self.bury(member)
         elif said == "ready":
             member.ready = True
@@ -259,7 +158,12 @@ class Front:
             member.rank, member.port = said
             self.new.remove(member)
             self.members.append(member)
+            log.info("%s has joined", member)
         return said
+
+    def hear_new(self):
+        for pipe in wait([member.pipe for member in self.new], 0.1):
+            self.hear(next(member for member in self.new if member.pipe is pipe))
 
     def ask(self, order, arguments):
         """What every rank that lives answers to its order."""
@@ -277,7 +181,7 @@ class Front:
                         deadline = min(deadline, time.monotonic() + LATE_S)
             if not spoken:
                 for member in silent.values():
-                    self.bury(member)
+                    self.bury(member, "does not answer")
                 break
         return answers
 
@@ -285,114 +189,259 @@ class Front:
         """Wait until the group has `size` members: a new rank speaks as soon as it is one of them."""
         deadline = time.monotonic() + wait_s
         while len(self.members) < size and self.new and time.monotonic() < deadline:
-            for pipe in wait([member.pipe for member in self.new], 0.1):
-                self.hear(next(member for member in self.new if member.pipe is pipe))
+            self.hear_new()
         self.broken = len(self.members) < size
         self.members.sort(key=lambda member: member.rank)
+        log.info("the group has %d ranks", len(self.members))
 
     def regroup(self, order, *arguments):
         self.broken, most = False, 0
         for member, (rank, size) in self.ask(order, lambda member: arguments):
             if size:
                 member.rank, most = rank, size
-            else:  # it has left
+            else:
+                log.info("%s has left", member)
                 self.members.remove(member)
-                for request in rank:
+                for request in member.requests.values():
                     self.queue.put(request)
         self.take_in(most, 2.0 if self.broken else ANSWER_S)  # one that died meanwhile may be counted in the size
         for member in [member for member in self.new if member.ready]:
             member.tries += 1
             if member.tries == TRIES:
-                self.bury(member)
+                self.bury(member, "was not taken in")
         if self.members and not self.broken:
             self.step()  # the group may have to change again at once, and no gap is to last for two changes
 
     def step(self):
-        orders = {member: [] for member in self.members}
-        while not self.queue.empty():
-            request = self.queue.get()
-            member = min(self.members, key=lambda member: len(member.requests))
-            member.requests[request.id] = request
-            orders[member].append(request)
-        if not any(orders.values()) and not any(member.requests for member in self.members):
+        orders = {member: {} for member in self.members}
+        for member in self.members:
+            for request in [request for request in member.requests.values() if request.future.cancelled()]:
+                self.end(member, request)
+        while len((member := min(self.members, key=lambda member: len(member.requests))).requests) < BATCH:
+            try:
+                request = self.queue.get_nowait()
+            except queue.Empty:
+                break
+            if request.future.cancelled():
+                self.answer(request, 0, None)
+            else:
+                member.requests[request.id] = request
+                orders[member][request.id] = request.tokens
+        if not any(member.requests for member in self.members):
             return
+        ended = {member: member.ended for member in self.members}
+        for member in self.members:
+            member.ended = []
         complete = False
-        for member, (outcome, done) in self.ask("step", lambda member: [orders[member]]):
+        for member, (outcome, tokens, errors) in self.ask("step", lambda member: (orders[member], ended[member])):
             self.broken |= outcome == "lost"
             complete |= outcome == "complete"
-            for number, (status, content) in done.items():
-                del member.requests[number]
-                self.answer(number, status, content)
+            for number, token in tokens.items():
+                request = member.requests[number]
+                request.tokens.append(token)
+                request.left -= 1
+                request.hear(token)
+                if not request.left or token in self.served.ends:
+                    self.end(member, request, 200, {"tokens": request.tokens})
+            for number, why in errors.items():
+                self.end(member, member.requests[number], 500, {"error": why})
         if complete:
             now = time.monotonic()
             self.gap.set(max(self.gap._value.get(), now - self.last))
             self.last = now
 
     def serve(self):
-        while self.members:
+        for rank in range(self.size):
+            self.start(rank)
+        deadline = time.monotonic() + START_S
+        while len(self.members) < self.size == len(self.members) + len(self.new) and time.monotonic() < deadline:
+            self.hear_new()
+        if len(self.members) < self.size:
+            return  # torch waits for the rank that has died
+        self.take_in(self.size)
+        while self.members and self.size:
             busy = self.broken or not self.queue.empty() or any(member.requests for member in self.members)
-            spoken = wait([self.woken, *[m.pipe for m in (*self.members, *self.new)]], 0 if busy else None)
+            pause = max(0.0, self.next_start - time.monotonic())
+            spoken = wait([self.bell, *[m.pipe for m in (*self.members, *self.new)]], 0 if busy else pause or None)
             if not busy:
                 self.last = time.monotonic()
-            while self.woken.poll():
-                self.woken.recv()
+            if self.bell in spoken:
+                os.eventfd_read(self.bell)
             for member in [*self.members, *self.new]:
                 if member.pipe in spoken:  # a new rank is ready; any other that nobody has asked has died
                     self.hear(member)
             while len(self.members) + len(self.new) > self.size and self.new:
-                self.bury(self.new[-1])
-            while len(self.members) + len(self.new) < self.size:
+                self.bury(self.new[-1], "is not needed any more")
+            while len(self.members) + len(self.new) < self.size and time.monotonic() >= self.next_start:
                 self.start()
             came = sum(member.ready for member in self.new)
             if self.broken:
                 self.regroup("recover")
-            elif came or len(self.members) > self.size:
+            elif came or len(self.members) > self.size > 0:
                 self.regroup("resize", min(self.size, len(self.members) + came))
             else:
                 self.step()
-        raise SystemExit("no rank is left")
+
+    def run(self):
+        """Serve until `close`, or until no rank is left. Then every request has its answer, and no rank remains."""
+        try:
+            self.serve()
+        finally:
+            self.over = "the service has ended" if not self.size else "no rank is left"
+            log.log(logging.ERROR if self.size else logging.INFO, self.over)
+            for member in (*self.members, *self.new):
+                member.process.kill()
+            self.members = []
+            for request in list(self.open):
+                self.answer(request, 503, {"error": self.over})
 
 
-def application(front):
+class Generate(BaseModel):
+    """The body of a request for tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    prompt: list[NonNegativeInt] = Field(min_length=1)
+    max_tokens: PositiveInt
+    stream: bool = False
+    timeout_s: float = Field(TIMEOUT_S, gt=0, le=TIMEOUT_S)
+
+
+class Scale(BaseModel):
+    """The body of a request for another number of ranks."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    ranks: int = Field(ge=1, le=MOST_RANKS)
+
+
+def application(front, most_requests=MOST_REQUESTS):
     from starlette.applications import Starlette
-    from starlette.responses import JSONResponse, PlainTextResponse
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route
 
+    answers = Counter("serve_answers", "Answers by HTTP status", ["status"], registry=front.metrics)
+    vocabulary, length = front.served.vocabulary, front.served.length
+    late = 408, {"error": "the request has not ended in its time"}
+
+    def reply(content, status=200, headers=None):
+        answers.labels(status).inc()
+        return JSONResponse(content, status, headers)
+
     async def generate(request):
-        body = await request.json()
-        prompt, most = body["prompt"], body["max_tokens"]
-        if not 0 < len(prompt) < len(prompt) + most <= LENGTH:
-            return JSONResponse({"error": f"a prompt and its answer have up to {LENGTH} tokens"}, 400)
-        status, content = await asyncio.wrap_future(front.submit(prompt, most))
-        return JSONResponse(content, status)
+        body = Generate.model_validate_json(await request.body())
+        if max(body.prompt) >= vocabulary or len(body.prompt) + body.max_tokens > length:
+            return reply({"error": f"tokens are below {vocabulary}; a prompt and its answer have up to {length}"}, 400)
+        if not front.members:
+            return reply({"error": front.over or "no rank is ready"}, 503)
+        if len(front.open) >= most_requests:
+            return reply({"error": "too many requests wait"}, 429, {"Retry-After": "1"})
+        loop, tokens = asyncio.get_running_loop(), asyncio.Queue()
+
+        def hear(token):
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tokens.put_nowait, token)
+
+        future = front.submit(body.prompt, body.max_tokens, hear)
+        future.add_done_callback(lambda _: hear(None))
+        if body.stream:
+            lines = events(future, tokens, loop.time() + body.timeout_s)
+            return StreamingResponse(lines, media_type="text/event-stream")
+        answer, gone = asyncio.wrap_future(future), asyncio.create_task(disconnected(request))
+        await asyncio.wait([answer, gone], timeout=body.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        status, content = answer.result() if answer.done() else late
+        answer.cancel()  # its rank computes no further tokens for it
+        return reply(content, status)
+
+    async def disconnected(request):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    async def events(future, tokens, deadline):
+        """Server-sent events: one for each token, and a last one of the type "end" or "error"."""
+        try:
+            while True:
+                token = await asyncio.wait_for(tokens.get(), deadline - asyncio.get_running_loop().time())
+                if token is None:
+                    break
+                yield f"data: {json.dumps({'token': token})}\n\n"
+            status, content = future.result()
+        except TimeoutError:
+            status, content = late
+        finally:
+            future.cancel()
+        answers.labels(status).inc()
+        yield f"event: {'end' if status == 200 else 'error'}\ndata: {json.dumps(content)}\n\n"
 
     async def scale(request):
-        front.scale((await request.json())["ranks"])
-        return JSONResponse({}, 202)
+        body = Scale.model_validate_json(await request.body())
+        if not front.members:
+            return reply({"error": front.over or "no rank is ready"}, 503)
+        front.scale(body.ranks)
+        return reply({}, 202)
+
+    async def health(request):
+        return reply({"ranks": len(front.members)}, 503 if front.over else 200)
+
+    async def ready(request):
+        return reply({"ranks": len(front.members)}, 200 if front.members else 503)
 
     async def ranks(request):
-        found = [(f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)}) for m in front.members]
+        found = [(f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)}) for m in [*front.members]]
         return JSONResponse([{"targets": [target], "labels": labels} for target, labels in found])
 
     async def metrics(request):
         return PlainTextResponse(generate_latest(front.metrics).decode())
 
-    routes = [("/generate", generate, "POST"), ("/scale", scale, "POST"), ("/ranks", ranks, "GET")]
-    routes.append(("/metrics", metrics, "GET"))
-    return Starlette(routes=[Route(path, function, methods=[method]) for path, function, method in routes])
+    def invalid(request, error):
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        return reply({"error": "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found[:3])}, 400)
+
+    handlers = {
+        ValidationError: invalid,
+        ClientDisconnect: lambda request, error: reply({"error": "the client has gone"}, 400),
+        HTTPException: lambda request, error: reply({"error": error.detail}, error.status_code, error.headers),
+    }
+    routes = [Route(f"/{function.__name__}", function, methods=["POST"]) for function in (generate, scale)]
+    routes += [Route(f"/{function.__name__}", function) for function in (health, ready, ranks, metrics)]
+    return Starlette(routes=routes, exception_handlers=handlers, max_body_size=MOST_BYTES)
 
 
 def main():
     import uvicorn
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=4, choices=range(1, MOST_RANKS + 1))
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model", metavar="FOLDER")
+    parser.add_argument("--requests", type=int, default=MOST_REQUESTS, help="at once; further ones get status 429")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        front = Front(folder, arguments.ranks)
-        threading.Thread(target=front.serve, daemon=True).start()
-        uvicorn.run(application(front), host="127.0.0.1", port=arguments.port)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    served = SMALL if arguments.model is None else Served.checkpoint(arguments.model)
+    context.set_forkserver_preload([*served.modules])
+    with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
+        front = Front(folder, arguments.ranks, served)
+        app = application(front, arguments.requests)
+        server = uvicorn.Server(uvicorn.Config(app, port=arguments.port, timeout_graceful_shutdown=int(LATE_S)))
+
+        def run():
+            try:
+                front.run()
+            finally:
+                server.should_exit = True
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # behind uvicorn's own, which ends the requests
+        try:
+            server.run()
+        finally:
+            front.close()
+            thread.join(LATE_S)
+            for process in multiprocessing.active_children():
+                process.kill()
+        raise SystemExit(front.over)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import wait
 
+import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from serve_rank import BATCH, SMALL, Served, run_rank
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
 
 MOST_RANKS, MOST_REQUESTS, MOST_BYTES = 8, 256, 1 << 16  # bytes of the body of a request
 TIMEOUT_S = 60.0  # of a request, at most
@@ -79,8 +85,9 @@ class Front:
     """Queues requests, orders steps, and replaces ranks that die. `run` has a thread of its own."""
 
     def __init__(self, folder, size, served=SMALL):
+        context.set_forkserver_preload([*served.modules])
         self.folder, self.size, self.served, self.numbers = folder, size, served, count()
-        self.queue, self.open, self.over = queue.SimpleQueue(), set(), ""
+        self.queue, self.open, self.ready, self.over = queue.SimpleQueue(), set(), False, ""
         self.bell = os.eventfd(0)
         self.members, self.new, self.broken, self.last, self.next_start = [], [], False, time.monotonic(), 0.0
         self.metrics = CollectorRegistry()
@@ -259,6 +266,7 @@ class Front:
         if len(self.members) < self.size:
             return  # torch waits for the rank that has died
         self.take_in(self.size)
+        self.ready = True
         while self.members and self.size:
             busy = self.broken or not self.queue.empty() or any(member.requests for member in self.members)
             pause = max(0.0, self.next_start - time.monotonic())
@@ -287,7 +295,7 @@ class Front:
         try:
             self.serve()
         finally:
-            self.over = "the service has ended" if not self.size else "no rank is left"
+            self.ready, self.over = False, "no rank is left" if self.size else "the service has ended"
             log.log(logging.ERROR if self.size else logging.INFO, self.over)
             for member in (*self.members, *self.new):
                 member.process.kill()
@@ -313,30 +321,45 @@ class Scale(BaseModel):
     ranks: int = Field(ge=1, le=MOST_RANKS)
 
 
-def application(front, most_requests=MOST_REQUESTS):
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-    from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
-    from starlette.routing import Route
+class Web:
+    """The front's HTTP: it checks what clients send, so that ranks get nothing else."""
 
-    answers = Counter("serve_answers", "Answers by HTTP status", ["status"], registry=front.metrics)
-    vocabulary, length = front.served.vocabulary, front.served.length
-    late = 408, {"error": "the request has not ended in its time"}
+    LATE = 408, {"error": "the request has not ended in its time"}
 
-    def reply(content, status=200, headers=None):
-        answers.labels(status).inc()
+    def __init__(self, front, most_requests=MOST_REQUESTS):
+        self.front, self.most_requests = front, most_requests
+        self.answers = Counter("serve_answers", "Answers by HTTP status", ["status"], registry=front.metrics)
+
+    def application(self):
+        handlers = {
+            ValidationError: self.invalid,
+            TimeoutError: lambda request, error: self.reply(*self.LATE),
+            ClientDisconnect: lambda request, error: self.reply(400, {"error": "the client has gone"}),
+            HTTPException: lambda request, error: self.reply(error.status_code, {"error": error.detail}, error.headers),
+        }
+        routes = [Route(f"/{call.__name__}", call, methods=["POST"]) for call in (self.generate, self.scale)]
+        routes += [Route(f"/{call.__name__}", call) for call in (self.health, self.ready, self.ranks, self.metrics)]
+        return Starlette(routes=routes, exception_handlers=handlers, max_body_size=MOST_BYTES)
+
+    def reply(self, status, content, headers=None):
+        self.answers.labels(status).inc()
         return JSONResponse(content, status, headers)
 
-    async def generate(request):
-        body = Generate.model_validate_json(await request.body())
-        if max(body.prompt) >= vocabulary or len(body.prompt) + body.max_tokens > length:
-            return reply({"error": f"tokens are below {vocabulary}; a prompt and its answer have up to {length}"}, 400)
-        if not front.members:
-            return reply({"error": front.over or "no rank is ready"}, 503)
-        if len(front.open) >= most_requests:
-            return reply({"error": "too many requests wait"}, 429, {"Retry-After": "1"})
-        loop, tokens = asyncio.get_running_loop(), asyncio.Queue()
+    def invalid(self, request, error):
+        found = error.errors(include_url=False, include_context=False, include_input=False)[:3]
+        return self.reply(400, {"error": "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)})
+
+    async def generate(self, request):
+        front, loop, tokens = self.front, asyncio.get_running_loop(), asyncio.Queue()
+        body = Generate.model_validate_json(await asyncio.wait_for(request.body(), TIMEOUT_S))
+        if max(body.prompt) >= (vocabulary := front.served.vocabulary):
+            return self.reply(400, {"error": f"prompt: tokens are below {vocabulary}"})
+        if len(body.prompt) + body.max_tokens > (length := front.served.length):
+            return self.reply(400, {"error": f"a prompt and its answer have up to {length} tokens"})
+        if not front.ready:
+            return self.reply(503, {"error": front.over or "no rank is ready"})
+        if len(front.open) >= self.most_requests:
+            return self.reply(429, {"error": "too many requests wait"}, {"Retry-After": "1"})
 
         def hear(token):
             with suppress(RuntimeError):  # the loop has ended
@@ -345,20 +368,16 @@ def application(front, most_requests=MOST_REQUESTS):
         future = front.submit(body.prompt, body.max_tokens, hear)
         future.add_done_callback(lambda _: hear(None))
         if body.stream:
-            lines = events(future, tokens, loop.time() + body.timeout_s)
-            return StreamingResponse(lines, media_type="text/event-stream")
+            events = self.events(future, tokens, loop.time() + body.timeout_s)
+            return StreamingResponse(events, media_type="text/event-stream")
         answer, gone = asyncio.wrap_future(future), asyncio.create_task(disconnected(request))
         await asyncio.wait([answer, gone], timeout=body.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
-        status, content = answer.result() if answer.done() else late
+        status, content = answer.result() if answer.done() else self.LATE
         answer.cancel()  # its rank computes no further tokens for it
-        return reply(content, status)
+        return self.reply(status, content)
 
-    async def disconnected(request):
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    async def events(future, tokens, deadline):
+    async def events(self, future, tokens, deadline):
         """Server-sent events: one for each token, and a last one of the type "end" or "error"."""
         try:
             while True:
@@ -368,49 +387,41 @@ def application(front, most_requests=MOST_REQUESTS):
                 yield f"data: {json.dumps({'token': token})}\n\n"
             status, content = future.result()
         except TimeoutError:
-            status, content = late
+            status, content = self.LATE
         finally:
             future.cancel()
-        answers.labels(status).inc()
+        self.answers.labels(status).inc()
         yield f"event: {'end' if status == 200 else 'error'}\ndata: {json.dumps(content)}\n\n"
 
-    async def scale(request):
-        body = Scale.model_validate_json(await request.body())
-        if not front.members:
-            return reply({"error": front.over or "no rank is ready"}, 503)
-        front.scale(body.ranks)
-        return reply({}, 202)
+    async def scale(self, request):
+        body = Scale.model_validate_json(await asyncio.wait_for(request.body(), TIMEOUT_S))
+        if not self.front.ready:
+            return self.reply(503, {"error": self.front.over or "no rank is ready"})
+        self.front.scale(body.ranks)
+        return self.reply(202, {})
 
-    async def health(request):
-        return reply({"ranks": len(front.members)}, 503 if front.over else 200)
+    async def health(self, request):
+        """Whether this process should live."""
+        return self.reply(503 if self.front.over else 200, {})
 
-    async def ready(request):
-        return reply({"ranks": len(front.members)}, 200 if front.members else 503)
+    async def ready(self, request):
+        """Whether requests may come."""
+        return self.reply(200 if self.front.ready else 503, {"ranks": len(self.front.members)})
 
-    async def ranks(request):
-        found = [(f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)}) for m in [*front.members]]
+    async def ranks(self, request):
+        found = [(f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)}) for m in self.front.members]
         return JSONResponse([{"targets": [target], "labels": labels} for target, labels in found])
 
-    async def metrics(request):
-        return PlainTextResponse(generate_latest(front.metrics).decode())
+    async def metrics(self, request):
+        return PlainTextResponse(generate_latest(self.front.metrics).decode())
 
-    def invalid(request, error):
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        return reply({"error": "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found[:3])}, 400)
 
-    handlers = {
-        ValidationError: invalid,
-        ClientDisconnect: lambda request, error: reply({"error": "the client has gone"}, 400),
-        HTTPException: lambda request, error: reply({"error": error.detail}, error.status_code, error.headers),
-    }
-    routes = [Route(f"/{function.__name__}", function, methods=["POST"]) for function in (generate, scale)]
-    routes += [Route(f"/{function.__name__}", function) for function in (health, ready, ranks, metrics)]
-    return Starlette(routes=routes, exception_handlers=handlers, max_body_size=MOST_BYTES)
+async def disconnected(request):
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def main():
-    import uvicorn
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4, choices=range(1, MOST_RANKS + 1))
     parser.add_argument("--port", type=int, default=8000)
@@ -419,11 +430,11 @@ def main():
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     served = SMALL if arguments.model is None else Served.checkpoint(arguments.model)
-    context.set_forkserver_preload([*served.modules])
     with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
         front = Front(folder, arguments.ranks, served)
-        app = application(front, arguments.requests)
-        server = uvicorn.Server(uvicorn.Config(app, port=arguments.port, timeout_graceful_shutdown=int(LATE_S)))
+        options = {"port": arguments.port, "log_config": None, "access_log": False}
+        application = Web(front, arguments.requests).application()
+        server = uvicorn.Server(uvicorn.Config(application, timeout_graceful_shutdown=int(LATE_S), **options))
 
         def run():
             try:
@@ -433,7 +444,7 @@ def main():
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # behind uvicorn's own, which ends the requests
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn calls it, once requests have ended
         try:
             server.run()
         finally:

@@ -1,4 +1,7 @@
-"""examples/serve.py, of which ranks kill themselves in a state that the first argument names; see `STATES`."""
+"""examples/serve.py, of which ranks kill themselves in a state that the first argument names; see `STATES`.
+
+In the state "raises" they live: the model raises where a prompt begins with the token POISON.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from itertools import count
 from pathlib import Path
 
 import serve
+import serve_rank
+import torch
 import torch.distributed as dist
 
 import epmoe
@@ -17,6 +22,7 @@ import epmoe.service
 from epmoe.group.recovery import _Meeting
 
 STEP = 10  # in which a rank dies first
+POISON = 13
 
 
 def patch(
@@ -56,14 +62,14 @@ def first(folder: str, name: str) -> bool:
 
 
 def step_ends(**options) -> None:
-    patch(serve.Rank, "step", nth(STEP), **options)
+    patch(serve_rank.Rank, "step", nth(STEP), **options)
 
 
 # By state, what the first ones to die do, and what a first new rank, or another old one does while a new one joins. A
 # new rank opens a group of one before it joins. An old one has opened its first group, and that of `recover`.
 STATES = {
     "before": (step_ends, None, None),
-    "in": (lambda: patch(epmoe.GroupedExperts, "forward", nth(serve.BLOCKS * STEP)), None, None),
+    "in": (lambda: patch(epmoe.GroupedExperts, "forward", nth(serve_rank.BLOCKS * STEP)), None, None),
     "after": (partial(step_ends, behind=True), None, None),
     "moving": (lambda: patch(epmoe.Balancer, "tick", moving, behind=True), None, None),
     "hangs": (partial(step_ends, number=signal.SIGSTOP), None, None),
@@ -73,7 +79,7 @@ STATES = {
     "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),
     "new-maps": (step_ends, lambda: patch(epmoe.service, "open_exchange", nth(2)), None),
     "new-hangs": (step_ends, lambda: patch(_Meeting, "form", nth(1), number=signal.SIGSTOP), None),
-    "new-steps": (step_ends, lambda: patch(serve.Rank, "step", nth(1)), None),
+    "new-steps": (step_ends, lambda: patch(serve_rank.Rank, "step", nth(1)), None),
     "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", nth(1))),
     "old-forms": (step_ends, None, lambda: patch(_Meeting, "form", nth(2))),
     "old-connects": (step_ends, None, lambda: patch(dist, "init_process_group", nth(3))),
@@ -89,18 +95,26 @@ def victims(state: str) -> set[int]:
     return {1, 2} if state.startswith("two") else {1}
 
 
-def run_rank(state: str, pipe, folder: str, rank: int | None, size: int) -> None:
-    dies, new, old = STATES[state]
-    if rank in victims(state):
+def raise_at_poison(model: serve_rank.Model, batch: list[list[int]]) -> torch.Tensor:
+    if any(tokens[0] == POISON for tokens in batch):
+        raise ValueError("a poisoned prompt")
+    return original_embed(model, batch)
+
+
+def run_rank(state: str, pipe, folder: str, rank: int | None, size: int, *options: object) -> None:
+    dies, new, old = STATES.get(state, (None, None, None))
+    if state == "raises":
+        serve_rank.Model.embed = raise_at_poison
+    elif rank in victims(state):
         dies()
     elif rank == 0 and old is not None:
         old()
     elif rank is None and new is not None and first(folder, "new"):
         new()
-    original_run_rank(pipe, folder, rank, size)
+    original_run_rank(pipe, folder, rank, size, *options)
 
 
-original_run_rank = serve.run_rank
+original_run_rank, original_embed = serve_rank.run_rank, serve_rank.Model.embed
 if __name__ == "__main__":
     serve.run_rank = partial(run_rank, sys.argv.pop(1))
     serve.main()

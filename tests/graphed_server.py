@@ -30,12 +30,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import serve  # noqa: E402
+import serve_rank  # noqa: E402
+from helpers import continued  # noqa: E402
 
 import epmoe  # noqa: E402
 
-SIZES = (1, 2, serve.BATCH)  # of batches with a graph
+SIZES = (1, 2, serve_rank.BATCH)  # of batches with a graph
 CLIENTS, WAIT_S = 8, 60.0
-_configured, _run_rank = serve.configured, serve.run_rank
+_configured, _run_rank = serve_rank.configured, serve_rank.run_rank
 
 
 class Experts(epmoe.GroupedExperts):
@@ -54,7 +56,7 @@ class Graph:
 
     def __init__(self, model: Model, size: int) -> None:
         self.size, self.device = size, model.ep.device
-        self.tokens = torch.zeros(size, serve.LENGTH, dtype=torch.int64, device=self.device)
+        self.tokens = torch.zeros(size, serve_rank.LENGTH, dtype=torch.int64, device=self.device)
         self.ends = torch.zeros(size, dtype=torch.int64, device=self.device)
         model.compute(self.tokens, self.ends)
         model.ep.check()
@@ -62,16 +64,16 @@ class Graph:
         with torch.cuda.graph(self.graph):
             self.next = model.compute(self.tokens, self.ends)
 
-    def replay(self, requests: list[serve.Request]) -> Tensor:
-        rows = [[*request.tokens, *[0] * serve.LENGTH][: serve.LENGTH] for request in requests]
-        ends = [len(request.tokens) - 1 for request in requests]
-        self.tokens[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, serve.LENGTH).to(self.device)
+    def replay(self, batch: list[list[int]]) -> Tensor:
+        rows = [[*tokens, *[0] * serve_rank.LENGTH][: serve_rank.LENGTH] for tokens in batch]
+        ends = [len(tokens) - 1 for tokens in batch]
+        self.tokens[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, serve_rank.LENGTH).to(self.device)
         self.ends[: len(rows)] = torch.tensor(ends, dtype=torch.int64).to(self.device)
         self.graph.replay()
         return self.next[: len(rows)]
 
 
-class Model(serve.Model):
+class Model(serve_rank.Model):
     def __init__(self, ep: epmoe.ExpertParallel) -> None:
         super().__init__(ep)
         self.to(ep.device)
@@ -80,13 +82,13 @@ class Model(serve.Model):
         self.load(())
 
     @torch.inference_mode()
-    def forward(self, requests: list[serve.Request]) -> list[int]:
+    def forward(self, batch: list[list[int]]) -> list[int]:
         if self.generation != self.ep.generation:  # every rank comes here in its first step in a group
             begin = time.monotonic()
             self.graphs, self.generation = [Graph(self, size) for size in SIZES], self.ep.generation
             report("captured", begin)
-        graph = next(graph for graph in self.graphs if graph.size >= len(requests))
-        tokens = graph.replay(requests)
+        graph = next(graph for graph in self.graphs if graph.size >= len(batch))
+        tokens = graph.replay(batch)
         self.ep.check()
         return tokens.tolist()
 
@@ -103,7 +105,7 @@ class Model(serve.Model):
                 block.moe.experts = Experts(gate_up[held].to(device), down[held].to(device))
 
 
-class Rank(serve.Rank):
+class Rank(serve_rank.Rank):
     def recover(self) -> tuple[int, int]:
         begin = time.monotonic()
         try:
@@ -123,12 +125,13 @@ def report(what: str, begin: float) -> None:
     print(f"{os.getpid()}: {what} in {time.monotonic() - begin:.3f} s", file=sys.stderr, flush=True)
 
 
-def configured(size: int) -> epmoe.EPConfig:
-    return epmoe.EPConfig(**_configured(size).model_dump() | {"exchange": {
-        "transport": "nvlink", "timeout_s": serve.DEADLINE_S, "warmup_timeout_s": serve.DEADLINE_S}})  # fmt: skip
+def configured(size: int, served: serve_rank.Served = serve_rank.SMALL) -> epmoe.EPConfig:
+    deadlines = {"timeout_s": serve_rank.DEADLINE_S, "warmup_timeout_s": serve_rank.DEADLINE_S}
+    config = _configured(size, served).model_dump()
+    return epmoe.EPConfig(**config | {"exchange": {"transport": "nvlink", **deadlines}})
 
 
-def run_rank(pipe, folder: str, rank: int | None, size: int) -> None:
+def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -> None:
     """A rank takes the first GPU that no other process has; the lock of a process that dies is free at once."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of fewer GPUs than ranks
     for place in count():
@@ -138,8 +141,8 @@ def run_rank(pipe, folder: str, rank: int | None, size: int) -> None:
             break
     torch.cuda.set_device(place % torch.cuda.device_count())
     torch.cuda.synchronize()
-    serve.configured, serve.Model, serve.Rank = configured, Model, Rank
-    _run_rank(pipe, folder, rank, size)
+    serve_rank.configured, serve_rank.Model, serve_rank.Rank = configured, Model, Rank
+    _run_rank(pipe, folder, rank, size, *options)
 
 
 class Load:
@@ -154,7 +157,7 @@ class Load:
     def _ask(self, seed: int) -> None:
         draw = random.Random(seed)
         while not self.ended:
-            prompt = [draw.randrange(serve.VOCABULARY) for _ in range(draw.randint(1, 12))]
+            prompt = [draw.randrange(serve_rank.VOCABULARY) for _ in range(draw.randint(1, 12))]
             most = draw.randint(1, 12)
             answer: Future = self.front.submit(list(prompt), most)
             self.answers.append((prompt, most, *answer.result(WAIT_S)))
@@ -163,7 +166,7 @@ class Load:
         goal = len(self.answers) + answers
         wait(lambda: len(self.answers) >= goal)
 
-    def check(self, model: serve.Model) -> tuple[int, int]:
+    def check(self, model: serve_rank.Model) -> tuple[int, int]:
         """How many answers are right, and how many requests went with ranks that have died."""
         self.ended = True
         for client in self.clients:
@@ -172,13 +175,9 @@ class Load:
         right = [answer for answer in self.answers if answer[2] == 200]
         lost = [answer for answer in self.answers if answer[2] != 200]
         assert all(status == 503 and "has died" in content["error"] for *_, status, content in lost), lost
-        expected = [serve.Request(i, list(prompt), most) for i, (prompt, most, *_) in enumerate(right)]
-        while batch := [request for request in expected if request.left][: serve.BATCH]:
-            for request, token in zip(batch, model(batch), strict=True):
-                request.tokens.append(token)
-                request.left -= 1
-        wrong = [(answer, request.tokens) for answer, request in zip(right, expected, strict=True)
-                 if answer[3]["tokens"] != request.tokens]  # fmt: skip
+        expected = continued(model, [answer[:2] for answer in right], serve_rank.BATCH)
+        wrong = [(answer, tokens) for answer, tokens in zip(right, expected, strict=True)
+                 if answer[3]["tokens"] != tokens]  # fmt: skip
         assert not wrong, (len(wrong), len(right), wrong[0])
         return len(right), len(lost)
 
@@ -196,10 +195,10 @@ def main() -> None:
     parser.add_argument("--deaths", type=int, default=5)
     arguments = parser.parse_args()
     with epmoe.ExpertParallel(_configured(1)) as alone, tempfile.TemporaryDirectory() as folder:
-        model = serve.Model(alone)
+        model = serve_rank.Model(alone)
         serve.run_rank = run_rank
         front = serve.Front(folder, arguments.ranks)
-        threading.Thread(target=front.serve, daemon=True).start()
+        threading.Thread(target=front.run, daemon=True).start()
         load = Load(front)
         load.more(40)
         deaths = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -110,6 +110,19 @@ def full_layer(
     experts = epmoe.GroupedExperts(*(w[held].to(ep.device) for w in weights))
     bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
     return epmoe.MoELayer(ep, router.to(ep.device), experts, bias=bias_E, **options), weights
+
+
+def continued(
+    model: Callable[[list[list[int]]], list[int]], asked: Sequence[tuple[list[int], int]], batch: int
+) -> list[list[int]]:
+    """Prompts, and behind each as many tokens as it asks for. `model` continues up to `batch` sequences by one."""
+    sequences = [list(prompt) for prompt, _ in asked]
+    left = [most for _, most in asked]
+    while now := [i for i, most in enumerate(left) if most][:batch]:
+        for i, token in zip(now, model([sequences[i] for i in now]), strict=True):
+            sequences[i].append(token)
+            left[i] -= 1
+    return sequences
 
 
 TINY_MODEL = {

@@ -1,6 +1,7 @@
-"""examples/serve.py under load: ranks die, new ones come, the group changes its size, and no token is wrong.
+"""examples/serve.py: whatever clients send and whichever ranks die, all requests are answered, and no token is wrong.
 
-Clients have one request each at a time, with prompts drawn by a seed. EPMOE_SERVE_RUNS repeats each death so often.
+Under load, clients have one request each at a time, with prompts drawn by a seed. EPMOE_SERVE_RUNS repeats each death
+so often.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -21,7 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import long
+import torch
+from drawn_requests import drawn
+from helpers import TINY_MODEL, continued, long
 from launched import ROOT
 
 pytest.importorskip("starlette")
@@ -30,13 +34,24 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(ROOT / "examples"))
 
 import serve  # noqa: E402
-from dying_server import STATES, victims  # noqa: E402
+import serve_rank  # noqa: E402
+from dying_server import POISON, STATES, victims  # noqa: E402
 
 import epmoe  # noqa: E402
 
-CLIENTS, RANKS, WAIT_S = 8, 4, 120.0
+CLIENTS, RANKS, MOST_REQUESTS, WAIT_S = 8, 4, 16, 120.0
 IN_CI = ("before", "in", "moving", "new-opens")  # of the states of a death
-GAP_S = serve.DEADLINE_S  # no death costs a deadline, also on a machine with other load; the gap itself is printed
+RUNS = int(os.environ.get("EPMOE_SERVE_RUNS", "1"))
+GAP_S = serve_rank.DEADLINE_S  # no death costs a deadline, also on a machine with other load; the gap itself is printed
+JOIN_S = 5.0  # from a death to its successor in the group: 0.4 s, and 2 s at most on idle cores; printed
+PROMPTS = ("abc", [], [2.5], [[1]], [10**9], [-1], [True], None, [1] * serve_rank.LENGTH)
+OPTIONS = ({"stream": 1}, {"timeout_s": 0}, {"timeout_s": 61}, {"temperature": 1})
+REFUSED = [  # bodies of /generate
+    *({"prompt": prompt, "max_tokens": 2} for prompt in PROMPTS),
+    *({"prompt": [1], "max_tokens": most} for most in (0, -1, 1.5, "x", True, None, 10**9)),
+    *({"prompt": [1], "max_tokens": 2} | options for options in OPTIONS),
+    *({"prompt": [1]}, {"max_tokens": 2}, [], "x", b"null", b"", b"{", b"\xff", b"[" * 10_000),
+]
 
 
 class Answer(NamedTuple):
@@ -47,13 +62,20 @@ class Answer(NamedTuple):
 
 
 class Server:
-    def __init__(self, port: int, pid: int = 0) -> None:
-        self.port, self.pid, self.answers, self._stop = port, pid, list[Answer](), threading.Event()
+    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.port, self.process, self.log, self.answers = port, process, log, list[Answer]()
+        self._stop = threading.Event()
 
-    def call(self, path: str, body: object = None) -> tuple[int, str]:
+    def begin(self, path: str, body: object = None, method: str | None = None) -> HTTPConnection:
+        """A request whose answer nobody has read yet."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        content = body if isinstance(body, bytes | None) else json.dumps(body)
+        connection.request(method or ("GET" if body is None else "POST"), path, content)
+        return connection
+
+    def call(self, path: str, body: object = None, method: str | None = None) -> tuple[int, str]:
+        connection = self.begin(path, body, method)
         try:
-            connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
             response = connection.getresponse()
             return response.status, response.read().decode()
         finally:
@@ -63,6 +85,14 @@ class Server:
         status, content = self.call("/generate", {"prompt": prompt, "max_tokens": most})
         self.answers.append(Answer(prompt, most, status, json.loads(content)))
 
+    def events(self, prompt: list[int], most: int) -> tuple[list[int], str, dict[str, Any]]:
+        """The tokens of a stream, and the type and data of its last event."""
+        status, text = self.call("/generate", {"prompt": prompt, "max_tokens": most, "stream": True})
+        assert status == 200
+        *events, last = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
+        kind, content = (line.split(": ", 1)[1] for line in last)
+        return [json.loads(line.removeprefix("data: "))["token"] for (line,) in events], kind, json.loads(content)
+
     def ranks(self) -> list[dict[str, Any]]:
         return json.loads(self.call("/ranks")[1])
 
@@ -71,19 +101,27 @@ class Server:
 
     def metric(self, name: str, port: int | None = None) -> float:
         """The sum over labels, of the front or of a rank."""
-        text = Server(port or self.port).call("/metrics")[1]
+        text = Server(port or self.port, self.process, self.log).call("/metrics")[1]
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (.*)$", text, re.MULTILINE))
 
-    def wait(self, what: Callable[[], bool]) -> None:
+    def wait(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not what():
             assert time.monotonic() < deadline, f"{self.ranks()}, {len(self.answers)} answers"
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def more(self, answers: int) -> None:
         """Wait for so many further answers."""
         goal = len(self.answers) + answers
         self.wait(lambda: len(self.answers) >= goal)
+
+    def replace(self, rank: int) -> None:
+        """Kill a rank, and wait for its successor."""
+        victim, begin = self.pids()[rank], time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        self.wait(lambda: len(pids := self.pids()) == RANKS and victim not in pids)
+        print(f"a new rank has joined {(joined_s := time.monotonic() - begin):.2f} s after a death")
+        assert joined_s < JOIN_S
 
     @contextmanager
     def load(self, seed: int) -> Iterator[None]:
@@ -102,24 +140,50 @@ class Server:
     def _ask(self, seed: int) -> None:
         draw = random.Random(seed)
         while not self._stop.is_set():
-            prompt = [draw.randrange(serve.VOCABULARY) for _ in range(draw.randint(1, 12))]
+            prompt = [draw.randrange(serve_rank.VOCABULARY) for _ in range(draw.randint(1, 12))]
             self.generate(prompt, draw.randint(1, 12))
+
+    def storm(self, seed: int, requests: int) -> Counter[int | None]:
+        """How often clients got which status in so many drawn requests; None where a client or the server has left."""
+        found, errors = Counter[int | None](), list[BaseException]()
+
+        def ask(draw: random.Random) -> None:
+            try:
+                for _ in range(requests // CLIENTS):
+                    answer = drawn(draw, serve_rank.VOCABULARY, serve_rank.LENGTH).answer(self.port)
+                    found[answer and answer[0]] += 1
+            except BaseException as error:
+                errors.append(error)
+
+        clients = [
+            threading.Thread(target=ask, args=(random.Random(f"{seed} {i}"),), daemon=True) for i in range(CLIENTS)
+        ]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(WAIT_S)
+        assert not errors and not any(client.is_alive() for client in clients), errors
+        return found
 
 
 @contextmanager
-def running(tmp_path: Path, *program: object) -> Iterator[Server]:
+def running(tmp_path: Path, *program: object, ranks: int = RANKS) -> Iterator[Server]:
+    """A server that is ready."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", *filter(None, [os.environ.get("PYTHONPATH")]))))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     with log.open("w") as file:
-        command = [sys.executable, *map(str, program), "--ranks", str(RANKS), "--port", "0"]
+        options = ["--ranks", str(ranks), "--port", "0", "--requests", str(MOST_REQUESTS)]
+        command = [sys.executable, *map(str, program), *options]
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT)
     try:
         deadline = time.monotonic() + WAIT_S
         while not (found := re.search(r"running on http://127.0.0.1:(\d+)", log.read_text())):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        yield Server(int(found[1]), process.pid)
+        server = Server(int(found[1]), process, log)
+        server.wait(lambda: server.call("/ready")[0] == 200)
+        yield server
     except AssertionError as error:
         error.add_note(log.read_text()[-4000:])
         raise
@@ -132,61 +196,198 @@ def running(tmp_path: Path, *program: object) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[serve.Model]:
+def alone() -> Iterator[serve_rank.Model]:
     """The model in one process."""
-    with epmoe.ExpertParallel(serve.configured(1)) as ep:
-        yield serve.Model(ep)
+    with epmoe.ExpertParallel(serve_rank.configured(1)) as ep:
+        yield serve_rank.Model(ep)
 
 
-def check(server: Server, model: serve.Model, most_lost: int, gap_s: float = GAP_S) -> None:
+def check(server: Server, model: serve_rank.Model, most_lost: int, gap_s: float = GAP_S) -> None:
     """Answers are those of one process, but for requests of ranks that have died."""
     right = [answer for answer in server.answers if answer.status == 200]
     lost = [answer for answer in server.answers if answer.status != 200]
     assert all(answer.status == 503 and "has died" in answer.content["error"] for answer in lost), lost
     assert len(lost) <= most_lost, f"{len(lost)} lost"
-    expected = [serve.Request(i, list(answer.prompt), answer.most) for i, answer in enumerate(right)]
-    while batch := [request for request in expected if request.left][: serve.BATCH]:
-        for request, token in zip(batch, model(batch), strict=True):
-            request.tokens.append(token)
-            request.left -= 1
-    wrong = [(answer, request) for answer, request in zip(right, expected, strict=True)
-             if answer.content["tokens"] != request.tokens]  # fmt: skip
+    expected = continued(model, [answer[:2] for answer in right], serve_rank.BATCH)
+    wrong = [(answer, tokens) for answer, tokens in zip(right, expected, strict=True)
+             if answer.content["tokens"] != tokens]  # fmt: skip
     assert not wrong, wrong[0]
     gap = server.metric("serve_longest_gap_seconds")
     print(f"{len(right)} right, {len(lost)} of dead ranks, longest gap {gap:.3f} s")
     assert gap < gap_s
 
 
-def test_a_rank_is_killed_under_load(tmp_path, alone):
-    """A request that raises harms no other; a rank dies and is replaced; then the group shrinks. Experts move."""
+def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
+    """No request harms another one or a rank; a rank dies and is replaced; then the group shrinks. Experts move."""
     with running(tmp_path, "examples/serve.py") as server:
+        before = server.pids()
+        refuse(server)
+        limit(server)
+        stream(server, alone)
+        assert server.pids() == before
         with server.load(seed=0):
             server.more(20)
-            status, content = server.call("/generate", {"prompt": [1, serve.VOCABULARY], "max_tokens": 3})
-            assert status == 400 and "no such token" in content
-            assert server.call("/generate", {"prompt": [1] * serve.LENGTH, "max_tokens": 1})[0] == 400
-            before = server.pids()
-            os.kill(before[1], signal.SIGKILL)
-            server.wait(lambda: len(pids := server.pids()) == RANKS and before[1] not in pids)
+            server.replace(1)
             server.more(20)
-            server.call("/scale", {"ranks": 3})
+            assert server.call("/scale", {"ranks": 3})[0] == 202
             server.wait(lambda: len(server.pids()) == 3)
             server.more(20)
-        check(server, alone, most_lost=serve.BATCH)
+        check(server, alone, most_lost=serve_rank.BATCH)
         ports = [int(rank["targets"][0].split(":")[1]) for rank in server.ranks()]
         assert sum(server.metric("epmoe_moved_experts_total", port) for port in ports)
-        pids = server.pids()
-        os.kill(server.pid, signal.SIGKILL)
+        lines = server.log.read_text()
+        died = f"process {before[1]}, rank 1, has died; "
+        for line in (died, "rank 3, has joined", "rank 3, has left", "the group has 3 ranks"):
+            assert line in lines
+        processes = family(server.process.pid)
+        assert server.call("/scale", {"ranks": 4})[0] == 202
+        server.wait(lambda: family(server.process.pid) - processes)  # a new rank, which has not joined
+        processes = family(server.process.pid)
+        server.process.kill()
         deadline = time.monotonic() + WAIT_S
-        while any(lives(pid) for pid in pids):  # nobody outlives the front
+        while any(lives(process) for process in processes):  # nobody outlives the front
             assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def refuse(server: Server) -> None:
+    """Requests that are wrong get an answer that says so, from the front."""
+    for body in REFUSED:
+        status, content = server.call("/generate", body)
+        assert status == 400 and json.loads(content)["error"], body
+    for ranks in ("x", 0, -1, 1.5, True, None, 10**9):
+        assert server.call("/scale", {"ranks": ranks})[0] == 400
+    assert server.call("/generate", b" " * 100_000)[0] == 413
+    for status, method, path in ((404, "GET", "/x"), (404, "PUT", "/"), (405, "GET", "/scale")):
+        assert server.call(path, method=method)[0] == status
+    assert [server.call(path)[0] for path in ("/health", "/ready")] == [200, 200]
+
+
+def limit(server: Server) -> None:
+    """Requests beyond the most are refused, those whose time is up are answered, and clients may go at any time."""
+    longest = {"prompt": [1], "max_tokens": serve_rank.LENGTH - 1}
+    connections = [server.begin("/generate", longest) for _ in range(3 * MOST_REQUESTS)]
+    statuses = Counter(connection.getresponse().status for connection in connections)
+    assert set(statuses) == {200, 429}, statuses
+    assert server.call("/generate", longest | {"timeout_s": 1e-3})[0] == 408
+    for stream in (False, True):
+        server.begin("/generate", longest | {"stream": stream}).close()
+    server.wait(lambda: not server.metric("serve_open_requests"))
+
+
+def stream(server: Server, model: serve_rank.Model) -> None:
+    """An event for each token, then one with all; or an error, as in an answer that is no stream."""
+    ((_, *tokens),) = continued(model, [([5], 9)], 1)
+    assert server.events([5], 9) == (tokens, "end", {"tokens": [5, *tokens]})
+    status, text = server.call("/generate", {"prompt": [1], "max_tokens": 31, "stream": True, "timeout_s": 1e-3})
+    assert status == 200 and "event: error" in text and "in its time" in text
+
+
+def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
+    """A request at which the model raises fails alone. The server ends with its last rank, and answers everyone."""
+    with running(tmp_path, "tests/dying_server.py", "raises", ranks=2) as server:
+        before = server.pids()
+        prompts = [[POISON if i % 3 == 1 else 1, i] for i in range(8)]
+        connections = [server.begin("/generate", {"prompt": prompt, "max_tokens": 5}) for prompt in prompts]
+        responses = [connection.getresponse() for connection in connections]
+        answers = [(response.status, json.loads(response.read())) for response in responses]
+        for (status, content), tokens in zip(answers, continued(alone, [(p, 5) for p in prompts], 4), strict=True):
+            if tokens[0] == POISON:
+                assert status == 500 and content["error"] == "ValueError: a poisoned prompt"
+            else:
+                assert status == 200 and content["tokens"] == tokens
+        assert server.pids() == before
+        for process in before:
+            os.kill(process, signal.SIGSTOP)  # so that the next request is not answered before they die
+        waiting = server.begin("/generate", {"prompt": [1], "max_tokens": 31})
+        server.wait(lambda: server.metric("serve_open_requests"))
+        for process in before:
+            os.kill(process, signal.SIGKILL)
+        assert waiting.getresponse().status == 503
+        assert server.process.wait(20) == 1
+        assert "no rank is left" in server.log.read_text()
+
+
+def family(front: int) -> set[int]:
+    """The processes that a process has started, and those that these have."""
+    parents = dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = {front}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {front}
 
 
 def lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.slow
+def test_ten_thousand_drawn_requests(tmp_path):
+    """Bodies, paths, methods, headers and clients that leave: no rank dies, and every answer is 2xx or 4xx."""
+    with running(tmp_path, "examples/serve.py") as server:
+        statuses = server.storm(seed=0, requests=10_000)
+        print(dict(statuses))
+        assert all(status is None or 200 <= status < 300 or 400 <= status < 500 for status in statuses), statuses
+        assert server.call("/ready")[0] == 200
+        lines = server.log.read_text()
+        assert "has died" not in lines and "Traceback" not in lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", range(RUNS))
+def test_drawn_requests_while_ranks_die(tmp_path, run):
+    with running(tmp_path, "examples/serve.py") as server:
+        draw, statuses, done = random.Random(run), list[Counter[int | None]](), threading.Event()
+
+        def storm() -> None:
+            statuses.append(server.storm(run, 2_000))
+            done.set()
+
+        storms = threading.Thread(target=storm, daemon=True)
+        storms.start()
+        deaths = 0
+        while not done.wait(draw.uniform(0.3, 2.0)):
+            if len(pids := server.pids()) > 1:
+                os.kill(draw.choice(pids), signal.SIGKILL)
+                deaths += 1
+        storms.join(WAIT_S)
+        assert statuses, "a client has failed, or a request is lost"
+        print(f"{deaths} deaths, {dict(statuses[0])}")
+        assert deaths and all(s is None or 200 <= s < 300 or 400 <= s < 500 or s == 503 for s in statuses[0]), statuses
+        assert server.call("/scale", {"ranks": RANKS})[0] == 202
+        server.wait(lambda: len(server.pids()) == RANKS)
+        assert server.call("/generate", {"prompt": [1], "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_transformers(tmp_path):
+    """The tokens are those of transformers, also after a death. A new rank imports nothing that takes long."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3_moe", **TINY_MODEL)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "model")
+
+    @torch.inference_mode()
+    def step(batch: list[list[int]]) -> list[int]:
+        return [int(model(torch.tensor([tokens])).logits[0, -1].argmax()) for tokens in batch]
+
+    draw = random.Random(0)
+    asked = [([draw.randrange(config.vocab_size) for _ in range(draw.randint(1, 20))], 20) for _ in range(12)]
+    expected = continued(step, asked, 1)
+    with running(tmp_path, "examples/serve.py", "--model", tmp_path / "model") as server:
+        for _ in range(2):
+            connections = [server.begin("/generate", {"prompt": prompt, "max_tokens": most}) for prompt, most in asked]
+            assert [json.loads(c.getresponse().read()) for c in connections] == [{"tokens": t} for t in expected]
+            server.replace(1)
 
 
 @pytest.mark.slow
@@ -196,11 +397,11 @@ def test_a_rank_that_hangs_is_killed(tmp_path, alone):
         with server.load(seed=0):
             server.wait(lambda: len(pids := server.pids()) == RANKS and before[1] not in pids)
             server.more(30)
-        check(server, alone, most_lost=serve.BATCH, gap_s=2 * serve.DEADLINE_S + serve.LATE_S)
+        check(server, alone, most_lost=serve_rank.BATCH, gap_s=2 * serve_rank.DEADLINE_S + serve.LATE_S)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", range(int(os.environ.get("EPMOE_SERVE_RUNS", "1"))))
+@pytest.mark.parametrize("run", range(RUNS))
 @pytest.mark.parametrize("state", [s if s in IN_CI else long(s) for s in STATES if s != "hangs"])
 def test_a_death_in_every_state(tmp_path, alone, state, run):
     _, new, old = STATES[state]
@@ -211,4 +412,4 @@ def test_a_death_in_every_state(tmp_path, alone, state, run):
         with server.load(seed=run):
             server.wait(lambda: len(pids := server.pids()) == RANKS and set(pids) & set(before) == kept)
             server.more(30)
-        check(server, alone, most_lost=deaths * serve.BATCH)
+        check(server, alone, most_lost=deaths * serve_rank.BATCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPResponse
 from typing import Any, NamedTuple
 
 METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "BREW")
@@ -60,8 +60,10 @@ class Drawn(NamedTuple):
                 response = HTTPResponse(connection, method=self.sent.split(b" ", 1)[0].decode())
                 response.begin()
                 return response.status, response.read()
-            except (BrokenPipeError, ConnectionResetError, HTTPException):
-                return None  # the server refuses a request before it has it whole
+            except (BrokenPipeError, ConnectionResetError):
+                if len(self.sent) > 1 << 16:
+                    return None  # refused before all of it was sent
+                raise
 
 
 def drawn(draw: random.Random, vocabulary: int, length: int) -> Drawn:

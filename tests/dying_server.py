@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import serve
+import serve_front
 import serve_rank
 import torch
 import torch.distributed as dist
@@ -116,5 +117,5 @@ def run_rank(state: str, pipe, folder: str, rank: int | None, size: int, *option
 
 original_run_rank, original_embed = serve_rank.run_rank, serve_rank.Model.embed
 if __name__ == "__main__":
-    serve.run_rank = partial(run_rank, sys.argv.pop(1))
+    serve_front.run_rank = partial(run_rank, sys.argv.pop(1))
     serve.main()

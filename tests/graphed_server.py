@@ -29,7 +29,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-import serve  # noqa: E402
+import serve_front  # noqa: E402
 import serve_rank  # noqa: E402
 from helpers import continued  # noqa: E402
 
@@ -148,7 +148,7 @@ def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -
 class Load:
     """Clients that ask, and what was answered."""
 
-    def __init__(self, front: serve.Front) -> None:
+    def __init__(self, front: serve_front.Front) -> None:
         self.front, self.answers, self.ended = front, list[tuple[list[int], int, int, dict]](), False
         self.clients = [threading.Thread(target=self._ask, args=(seed,), daemon=True) for seed in range(CLIENTS)]
         for client in self.clients:
@@ -196,8 +196,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with epmoe.ExpertParallel(_configured(1)) as alone, tempfile.TemporaryDirectory() as folder:
         model = serve_rank.Model(alone)
-        serve.run_rank = run_rank
-        front = serve.Front(folder, arguments.ranks)
+        serve_front.run_rank = run_rank
+        front = serve_front.Front(folder, arguments.ranks)
         threading.Thread(target=front.run, daemon=True).start()
         load = Load(front)
         load.more(40)

@@ -33,7 +33,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(ROOT / "examples"))
 
-import serve  # noqa: E402
+import serve_front  # noqa: E402
 import serve_rank  # noqa: E402
 from dying_server import POISON, STATES, victims  # noqa: E402
 
@@ -237,7 +237,7 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
         assert sum(server.metric("epmoe_moved_experts_total", port) for port in ports)
         lines = server.log.read_text()
         died = f"process {before[1]}, rank 1, has died; "
-        for line in (died, "rank 3, has joined", "rank 3, has left", "the group has 3 ranks"):
+        for line in (died, "rank 3, has joined", "rank 3, has left", "the group has 3 rank(s)"):
             assert line in lines
         processes = family(server.process.pid)
         assert server.call("/scale", {"ranks": 4})[0] == 202
@@ -334,7 +334,7 @@ def test_ten_thousand_drawn_requests(tmp_path):
     """Bodies, paths, methods, headers and clients that leave: no rank dies, and every answer is 2xx or 4xx."""
     with running(tmp_path, "examples/serve.py") as server:
         statuses = server.storm(seed=0, requests=10_000)
-        print(dict(statuses))
+        print(dict(statuses), flush=True)
         assert all(status is None or 200 <= status < 300 or 400 <= status < 500 for status in statuses), statuses
         assert server.call("/ready")[0] == 200
         lines = server.log.read_text()
@@ -397,7 +397,7 @@ def test_a_rank_that_hangs_is_killed(tmp_path, alone):
         with server.load(seed=0):
             server.wait(lambda: len(pids := server.pids()) == RANKS and before[1] not in pids)
             server.more(30)
-        check(server, alone, most_lost=serve_rank.BATCH, gap_s=2 * serve_rank.DEADLINE_S + serve.LATE_S)
+        check(server, alone, most_lost=serve_rank.BATCH, gap_s=2 * serve_rank.DEADLINE_S + serve_front.LATE_S)
 
 
 @pytest.mark.slow

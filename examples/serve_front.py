@@ -241,10 +241,11 @@ class Front:
         self.take_in(self.size)
         self.ready = True
         while self.members and self.size:
-            busy = self.broken or not self.queue.empty() or any(member.requests for member in self.members)
-            pause = max(0.0, self.next_start - time.monotonic())
-            spoken = wait([self.bell, *[m.pipe for m in (*self.members, *self.new)]], 0 if busy else pause or None)
-            if not busy:
+            asked = not self.queue.empty() or any(member.requests for member in self.members)
+            changes = self.broken or any(member.ready for member in self.new) or len(self.members) > self.size
+            pause = 0.0 if asked or changes else max(0.0, self.next_start - time.monotonic()) or None
+            spoken = wait([self.bell, *[m.pipe for m in (*self.members, *self.new)]], pause)
+            if not asked:
                 self.last = time.monotonic()
             if self.bell in spoken:
                 os.eventfd_read(self.bell)

@@ -35,7 +35,7 @@ class Served:
     vocabulary: int = VOCABULARY
     length: int = LENGTH  # most tokens of a prompt and its answer
     ends: tuple[int, ...] = ()  # tokens that end an answer
-    modules: tuple[str, ...] = ("torch", "epmoe", "epmoe.integrations.prometheus")  # slow to import
+    modules: tuple[str, ...] = ("torch", "epmoe.integrations.prometheus", "starlette.applications", "uvicorn")  # slow
 
     @classmethod
     def checkpoint(cls, folder, length=256):

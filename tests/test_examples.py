@@ -16,7 +16,7 @@ SLOW = {"recover_after_a_kill"}  # 9 s
 
 
 def test_none_is_forgotten():
-    elsewhere = {"generate", "serve", "train"}  # test_generate.py, test_serve.py, test_train_script.py
+    elsewhere = {"generate", "train", "serve", "serve_front", "serve_rank"}  # test_generate.py, test_train_script.py, …
     assert EXAMPLES.keys() | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
 
@@ -55,7 +56,7 @@ class Member:
 
 
 class Front:
-    """Queues requests, orders steps, and replaces ranks that die. `run` has a thread of its own."""
+    """Queues requests, orders steps, and replaces ranks that die. `run` is called on a thread of its own."""
 
     def __init__(self, folder, size, served=SMALL):
         context.set_forkserver_preload([*served.modules])
@@ -64,11 +65,10 @@ class Front:
         self.bell = os.eventfd(0)
         self.members, self.new, self.broken, self.last, self.next_start = [], [], False, time.monotonic(), 0.0
         self.metrics = CollectorRegistry()
-        self.gap = Gauge("serve_longest_gap_seconds", "Longest time between two complete steps", registry=self.metrics)
-        Gauge("serve_ranks", "Ranks in the group", registry=self.metrics).set_function(lambda: len(self.members))
-        Gauge("serve_open_requests", "Requests without answer", registry=self.metrics).set_function(
-            lambda: len(self.open)
-        )
+        gauge = partial(Gauge, registry=self.metrics)
+        self.gap = gauge("serve_longest_gap_seconds", "Longest time between two complete steps")
+        gauge("serve_ranks", "Ranks in the group").set_function(lambda: len(self.members))
+        gauge("serve_open_requests", "Requests without an answer").set_function(lambda: len(self.open))
 
     def submit(self, tokens, left, hear=lambda token: None):
         """A request's future of (HTTP status, answer). Any thread may call it, and `scale` and `close`."""
@@ -105,9 +105,8 @@ class Front:
 
     def start(self, rank=None):
         pipe, theirs = context.Pipe()
-        process = context.Process(
-            target=run_rank, args=(theirs, self.folder, rank, self.size, self.served), daemon=True
-        )
+        arguments = theirs, self.folder, rank, self.size, self.served
+        process = context.Process(target=run_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
         self.new.append(Member(process, pipe))

@@ -29,9 +29,11 @@ DEADLINE_S = 10.0  # of a round, and of a group that opens
 
 @dataclass(frozen=True)
 class Served:
-    """The model, as the front knows it: that of a checkpoint, or a small one with random weights."""
+    """The model that is served: of a checkpoint, or a small one with random weights."""
 
     folder: str | None = None
+    experts: int = E
+    layers: int = BLOCKS  # that have experts
     vocabulary: int = VOCABULARY
     length: int = LENGTH  # most tokens of a prompt and its answer
     ends: tuple[int, ...] = ()  # tokens that end an answer
@@ -42,11 +44,13 @@ class Served:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder)
-        code = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
-        text = config.get_text_config()
+        text, name = config.get_text_config(), config.model_type
+        experts = epmoe.EPConfig.from_hf(folder, ep_size=1).model.num_experts
+        found = (re.match(r"(.*)\.experts\.", name) for name in epmoe.SafetensorsFolder(folder))
+        layers = len({block[1] for block in found if block})
         ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
-        modules = (*cls.modules, "transformers.models.auto.modeling_auto", code)
-        return cls(folder, text.vocab_size, length, tuple(ends), modules)
+        code = "transformers.models.auto.modeling_auto", f"transformers.models.{name}.modeling_{name}"
+        return cls(folder, experts, layers, text.vocab_size, length, tuple(ends), cls.modules + code)
 
 
 SMALL = Served()
@@ -54,22 +58,16 @@ SMALL = Served()
 
 def configured(size, served=SMALL):
     """The config of the first group. Further ones keep the slots of a rank."""
+    slots = min(served.experts, -(-served.experts // size) + SPARE)
     sections = {
-        "topology": {"ep_size": size},
+        "placement": {"live": True, "slots_per_rank": slots, "layers": served.layers, "staging_mb": 1},
         "capacity": {"max_num_tokens_per_rank": BATCH * served.length},
         "exchange": {"timeout_s": DEADLINE_S, "warmup_timeout_s": DEADLINE_S},
     }
-    if served.folder is None:
-        experts, layers, make = E, BLOCKS, epmoe.EPConfig
-        sizes = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
-        sections |= {"model": sizes, "routing": {"renormalize": True}}
-    else:
-        experts = epmoe.EPConfig.from_hf(served.folder, ep_size=1).model.num_experts
-        names = epmoe.SafetensorsFolder(served.folder)
-        layers = len({found[1] for name in names if (found := re.match(r"(.*)\.experts\.", name))})
-        make = partial(epmoe.EPConfig.from_hf, served.folder, ep_size=sections.pop("topology")["ep_size"])
-    slots = min(experts, -(-experts // size) + SPARE)
-    return make(placement={"live": True, "slots_per_rank": slots, "layers": layers, "staging_mb": 1}, **sections)
+    if served.folder is not None:
+        return epmoe.EPConfig.from_hf(served.folder, ep_size=size, **sections)
+    model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
+    return epmoe.EPConfig(model=model, topology={"ep_size": size}, routing={"renormalize": True}, **sections)
 
 
 def load_experts(ep, layer, moves, read):

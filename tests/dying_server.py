@@ -17,6 +17,7 @@ import serve_front
 import serve_rank
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import epmoe
 import epmoe.service
@@ -96,16 +97,31 @@ def victims(state: str) -> set[int]:
     return {1, 2} if state.startswith("two") else {1}
 
 
-def raise_at_poison(model: serve_rank.Model, batch: list[list[int]]) -> torch.Tensor:
-    if any(tokens[0] == POISON for tokens in batch):
-        raise ValueError("a poisoned prompt")
-    return original_embed(model, batch)
+class Poison:
+    """Patches torch: the second attention of a step raises where a prompt begins with POISON."""
+
+    def __init__(self) -> None:
+        self.attentions_left = 0
+        self.embedding, self.attention = F.embedding, F.scaled_dot_product_attention
+        F.embedding, F.scaled_dot_product_attention = self.look, self.attend
+
+    def look(self, tokens: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
+        if (tokens[..., 0] == POISON).any():
+            self.attentions_left = 2
+        return self.embedding(tokens, *arguments, **options)
+
+    def attend(self, *arguments: object, **options: object) -> torch.Tensor:
+        if self.attentions_left:
+            self.attentions_left -= 1
+            if not self.attentions_left:
+                raise ValueError("a poisoned prompt")
+        return self.attention(*arguments, **options)
 
 
 def run_rank(state: str, pipe, folder: str, rank: int | None, size: int, *options: object) -> None:
     dies, new, old = STATES.get(state, (None, None, None))
     if state == "raises":
-        serve_rank.Model.embed = raise_at_poison
+        Poison()
     elif rank in victims(state):
         dies()
     elif rank == 0 and old is not None:
@@ -115,7 +131,7 @@ def run_rank(state: str, pipe, folder: str, rank: int | None, size: int, *option
     original_run_rank(pipe, folder, rank, size, *options)
 
 
-original_run_rank, original_embed = serve_rank.run_rank, serve_rank.Model.embed
+original_run_rank = serve_rank.run_rank
 if __name__ == "__main__":
     serve_front.run_rank = partial(run_rank, sys.argv.pop(1))
     serve.main()

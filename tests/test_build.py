@@ -6,29 +6,97 @@ import fcntl
 import os
 import re
 import shutil
-import subprocess
+import signal
+import sys
+import sysconfig
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launched import run_fresh, run_python
+from launched import ROOT, run_fresh, run_python
 
 from epmoe.native import build, ops
 
-NVCC = "nvcc: release 13.0, V13.0.88"
+SOURCES = {
+    "ops.cpp": '#include "types.h"\n',
+    "cpu/route.cpp": '#include "convert.h"\n// EPMOE_MUTATE_ROUTE_CLAMP\n',
+    "cpu/convert.h": '#include "types.h"\n',
+    "types.h": "#pragma once\n",
+    "cuda_api.cu": "",
+    "cuda/local/permute.cu": '#include "segments.cuh"\n// EPMOE_MUTATE_SORT_GUARD\n',
+    "cuda/local/segments.cuh": "",
+    "cuda/hopper/gemm.cu": '#include "types.h"\n',
+}
+# A compiler that writes its command line, and the source that it compiles. A real one tells what the source includes.
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec {cat} "$0.version"
+words="${{0##*/}} $*"
+while [ $# -gt 0 ]; do
+  case $1 in -o) out=$2 ;; -MF) deps=$2 ;; esac
+  last=$1
+  shift
+done
+echo "$words" >>"{bin}/commands"
+. "{bin}/meanwhile"
+echo "$words" >"$out"
+[ -z "$deps" ] || {{ {cxx} -MM -MT "$out" -MF "$deps" -I. -x c++ "$last" && {cat} "$last" >>"$out"; }}
+"""
+
+
+class Toolchain:
+    """A C++ compiler, nvcc, and a csrc of a few lines, to be changed by a test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin, self.csrc = folder / "bin", folder / "csrc"
+        self.bin.mkdir()
+        real = {"cxx": shutil.which("c++"), "cat": shutil.which("cat"), "bin": self.bin}
+        for tool, version in (("c++", "g++ 12.2"), ("nvcc", "nvcc: release 13.0, V13.0.88")):
+            (self.bin / tool).write_text(COMPILER.format(**real))
+            (self.bin / tool).chmod(0o755)
+            self.release(tool, version)
+        self.meanwhile("")
+        self.commands()
+        if ninja := shutil.which("ninja"):
+            (self.bin / "ninja").symlink_to(ninja)
+        for name in SOURCES:
+            self.edit(name)
+
+    def release(self, tool: str, version: str) -> None:
+        (self.bin / f"{tool}.version").write_text(version)
+
+    def edit(self, name: str, more: str = "") -> None:
+        """Write a source as it is at first, and `more`. Its time is that of an old checkout."""
+        path = self.csrc / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(SOURCES[name] + more)
+        os.utime(path, (1e9, 1e9))
+
+    def meanwhile(self, script: str) -> None:
+        """What each compiler does before it writes."""
+        (self.bin / "meanwhile").write_text(script)
+
+    def commands(self) -> list[list[str]]:
+        """The words of each command since the last call."""
+        log = self.bin / "commands"
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.write_text("")
+        return [line.split() for line in lines]
+
+    def compiled(self) -> list[str]:
+        """The sources that were compiled since the last call."""
+        return sorted(words[-1] for words in self.commands() if "-c" in words)
 
 
 @pytest.fixture
-def toolchain(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Tools and their versions, to be changed by a test. Commands run nothing: their output is their command line."""
-    tools = {"nvcc": NVCC, "c++": "g++ 12.2"}
+def toolchain(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Toolchain:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/bin/{tool}" if tool in tools else None)
-    monkeypatch.setattr(build, "_version", tools.__getitem__)
-    monkeypatch.setattr(build, "_run", lambda *words: Path(words[words.index("-o") + 1]).write_text(" ".join(words)))
-    return tools
+    made = Toolchain(tmp_path_factory.mktemp("toolchain"))
+    monkeypatch.setenv("PATH", str(made.bin))
+    monkeypatch.setattr(build, "csrc", lambda: made.csrc)
+    return made
 
 
 def use_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
@@ -42,67 +110,68 @@ def links(library: Path) -> tuple[str, str]:
     return library.read_text(), library.with_name(build.CUDA_LIBRARY).read_text()
 
 
-def recorded_commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The commands that builds run from now on."""
-    commands, run = list[tuple[str, ...]](), build._run
-    monkeypatch.setattr(build, "_run", lambda *words: (commands.append(words), run(*words)))
-    return commands
+def every(*suffixes: str) -> list[str]:
+    return sorted(name for name in SOURCES if name.endswith(suffixes))
 
 
-def compiled(commands: list[tuple[str, ...]]) -> set[str]:
-    """The sources that the commands compile; forgets the commands."""
-    sources = {words[-1] for words in commands if "-c" in words}
-    commands.clear()
-    return sources
-
-
-def sources_in(folder: Path, *patterns: str) -> set[str]:
-    return {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.rglob(pattern)}
-
-
-def users_of(header: str) -> set[str]:
-    """The sources that the compiler says include a header of csrc."""
-    command = ["c++", "-std=c++20", "-MM", "-I.", f"-isystem{Path(torch.__file__).parent / 'include'}"]
-    sources = sources_in(build.csrc(), "*.cpp")
-    rules = [subprocess.run([*command, s], cwd=build.csrc(), capture_output=True, text=True).stdout for s in sources]
-    return {source for source, rule in zip(sources, rules, strict=True) if re.search(rf"\b{header}\b", rule)}
-
-
-def test_only_what_an_edit_reaches_is_compiled(toolchain, tmp_path, monkeypatch):
-    """The objects of the other sources are those of the last build."""
-    sources = shutil.copytree(build.csrc(), tmp_path / "csrc")
-    users = users_of("cpu/convert.h")
-    monkeypatch.setattr(build, "csrc", lambda: sources)
-    commands = recorded_commands(monkeypatch)
+def test_only_what_an_edit_reaches_is_compiled(toolchain, tmp_path):
+    """Whatever the times of the files are: the objects of the other sources are those of the last build."""
     first = build.build(tmp_path, portable=True)
-    assert compiled(commands) == sources_in(sources, "*.cpp", "*.cu")
+    assert toolchain.compiled() == every(".cpp", ".cu")
     for file, reached in (
-        ("ops.cpp", {"ops.cpp"}),
-        ("cuda/rail/sum.cu", {"cuda/rail/sum.cu"}),
-        ("cpu/convert.h", users),
+        ("ops.cpp", ["ops.cpp"]),
+        ("cuda/local/permute.cu", ["cuda/local/permute.cu"]),
+        ("cuda/local/segments.cuh", ["cuda/local/permute.cu"]),
+        ("cpu/convert.h", ["cpu/route.cpp"]),
+        ("types.h", ["cpu/route.cpp", "cuda/hopper/gemm.cu", "ops.cpp"]),
     ):
-        text = (sources / file).read_text()
-        (sources / file).write_text(f"{text}// edited\n")
+        toolchain.edit(file, "// edited\n")
         assert build.build(tmp_path, portable=True) != first
-        assert compiled(commands) == reached != set()
-        (sources / file).write_text(text)
-        assert build.build(tmp_path, portable=True) == first and not commands
+        assert toolchain.compiled() == reached
+    for file in SOURCES:
+        toolchain.edit(file)
+    assert build.build(tmp_path, portable=True) == first and not toolchain.commands()
+    toolchain.edit("cuda_api.cu", "// edited\n")
+    build.build(tmp_path, portable=True)
+    assert toolchain.compiled() == every(".cpp", ".cu")  # the others are as they were at first
 
 
-def test_an_object_of_a_source_that_changes_meanwhile_is_not_kept(toolchain, tmp_path, monkeypatch):
-    sources = shutil.copytree(build.csrc(), tmp_path / "csrc")
-    monkeypatch.setattr(build, "csrc", lambda: sources)
-    run = build._run
+@pytest.mark.parametrize(
+    ("guard", "source"),
+    [("EPMOE_MUTATE_ROUTE_CLAMP", "cpu/route.cpp"), ("EPMOE_MUTATE_SORT_GUARD", "cuda/local/permute.cu")],
+)
+def test_a_library_without_one_guard_compiles_one_source(guard, source, toolchain, tmp_path):
+    whole = build.build(tmp_path, portable=True)
+    toolchain.commands()
+    without = build.build(tmp_path, (guard,), portable=True)
+    compiles = [words for words in toolchain.commands() if "-c" in words]
+    assert [(words[-1], f"-D{guard}" in words) for words in compiles] == [(source, True)]
+    assert build.build(tmp_path, portable=True) == whole != without and not toolchain.commands()
+    assert build.build(tmp_path, ("EPMOE_MUTATE_NOTHING",), portable=True) == whole
 
-    def edit_meanwhile(*words: str) -> None:
-        run(*words)
-        if words[-1] == "ops.cpp":
-            (sources / "ops.cpp").write_text("// edited")
 
-    monkeypatch.setattr(build, "_run", edit_meanwhile)
-    with pytest.raises(build.BuildError, match=r"csrc/ops\.cpp, or what it includes, has changed"):
+def test_guards_stand_in_sources():
+    """What only a header names would be defined nowhere."""
+    headers = [path for pattern in ("*.h", "*.cuh") for path in (ROOT / "csrc").rglob(pattern)]
+    assert headers and not [path for path in headers if "EPMOE_MUTATE" in path.read_text()]
+
+
+def test_an_edit_during_a_build_reaches_no_compiler(toolchain, tmp_path):
+    toolchain.meanwhile(f'echo "// edited" >"{toolchain.csrc}/ops.cpp"')
+    library = build.build(tmp_path, portable=True)
+    toolchain.meanwhile("")
+    (object_file,) = tmp_path.rglob("ops.cpp.o")
+    assert SOURCES["ops.cpp"] in object_file.read_text() and "edited" not in object_file.read_text()
+    assert toolchain.compiled() == every(".cpp", ".cu")
+    assert build.build(tmp_path, portable=True) != library
+    assert toolchain.compiled() == ["ops.cpp"] and "edited" in object_file.read_text()
+
+
+def test_a_file_that_is_gone_is_not_found_in_the_copy(toolchain, tmp_path):
+    build.build(tmp_path, portable=True)
+    (toolchain.csrc / "cpu" / "convert.h").unlink()
+    with pytest.raises(build.BuildError, match=r"(?s)did not compile:.*c\+\+ .*cpu/route\.cpp.*convert\.h"):
         build.build(tmp_path, portable=True)
-    assert not list((tmp_path / "objects").glob("ops-*.o"))
 
 
 def test_kernels_are_built_anew_for_other_gpus_or_another_nvcc(toolchain, tmp_path, monkeypatch):
@@ -110,15 +179,16 @@ def test_kernels_are_built_anew_for_other_gpus_or_another_nvcc(toolchain, tmp_pa
     for change in (
         lambda: monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0"),
         lambda: monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX"),
-        lambda: toolchain.update({"nvcc": "nvcc: release 13.1"}),
-        lambda: toolchain.update({"c++": "g++ 13.1"}),
+        lambda: toolchain.release("nvcc", "nvcc: release 13.1"),
+        lambda: toolchain.release("c++", "g++ 13.1"),
         lambda: monkeypatch.setattr(build, "CUDA_FLAGS", ("-O2",)),
     ):
         change()
+        toolchain.commands()
         libraries.append(build.build(tmp_path, portable=True))
+        assert set(every(".cu")) <= set(toolchain.compiled())
     assert len({library.parent for library in libraries}) == len(libraries)
-    assert len({links(library)[1] for library in libraries}) == len(libraries)
-    assert build.build(tmp_path, portable=True) == libraries[-1]
+    assert build.build(tmp_path, portable=True) == libraries[-1] and not toolchain.commands()
 
 
 def test_another_spelling_of_the_same_gpus_builds_nothing(toolchain, tmp_path, monkeypatch):
@@ -131,19 +201,31 @@ def test_another_spelling_of_the_same_gpus_builds_nothing(toolchain, tmp_path, m
 
 def test_another_torch_builds_the_operators_anew_and_not_the_kernels(toolchain, tmp_path, monkeypatch):
     before = build.build(tmp_path, portable=True)
+    toolchain.commands()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     after = build.build(tmp_path, portable=True)
-    assert before != after
-    kernels = [library.with_name(build.CUDA_LIBRARY) for library in (before, after)]
-    assert kernels[0].samefile(kernels[1])
+    assert before != after and toolchain.compiled() == every(".cpp")
+    assert links(after)[1] == links(before)[1].replace(before.parent.name, after.parent.name)
+
+
+def test_the_folder_of_torch_builds_nothing(toolchain, tmp_path, monkeypatch):
+    """Environments with the same torch share the library."""
+    library = build.build(tmp_path, portable=True)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "another place" / "torch" / "__init__.py"))
+    assert build.build(tmp_path, portable=True) == library
+    toolchain.edit("ops.cpp", "// edited")
+    toolchain.commands()
+    build.build(tmp_path, portable=True)
+    compiles, link = (words for words in toolchain.commands() if words[0] == "c++")
+    assert compiles[-1] == "ops.cpp" and "place/torch/include" in compiles and "place/torch/lib" in link
 
 
 def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_path, monkeypatch):
-    commands = recorded_commands(monkeypatch)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     build.build(tmp_path, ("EPMOE_MUTATE_SORT_GUARD",), portable=True)
-    compiles = [words for words in commands if words[0] == "nvcc" and "-c" in words]
-    assert {words[-1] for words in compiles} == sources_in(build.csrc(), "*.cu")
+    commands = [words for words in toolchain.commands() if words[0] == "nvcc"]
+    compiles = [words for words in commands if "-c" in words]
+    assert sorted(words[-1] for words in compiles) == every(".cu")
     for words in compiles:
         assert {"-O3", "--fmad=false", "-lineinfo", "-std=c++20"} <= set(words)
         assert ("-DEPMOE_MUTATE_SORT_GUARD" in words) == (words[-1] == "cuda/local/permute.cu")
@@ -157,7 +239,8 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
             f"-gencode=arch=compute_{hopper},code=sm_{hopper}",
             f"-gencode=arch=compute_{hopper},code=compute_{hopper}",
         ]
-    (link,) = [words for words in commands if words[0] == "nvcc" and "-c" not in words]
+        assert not [word for word in words if "torch" in word]
+    (link,) = [words for words in commands if "-c" not in words]
     assert "-cudart=static" in link and not [word for word in link if "torch" in word or "cudart=shared" in word]
 
 
@@ -165,6 +248,16 @@ def test_first_use_builds_for_the_gpus_that_torch_sees(toolchain, tmp_path, monk
     use_gpus(monkeypatch, (9, 0), (8, 0), (9, 0))
     assert build.architectures() == ("8.0", "9.0")
     assert "code=sm_80 -gencode=arch=compute_90,code=sm_90" in links(build.build(tmp_path))[1]
+
+
+def test_a_first_use_says_what_it_does_and_the_next_one_nothing(toolchain, tmp_path, monkeypatch, capsys):
+    use_gpus(monkeypatch, (9, 0), (8, 0))
+    folder = build.build(tmp_path).parent
+    assert capsys.readouterr().err == (
+        f"epmoe: compiling the native library for the CPU and GPUs of compute capability 8.0, 9.0 into {folder}, once\n"
+    )
+    build.build(tmp_path)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("gpus", [(), ((7, 5),)], ids=["no GPU", "an old GPU"])
@@ -185,7 +278,7 @@ def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(gpus, tool
 def test_first_use_without_cuda_builds_the_cpu_kernels(missing, toolchain, tmp_path, monkeypatch):
     if missing == "nvcc":
         use_gpus(monkeypatch)
-        del toolchain["nvcc"]
+        (toolchain.bin / "nvcc").unlink()
     else:
         monkeypatch.setattr(torch.version, "cuda", None)
     library = build.build(tmp_path)
@@ -207,34 +300,79 @@ def test_an_architecture_list_that_cannot_be_used_is_named(listed, sentence, too
 
 
 def test_without_a_compiler_the_message_names_one(toolchain, tmp_path):
-    del toolchain["c++"], toolchain["nvcc"]
+    for tool in ("c++", "nvcc"):
+        (toolchain.bin / tool).unlink()
     with pytest.raises(build.BuildError, match=re.escape("`c++` is not on the PATH; install g++ ≥ 11 or set CXX")):
         build.build(tmp_path)
 
 
+def test_without_ninja_the_message_names_it(toolchain, tmp_path, monkeypatch):
+    """It may be in the environment, on the PATH, or in a folder of `pip install --target`."""
+    ninja = build._ninja()
+    (toolchain.bin / "ninja").unlink(missing_ok=True)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["target"])
+    with pytest.raises(build.BuildError, match=re.escape("with ninja, which is missing: pip install 'ninja>=1.11'")):
+        build.build(tmp_path / "cache")
+    (tmp_path / "target" / "bin").mkdir(parents=True)
+    (tmp_path / "target" / "bin" / "ninja").symlink_to(ninja)
+    assert build.build(tmp_path / "cache")
+
+
 def test_an_error_of_the_compiler_is_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "cat")  # it knows none of the options
-    with pytest.raises(build.BuildError, match=r"did not compile:\ncat -std=c\+\+20 (.|\n)*\ncat: "):
+    with pytest.raises(build.BuildError, match=r"did not compile:\n(.|\n)* cat -std=c\+\+20 (.|\n)*\ncat: "):
         build.build(tmp_path)
 
 
-def test_a_build_that_was_killed_is_started_over(toolchain, tmp_path):
+def test_a_build_that_was_killed_goes_on(toolchain, tmp_path):
+    """The next process waits for the compilers that still run, and compiles nothing twice."""
+    started = tmp_path / "started"
+    toolchain.meanwhile(f': >"{started}"; {shutil.which("sleep", path=os.defpath)} 0.3')
+    builder = in_a_child(tmp_path)
+    while not started.exists():
+        time.sleep(0.01)
+    os.kill(builder, signal.SIGKILL)
+    os.waitpid(builder, 0)
+    library = build.build(tmp_path, portable=True)
+    assert sorted(path.name for path in library.parent.iterdir()) == ["libepmoe.so", build.CUDA_LIBRARY]
+    assert toolchain.compiled() == every(".cpp", ".cu")
+
+
+def test_what_a_killed_compiler_left_is_made_again(toolchain, tmp_path):
     library = build.build(tmp_path, portable=True)
     library.unlink()
     library.with_name("libepmoe.so.new").write_text("half")
-    half = next((tmp_path / "objects").glob("ops-*.o"))
-    half.rename(f"{half}.new")
-    assert build.build(tmp_path, portable=True) == library
-    assert sorted(path.name for path in library.parent.iterdir()) == [
-        "builder.lock", "libepmoe.so", build.CUDA_LIBRARY,
-    ]  # fmt: skip
+    (object_file,) = tmp_path.rglob("ops.cpp.o")
+    object_file.unlink()
+    assert build.build(tmp_path, portable=True) == library and "half" not in library.read_text()
+
+
+def test_of_several_processes_one_builds(toolchain, tmp_path):
+    toolchain.meanwhile(f"{shutil.which('sleep', path=os.defpath)} 0.1")
+    children = [in_a_child(tmp_path) for _ in range(3)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert toolchain.compiled() == every(".cpp", ".cu")
+
+
+def in_a_child(cache: Path) -> int:
+    """A process that builds; exits with 0 if that succeeds."""
+    if child := os.fork():
+        return child
+    try:
+        build.build(cache, portable=True)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def test_a_build_of_another_process_is_waited_for(toolchain, tmp_path, monkeypatch):
     library = build.build(tmp_path, portable=True)
     library.unlink()
     monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.3)
-    with open(library.parent / "builder.lock") as lock:
+    (held,) = tmp_path.glob("ninja-*/builder.lock")
+    with open(held) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(build.BuildError, match="another process has been building for"):
             build.build(tmp_path, portable=True)
@@ -273,20 +411,28 @@ def test_the_cache_is_for_its_user_alone(cache, umask):
     assert build.build(portable=True) == library
 
 
-@pytest.mark.parametrize("which", ["", "epmoe", "epmoe/KEY", "epmoe/objects", "epmoe/KEY/libepmoe.so"])
+PLACES = ["epmoe", "epmoe/KEY", "epmoe/NINJA", "epmoe/KEY/libepmoe.so", "epmoe/KEY/libepmoe_cuda.so"]
+
+
+def place_of(which: str, library: Path) -> Path:
+    """One of PLACES, of the cache that has the library."""
+    cache = library.parents[2]
+    (work,) = cache.glob("epmoe/ninja-*")
+    return cache / which.replace("KEY", library.parent.name).replace("NINJA", work.name)
+
+
+@pytest.mark.parametrize("which", ["", *PLACES])
 @pytest.mark.parametrize(("mode", "who"), [(0o777, "every user"), (0o775, "group 54321")])
 def test_a_cache_that_others_can_write_into_is_refused(cache, which, mode, who):
     """What lies there may be another user's code."""
     library = build.build(portable=True)
-    path = cache / which.replace("KEY", library.parent.name)
+    path = place_of(which, library)
     own_group = path.stat().st_gid
     if "group" in who:
         if os.geteuid():
             pytest.skip("needs root")
         os.chown(path, -1, 54321)
     path.chmod(mode)
-    if which == "epmoe/objects":
-        library.unlink()  # otherwise no object is looked at
     refused(str(path), f"can be written by {who}", "remove it" if which else f"run `chmod go-w {path}`")
     os.chown(path, -1, own_group)
     path.chmod(0o755)
@@ -308,11 +454,11 @@ def test_a_group_of_one_may_write(cache, monkeypatch):
     assert build._writers(found) == "group ann"
 
 
-@pytest.mark.parametrize("which", ["epmoe", "epmoe/KEY", "epmoe/KEY/libepmoe.so"])
+@pytest.mark.parametrize("which", PLACES)
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_what_another_user_owns_is_refused(cache, which):
     library = build.build(portable=True)
-    path = cache / which.replace("KEY", library.parent.name)
+    path = place_of(which, library)
     os.chown(path, 54321, -1)
     refused(str(path), "belongs to user 54321")
 
@@ -347,8 +493,9 @@ def test_the_lock_is_no_link(cache, tmp_path):
     library = build.build(portable=True)
     library.unlink()
     (tmp_path / "precious").write_text("mine")
-    (library.parent / "builder.lock").unlink()
-    (library.parent / "builder.lock").symlink_to(tmp_path / "precious")
+    lock = place_of("epmoe/NINJA", library) / "builder.lock"
+    lock.unlink()
+    lock.symlink_to(tmp_path / "precious")
     with pytest.raises(build.BuildError, match="cannot be built"):
         build.build(portable=True)
     assert (tmp_path / "precious").read_text() == "mine"

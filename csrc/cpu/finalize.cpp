@@ -8,6 +8,12 @@
 
 namespace epmoe::cpu {
 
+#if defined(EPMOE_MUTATE_FINALIZE_GUARD)
+constexpr bool kChecked = false;
+#else
+constexpr bool kChecked = true;
+#endif
+
 void finalize(const FinalizeArgs& args) {
   std::vector<float> sum_D(args.D);
   int64_t slab = args.R > 0 ? args.S / args.R : 0;
@@ -16,7 +22,7 @@ void finalize(const FinalizeArgs& args) {
     for (int64_t r = 0; r < args.R; ++r) {
       int64_t count = args.counts_R ? std::clamp<int64_t>(args.counts_R[r], 0, slab) : slab;
       for (int64_t slot = r * slab; slot < r * slab + count; ++slot) {
-        finalize_slot<T>(args, slot, sum_D.data());
+        finalize_slot<T, kChecked>(args, slot, sum_D.data());
         T* out = static_cast<T*>(args.partial_SD) + slot * args.D;
         for (int64_t d = 0; d < args.D; ++d) out[d] = from_float<T>(sum_D[d]);
       }

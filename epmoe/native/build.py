@@ -1,14 +1,15 @@
-"""Builds the native library from ``csrc``: ahead of time by ``setup.py``, otherwise at first use.
+"""Builds the native library from ``csrc`` with ninja: ahead of time by ``setup.py``, otherwise at first use.
 
 ``libepmoe.so`` holds the operators and the CPU kernels. It needs a C++ compiler and torch's headers. The CUDA kernels
 are ``libepmoe_cuda.so`` in the same folder. nvcc builds it without torch, and libepmoe.so loads it when a tensor on a
 GPU needs it.
 
-A library is cached by the hash of all its inputs (sources, flags, torch, compilers, CPU, GPU architectures), so a stale
-library is never loaded. So is the object of each source file, by that file, the headers that it includes, and the
-symbols that these mention: after an edit, or without one guard, only the files that differ are compiled. The processes
-of a machine take a file lock: the first process builds, and the others wait. The operating system releases the lock
-when its holder ends, so nobody waits for a builder that was killed.
+Libraries are cached by the hash of all their inputs (sources, flags, torch, compilers, CPU, GPU architectures), so a
+stale one is never loaded, and ninja starts only where one is missing. It works in a folder of the cache, one for each
+set of compilers and flags, on a copy of the sources. A file of the copy is written only where its text differs: ninja
+then compiles what an edit reaches, whatever times a checkout gives its files, and an edit meanwhile reaches no
+compiler. The processes of a machine take a file lock: the first process builds, and the others wait. The operating
+system releases the lock when the builder and its compilers have ended, so nobody waits for a builder that was killed.
 
 Whoever can write into the cache can run code in every process that loads from it. Its folders are therefore made for
 the user alone, and a cache that another user owns or can write into is refused.
@@ -24,15 +25,15 @@ import os
 import platform
 import pwd
 import re
+import shlex
 import shutil
 import stat
 import subprocess
+import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 LOCK_TIMEOUT_S = 900.0
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -49,7 +50,6 @@ CUDA_FLAGS = (
 HOPPER = "cuda/hopper/"  # sources with instructions of `sm_90a`
 WHEEL_ARCHITECTURES = ("8.0", "9.0", "10.0")
 OLDEST_ARCHITECTURE = 8
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 TRIED_TORCH = ((2, 11), (2, 13))
 """Oldest and newest torch that epmoe was tried with."""
 
@@ -89,11 +89,33 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
 
     cache = output_dir or _cache_dir()
     _check(cache.parent, around=True)
-    cuda = None
-    if shutil.which("nvcc") is not None and (portable or torch.version.cuda is not None):
-        targets = architectures(portable)
-        cuda = _build(_cuda_recipe(defines, targets), cache) if targets else None
-    return _build(_recipe(defines, portable, cuda), cache)
+    nvcc = shutil.which("nvcc") is not None and (portable or torch.version.cuda is not None)
+    gpus = architectures(portable) if nvcc else ()
+    rules = _rules(gpus, portable)
+    tools = [_version(tool) for tool in (_compiler(), "nvcc")[: 2 if gpus else 1]]
+    cpu = platform.machine() if portable else _cpu_features()
+    files = _files()
+    steps = _steps(files, defines, gpus)
+    folder = cache / _digest(rules, *tools, cpu, torch.__version__, steps, *files, *files.values())
+    work = cache / f"ninja-{_digest(rules, *tools, cpu)}"
+    library = folder / "libepmoe.so"
+    for path in (cache, folder, work):
+        _check(path)
+    if not library.exists():
+        with _lock(work / "builder.lock") as lock:
+            if not library.exists():  # no other process has made it in the meantime
+                purpose = f"the CPU{' and GPUs of compute capability ' if gpus else ''}{', '.join(gpus)}"
+                print(f"epmoe: compiling the native library for {purpose} into {folder}, once", file=sys.stderr)
+                _make_folder(folder)
+                steps = f"to = ../../{folder.name}\ntorch = {torch.__version__}\n{rules}{steps}"
+                _write(files | {"build.ninja": steps}, work / "csrc")
+                _run_ninja(work / "csrc", lock)
+                for path in folder.iterdir():
+                    path.chmod(0o755)
+                os.replace(f"{library}.new", library)  # last: whoever sees it finds all that is with it
+    for path in folder.glob("*.so"):
+        _check(path)
+    return library
 
 
 def architectures(portable: bool = False) -> tuple[str, ...]:
@@ -143,114 +165,57 @@ def problem_with_torch(version: str) -> str | None:
     return f"this epmoe was tried with torch {oldest} to {newest} (2.12 untested); this is torch {version}"
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """One library. Its commands run in the folder of the sources, so they are the same in every checkout."""
+def _rules(gpus: tuple[str, ...], portable: bool) -> str:
+    """The rules of `build.ninja`, whose commands run in a copy of csrc, so that they are the same in every checkout.
 
-    library: str
-    sources: tuple[str, ...]  # relative to csrc()
-    defines: tuple[str, ...]
-    compile: tuple[str, ...]  # `-DSYMBOL ... -c -o OBJECT SOURCE` follows
-    link: tuple[str, ...]  # `-o LIBRARY OBJECT ...` follows
-    inputs: tuple[str, ...]  # what decides the result besides sources and flags: versions, the CPU
-    include: tuple[str, ...] = ()  # further options of compile, named by a version in `inputs`
-    libraries: tuple[str, ...] = ()  # further options of link, named by a version in `inputs`
-    beside: Path | None = None  # a library that goes into the same folder, and so a part of the key
-
-    def key(self, objects: Sequence[_Object]) -> str:
-        """The key of the library that `objects` become."""
-        beside = self.beside.parent.name if self.beside else ""
-        return _digest(repr((self.library, self.link, self.inputs, beside, [each.key for each in objects])))
-
-    def objects(self) -> list[_Object]:
-        """What the sources compile to, as they are now."""
-        files: dict[str, _File] = {}
-        return [self.object_of(source, files) for source in self.sources]
-
-    def object_of(self, source: str, files: dict[str, _File]) -> _Object:
-        """What one source compiles to. `files` is that of `_unit`."""
-        text = "".join(f"{path}\0{files[path].text}\0" for path in _unit(source, files))
-        symbols = tuple(f"-D{name}" for name in self.defines if re.search(rf"\b{name.split('=')[0]}\b", text))
-        command = (*self.compile, *symbols)
-        if source.startswith(HOPPER):
-            command = tuple(re.sub(r"_90\b", "_90a", word) for word in command)
-        return _Object(source, _digest(repr((command, self.inputs)) + text), command)
-
-
-@dataclass(frozen=True)
-class _Object:
-    source: str
-    key: str
-    command: tuple[str, ...]  # without the further options, which do not count in the key
-
-
-class _File(NamedTuple):
-    text: str
-    includes: list[str]  # files of csrc, by their paths in it
-
-    @classmethod
-    def read(cls, path: str) -> _File:
-        root = csrc()
-        folder = os.path.dirname(path)
-        text = (root / path).read_text(encoding="utf-8")
-        places = [[os.path.normpath(os.path.join(at, name)) for at in (folder, "")] for name in _INCLUDE.findall(text)]
-        # The compiler reports a file that is in neither place.
-        return cls(text, [path for both in places for path in [p for p in both if (root / p).exists()][:1]])
-
-
-def _unit(source: str, files: dict[str, _File]) -> list[str]:
-    """What `source` consists of in csrc: itself and what it includes, directly or not.
-
-    `files` has the files that were read already, and gets the others.
+    The environment has the folder of torch, and not the rules, since it differs by virtual environment.
     """
-    unit = set[str]()
-    waiting = [source]
-    while waiting:
-        if (path := waiting.pop()) not in unit:
-            unit.add(path)
-            file = files[path] = files.get(path) or _File.read(path)
-            waiting += file.includes
-    return sorted(unit)
+    cxx = shlex.quote(_compiler())
+    host = f"-ccbin={shlex.quote(os.environ['CXX'])}" if "CXX" in os.environ else ""
+    native = "" if portable else "-march=native"
+    codes = ""
+    for gpu in gpus:
+        number = gpu.removesuffix("+PTX").replace(".", "")
+        for kind in ("sm", "compute") if gpu.endswith("+PTX") else ("sm",):
+            codes += f" -gencode=arch=compute_{number},code={kind}_{number}"
+    hopper = re.sub(r"_90\b", "_90a", codes)
+    # A compiler may link its C++ library statically. Its facets must not be mixed with those of torch's, or the text of
+    # an error ends the process: hence --exclude-libs.
+    return f"""\
+builddir = ..
+codes = {codes}
+hopper = {hopper}
+torch_headers = -isystem"$$TORCH"/include -fmacro-prefix-map="$$TORCH"=torch
+rule cpp
+  command = : torch $torch; {cxx} {" ".join(CXX_FLAGS)} {native} -fPIC -I. $torch_headers $defines $
+    -MMD -MF $out.d -c -o $out $in
+  depfile = $out.d
+  deps = gcc
+rule cu
+  command = nvcc {host} {" ".join(CUDA_FLAGS)} $codes -Xcompiler=-fPIC --threads=0 -I. $defines $
+    -MMD -MF $out.d -c -o $out $in
+  depfile = $out.d
+  deps = gcc
+rule link_cpp
+  command = {cxx} -shared -Wl,--exclude-libs,ALL -o $out $in -L"$$TORCH"/lib -ltorch_cpu
+rule link_cu
+  command = nvcc {host} $codes -shared -cudart=static -o $out $in
+"""
 
 
-def _recipe(defines: tuple[str, ...], portable: bool, cuda: Path | None) -> _Recipe:
-    import torch
-
-    compiler = _compiler()
-    home = Path(torch.__file__).resolve().parent
-    native = () if portable else ("-march=native",)
-    cpu = platform.machine() if portable else _cpu_features()
-    return _Recipe(
-        library="libepmoe.so",
-        sources=_files("*.cpp", "cpu/*.cpp"),
-        defines=defines,
-        compile=(compiler, *CXX_FLAGS, *native, "-fPIC", "-I."),
-        # A compiler may link its C++ library statically. Its facets must not be mixed with those of torch's, or the
-        # text of an error ends the process.
-        link=(compiler, "-shared", "-Wl,--exclude-libs,ALL"),
-        inputs=(_version(compiler), torch.__version__, cpu),
-        include=(f"-isystem{home / 'include'}", f"-fmacro-prefix-map={home}=torch"),
-        libraries=(f"-L{home / 'lib'}", "-ltorch_cpu"),
-        beside=cuda,
-    )
-
-
-def _cuda_recipe(defines: tuple[str, ...], targets: tuple[str, ...]) -> _Recipe:
-    host = (f"-ccbin={os.environ['CXX']}",) if "CXX" in os.environ else ()
-    codes = []
-    for target in targets:
-        number = target.removesuffix("+PTX").replace(".", "")
-        codes.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-        if target.endswith("+PTX"):
-            codes.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    return _Recipe(
-        library=CUDA_LIBRARY,
-        sources=_files("*.cu", "cuda/**/*.cu"),
-        defines=defines,
-        compile=("nvcc", *host, *CUDA_FLAGS, *codes, "-Xcompiler=-fPIC", "--threads=0", "-I."),
-        link=("nvcc", *host, *codes, "-shared", "-cudart=static"),
-        inputs=(_version("nvcc"), _version(_compiler()), platform.machine()),
-    )
+def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...]) -> str:
+    """What `build.ninja` builds by the rules, into the folder `$to`. A symbol is defined for sources that name it."""
+    text = ""
+    for kind, library in (("cpp", "libepmoe.so.new"), ("cu", CUDA_LIBRARY))[: 2 if gpus else 1]:
+        objects = []
+        for source in (name for name in files if name.endswith(f".{kind}")):
+            symbols = [f"-D{symbol}" for symbol in defines if symbol in files[source]]
+            objects.append(f"../objects/{source}{''.join(symbols)}.o")
+            text += f"build {objects[-1]}: {kind} {source}\n  defines = {' '.join(symbols)}\n"
+            if source.startswith(HOPPER):
+                text += "  codes = $hopper\n"
+        text += f"build $to/{library}: link_{kind} {' '.join(objects)}\n"
+    return text
 
 
 def _compiler() -> str:
@@ -260,13 +225,15 @@ def _compiler() -> str:
     return compiler
 
 
-def _files(*patterns: str) -> tuple[str, ...]:
-    paths = (path for pattern in patterns for path in csrc().glob(pattern))
-    return tuple(sorted(path.relative_to(csrc()).as_posix() for path in paths))
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _files() -> dict[str, str]:
+    """The sources and what they include, as they are now: path in csrc → text."""
+    root = csrc()
+    paths = sorted(path for path in root.rglob("*") if path.suffix in {".cpp", ".cu", ".cuh", ".h"})
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
 def _version(tool: str) -> str:
@@ -287,47 +254,48 @@ def _cache_dir() -> Path:
     return Path(base) / "epmoe"
 
 
-def _build(recipe: _Recipe, cache: Path) -> Path:
-    objects = recipe.objects()
-    folder = cache / recipe.key(objects)
-
-    def link(library: Path) -> None:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            parts = list(pool.map(lambda part: _compiled(recipe, part, cache / "objects"), objects))
-        _run(*recipe.link, "-o", str(library), *map(str, parts), *recipe.libraries)
-        if recipe.beside:
-            (folder / recipe.beside.name).unlink(missing_ok=True)  # of a build that was killed
-            try:
-                os.link(recipe.beside, folder / recipe.beside.name)
-            except OSError:  # a file system without hard links
-                shutil.copy(recipe.beside, folder)
-
-    return _made_once(folder / recipe.library, folder / "builder.lock", link)
+def _write(files: dict[str, str], folder: Path) -> None:
+    """Make `folder` hold these files and no others. Those that are there already keep their times."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in files:
+            path.unlink()
+    for name, text in files.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            _make_folder(path.parent)
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o600)
 
 
-def _compiled(recipe: _Recipe, part: _Object, folder: Path) -> Path:
-    def compile_part(to: Path) -> None:
-        _run(*part.command, *recipe.include, "-c", "-o", str(to), part.source)
-        if recipe.object_of(part.source, {}) != part:
-            raise BuildError(f"csrc/{part.source}, or what it includes, has changed while it was compiled: start again")
+def _ninja() -> str:
+    """Of this environment, whether or not it is active; of a folder of `pip install --target`; or of the PATH."""
+    folders = [
+        sysconfig.get_path("scripts"),
+        *(f"{place}/bin" for place in sys.path if place),
+        os.environ.get("PATH", ""),
+    ]
+    ninja = shutil.which("ninja", path=os.pathsep.join(folders))
+    if ninja is None:
+        raise BuildError("the native library is built with ninja, which is missing: pip install 'ninja>=1.11'")
+    return os.path.abspath(ninja)  # it runs in another folder
 
-    path = folder / f"{Path(part.source).stem}-{part.key}.o"
-    return _made_once(path, path.with_suffix(".lock"), compile_part)
 
+def _run_ninja(folder: Path, lock: int) -> None:
+    """Build what is missing or out of date. If this process is killed, ninja and the compilers still hold the lock."""
+    import torch
 
-def _made_once(path: Path, lock: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, which `make` writes unless it exists: under the lock, and elsewhere first, so that it is whole."""
-    for folder in (path.parents[1], path.parent):  # the cache, and the folder in it
-        _check(folder)
-    if not path.exists():
-        with _lock(lock):
-            if not path.exists():  # no other process has made it in the meantime
-                new = path.with_name(f"{path.name}.new")
-                make(new)
-                new.chmod(new.stat().st_mode & ~0o022)  # whatever the umask is
-                os.replace(new, path)
-    _check(path)
-    return path
+    done = subprocess.run(
+        [_ninja(), "--quiet", f"-j{len(os.sched_getaffinity(0))}"],
+        cwd=folder,
+        env=os.environ | {"TORCH": str(Path(torch.__file__).resolve().parent)},
+        pass_fds=(lock,),
+        umask=0o077,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise BuildError(f"the native library did not compile:\n{(done.stdout + done.stderr).strip()}")
 
 
 def _check(path: Path, *, around: bool = False) -> None:
@@ -370,19 +338,17 @@ def _writers(found: os.stat_result) -> str | None:
     return None if group == user and set(members) <= {user} else f"group {group}"  # a umask of 002 has such groups
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, cwd=csrc(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        output = (done.stderr + done.stdout).strip()
-        raise BuildError(f"the native library did not compile:\n{' '.join(command)}\n{output}")
+def _make_folder(path: Path) -> None:
+    """For the user alone, whatever the umask is."""
+    for folder in reversed((path, *path.parents)):
+        folder.mkdir(0o700, exist_ok=True)
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Makes the file and its folder, and holds its lock."""
+def _lock(path: Path) -> Iterator[int]:
+    """Makes the file and its folder, and holds its lock, which is that of the file descriptor."""
     try:
-        for folder in reversed((path.parent, *path.parent.parents)):
-            folder.mkdir(0o700, exist_ok=True)
+        _make_folder(path.parent)
         for folder in (path.parents[1], path.parent):
             _check(folder)
         file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
@@ -401,4 +367,4 @@ def _lock(path: Path) -> Iterator[None]:
                         f"another process has been building for {LOCK_TIMEOUT_S:.0f} s and holds {path}"
                     ) from None
                 time.sleep(0.1)
-        yield
+        yield file

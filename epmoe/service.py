@@ -18,7 +18,6 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import Move, Placement, is_int
-from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, Sent
@@ -64,7 +63,7 @@ class ExpertParallel(HoldsWindows):
         MemoryError: the windows do not fit, on any rank.
         RuntimeError: the ranks are on several machines, or their GPUs cannot reach each other's memory; or another rank
             has failed otherwise, with its error.
-        ConfigError: the file of the config, or the tuning table that it names, is missing or wrong.
+        ConfigError: the file of the config is missing or wrong.
         BuildError: the native library does not build.
     """
 
@@ -134,9 +133,9 @@ class ExpertParallel(HoldsWindows):
 
         Collective over the new group: every rank resumes, or, if it is new, makes an `ExpertParallel(config, group)`
         with the `config.with_placement(placement)` of the others. The windows are new, and no process restarts. Layers
-        that hold this object go on with it. `health` and the numbers of rounds begin again, and so does
-        `exchange.tuning` after a `retune`. Earlier handles and their tensors must not be used any more. CUDA graphs
-        must be captured again: a replay of an old one would write to freed memory.
+        that hold this object go on with it. `health` and the numbers of rounds begin again. Earlier
+        handles and their tensors must not be used any more. CUDA graphs must be captured again: a replay of an old one
+        would write to freed memory.
 
         Args:
             group: what the constructor takes, with any ranks of the group so far and any new ones, in any order.
@@ -639,11 +638,6 @@ class ExpertParallel(HoldsWindows):
         if self.live is None:
             return self.placement.owner(expert), self.placement.local_index[expert]
         return self.live.holder(tag, expert)
-
-    @in_turn
-    def retune(self, tuning: Tuning) -> None:
-        """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
-        self.exchange.retune(tuning)
 
     def memory_plan(self) -> MemoryPlan:
         """Every buffer of this rank, to the byte."""

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from launched import ROOT, run, torchrun
 
-from epmoe.bench import cpu, floor, gpu, sides, tune
+from epmoe.bench import cpu, floor, gpu, sides
 from epmoe.bench.facts import commit, facts
 from epmoe.bench.report import Job
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Fused, Side
 from epmoe.bench.timing import Times
 from epmoe.config.config import EPConfig
-from epmoe.config.tuning import Tuning, TuningRow
 from epmoe.service import ExpertParallel
 
 REPEATS = 2
@@ -149,15 +148,12 @@ def test_views(tmp_path):
 
 
 def test_the_facts_beside_the_figures(tmp_path):
-    """The facts of the run come before the figures, but not into the file that `exchange.tuning` names."""
+    """The facts of the run come before the figures."""
     report = cpu.report({16: dict.fromkeys("abc", Times(1.0, 2.0, 3.0))}, several_nodes=True)
     report.write_json(tmp_path / "figures.json", facts(report.benchmark, _config("float32", "linear"), "uniform", 3))
     content = json.loads((tmp_path / "figures.json").read_text())
     assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"]
     assert list(content)[-4:] == ["units", "plotted", "left_out", "results"] and content["benchmark"] == "rail"
-    row = TuningRow(tokens=16, hidden_size=128, ranks=2)
-    tune.report([{**row.model_dump(), "round": 1.0, "untuned": 2.0}]).write_json(tmp_path / "tuning.json")
-    assert Tuning.load(tmp_path / "tuning.json").rows == (row,)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not on the PATH")

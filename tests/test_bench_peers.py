@@ -160,7 +160,7 @@ def test_a_folder_without_drivers(tmp_path: Path) -> None:
     ("transport", "options", "message"),
     [
         ("auto", ["--eager"], "`--eager` is for GPUs"),
-        ("nvlink", ["--eager", "--layer"], "`--eager` goes without `--layer` and `--tune`"),
+        ("nvlink", ["--eager", "--layer"], "`--layer` goes without `--side`, `--payload` and `--eager`"),
         ("auto", ["--peers", "."], "`--peers` is for GPUs or for `--layer`"),
         ("auto", ["--layer", "--peers", "none"], "`--peers`: none holds no driver"),
     ],

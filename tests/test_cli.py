@@ -230,7 +230,7 @@ def test_bad_options_of_run(tmp_path: Path, options: list[str], message: str) ->
         ("auto", ["--routing", "adversarial"], "`--routing` must not be adversarial"),
         ("auto", ["--side", "fused"], "`--side` is for GPUs"),
         ("auto", ["--layer"], "`--layer`: `model.intermediate_size` must be set, to the width of the experts"),
-        ("nvlink", ["--layer", "--payload", "plain"], "`--layer` goes without `--side` and `--payload`"),
+        ("nvlink", ["--layer", "--payload", "plain"], "`--layer` goes without `--side`, `--payload` and `--eager`"),
         ("nvlink", ["--payload", "fp8-out"], "`--payload` fp8-out wants `model.hidden_size` to be a multiple of 128"),
         ("nvlink", ["--side", "gloo"], "'gloo' is not one of"),
     ],

@@ -154,7 +154,8 @@ def test_rows_that_are_fp8_already(R, T):
     assert here.chunk_bytes == (7168 if T == 4096 else 0)
 
 
-def test_a_tuning_table_holds():
+def test_a_forced_launch_holds():
+    """As tests of the kernels force it."""
     plan = plan_of()
     plan.sizes.update(dispatch_senders=17, combine_senders=23, combine_team=8)
     d, c = launches(plan, 4096)

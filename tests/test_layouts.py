@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+import torch
 from helpers import alone
 
+import epmoe
 from epmoe.exchange.descriptors import MOST_PRODUCT_BYTES, PRODUCT_PARTS
 from epmoe.exchange.health import COUNTERS
 from epmoe.exchange.memory import LL_MAX_TOKENS, NUM_COUNTERS, RAIL_TAG_BYTES, SIGNAL_BYTES, MemoryPlan
@@ -73,3 +75,13 @@ def test_limits():
     assert constant("kMaxTag") == MAX_TAG
     assert constant("kProductParts") == PRODUCT_PARTS and constant("kMostProductBytes") == MOST_PRODUCT_BYTES
     assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")
+
+
+def test_a_descriptor_is_the_plan_and_the_flags_of_a_call():
+    """One serves all calls with these flags."""
+    with epmoe.ExpertParallel(alone()) as ep:
+        plan, of = MemoryPlan.build(ep.config).as_ints(), ep.exchange.descriptors.of
+        descriptor = of(True, False, False)
+        assert descriptor.dtype == torch.int64 and descriptor[: len(plan)].tolist() == plan
+        assert descriptor[len(plan) :].tolist()[:2] == [True, False]  # expert_major, weight_rows
+        assert of(True, False, False) is descriptor and of(True, True, False) is not descriptor

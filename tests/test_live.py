@@ -76,7 +76,7 @@ def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
     def all_refused() -> None:
         for call in (
             ep.poll, ep.check, lambda: ep.share(generation), lambda: ep.replace(ep.slots), ep.apply, ep.loads,
-            balancer.tick, balancer.finish, lambda: ep.retune(epmoe.config.tuning.Tuning(rows=())),
+            balancer.tick, balancer.finish,
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match=REFUSED):
                 call()

@@ -248,9 +248,9 @@ def test_axes_have_round_numbers(top: float, labels: list[str]) -> None:
 
 def test_no_path_of_the_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["epmoe", "run", "/home/me/a b.yaml", "--report=/srv/out/r.html", "--steps", "3"])
-    monkeypatch.setenv("EPMOE_EXCHANGE__TUNING", "/opt/tables/t.json")
+    monkeypatch.setenv("EPMOE_EXCHANGE__RAIL", "/opt/tables/t.json")
     run = about(Path("/home/me/a b.yaml"), datetime.now(UTC))
-    assert run["Command"] == "EPMOE_EXCHANGE__TUNING=t.json epmoe run 'a b.yaml' --report=r.html --steps 3"
+    assert run["Command"] == "EPMOE_EXCHANGE__RAIL=t.json epmoe run 'a b.yaml' --report=r.html --steps 3"
     assert run["Configuration"] == "a b.yaml"
     assert without_folder("../up/x.yaml") == "x.yaml" and without_folder("configs/x.yaml") == "configs/x.yaml"
     assert re.fullmatch(r"epmoe .* · python .* · torch .*", run["Versions"])

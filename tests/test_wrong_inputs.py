@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from epmoe.cli import app
 from epmoe.config.config import ConfigError, EPConfig
-from epmoe.config.tuning import Tuning
 
 SCREEN = 24  # lines
 GOOD = """
@@ -96,7 +95,6 @@ FLAGS = [
     Wrong("bench good.yaml --json figures.yaml", "`--json` must end in .json, got figures.yaml"),
     Wrong("bench good.yaml --json /proc/figures.json", "`--json` cannot be written: /proc/figures.json: "),
     Wrong("bench good.yaml --plot plot.jpg", "`--plot` must end in .png or .svg or .pdf, got plot.jpg"),
-    Wrong("bench good.yaml --tune tuning.json", "`--tune` is for GPUs"),
     Wrong("bench good.yaml --side fused", "`--side` is for GPUs"),
     Wrong("bench good.yaml --routing adversarial", "`--routing` must not be adversarial"),
 ]
@@ -233,9 +231,8 @@ def test_of_several_ranks_only_one_prints_the_usage() -> None:
         assert (result.exit_code, result.output) == (2, ""), arguments
 
 
-@pytest.mark.parametrize("load", [EPConfig.load, Tuning.load], ids=["config", "tuning"])
 @pytest.mark.parametrize("name", ["nowhere.yaml", "folder.yaml", "good.ini"])
-def test_wrong_calls_raise_a_config_error_of_one_line(load, name: str) -> None:
+def test_wrong_calls_raise_a_config_error_of_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
-        load(name)
+        EPConfig.load(name)
     assert len(str(caught.value).splitlines()) == 1

@@ -97,15 +97,12 @@ class Report:
     """keys of the times that the plot shows"""
     what: str = "dispatch + combine, µs"
     """label of the plot's axis of times"""
-    file: Mapping[str, Any] | None = None
-    """the JSON file, where it holds something else than the figures"""
 
     @property
     def content(self) -> Mapping[str, Any]:
         """The JSON file without the facts of the run."""
         units = {column.key: column.unit for column in self.columns if column.unit}
-        figures = {"units": units, "plotted": self.plotted, "left_out": self.left_out, "results": self.results}
-        return self.file or figures
+        return {"units": units, "plotted": self.plotted, "left_out": self.left_out, "results": self.results}
 
     def table(self, title: str = "") -> Table:
         """The figures for a terminal, with what each column is and why sides and cases are missing."""

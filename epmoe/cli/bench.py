@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import cpu, gpu, layer, peers, training, tune
+from epmoe.bench import cpu, gpu, layer, peers, training
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
 from epmoe.cli.console import UserError, check_output, command, console, launched_rank, log, print_table, require
@@ -22,13 +22,11 @@ from epmoe.native.formats import PayloadName
 
 # Options, and those without which they go.
 _WITHOUT = {
-    "--training": ("--layer", "--eager", "--peers", "--side", "--tune"),
-    "--layer": ("--side", "--payload"),
-    "--eager": ("--layer", "--tune"),
-    "--tune": ("--layer", "--side", "--payload", "--json", "--peers"),
+    "--training": ("--layer", "--eager", "--peers", "--side"),
+    "--layer": ("--side", "--payload", "--eager"),
 }
 # Options for GPUs, and those with which they are for CPUs as well.
-_FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer", "--tune": ""}
+_FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer"}
 
 
 def bench(
@@ -63,10 +61,6 @@ def bench(
         Path | None,
         typer.Option("--peers", help="On GPUs or with --layer: also these; a folder of drivers, or one."),
     ] = None,
-    tuning: Annotated[
-        Path | None,
-        typer.Option("--tune", help="On GPUs: instead find the fastest launches; a file for exchange.tuning."),
-    ] = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file; `-` prints them alone.")
     ] = None,
@@ -78,7 +72,6 @@ def bench(
     It starts one process for each rank; under torchrun it is one of them.
     """
     parsed = load(config, nproc)
-    check_output("--tune", tuning, (".json", ".yaml", ".yml"))  # JSON is YAML
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     given = {option.opts[0] for option in context.command.params if context.params[option.name or ""]}
@@ -109,9 +102,6 @@ def bench(
         forward: PayloadName = "fp8" if payload == [gpu.Payload.FP8_OUT] else "auto"
         benchmark = partial(training.run, payload=forward)
         steps = len(counts)
-    elif tuning:
-        benchmark = tune.run
-        steps = tune.launches(counts)
     elif whole_layer:
         benchmark = partial(layer.run, peers=others)
         steps = len(counts) * len(layer.Precision)
@@ -144,9 +134,7 @@ def bench(
     print_table(report.table(title))
     if 0 in counts:
         console.print("T = 0: no tokens, so nothing was checked")
-    if tuning:
-        report.write_json(tuning)  # what `exchange.tuning` names, without facts
-    elif as_json:
+    if as_json:
         words = {"command": command(context.meta["epmoe.arguments"])}
         report.write_json(as_json, facts(report.benchmark, parsed, routing, repeats) | words)
     if plot:

@@ -201,8 +201,6 @@ class ExchangeConfig(Strict):
     """Another rank has aborted a round: raise EPAbortedError, or only count it and sum without its experts."""
     num_sms: int | None = Field(default=None, ge=1)
     """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
-    tuning: str | None = None
-    """Path of a tuning table: launch parameters by number of tokens (CUDA); by default the library's choice."""
 
 
 class EPConfig(Strict):

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.config.tuning import Tuning
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.formats import WireFormat
 from epmoe.native.layouts import struct, words
@@ -59,22 +58,19 @@ class CallerRows(NamedTuple):
 
 
 class Descriptors:
-    """The descriptors of one rank. Calls with the same launch and flags share one.
+    """The descriptors of one rank. Calls with the same flags share one.
 
     `status` is the address of the status words, `windows` those of the ranks' windows. `zero_gaps`: on GPUs dispatch
     zeroes the rows between segments.
     """
 
-    def __init__(
-        self, plan: MemoryPlan, status: int, windows: list[int], timeout_s: float, tuning: Tuning, zero_gaps: bool
-    ) -> None:
-        self.tuning = tuning
+    def __init__(self, plan: MemoryPlan, status: int, windows: list[int], timeout_s: float, zero_gaps: bool) -> None:
         self.timeout_s = timeout_s
         self._zero_gaps = zero_gaps
         self._plan = plan
         self._status = status
         self._windows = windows
-        self._made: dict[tuple[int, ...], Tensor] = {}
+        self._made: dict[tuple[bool, ...], Tensor] = {}
 
     def set_timeout(self, seconds: float) -> None:
         """The deadline of each wait, from the next call of an operator on."""
@@ -86,22 +82,18 @@ class Descriptors:
         """One of those made so far."""
         return next(iter(self._made.values()))
 
-    def of(
-        self, hidden_size: int, expert_major: bool, weight_rows: bool, aligned: bool
-    ) -> tuple[list[int], list[Tensor]]:
-        """The steps of tokens that `Tuning.steps` returns, and the descriptor for each."""
-        steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
-        flags = expert_major, weight_rows, aligned and self._zero_gaps
-        if not aligned:
-            launches = [launch | {"alignment": 1, "small_alignment": 1} for launch in launches]
-        keys = [(*flags, aligned, *launch.values()) for launch in launches]
-        for key, launch in zip(keys, launches, strict=True):
-            if key not in self._made:
-                of_round = _SERVING | dict(zip(("expert_major", "weight_rows", "zero_gaps"), flags, strict=True))
-                of_round |= {"timeout_ns": round(self.timeout_s * 1e9), "status": self._status}
-                values = [*self._plan.as_ints(**launch), *words("ExchangeDescriptor", of_round), *self._windows]
-                self._made[key] = torch.tensor(values, dtype=torch.int64, device="cpu")
-        return steps, [self._made[key] for key in keys]
+    def of(self, expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
+        """That of calls with these flags: `aligned` rows begin each expert's segment at a multiple of the alignment."""
+        flags = expert_major, weight_rows, aligned
+        if flags not in self._made:
+            of_round = {
+                "expert_major": expert_major, "weight_rows": weight_rows, "zero_gaps": aligned and self._zero_gaps,
+                "timeout_ns": round(self.timeout_s * 1e9), "status": self._status,
+            }  # fmt: skip
+            plan = self._plan.as_ints(**{} if aligned else {"alignment": 1, "small_alignment": 1})
+            values = [*plan, *words("ExchangeDescriptor", _SERVING | of_round), *self._windows]
+            self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
+        return self._made[flags]
 
     def for_training(self, descriptor: Tensor, into: CallerRows, scratch: int, num_sms: int) -> Tensor:
         """The descriptor of a round like `descriptor`, which writes into the caller's memory.

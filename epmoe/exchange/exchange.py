@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import STAGES, Health
@@ -142,10 +141,6 @@ class Exchange(ABC):
     @abstractmethod
     def health(self, wait: bool) -> Health:
         """The counts; with `wait`, once the current stream has done what was launched on it."""
-
-    @abstractmethod
-    def retune(self, tuning: Tuning) -> None:
-        """Launch the kernels of the rounds to come by this table."""
 
     @abstractmethod
     def release(self) -> None:

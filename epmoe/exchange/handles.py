@@ -90,8 +90,7 @@ class RoundTemplate:
     """What rounds share whose calls agree in D, K, dtypes, layout, and in where the weights apply."""
 
     shape: tuple[Any, ...]  # D, K, dtypes of x, ids and weights, layout, where weights apply, whether aligned, `extra`
-    steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
-    descriptors: list[Tensor]  # of `Descriptors.of`
+    descriptor: Tensor  # of `Descriptors.of`
     attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
     small_alignment_tokens: int  # of the memory plan
     alignment: int  # of the round, where the call brings more tokens

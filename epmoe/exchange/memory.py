@@ -25,6 +25,8 @@ NUM_COUNTERS = 8
 # On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch sends the number of
 # tokens in 11 bits (`kLLTokenBits` in csrc/cuda/dispatch/block.cuh), so 2047 is the limit.
 LL_MAX_TOKENS = 1024
+# Tests force launches of the kernels by it, in plans to come; 0: csrc/launch_policy.h chooses.
+FORCED = {"dispatch_senders": 0, "combine_senders": 0, "combine_team": 0}
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
 # On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it has.
@@ -216,8 +218,7 @@ class MemoryPlan:
             combine_format=combine.number, x_stride_bytes=x_stride, combine_stride_bytes=combine_stride,
             scale_blocks=x_scales, combine_scale_blocks=combine_scales, most_local_experts=most, layers=layers,
             few_tokens=few_tokens, num_sms=config.exchange.num_sms or 2**31 - 1, ll_max_tokens=ll_tokens,
-            ll_row_stride_bytes=ll_row_stride, ll_sum_stride_bytes=ll_sum_stride, dispatch_senders=0,
-            combine_senders=0, combine_team=0,
+            ll_row_stride_bytes=ll_row_stride, ll_sum_stride_bytes=ll_sum_stride, **FORCED,
         )  # fmt: skip
         return cls(buffers, sizes)
 
@@ -286,10 +287,10 @@ class MemoryPlan:
         """Bytes of the window, of the scratch and of the rail."""
         return self.window_bytes + self.scratch_bytes + self.rail_bytes
 
-    def as_ints(self, **launch: int) -> list[int]:
-        """The fields of `ExchangePlan` in order. `launch` replaces sizes of these names."""
+    def as_ints(self, **sizes: int) -> list[int]:
+        """The fields of `ExchangePlan` in order. `sizes` replaces some of the plan."""
         offsets = {buffer.name.replace(".", "_"): buffer.offset for buffer in self.buffers}
-        return words("ExchangePlan", self.sizes | launch | offsets)
+        return words("ExchangePlan", self.sizes | sizes | offsets)
 
     def _end(self, region: Region) -> int:
         ends = (round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from bisect import bisect_left
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
@@ -23,7 +22,6 @@ from torch.autograd.graph import increment_version
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
-from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, own_turn
@@ -50,7 +48,7 @@ class NodeExchange(Exchange):
     """An `Exchange` of the ranks of one node, whose config it takes. It allocates this rank's scratch.
 
     `memory` is window and scratch, as the operators take them, and `rows_key` what limits the expert-major rows of a
-    round, as errors name it. Raises ConfigError where the file that `exchange.tuning` names is missing or wrong.
+    round, as errors name it.
     """
 
     def __init__(
@@ -81,10 +79,9 @@ class NodeExchange(Exchange):
         if device.type == "cpu":
             progress = self.views["state"].data_ptr() + struct("RoundState").progress.offset
         self.rounds = RoundState(Progress.from_address(progress))
-        tuning = Tuning.load(config.exchange.tuning) if config.exchange.tuning else Tuning(rows=())
         timeout_s = config.exchange.warmup_timeout_s  # ranks may still load or compile
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
+        self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, timeout_s, zero_gaps)
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
         self._totals, self._errors = Totals(self.views), Peek(self.views["signal.error"])
         self._look_at = math.inf  # the time of the next look at what has not begun
@@ -276,10 +273,6 @@ class NodeExchange(Exchange):
             interruptible(torch.cuda.current_stream(self.device).synchronize)
         return self._totals.read()
 
-    def retune(self, tuning: Tuning) -> None:
-        self.descriptors.tuning = tuning
-        self.templates.clear()
-
     def release(self, owner: object = None) -> None:
         """What kernels may still write lives as long as the process, together with `owner`."""
         self.window.deaths.close()
@@ -332,11 +325,10 @@ class NodeExchange(Exchange):
         template, T = self.templates.of(call)
         if template.extra is not None:
             call = self.templates.with_extra(call, template.extra)
-        descriptor = template.descriptors[bisect_left(template.steps, T)]
-        arguments = *call.operands(T, self.device), *self.memory, descriptor
+        arguments = *call.operands(T, self.device), *self.memory, template.descriptor
         if epoch == 2:  # no rank loads or compiles any more
             self.descriptors.set_timeout(self.config.exchange.timeout_s)
-        return rounds.open(template, T, epoch, call.tag, descriptor, arguments)
+        return rounds.open(template, T, epoch, call.tag, template.descriptor, arguments)
 
     def received(self, sent: Sent) -> Dispatched:
         """In state DISPATCHED, after the operator.

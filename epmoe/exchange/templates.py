@@ -21,14 +21,11 @@ from epmoe.exchange.round_state import MAX_TAG, RoundState
 from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name
 from epmoe.native.formats import WIRE_FORMATS, WireFormat
 
-Launches = tuple[list[int], list[Tensor]]
-
 
 class Templates:
     """The calls that one exchange has taken so far, by what rounds of a template agree in.
 
-    `launches` maps D, whether rows are expert-major, `weight_rows` and whether rows are aligned to the steps and
-    descriptors of a `RoundTemplate`.
+    `descriptor` is `Descriptors.of`.
     """
 
     def __init__(
@@ -39,9 +36,9 @@ class Templates:
         rounds: RoundState,
         rank: int,
         sizes: dict[str, int],
-        launches: Callable[[int, bool, bool, bool], Launches],
+        descriptor: Callable[[bool, bool, bool], Tensor],
     ) -> None:
-        self._config, self._device, self._views, self._launches = config, device, views, launches
+        self._config, self._device, self._views, self._descriptor = config, device, views, descriptor
         self._owner = {"_rounds": ref(rounds), "_rank": rank}
         self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
         section = config.placement
@@ -136,10 +133,6 @@ class Templates:
         x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
 
-    def clear(self) -> None:
-        """The launches of calls have changed."""
-        self._templates.clear()
-
     def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
         _, K, _, _, _, layout, weight_rows, aligned, extra = shape
         aligned = aligned or self._always_aligned
@@ -171,12 +164,10 @@ class Templates:
                 "weights": _slabs_as(views["recv.weights"], torch.float32, K),
             }
         attributes["recv"] = Received(received)
-        steps, descriptors = self._launches(D, layout == "expert", weight_rows, aligned)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
         return RoundTemplate(
             shape,
-            steps,
-            descriptors,
+            self._descriptor(layout == "expert", weight_rows, aligned),
             attributes,
             small_alignment_tokens=self._sizes["small_alignment_tokens"],
             alignment=self._sizes["alignment"] if aligned else 1,

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
 from epmoe.exchange.exchange import Exchange, own_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
@@ -22,7 +22,7 @@ from epmoe.exchange.mismatch import Differences
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.outputs import refuse_layout, y_of
 from epmoe.exchange.round_state import SENT
-from epmoe.exchange.templates import Launches, Templates
+from epmoe.exchange.templates import Templates
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPOverflowError, EPTimeoutError
 from epmoe.native.arguments import describe, dtype_name
 from epmoe.rail.memory import RailMemory
@@ -51,7 +51,7 @@ class HierarchicalExchange(Exchange):
         self.global_ranks = network.global_ranks
         self.rounds = network.rounds
         self.templates = Templates(
-            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_launches
+            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_descriptor
         )
         self.slabs: Slabs | None = None  # of the open round
         self._raises_overflow = config.capacity.on_overflow == "raise"
@@ -191,9 +191,6 @@ class HierarchicalExchange(Exchange):
         if not self.failed:
             self.node.end_waits()
 
-    def retune(self, tuning: Tuning) -> None:
-        self.node.retune(tuning)
-
     def largest(self, number: int) -> Callable[[], int]:
         """A slab for another node has the same length on all ranks, so they agree on it."""
         return self.network.largest(number)
@@ -310,6 +307,6 @@ class HierarchicalExchange(Exchange):
             )
 
 
-def _no_launches(hidden_size: int, expert_major: bool, weight_rows: bool, aligned: bool) -> Launches:
+def _no_descriptor(expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
     """Calls inside of the nodes have descriptors of their own."""
-    return [], []
+    return torch.empty(0, dtype=torch.int64)

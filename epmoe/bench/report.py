@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from rich.table import Table
 
+from epmoe.bench.plot import Line, draw
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
@@ -126,24 +127,14 @@ class Report:
 
     def plot(self, path: Path, title: str = "") -> None:
         """Plot the times of every side over T. The file's suffix picks the format (.png, .svg, .pdf)."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 5), layout="constrained")
-        axes = figure.subplots()
         colors: dict[str, str] = {}
         dashes: dict[tuple[str, ...], str] = {}
+        lines = []
         for (first, *others), points in self._lines().items():
             color = colors.setdefault(first, f"C{len(colors)}")
             dash = dashes.setdefault(tuple(others), ("-", "--", ":", "-.")[len(dashes) % 4])
-            axes.loglog(*zip(*points, strict=True), "o", ls=dash, color=color, label=", ".join([first, *others]))
-        tokens = sorted({result["tokens"] for result in self.results})
-        axes.set(xlabel="tokens per rank", ylabel=self.what, title=title)
-        axes.set_xticks(tokens, [str(T) for T in tokens])
-        axes.minorticks_off()
-        axes.margins(y=0.15)
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper")
-        figure.savefig(path)
+            lines.append(Line(", ".join([first, *others]), points, color, dash))
+        draw(path, title, self.what, {"": lines})
 
     def _lines(self) -> dict[tuple[str, ...], list[tuple[int, float]]]:
         """The plot's lines: points (T, µs) by the words that tell one line from the others."""

@@ -137,7 +137,7 @@ stacks-megatron: setup  ## Megatron-Core's own MoE layers, trained over 2 and 4 
 
 # Each torch has an environment of its own, and a native library that is built against it. CI's own torch is that of
 # `make setup`. pip finds CPU builds of other versions where PIP_EXTRA_INDEX_URL names an index that has them.
-TORCHES ?= 2.11.0 2.13.0
+TORCHES ?= 2.11.0 2.14.1
 torches:  ## what depends on torch, under its oldest and its newest version that was tried (TORCHES)
 	@for version in $(TORCHES); do home=build/torch-$$version; echo "== torch $$version"; \
 	  [ -e $$home/.ready ] || { $(PYTHON) -m venv $$home && grep -v '^torch==' constraints.txt >$$home/constraints.txt && \

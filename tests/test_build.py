@@ -503,24 +503,24 @@ def test_the_lock_is_no_link(cache, tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "is_tried"),
-    [("2.10.1", False), ("2.11.0+cu130", True), ("2.13.0+cpu", True), ("2.14.0a0+git1", False), ("3.0.0", False)],
+    [("2.10.1", False), ("2.11.0+cu130", True), ("2.14.1+cu130", True), ("2.15.0a0+git1", False), ("3.0.0", False)],
 )
 def test_a_torch_that_was_never_tried_is_said_to_be(version, is_tried):
-    sentence = f"this epmoe was tried with torch 2.11 to 2.13 (2.12 untested); this is torch {version}"
+    sentence = f"this epmoe was tried with torch 2.11 to 2.14 (2.12 untested); this is torch {version}"
     assert build.problem_with_torch(version) == (None if is_tried else sentence)
 
 
 NEWER_TORCH = (
-    "import torch; torch.__version__ = '2.14.0'; from epmoe.native import ops; ops.route; ops.permute; print('ok')"
+    "import torch; torch.__version__ = '2.15.0'; from epmoe.native import ops; ops.route; ops.permute; print('ok')"
 )
 
 
 def test_a_newer_torch_is_one_warning():
     run = run_fresh(NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
     assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
-    assert run.stderr.count("was tried with torch 2.11 to 2.13 (2.12 untested); this is torch 2.14.0") == 1
-    run = run_fresh("import torch; torch.__version__ = '2.14.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
-    assert run.stderr.count("this is torch 2.14.0 (EPMOE_UNTRIED_TORCH=1 silences this)") == 1
+    assert run.stderr.count("was tried with torch 2.11 to 2.14 (2.12 untested); this is torch 2.15.0") == 1
+    run = run_fresh("import torch; torch.__version__ = '2.15.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
+    assert run.stderr.count("this is torch 2.15.0 (EPMOE_UNTRIED_TORCH=1 silences this)") == 1
     silenced = run_fresh(NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1")
     assert (silenced.returncode, silenced.stdout, silenced.stderr) == (0, "ok\n", "")
 
@@ -531,7 +531,7 @@ def test_a_library_that_does_not_load_is_one_sentence(tmp_path):
     last = run.stderr.splitlines()[-1]
     assert last.startswith(f"epmoe.native.build.BuildError: the native library does not load: {tmp_path}/libepmoe.so: ")
     assert "file too short" in last
-    assert last.endswith("; this is torch 2.14.0")
+    assert last.endswith("; this is torch 2.15.0")
 
 
 def test_missing_cuda_kernels_are_one_sentence(tmp_path):

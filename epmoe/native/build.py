@@ -50,7 +50,7 @@ CUDA_FLAGS = (
 HOPPER = "cuda/hopper/"  # sources with instructions of `sm_90a`
 WHEEL_ARCHITECTURES = ("8.0", "9.0", "10.0")
 OLDEST_ARCHITECTURE = 8
-TRIED_TORCH = ((2, 11), (2, 13))
+TRIED_TORCH = ((2, 11), (2, 14))
 """Oldest and newest torch that epmoe was tried with."""
 
 

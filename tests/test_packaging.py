@@ -124,12 +124,6 @@ def test_the_command_line_names_its_extra() -> None:
     assert run.stderr == "epmoe: this command needs rich: pip install 'epmoe[cli]'\n"
 
 
-def test_a_benchmark_of_its_own_names_its_extra() -> None:
-    run = without(["rich"], "import runpy; runpy.run_module('epmoe.bench.local', run_name='__main__')")
-    assert run.returncode == 2
-    assert run.stderr.endswith("error: this command needs rich: pip install 'epmoe[cli]'\n"), run.stderr
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_one_rank_names_the_extra(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -12,7 +12,7 @@ from helpers import ROOT
 from typer.testing import CliRunner
 
 from benchmarks.results import read
-from epmoe.bench.network_model import Hardware
+from epmoe.bench.node_model import Speeds
 from epmoe.bench.parallelism import BATCHES, GPUS, Comparison, Cost, Gpu, better_than_ep
 from epmoe.cli import app
 from epmoe.config.config import EPConfig
@@ -79,7 +79,7 @@ def test_layers_that_were_measured():
 
 def test_by_hand():
     """4 experts, top-1, two GPUs of simple speeds, 2 tokens each. A token needs each expert by 1/4."""
-    gpu = Gpu(1.0, Hardware(local_gb_per_s=1e9, exchange_us=5.0, nvlink_gb_per_s=1.0), local_us=(6.0, 6.0),
+    gpu = Gpu(1.0, Speeds(local_gb_per_s=1e9, exchange_us=5.0, nvlink_gb_per_s=1.0), local_us=(6.0, 6.0),
               local=(1.0, 1.0), few_us=3.0, gemm_us=7.0, busy=(1.0, 1.0), collective_us=20.0,
               collective_gb_per_s=2.0)  # fmt: skip
     config = EPConfig(

@@ -12,7 +12,7 @@ n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are e
                the variance of rows is B·K/R·(E−K)/(E−1), times `load` like their mean
     experts    n rows an expert. n ≤ 8, kernels for few rows: few_us + (1.02 + 0.009·n)·reads / memory; else
                gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory, c = 6·D·F·rows / flop
-    exchange   EP: `NetworkModel.node_us`, both ways, and quantize_ns for each row that is read or written in fp8
+    exchange   EP: `NodeModel.us`, both ways, and quantize_ns for each row that is read or written in fp8
                TP: local_us + local·bytes of permute and finalize / memory + collective_us + sends / collective
     layer      route_us + exchange + experts
 
@@ -29,7 +29,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from epmoe.bench.layer_sides import DENSE_FLOP_PER_US
-from epmoe.bench.network_model import Hardware, NetworkModel, RowBytes, Spread
+from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
 from epmoe.local.gemm.few_rows import MOST_ROWS
@@ -49,7 +49,7 @@ class Gpu:
 
     memory_gb_per_s: float
     """GB/s, bytes read plus bytes written, of a plain copy."""
-    node: Hardware
+    node: Speeds
     """of the exchange within a node"""
     route_us: float = 2.0
     """µs of route."""
@@ -72,8 +72,8 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu(2980, Hardware(local_gb_per_s=2300, row_ns=0.5, exchange_us=4.8)),
-    "h200": Gpu(4262, Hardware(local_gb_per_s=2900, row_ns=0.5, exchange_us=4.8)),
+    "h100": Gpu(2980, Speeds(local_gb_per_s=2300, row_ns=0.5, exchange_us=4.8)),
+    "h200": Gpu(4262, Speeds(local_gb_per_s=2900, row_ns=0.5, exchange_us=4.8)),
 }
 """The GPUs whose constants were measured, by name."""
 
@@ -124,8 +124,8 @@ class Comparison:
         self.element = 1 if fp8 else 2
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
-        self.exchange = NetworkModel(gpu.node, 1, self.R, Spread.of(config))
-        self.alone = NetworkModel(gpu.node, 1, 1, Spread(self.K, 1.0, 1.0))  # of one rank
+        self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
+        self.alone = NodeModel(gpu.node, 1, Spread(self.K, 1.0))  # of one rank
         elements = 3 * self.D * self.F
         self.expert_bytes = elements * self.element + (elements * 4 / SCALE_BLOCK**2 if fp8 else 0)
 
@@ -160,10 +160,10 @@ class Comparison:
     def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:
         return Cost(self.gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held)
 
-    def _exchanged_us(self, exchange: NetworkModel, T: int) -> float:
+    def _exchanged_us(self, exchange: NodeModel, T: int) -> float:
         spread = exchange.spread
         quantized = T * (spread.experts + spread.ranks) if self.element == 1 else 0
-        return sum(exchange.node_us(T, way) for way in self.ways) + quantized * self.gpu.quantize_ns / 1000
+        return sum(exchange.us(T, way) for way in self.ways) + quantized * self.gpu.quantize_ns / 1000
 
     def _experts_us(self, read: float, rows: float, width: float, of_each: float) -> float:
         """µs of the experts, which have this width and `of_each` rows on average."""

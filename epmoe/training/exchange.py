@@ -37,7 +37,6 @@ class Pending(NamedTuple):
     num_tokens: Tensor | None
     num_real: int
     row_weights: Tensor | None  # where combine alone applies them
-    tag: int
     aligned: bool
     round: int  # its number
 
@@ -190,7 +189,7 @@ class TrainingExchange:
         )  # fmt: skip
         number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
         kept = None if by_experts else row_weights
-        pending = Pending(link, ids, weights, tokens, num_real, kept, tag, aligned, number)
+        pending = Pending(link, ids, weights, tokens, num_real, kept, aligned, number)
         return Routed(rows, offsets, counts, row_weights if by_experts else None, alignment, pending)
 
     def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
@@ -213,11 +212,11 @@ class TrainingExchange:
         if not isinstance(routed, Routed):
             raise TypeError(f"`routed` must be what dispatch returned, got {describe(routed)}")
         check_tensor("expert_rows", expert_rows, (routed.rows.dtype,), tuple(routed.rows.shape), self.ep.device)
-        link, ids, weights, num_tokens, num_real, row_weights, tag, aligned, number = routed.handle
+        link, ids, weights, num_tokens, num_real, row_weights, aligned, number = routed.handle
         if number and not torch.compiler.is_compiling() and number != (open_round := self.ep.exchange.rounds.count):
             raise EPStateError(f"`routed` must be the open round {open_round}, got round {number}")
         y: Tensor = train_combine(
-            expert_rows, row_weights, link, ids, weights, num_tokens, num_real, tag, aligned, self._directions.number
+            expert_rows, row_weights, link, ids, weights, num_tokens, num_real, aligned, self._directions.number
         )
         return y
 
@@ -264,7 +263,8 @@ class TrainingExchange:
         """
         model = self.ep.config.model
         shape = model.hidden_size, top_k or model.num_experts_per_tok, dtype
-        self._directions.forward.skip(Skipped(*shape, tag, aligned, weights_on == "rows", returns_values=False))
+        with self._directions.numbering():
+            self._directions.forward.skip(Skipped(*shape, tag, aligned, weights_on == "rows", returns_values=False))
 
     @property
     def number(self) -> int:

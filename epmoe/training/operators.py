@@ -3,9 +3,10 @@
     epmoe::train_dispatch   x, weights ─▶ rows, row weights, link      gradients: train_dispatch_backward
     epmoe::train_combine    expert rows, row weights, link ─▶ y        gradients: train_combine_backward
 
-combine's backward opens a round, and dispatch's closes it. `link`, an empty tensor from dispatch to combine, makes the
-second follow the first where no gradient does, as on a rank without experts. `anchor`, an empty tensor that requires
-grad, makes dispatch a part of every graph. An operator finds its exchange by a number, as in epmoe/native/opaque.py.
+combine's backward opens a round, and dispatch's closes it. `link`, from dispatch to combine, makes the second follow the
+first where no gradient does, as on a rank without experts. It is fp32 [1] in host memory: the number of the forward
+round, which is the tag of the backward round. `anchor`, an empty tensor that requires grad, makes dispatch a part of
+every graph. An operator finds its exchange by a number, as in epmoe/native/opaque.py.
 
 The four have effects in one order, which compilers keep: no pass may move a round over another one, remove it, or run
 it twice.
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
+from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
 from epmoe.training.passes import find, is_of_pass
@@ -43,11 +45,12 @@ def train_dispatch(
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
     directions = find(number)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
-    with directions.noting():
+    with directions.noting(), directions.numbering():
         arrived = directions.forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
-    return rows, offsets, tokens, row_weights, anchor.new_empty(0)
+    number_of_round = directions.backward.exchange.rounds.trained & MAX_TAG
+    return rows, offsets, tokens, row_weights, torch.full((1,), number_of_round, dtype=torch.float32, device="cpu")
 
 
 @train_dispatch.register_fake
@@ -58,7 +61,8 @@ def _(
     e = find(rest[-1]).forward.ep.num_local_experts
     offsets = ids.new_empty(e + 1, dtype=torch.int32)
     tokens = ids.new_empty(e, dtype=torch.int32)
-    return x.new_empty(N, x.shape[1]), offsets, tokens, x.new_empty(N, dtype=torch.float32), anchor.new_empty(0)
+    link = anchor.new_empty(1, device="cpu")
+    return x.new_empty(N, x.shape[1]), offsets, tokens, x.new_empty(N, dtype=torch.float32), link
 
 
 @torch.library.custom_op("epmoe::train_combine", mutates_args=())
@@ -70,7 +74,6 @@ def train_combine(
     weights: Tensor,
     num_tokens: Tensor | None,
     num_real: int,
-    tag: int,
     aligned: bool,
     number: int,
 ) -> Tensor:
@@ -89,12 +92,12 @@ def train_combine_backward(
     grad_y: Tensor,
     expert_rows: Tensor | None,
     row_weights: Tensor | None,
+    link: Tensor,
     ids: Tensor,
     weights: Tensor,
     num_tokens: Tensor | None,
     num_real: int,
     num_rows: int,
-    tag: int,
     aligned: bool,
     number: int,
     generation: int,
@@ -108,7 +111,7 @@ def train_combine_backward(
     """
     directions = find(number)
     directions.check_generation(generation)
-    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
+    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, int(link), aligned)
     outputs = None if expert_rows is None or row_weights is None else contiguous_rows(expert_rows)
     with directions.noting(), directions.of_pass(order):
         arrived = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True, outputs=outputs)
@@ -116,21 +119,22 @@ def train_combine_backward(
         directions.backward.exchange.abort(None)
     none = grad_y.new_empty(0, dtype=torch.float32)
     if outputs is None:
-        return arrived.rows, none, none.new_empty(0)
+        return arrived.rows, none, torch.zeros_like(link)
     by_weights = arrived.products
     if by_weights is None:
         by_weights = ops.weighted_rows_backward_(
             arrived.rows, outputs, row_weights, arrived.expert_offsets, arrived.tokens_per_expert
         )
-    return arrived.rows, by_weights, none
+    return arrived.rows, by_weights, torch.zeros_like(link)
 
 
 @train_combine_backward.register_fake
-def _(grad_y: Tensor, expert_rows: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows = rest[5]
-    none = grad_y.new_empty(0, dtype=torch.float32)
-    grad_weights = none.new_empty(0 if expert_rows is None else num_rows)
-    return grad_y.new_empty(num_rows, grad_y.shape[1]), grad_weights, none
+def _(
+    grad_y: Tensor, expert_rows: Tensor | None, row_weights: Tensor | None, link: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = rest[4]
+    grad_weights = grad_y.new_empty(0 if expert_rows is None else num_rows, dtype=torch.float32)
+    return grad_y.new_empty(num_rows, grad_y.shape[1]), grad_weights, torch.empty_like(link)
 
 
 @torch.library.custom_op("epmoe::train_dispatch_backward", mutates_args=())
@@ -169,25 +173,26 @@ def _dispatch_gradients(ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weig
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    expert_rows, row_weights, link, ids, weights, num_tokens, ctx.num_real, ctx.tag, ctx.aligned, ctx.number = inputs
+    expert_rows, row_weights, link, ids, weights, num_tokens, ctx.num_real, ctx.aligned, ctx.number = inputs
     saved = (None, None) if row_weights is None else (expert_rows, row_weights)
     # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed round.
-    ctx.save_for_backward(*saved, ids, weights, num_tokens)
+    ctx.save_for_backward(*saved, link.detach(), ids, weights, num_tokens)
     directions = find(ctx.number)
     ctx.num_rows = expert_rows.shape[0]
     ctx.generation = directions.generation
     ctx.dispatch = link.grad_fn
     shape = expert_rows.shape[1], ids.shape[1], expert_rows.dtype
-    ctx.order = directions.remember(ctx, Skipped(*shape, ctx.tag, ctx.aligned, adds_only=True, returns_values=True))
+    skipped = Skipped(*shape, link.detach(), ctx.aligned, adds_only=True, returns_values=True)
+    ctx.order = directions.remember(ctx, skipped)
 
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
-    *saved, ids, weights, num_tokens = ctx.saved_tensors
+    saved = ctx.saved_tensors
     # Where the experts alone are asked for, no gradient of the link is. A next round must not find this one open.
     ends_here = ctx.dispatch is not None and not is_of_pass(ctx.dispatch)
-    rest = ctx.num_real, ctx.num_rows, ctx.tag, ctx.aligned, ctx.number, ctx.generation, ctx.order, ends_here
-    rows, row_weights, link = train_combine_backward(grad_y, *saved, ids, weights, num_tokens, *rest)
-    return rows, row_weights if saved[1] is not None else None, link, *(None,) * 7
+    rest = ctx.num_real, ctx.num_rows, ctx.aligned, ctx.number, ctx.generation, ctx.order, ends_here
+    rows, row_weights, link = train_combine_backward(grad_y, *saved, *rest)
+    return rows, row_weights if saved[1] is not None else None, link, *(None,) * 6
 
 
 train_dispatch.register_autograd(_dispatch_gradients, setup_context=_save_dispatch)

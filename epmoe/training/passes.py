@@ -41,6 +41,16 @@ class Directions:
         if generation != self.generation:
             raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
 
+    @contextmanager
+    def numbering(self) -> Iterator[None]:
+        """Within it a forward round opens, which `trained` numbers. Its backward round has this number as tag."""
+        rounds = self.forward.exchange.rounds
+        before = rounds.count
+        try:
+            yield
+        finally:
+            self.backward.exchange.rounds.trained += rounds.count - before
+
     def remember(self, node: object, skipped: Skipped) -> int:
         """Keep the backward round that combine's node of a graph opens, as long as the graph lives.
 

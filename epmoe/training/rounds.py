@@ -47,7 +47,8 @@ class Skipped(NamedTuple):
     top_k: int
     dtype: torch.dtype
     """of x"""
-    tag: int
+    tag: int | Tensor
+    """a tensor in host memory has one element"""
     aligned: bool
     adds_only: bool
     """see `Rounds.out`, also for the next one"""
@@ -153,7 +154,7 @@ class Rounds:
         D, K, dtype, tag, aligned, adds_only, returns_values = skipped
         x = torch.empty(0, D, dtype=dtype, device=self.ep.device)
         ids = x.new_empty(0, K, dtype=torch.int32)
-        pairs = Pairs(ids, ids.float(), 0, tag, aligned)
+        pairs = Pairs(ids, ids.float(), 0, int(tag), aligned)
         self.out(x, pairs, EXACT, adds_only=adds_only, returns_values=returns_values)
         self.exchange.abort(None)
 

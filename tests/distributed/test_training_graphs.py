@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers import assert_close, randn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from epmoe import EPAbortedError, EPStateError, Placement
+from epmoe import EPAbortedError, EPMismatchError, EPStateError, Placement
 from epmoe.training import TrainingExchange
 
 D, E, K, T = 32, 6, 2, 7
@@ -228,3 +228,16 @@ def test_misuse_is_an_error(exchange, inputs):
         with pytest.raises(ValueError, match="`num_rows` must be"):
             exchange.dispatch(x, ids, weights, num_rows=num_rows)
     assert closed(exchange)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_backward_passes_in_another_order_on_one_rank_are_a_mismatch(exchange, inputs, rank, compiles):
+    """All ranks hear of it, before there are gradients of two micro-batches in one round."""
+    x, ids, weights = inputs
+    layer = Layer(exchange)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+    losses = [call(x * scale, ids, weights).sum() for scale in (1.0, 2.0)]
+    with pytest.raises(EPMismatchError, match="micro-batch"):
+        losses[rank == 0].backward()
+        exchange.ep.check()
+    assert x.grad is None or not x.grad.any()  # hosts of GPUs run ahead: zeros

@@ -5,11 +5,13 @@ from __future__ import annotations
 import adapter_models
 import pytest
 import torch
-from helpers import FLOATS, assert_close, poisoned_memory, randn
+from helpers import FLOATS, alone, assert_close, full_layer, poisoned_memory, randn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import epmoe
 from epmoe import GroupedExperts
 from epmoe.native import ops
+from epmoe.training import TrainingExchange, route
 
 OFFSETS = [0, 3, 3, 16, 16]  # an expert without rows; gaps of segments are rows of zeros
 N, E, D = 24, 4, 32
@@ -74,6 +76,7 @@ def test_experts(device, dtype, options):
             out = call(x, offsets, w)
             out.backward(grad.to(device))
         assert_close(out[:real].detach(), unweighted.detach(), slack=4)
+        assert not out[real:].any() and not x.grad[real:].any() and not w.grad[real:].any()
         with torch.no_grad():
             assert torch.equal(experts(x, offsets)[:real], out[:real]), "the bits of serving"
         results.append([x.grad[:real], w.grad[:real], *(p.grad.clone() for p in experts.parameters())])
@@ -152,6 +155,27 @@ def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(device, 
     real = [t for t in range(12) if t != 3]
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[real], b[real]) and not a[3].any() and a[12:].isnan().all()
+
+
+@pytest.mark.parametrize("weights_on", ["both", "rows", "combine"])
+def test_rows_past_the_last_segment_reach_no_module_around_the_experts(device, weights_on):
+    """Gains in front of the experts and behind them have the gradients of exactly the rows that arrive."""
+    options = {"weights_on": weights_on, "tag": 1}
+    results = []
+    with epmoe.ExpertParallel(alone(), device=device) as ep:
+        exchange, layer = TrainingExchange(ep), full_layer(ep)[0]
+        x = randn(3, 64).to(device).requires_grad_()
+        for num_rows in ("exact", 32):
+            gains = torch.ones(2, 64, device=device, requires_grad=True)
+            with poisoned_memory(), torch.autograd.detect_anomaly(check_nan=True):
+                routed = exchange.dispatch(x, *route(layer.logits(x), 2), num_rows=num_rows, **options)
+                weights = {"row_weights": routed.row_weights} if weights_on == "both" else {}
+                rows = layer.experts(routed.rows * gains[0], routed.expert_offsets, **weights) * gains[1]
+                rows = rows * routed.row_weights[:, None] if weights_on == "rows" else rows
+                y = exchange.combine(rows, routed)
+                results.append(torch.autograd.grad(y.square().sum(), (x, gains, *layer.parameters())))
+    for exact, got in zip(*results, strict=True):
+        assert_close(got, exact)
 
 
 def test_strides_and_addresses_that_no_vector_fits(device):

@@ -215,8 +215,8 @@ class GroupedExperts(nn.Module):
         """Apply each expert to its segment of rows.
 
         Args:
-            rows_ND: [N, D] in `dtype`, or fp8 with `scales`. Rows past `expert_offsets[e]` have no effect on others,
-                and their outputs are undefined.
+            rows_ND: [N, D] in `dtype`, or fp8 with `scales`. Rows past `expert_offsets[e]` have no effect on others.
+                Their outputs are undefined, but in a call with gradients zeros, as the gradients of these rows are.
             expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]],
                 alignment gaps included.
             scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantized, unless DeepGEMM takes them as they

@@ -4,7 +4,8 @@
 
 Outputs are those of serving, to the bit, and combine weights them. The backward pass gets gradients of weighted
 outputs, and multiplies by the weights where it is cheapest, at the activation [N, F]. It therefore keeps rows [N, D]
-and [N, 2F] in front of the activation, and no outputs. What only a frozen part needs is not kept.
+and [N, 2F] in front of the activation, and no outputs. What only a frozen part needs is not kept. Rows past the last
+segment have outputs and gradients of 0: modules around the experts sum over all rows.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ def train_experts(
     out = train_gemm(activated, w_down, offsets, gemm)
     if down_bias is not None and len(w_down):
         out += bias_of_rows(down_bias, offsets[1:], len(rows))
-    return out, gate_up
+    return zero_tail_(out, offsets), gate_up
+
+
+def zero_tail_(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Set rows [N, …] past the last segment to zero, in place."""
+    ops.zero_padding_rows_(rows if rows.dim() == 2 else rows[:, None], offsets[-1], len(rows))
+    return rows
 
 
 @train_experts.register_fake
@@ -111,9 +118,9 @@ def train_experts_backward(
         of_bias = bias_of_rows(down_bias, offsets[1:], N)
         by_weights += ops.weighted_rows_backward_(of_bias, grad, None, offsets, tokens)
     if of_weights:
-        by[1] = by_weights
+        by[1] = zero_tail_(by_weights, offsets)
     if of_rows and w_gate_up is not None:
-        by[0] = train_gemm(by_gate_up, w_gate_up.transpose(1, 2), offsets, gemm)
+        by[0] = zero_tail_(train_gemm(by_gate_up, w_gate_up.transpose(1, 2), offsets, gemm), offsets)
     if of_gate_up and rows is not None:
         by[2] = train_gemm_weights(by_gate_up, rows, offsets, gemm)
     if of_gate_up_bias:

@@ -145,9 +145,9 @@ class TrainingExchange:
                 outputs, and takes a pass over them. "rows": the experts do, by `row_weights`; combine only adds.
                 "both": combine applies them to outputs, and the experts apply `row_weights` to gradients, as
                 `GroupedExperts` do: sums have the bits of serving, and nobody keeps outputs.
-            num_rows: N. "exact": as many rows as have arrived, for which the host waits. A number, multiple of the
-                alignment: the host waits for nothing; pairs whose row would lie past it are dropped
-                (`capacity.on_overflow` says whether that is an error).
+            num_rows: N. "exact": as many rows as have arrived, for which the host waits. They come through the window,
+                up to `capacity.max_expert_rows`. A number, multiple of the alignment: the host waits for nothing.
+                Pairs whose row lies past the limit are dropped, or an error (`capacity.on_overflow`).
             num_tokens: real tokens.
             tag: a number for the layer.
             aligned: segments start at multiples of `config.alignment`.

@@ -22,6 +22,7 @@ from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
 from epmoe.exchange.round_state import MAX_TAG
+from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
 from epmoe.training.passes import find, is_of_pass
@@ -125,6 +126,7 @@ def train_combine_backward(
         by_weights = ops.weighted_rows_backward_(
             arrived.rows, outputs, row_weights, arrived.expert_offsets, arrived.tokens_per_expert
         )
+        zero_tail_(by_weights, arrived.expert_offsets)
     return arrived.rows, by_weights, torch.zeros_like(link)
 
 

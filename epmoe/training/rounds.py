@@ -19,6 +19,7 @@ from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
 from epmoe.group.errors import EPStateError
+from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.formats import TRAINING_FORMATS, WireFormat
 from epmoe.service import ExpertParallel
@@ -130,7 +131,7 @@ class Rounds:
             if self._wire.packed:
                 rows = ops.unpack_fp8(rows, x, into.expert_offsets)
                 if num_rows != EXACT:
-                    ops.zero_padding_rows_(rows, into.expert_offsets[-1], N)
+                    zero_tail_(rows, into.expert_offsets)
             elif num_rows == EXACT:
                 rows = rows.clone()
         products = None if into.multiplies is None else into.multiplies.products.sum(1)

@@ -201,6 +201,26 @@ def test_more_rows_than_asked_for_is_an_error(make_ep, rank):
     exchange.ep.exchange.drop_reports()
 
 
+def test_a_number_of_rows_needs_no_rows_of_the_window(make_ep, rank):
+    """`capacity.max_expert_rows` bounds "exact", and no round with a number, forward or backward."""
+    roomy, small = (
+        TrainingExchange(make_ep(16, experts=E, top_k=3, hidden=D, max_tokens=40, capacity=capacity))
+        for capacity in ({}, {"max_expert_rows": 8})
+    )
+    x, ids, weights, grad = (t.to(small.ep.device) for t in draw(rank, 40, 3, 0))
+    x.requires_grad_(), weights.requires_grad_()
+    results = []
+    for exchange, num_rows in ((roomy, "exact"), (small, 768)):
+        routed = exchange.dispatch(x, ids, weights, num_rows=num_rows)
+        results.append(torch.autograd.grad(exchange.combine(2 * routed.rows, routed), (x, weights), grad))
+    assert all(map(torch.equal, *results))
+    with pytest.raises(EPOverflowError, match="capacity.max_expert_rows"):
+        routed = small.dispatch(x, ids, weights)
+        small.combine(routed.rows, routed)
+        small.ep.check()
+    small.ep.exchange.drop_reports()
+
+
 def test_another_kind_of_round_is_a_mismatch(make_ep, rank):
     ep = make_ep(experts=E, top_k=3, hidden=D, max_tokens=40)
     exchange = TrainingExchange(ep)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from helpers import alone, distinct_ids, randn
+from helpers import alone, distinct_ids, full_layer, randn
 
 import epmoe
 from epmoe.exchange.round_state import RoundState
@@ -317,3 +317,25 @@ def test_threads_without_order_get_errors_and_no_wrong_result(ep):
         "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls",
         "round n is still open: call combine, or abort on all ranks, before dispatch",
     }
+
+
+def test_a_refused_transform_of_torch_func_leaves_nothing_behind(ep):
+    """Also before the first round, whose views later rounds take."""
+    layer, x = full_layer(ep)[0], inputs()[0]
+
+    def dispatch(x: torch.Tensor) -> torch.Tensor:
+        return ep.dispatch(x, *inputs(1)[1:]).rows
+
+    refused = (
+        lambda: torch.func.vmap(dispatch)(x[:, None]),
+        lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        lambda: torch.func.vmap(layer)(x[:, None]),
+        lambda: torch.func.jvp(layer, (x,), (x,)),
+    )
+    for call in refused:
+        for grad_mode in (True, False):
+            with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), pytest.raises(RuntimeError):
+                call()
+    assert_works(ep)
+    with torch.inference_mode(False), torch.enable_grad():
+        layer(x.clone()).sum().backward()

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
@@ -260,7 +261,7 @@ class Exchange(ABC):
             if rounds.opened_after(before):
                 self.abort(None)
             elif skip is not None and rounds.count == before and not self.failed and not rounds.is_of_another():
-                with suppress(RuntimeError):
+                with suppress(RuntimeError), temporarily_clear_interpreter_stack():  # see `refuse_transforms`
                     skip()
             raise
 

@@ -3,13 +3,13 @@
     epmoe::train_dispatch   x, weights ─▶ rows, row weights, link      gradients: train_dispatch_backward
     epmoe::train_combine    expert rows, row weights, link ─▶ y        gradients: train_combine_backward
 
-combine's backward opens a round, and dispatch's closes it. `link`, from dispatch to combine, makes the second follow the
-first where no gradient does, as on a rank without experts. It is fp32 [1] in host memory: the number of the forward
+combine's backward opens a round, and dispatch's closes it. `link`, from dispatch to combine, makes the second follow
+the first where no gradient does, as on a rank without experts. It is fp32 [1] in host memory: the number of the forward
 round, which is the tag of the backward round. `anchor`, an empty tensor that requires grad, makes dispatch a part of
 every graph. An operator finds its exchange by a number, as in epmoe/native/opaque.py.
 
 The four have effects in one order, which compilers keep: no pass may move a round over another one, remove it, or run
-it twice.
+it twice. Inductor needs help: epmoe/training/inductor.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
+from epmoe.training.inductor import keep_order
 from epmoe.training.passes import find, is_of_pass
 from epmoe.training.rounds import EXACT, Pairs, Skipped
 
@@ -58,6 +59,7 @@ def train_dispatch(
 def _(
     x: Tensor, ids: Tensor, weights: Tensor, num_tokens: Any, num_real: int, anchor: Tensor, num_rows: int, *rest: Any
 ) -> Any:
+    keep_order(*_IN_ORDER)
     N: Any = torch.library.get_ctx().new_dynamic_size() if num_rows == EXACT else num_rows
     e = find(rest[-1]).forward.ep.num_local_experts
     offsets = ids.new_empty(e + 1, dtype=torch.int32)
@@ -199,5 +201,7 @@ def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
 
 train_dispatch.register_autograd(_dispatch_gradients, setup_context=_save_dispatch)
 train_combine.register_autograd(_combine_gradients, setup_context=_save_combine)
-for _name in ("train_dispatch", "train_combine", "train_combine_backward", "train_dispatch_backward"):
-    _register_effectful_op(f"epmoe::{_name}", EffectType.ORDERED)
+_NAMES = ("train_dispatch", "train_combine", "train_combine_backward", "train_dispatch_backward")
+_IN_ORDER = [getattr(torch.ops.epmoe, name).default for name in _NAMES]
+for _operator in _IN_ORDER:
+    _register_effectful_op(_operator, EffectType.ORDERED)

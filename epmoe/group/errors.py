@@ -117,8 +117,9 @@ class EPMismatchError(EPError, ValueError):
         else:
             what = (
                 f"this rank's tag is {tags[0]}, that of rank {tags[1]} is {tags[2]}, and the calls of rank(s) {ranks} "
-                "differ. A tag names a layer, in a backward round the forward round: a rank has left out a round, or has "
-                "another order of layers or of backward passes of micro-batches; `skip` takes part for a rank that cannot"
+                "differ. A tag names a layer, or in a backward round its forward round: a rank has left out a round or "
+                "has another order of layers or of backward passes of micro-batches; `skip` takes part in a round for "
+                "a rank that cannot"
             )
         then = "This ExpertParallel can only be resumed or closed" if latched else "The round was closed"
         super().__init__(f"round {epoch}: {what}. {then}")

@@ -231,3 +231,8 @@ def test_another_kind_of_round_is_a_mismatch(make_ep, rank):
         else:
             exchange.dispatch(x, ids, weights, num_rows=64)
         ep.check()
+    if ep.device.type == "cpu":  # the next round is complete, and so is its backward round
+        x.requires_grad_()
+        routed = exchange.dispatch(x, ids, weights, num_rows=64)
+        exchange.combine(routed.rows, routed).sum().backward()
+        assert x.grad.any()

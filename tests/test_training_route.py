@@ -91,6 +91,45 @@ def test_gradients_with_an_epsilon(device, scoring, epsilon, offset):
     assert_close(logits.grad, wide.grad)
 
 
+@pytest.mark.parametrize(("scoring", "epsilon"), [("softmax", 0.0), ("sigmoid", 0.0), ("sigmoid", 1e-20)])
+def test_gradients_where_one_weight_is_all_but_one(device, scoring, epsilon):
+    """Each within 1e-5 of itself."""
+    logits = torch.tensor([[9.0, -5.0, -6.0, -7.0, -8.0]], device=device, requires_grad=True)
+    options = {"scoring": scoring, "renormalize": True, "renormalize_epsilon": epsilon, "routed_scaling_factor": 2.5}
+    got, grad = route(logits, 3, **options), randn(1, 3, seed=1).to(device)
+    got.weights.backward(grad)
+    wide = logits.detach().double().cpu().requires_grad_()
+    plain_route(wide, got.ids.cpu(), scoring, True, 2.5, epsilon).backward(grad.double().cpu())
+    torch.testing.assert_close(logits.grad.double().cpu(), wide.grad, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_given_experts(device, scoring, renormalize):
+    """Those of a rollout, with weights and gradients of these logits. An id of no expert has no weight."""
+    options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": 2.5}
+    logits = randn(6, 16).to(device).requires_grad_()
+    own = route(logits, 4, num_tokens=5, **options)
+    again = route(logits, 4, ids=own.ids, num_tokens=5, **options)
+    assert torch.equal(again.ids, own.ids)
+    assert_close(again.weights.detach(), own.weights.detach().double())
+    ids = torch.rand(6, 16, generator=generator(3)).argsort(1)[:, :4].to(device)
+    grad = randn(6, 4, seed=1).to(device)
+    got = route(logits, 4, ids=ids, num_tokens=5, **options)
+    got.weights.backward(grad)
+    wide = logits.detach().double().cpu().requires_grad_()
+    want = plain_route(wide, ids.cpu(), scoring, renormalize, 2.5)[:5]
+    want.backward(grad[:5].double().cpu())
+    assert_close(got.weights[:5].detach(), want.detach())
+    assert_close(logits.grad, wide.grad)
+    assert got.ids.dtype == torch.int64 and got.ids[5].eq(16).all() and not got.weights[5].any()
+    ids[0, 1], ids[1, 0] = -1, 16
+    weights = route(logits, 4, ids=ids, **options).weights
+    assert not weights[0, 1] and not weights[1, 0] and weights.isfinite().all()
+    with pytest.raises(ValueError, match="`ids` must be"):
+        route(logits, 4, ids=ids[1:])
+
+
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_gradients_of_weights_that_nobody_has_are_not_read(device, scoring, renormalize):

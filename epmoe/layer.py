@@ -152,6 +152,7 @@ class MoELayer(nn.Module):
         self.recorder: Callable[[Routes], object] | None = None
         """Is called with the `Routes` of each call, before dispatch."""
         self._propagates = ep.config.routing.nan_rows == "propagate"
+        self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
         self._exchange = _NO_GRADIENTS if held else exchange or _exchange_of(ep)
         widest = ep.config.model.torch_dtype
@@ -291,7 +292,7 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None = None,
         padded_tokens: int | None = None,
         *,
-        routing: tuple[Tensor, Tensor] | None = None,
+        routing: tuple[Tensor, Tensor | None] | None = None,
         return_routing: bool = False,
         adapter_ids: Tensor | None = None,
     ) -> Any:
@@ -306,7 +307,7 @@ class MoELayer(nn.Module):
             padded_tokens: see `ExpertParallel.dispatch`: with several nodes, as many rows as the largest call of this
                 round has.
             routing: ids int32 or int64 [T, K] and weights [T, K] in place of the router's, such as those of a rollout.
-                The weights may require grad.
+                The weights may require grad; None: the router's own, of these experts.
             return_routing: whether to return `Routes`, too; eager calls only.
             adapter_ids: int16, int32 or int64 [T] or [B, T], the adapter of each token, in a layer with `adapters`. −1,
                 as any number that is no adapter's, means none, which is the default for all tokens.
@@ -420,7 +421,7 @@ class MoELayer(nn.Module):
         return y_TD, routes
 
     def _with_gradients(
-        self, x: Tensor, num_tokens: int | Tensor | None, routing: tuple[Tensor, Tensor] | None
+        self, x: Tensor, num_tokens: int | Tensor | None, routing: tuple[Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Routes]:
         """y [T, D] in the dtype of the experts, with gradients."""
         exchange = self._exchange
@@ -444,12 +445,13 @@ class MoELayer(nn.Module):
                 )
             x_TD = self._checked(x)
             logits_TE: Tensor | None = None
-            if routing is None:
+            if routing is None or routing[1] is None:
                 with without_autocast(x.device):
                     logits_TE = scores(x_TD, self.router_weight, self.logit_bias, by_block=self._by_block)
                 ids_TK, weights_TK = counted(
-                    exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens, **self._routing
-                )
+                    exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens,
+                    ids=None if routing is None else routing[0], **self._routing,
+                )  # fmt: skip
                 sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)  # as in serving; they have no gradients either
             else:
                 ids_TK, weights_TK = routing
@@ -535,12 +537,15 @@ class MoELayer(nn.Module):
         experts = self.experts
         return isinstance(experts, GroupedExperts) and experts.alignment > 1
 
-    def _routed(self, x: Tensor, routing: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _routed(self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] and its logits [T, E], or the given routing."""
         x_TD = self._checked(x)
-        if routing is not None:
-            return x_TD, *routing
-        return x_TD, self.logits(x_TD), None
+        if routing is None:
+            return x_TD, self.logits(x_TD), None
+        ids, weights = routing
+        if weights is None:
+            weights = counted(0, self.logits(x_TD), ids=ids, **self._routing).weights
+        return x_TD, ids, weights
 
     def _checked(self, x: Tensor) -> Tensor:
         """x as [T, D] in the dtype of the experts. Raises what `forward` does before anything is sent."""
@@ -573,6 +578,8 @@ class MoELayer(nn.Module):
         if casts:
             x_TD = x_TD.to(dtypes[0])
         self._dtype = x_TD.dtype
+        if self._jitter and self.training and not torch.is_inference_mode_enabled():
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self._jitter, 1 + self._jitter)
         return x_TD
 
     def _dtypes(self) -> list[torch.dtype]:
@@ -591,6 +598,13 @@ class MoELayer(nn.Module):
         largest = logits_TE.detach().amax(1, keepdim=True)  # NaN where any is; −Inf alone costs an expert only itself
         is_sigmoid = self.ep.config.routing.scoring == "sigmoid"
         return real & (largest.isnan() if is_sigmoid else ~largest.isfinite())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in ("router_weight", "bias", "logit_bias"):  # keep their dtypes, also with assign=True
+            own, given = getattr(self, name), state_dict.get(prefix + name)
+            if own is not None and isinstance(given, Tensor):
+                state_dict[prefix + name] = given.to(own.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for child in self.children() if recurse else ():

@@ -38,7 +38,7 @@ _GROUPED_OR_NOT = [{"topk_method": "group_limited_greedy"}, {"topk_method": "gre
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_ocr2_text"), _GROUPED_OR_NOT),
     "unlimited_ocr_text": [keys | _HEADS for keys in _GROUPED_OR_NOT],
-    "axk2": [{}, {"n_group": None, "topk_group": None}],
+    "axk2": [{"n_group": None, "topk_group": None}],
     "cohere2_moe": [
         {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
         {"expert_selection_fn": "softmax", "num_shared_experts": 0},

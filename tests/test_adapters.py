@@ -9,7 +9,7 @@ import adapter_models
 import pytest
 import torch
 from expert_inputs import random_mxfp4
-from helpers import assert_close, randn
+from helpers import assert_close, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
@@ -117,6 +117,21 @@ def test_experts_with_adapters(device, dtype, options):
     merged = epmoe.GroupedExperts(**weights, **biases, **options)(rows.double(), offsets)
     error = (got[:9].double() - merged[:9])[has].norm() / merged[:9][has].norm()
     assert error < {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2), error
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_moves_leave_no_adapter_uninitialised(device, on_meta):
+    """They are in no state dict that `to_empty` waits for: zeros from the meta device, else as they were."""
+    shapes = (E, 2 * F, D), (E, D, F)
+    experts = epmoe.GroupedExperts(*(torch.zeros(*shape, device="meta" if on_meta else device) for shape in shapes))
+    adapters = ExpertAdapters(experts, 2, 4)
+    if not on_meta:
+        adapters.put(0, adapter_models.adapter_of(adapter_models.draw(E, D, F, 4, seed=7), E, ALL, 0.5))
+    before = [torch.zeros(buffer.shape) if on_meta else buffer.cpu() for buffer in adapters.buffers()]
+    with poisoned_memory():
+        moved = torch.nn.Sequential(adapters).to_empty(device=device)[0]
+    assert all(torch.equal(after.cpu(), want) for after, want in zip(moved.buffers(), before, strict=True))
+    assert {buffer.dtype for buffer in adapters.bfloat16().buffers()} == {torch.bfloat16}
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from moe_blocks import (
     types_with_experts,
     variants,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -101,6 +102,42 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
             for weight in weights:
                 weight[:, -1] -= 48
             assert_equals(whole(layer(x)), outputs(block, x))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "minimax"])
+def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Also in the first pass of a reentrant checkpoint; none in `eval()`."""
+    hf = tiny(model_type, router_jitter_noise=0.3)
+    block, x = block_of(hf), randn(T, D, seed=99)
+    with epmoe.ExpertParallel(EPConfig.from_hf(hf, ep_size=1), device="cpu") as ep:
+        name = save(block, model_type, tmp_path)
+        layer = epmoe.MoELayer.from_safetensors(ep, epmoe.SafetensorsFolder(tmp_path), name)
+        assert_equals(layer.eval()(x), outputs(block, x))
+        block.train(), layer.train()
+        with torch.inference_mode(False), torch.enable_grad():
+            results = []
+            for call in (lambda x: outputs(block, 1 * x), layer, lambda x: checkpoint(layer, x, use_reentrant=True)):
+                torch.manual_seed(0)
+                leaf = x.clone().requires_grad_()
+                y = call(leaf)
+                y.square().sum().backward()
+                results.append((y, leaf.grad))
+    for got in results[1:]:
+        for ours, theirs in zip(got, results[0], strict=True):
+            assert_equals(ours, theirs)
+
+
+def test_lists_with_a_number_for_each_layer() -> None:
+    """As Hunyuan-A13B's configuration has them."""
+    hf = tiny("hunyuan_v1_moe").to_dict()
+    assert EPConfig.from_hf(hf | {"moe_topk": [3, 3]}, ep_size=1).model.num_experts_per_tok == 3
+    with pytest.raises(ConfigError, match=r"`model.num_experts_per_tok` must be one number for all layers, got \[3, "):
+        EPConfig.from_hf(hf | {"moe_topk": [3, 2]}, ep_size=1)
+
+
+def test_groups_of_axk2_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a axk2 must have `n_group` 1, got `n_group` 4"):
+        EPConfig.from_hf(tiny("axk2", n_group=4, topk_group=2), ep_size=1)
 
 
 def test_every_model_type_with_experts_is_known() -> None:

@@ -12,6 +12,7 @@ import pickle
 import pytest
 import torch
 from helpers import FLOATS, alone, assert_close, poison_, randn
+from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from epmoe.local.reference import moe_reference, route_reference
@@ -116,6 +117,50 @@ def test_a_move_takes_everything_along(ep, arguments):
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
     assert layer.router_weight.dtype == layer.bias.dtype == torch.float32
     assert layer.to_empty(device=ep.device).router_weight.device == ep.device
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_state_dict_that_is_assigned_keeps_router_and_bias_in_fp32(ep, on_meta):
+    layer = make_layer(ep)
+    smaller = {name: t.bfloat16() if t.is_floating_point() else t for name, t in layer.state_dict().items()}
+    layer = make_layer(ep).to("meta" if on_meta else ep.device)
+    layer.load_state_dict(smaller, assign=True)
+    assert layer.router_weight.dtype == layer.bias.dtype == torch.float32 and layer.router_weight.requires_grad
+    assert layer.experts.dtype == torch.bfloat16
+    assert_works(layer, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_given_experts_get_the_weights_of_the_layers_own_router(ep, backend):
+    """Its gradients reach the router, as those of its own choice do."""
+    layer, x = make_layer(ep), randn(M, D).to(ep.device)
+    call = torch.compile(layer, backend=backend) if backend else layer
+    y, routes = layer(x, return_routing=True)
+    assert_close(call(x, routing=(routes.ids, None)), y.double())
+    with torch.inference_mode(False), torch.enable_grad():
+        grads = [
+            torch.autograd.grad(step(x.clone(), routing=routing).square().sum(), layer.router_weight)[0]
+            for step, routing in ((layer, None), (call, (routes.ids.clone(), None)))
+        ]
+    assert_close(grads[1], grads[0].double())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_of_recorded_logits_has_gradients_or_raises(ep, reentrant):
+    layer = make_layer(ep)
+    with torch.inference_mode(False), torch.enable_grad(), epmoe.recording(layer) as record:
+        x = randn(7, D).to(ep.device).requires_grad_()
+        y = checkpoint(lambda x: layer(1 * x), x, use_reentrant=reentrant)
+        [routes] = record[""]
+        loss = y.sum() + routes.logits.logsumexp(1).square().mean()
+        if reentrant:
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                loss.backward()
+            return
+        loss.backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        (alone,) = torch.autograd.grad(layer(x).sum(), layer.router_weight)
+    assert not torch.allclose(layer.router_weight.grad, alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -78,6 +78,9 @@ class RoutingConfig(Strict):
     """A group is rated by the sum of this many of its best scores; by default two with a `bias`, and one without."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
+    jitter_noise: float = Field(default=0.0, ge=0, lt=1)
+    """A `MoELayer` in `train()` mode multiplies x by uniform noise from 1 − this to 1 + this, as Mixtral's code does;
+    not under `torch.inference_mode()`."""
     nan_rows: Literal["zero", "propagate"] = "zero"
     """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by +Inf: the sum of
     what `route` chose, which is zeros under softmax; or NaN, which helps to look for the cause."""
@@ -85,7 +88,7 @@ class RoutingConfig(Strict):
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `epmoe.route`, which does not know the other keys."""
-        return self.model_dump(exclude={"nan_rows", "selection_bias", "logit_bias"})
+        return self.model_dump(exclude={"jitter_noise", "nan_rows", "selection_bias", "logit_bias"})
 
 
 class ExpertsConfig(Strict):

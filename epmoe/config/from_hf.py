@@ -53,6 +53,8 @@ class _Row:
     """Keys of our section `experts`, with their values where the model has no key for them."""
     experts_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of our section `experts`, with the keys of the model that may have their values."""
+    jitters: bool = False
+    """Whether `router_jitter_noise` is that of the MoE blocks."""
 
 
 _SOFTMAX = {"scoring": "softmax"}
@@ -82,8 +84,9 @@ _ROWS = (
     _Row(("qwen3_vl_moe_text", "qwen3_5_moe_text"), _MOE_WIDTH, _SOFTMAX | _ALWAYS),
     _Row(("olmoe", "flex_olmo"), _WIDTH, _SOFTMAX, _AS_CONFIGURED),
     # A softmax over the K chosen logits, which some of these take, equals the renormalised softmax over all.
+    _Row(("mixtral", "minimax"), _WIDTH, _SOFTMAX | _ALWAYS, jitters=True),
     _Row(
-        ("mixtral", "minimax", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa", "hunyuan_v1_moe",
+        ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa", "hunyuan_v1_moe",
          "jetmoe"),
         _WIDTH, _SOFTMAX | _ALWAYS,
     ),
@@ -122,9 +125,11 @@ _ROWS = (
     ),
     _Row(
         ("glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm_moe_dsa", "dots1", "dots3_note_text", "exaone_moe",
-         "mimo_v2_flash", "solar_open", "axk1", "axk2", "beam", "sarvam_moe"),
+         "mimo_v2_flash", "solar_open", "axk1", "beam", "sarvam_moe"),
         _MOE_WIDTH, _DEEPSEEK, _AS_CONFIGURED | _GROUPED | _SCALED,
     ),
+    # With groups, experts of all groups stay in the choice, with a score of 0 in place of −Inf.
+    _Row(("axk2",), _MOE_WIDTH, _DEEPSEEK, _AS_CONFIGURED | _SCALED, {"n_group": 1}),
     _Row(
         ("hy_v4", "hy_v4_vl_text", "glm5_next_text"), _MOE_WIDTH, _DEEPSEEK, _AS_CONFIGURED | _GROUPED | _SCALED,
         experts=_SILU | {"limit": 10.0}, experts_keys={"limit": "swiglu_limit"},
@@ -224,12 +229,18 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         for ours, names in wanted.items():
             values = [config[name] for name in names if name in config]
             for value in values:
+                if isinstance(value, list) and value:  # one for each layer
+                    if any(each != value[0] for each in value):
+                        raise ConfigError(f"{where}`{section}.{ours}` must be one number for all layers, got {value}")
+                    value = value[0]
                 if value is not None:  # null is our default: no groups, factor 1
                     sections[section][ours] = value
             if not values and ours not in _mapping(given.get(section)):
                 missing.append(f"`{' or '.join(names)}` (our `{section}.{ours}`)")
     if missing:
         raise ConfigError(f"{where}a {config['model_type']} must have the keys {', '.join(missing)}")
+    if row.jitters and (noise := config.get("router_jitter_noise")):
+        sections["routing"]["jitter_noise"] = noise
     sections["experts"] = _experts(row, config, where, _mapping(given.get("experts")))
     dtypes = (part.get(key) for part in (whole, config) for key in ("dtype", "torch_dtype"))
     if dtype := next(filter(None, dtypes), None):

@@ -127,7 +127,12 @@ class ExpertAdapters(nn.Module):
         self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers():
+            like = fn(buffer.new_empty(0))  # of all, `to_empty` would leave what no state dict fills
+            moved = (
+                torch.zeros_like(buffer, dtype=like.dtype, device=like.device) if buffer.is_meta else buffer.to(like)
+            )
+            setattr(self, name, moved)
         self._choose()
         return self
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from traceback import walk_stack
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 
 class Routes(NamedTuple):
@@ -28,7 +32,8 @@ def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
     """Record the calls of a model's layers within it: by the name of the layer, the `Routes` of each call.
 
     The tensors are those of the calls. A CUDA graph that is captured within it writes into them in each replay, also
-    afterwards. Compiled layers without gradients are recorded, too.
+    afterwards. Compiled layers without gradients are recorded, too. A backward pass through weights or logits of the
+    first pass of a reentrant checkpoint, which has no gradients, raises RuntimeError.
 
     Args:
         module: a model, or a layer, whose name is then "".
@@ -40,9 +45,36 @@ def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
     record: dict[str, list[Routes]] = {name: [] for name in layers}
     before = {name: layer.recorder for name, layer in layers.items()}
     for name, layer in layers.items():
-        layer.recorder = record[name].append
+        layer.recorder = partial(_record, record[name])
     try:
         yield record
     finally:
         for name, layer in layers.items():
             layer.recorder = before[name]
+
+
+def _record(calls: list[Routes], routes: Routes) -> None:
+    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()) and _in_function():
+        logits = None if routes.logits is None else _without_gradients(routes.logits)
+        routes = routes._replace(weights=_without_gradients(routes.weights), logits=logits)
+    calls.append(routes)
+
+
+def _in_function() -> bool:
+    """Whether the forward pass of an autograd.Function runs, such as the first pass of a reentrant checkpoint."""
+    frames = (frame for frame, _ in walk_stack(None) if frame.f_code.co_name == "forward")
+    return any(isinstance(frame.f_locals.get("ctx"), FunctionCtx) for frame in frames)
+
+
+def _without_gradients(value: Tensor) -> Tensor:
+    """The same values. A loss of them, whose gradients would be 0, raises in its backward pass."""
+    value = value.detach().requires_grad_()
+    value.register_hook(_refuse)
+    return value
+
+
+def _refuse(_: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "a loss of recorded weights or logits has no gradients in a reentrant checkpoint, whose first pass has none: "
+        "checkpoint with use_reentrant=False"
+    )

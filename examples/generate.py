@@ -18,8 +18,8 @@ import epmoe
 PROMPTS = ["Why is the sky blue?", "A fox", "To bake good bread you need", "Once upon a time, in a village"]
 
 
-def load_model(path, ep):
-    return with_layers(load_dense(path), path, ep)
+def load_model(path, ep, dtype=None):
+    return with_layers(load_dense(path), path, ep, dtype)
 
 
 def load_dense(path):
@@ -34,13 +34,16 @@ def load_dense(path):
     return model
 
 
-def with_layers(model, path, ep):
-    """Put a MoELayer in place of each MoE block."""
+def with_layers(model, path, ep, dtype=None):
+    """Put a MoELayer in place of each MoE block, with experts in `dtype`, by default that of the checkpoint."""
     folder = epmoe.SafetensorsFolder(path)
     for name, block in list(model.named_modules()):
         if hasattr(block, "experts"):
             shared = getattr(block, "shared_experts", None)  # which every rank has whole
-            model.set_submodule(name, epmoe.MoELayer.from_safetensors(ep, folder, name, shared=shared))
+            layer = epmoe.MoELayer.from_safetensors(ep, folder, name, shared=shared, dtype=dtype)
+            if model.config.model_type == "gpt_oss":  # whose blocks return scores, too
+                layer.register_forward_hook(lambda layer, inputs, y: (y, None))
+            model.set_submodule(name, layer)
     return model.to(ep.device).eval()
 
 

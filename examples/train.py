@@ -2,8 +2,8 @@
 
 Run: torchrun --standalone --nproc-per-node 4 examples/train.py [--parallel ddp|fsdp] [--checkpoint-activations]
 [--steps N] [--save FOLDER] [--resume FOLDER] [--from-hf FOLDER]
-Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. A step has the same tokens on 1,
-2, 4 and 8 ranks. A run that 4 ranks have saved goes on over 2. The FOLDER of --from-hf is a local checkpoint, which
+Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. A step has the same tokens on 1 to
+8 ranks. A run that 4 ranks have saved goes on over 3. The FOLDER of --from-hf is a local checkpoint, which
 generate.py takes as well, to fine-tune in place of the small model below.
 Prints, on rank 0: the loss and the norm of the gradients of each step.
 """
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
 
 def configured(from_hf):
     size = dist.get_world_size()
-    capacity = {"max_num_tokens_per_rank": SEQUENCES * LENGTH // size}
+    capacity = {"max_num_tokens_per_rank": -(-SEQUENCES // size) * LENGTH}
     if from_hf:
         return epmoe.EPConfig.from_hf(from_hf, ep_size=size, capacity=capacity)
     model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
@@ -73,7 +73,8 @@ def built(ep, from_hf):
     if from_hf:
         from generate import load_model  # each rank reads its own experts only
 
-        model = load_model(from_hf, ep).train()
+        model = load_model(from_hf, ep, dtype=ep.config.model.torch_dtype).train()
+        model.config.use_cache = False  # which a block that is computed again would fill twice
     else:
         model = Transformer(ep).to(ep.device)
     model.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=ep.device))  # goes into checkpoints
@@ -106,7 +107,7 @@ def sequences(number):
     first = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=generator)
     stride = torch.randint(1, 8, (SEQUENCES, 1), generator=generator)
     of_all_ranks = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
-    return of_all_ranks.chunk(dist.get_world_size())[dist.get_rank()]
+    return of_all_ranks.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def count_tokens(layers, routes):
@@ -120,11 +121,12 @@ def count_tokens(layers, routes):
 
 
 def auxiliary_loss(routes, counts):
-    """Load balancing and z-loss: means over this rank's tokens, so that the mean over ranks is that of one process."""
+    """Load balancing and z-loss: means over this rank's tokens."""
     losses = []
     for chosen, tokens in zip(routes, counts, strict=True):
-        balance = tokens / tokens.mean() @ chosen.logits.softmax(1).mean(0)
-        losses.append(BALANCE * balance + Z * chosen.logits.logsumexp(1).square().mean())
+        logits = chosen.logits.float()
+        balance = tokens / tokens.mean() @ logits.softmax(1).mean(0)
+        losses.append(BALANCE * balance + Z * logits.logsumexp(1).square().mean())
     return sum(losses) / len(losses)
 
 
@@ -140,6 +142,7 @@ def train_step(model, optimizer, layers, step):
             routes = [calls[0] for calls in record.values()]
             counts = count_tokens(layers, routes)
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + auxiliary_loss(routes, counts)
+            loss = loss * len(tokens) * dist.get_world_size() / SEQUENCES  # the mean over ranks is that of all tokens
             (loss / MICRO_BATCHES).backward()
         loss_sum, counts_sum = loss_sum + loss.detach(), counts_sum + counts
     norm = clip_grad_norm_(model, MAX_NORM)  # of all ranks' experts

@@ -18,7 +18,15 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.extra import Extra, check_extra
 from epmoe.exchange.handles import Layout, Received, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
-from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name, refuse_transforms
+from epmoe.native.arguments import (
+    FLOATS,
+    INTS,
+    check_forward_only,
+    check_tensor,
+    describe,
+    dtype_name,
+    refuse_transforms,
+)
 from epmoe.native.formats import WIRE_FORMATS, WireFormat
 
 

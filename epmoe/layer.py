@@ -434,7 +434,8 @@ class MoELayer(nn.Module):
         # Where GroupedExperts multiply gradients, nobody keeps their outputs.
         grouped = isinstance(self.experts, GroupedExperts)
         weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
-        K = None if routing is None else routing[0].shape[-1]
+        given_TK, weights_TK = (None, None) if routing is None else routing
+        K = None if given_TK is None else given_TK.shape[-1]
         with exchange.giving_up(self._dtype_of(x), weights_on=weights_on, tag=self.tag, top_k=K):
             refuse_tangents(x, self.router_weight)
             if self.router_weight.dtype != self._router_dtype:
@@ -445,17 +446,15 @@ class MoELayer(nn.Module):
                 )
             x_TD = self._checked(x)
             logits_TE: Tensor | None = None
-            if routing is None or routing[1] is None:
+            if given_TK is None or weights_TK is None:
                 with without_autocast(x.device):
                     logits_TE = scores(x_TD, self.router_weight, self.logit_bias, by_block=self._by_block)
                 ids_TK, weights_TK = counted(
-                    exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens,
-                    ids=None if routing is None else routing[0], **self._routing,
-                )  # fmt: skip
+                    exchange.number, logits_TE, ids=given_TK, bias=self.bias, num_tokens=num_tokens, **self._routing
+                )
                 sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)  # as in serving; they have no gradients either
             else:
-                ids_TK, weights_TK = routing
-                sent_TK = ids_TK
+                ids_TK = sent_TK = given_TK
             routed = exchange.dispatch(
                 x_TD, sent_TK, weights_TK, weights_on=weights_on, num_rows=self.num_rows, num_tokens=num_tokens,
                 tag=self.tag,

@@ -36,25 +36,10 @@ def train_experts(
     up_offset: float,
     gemm: str,
 ) -> tuple[Tensor, Tensor]:
-    """The experts over rows, whose outputs are not weighted.
+    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the activation.
 
-    Args:
-        rows: [N, D], contiguous.
-        row_weights: fp32 [N], contiguous, which get gradients; outputs are not multiplied by them.
-        w_gate_up: [e, 2F, D] in the dtype of rows.
-        w_down: [e, D, F].
-        gate_up_bias: [e, 2F] or None.
-        down_bias: [e, D] or None.
-        offsets: int32 [e + 1], contiguous.
-        tokens: int32 [e], rows of each segment without its gap, or None.
-        interleaved: see `GroupedExperts`, like the next arguments.
-        limit: infinite for none.
-        alpha: of the activation.
-        up_offset: of the activation.
-        gemm: of `train_gemm`.
-
-    Returns:
-        Outputs [N, D], and what the backward pass needs of them: [N, 2F] in front of the bias and the activation.
+    Arguments are those of `GroupedExperts` and its `forward`, contiguous; `limit` is infinite for none, and `gemm` is
+    that of `train_gemm`. `row_weights` get gradients, and outputs are not multiplied by them.
     """
     gating = interleaved, limit, alpha, up_offset
     gate_up = train_gemm(rows, w_gate_up, offsets, gemm)

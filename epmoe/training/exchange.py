@@ -65,17 +65,9 @@ class Routed(NamedTuple):
 class TrainingExchange:
     """Dispatch and combine with gradients, over the windows of an `ExpertParallel`.
 
-    The backward pass of a layer is one round: the gradient of y travels like x, and the gradients of rows are summed
-    like the rows of combine. Gradients have the same bits on every run. All ranks run the backward pass of the same
-    rounds, in the same order, also those without tokens or experts: a loss that contains y, even an empty one, is
-    enough.
-
-    Several layers may share one, also in parallel branches of a graph; each dispatch has its number as `tag`. autograd
-    runs the backward pass of the layer that ran last first, and ends it before the next one. Two micro-batches of which
-    one runs forward while the other runs backward need one each: see docs/training.md.
-
-    An exception in a backward pass gives up the round that is open, or else the next round of the pass, so that the
-    other ranks get an EPAbortedError.
+    The backward pass of a layer is one round, with the number of its forward round: all ranks run the same rounds in
+    the same order, see docs/training.md, "What all ranks must do". Gradients have the same bits on every run. Several
+    layers may share one; each dispatch has its number as `tag`.
 
     Args:
         ep: an ExpertParallel of one node, with rows and sums in their own dtype.

@@ -26,13 +26,13 @@ def keep_order(*operators: OpOverload) -> None:
             lowering.lowerings.setdefault(operator, partial(_lowered, operator))
 
 
-def _lowered(operator: OpOverload, *arguments: Any) -> Any:
+def _lowered(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     graph = V.graph
     before, number = graph.effectful_ops.get(EffectType.ORDERED), len(graph.operations)
-    made = ir.FallbackKernel.create(operator, *arguments)
+    made = ir.FallbackKernel.create(operator, *arguments, **options)
     if before is not None:
         for operation in graph.operations[number:]:
             graph.additional_star_deps[operation.get_operation_name()].add(before.get_name())

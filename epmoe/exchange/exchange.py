@@ -261,7 +261,7 @@ class Exchange(ABC):
             if rounds.opened_after(before):
                 self.abort(None)
             elif skip is not None and rounds.count == before and not self.failed and not rounds.is_of_another():
-                with suppress(RuntimeError), temporarily_clear_interpreter_stack():  # see `refuse_transforms`
+                with suppress(RuntimeError), temporarily_clear_interpreter_stack():  # see `refuse_tangents`
                     skip()
             raise
 

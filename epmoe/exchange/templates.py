@@ -18,15 +18,7 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.extra import Extra, check_extra
 from epmoe.exchange.handles import Layout, Received, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
-from epmoe.native.arguments import (
-    FLOATS,
-    INTS,
-    check_forward_only,
-    check_tensor,
-    describe,
-    dtype_name,
-    refuse_transforms,
-)
+from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.native.formats import WIRE_FORMATS, WireFormat
 
 
@@ -227,7 +219,7 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     x, ids, weights, scales = call.x, call.ids, call.weights, call.scales
     layout, weight_rows, aligned = call.layout, call.weight_rows, call.aligned
     model, capacity = config.model, config.capacity
-    refuse_transforms()
+    refuse_tangents()
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
     if not isinstance(weight_rows, bool):

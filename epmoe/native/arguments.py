@@ -12,10 +12,6 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
 FP8 = torch.float8_e4m3fn
 MXFP4 = torch.uint8
-_NO_TRANSFORMS = (
-    "epmoe has no forward-mode derivatives, and runs under no transform of torch.func: use backward() or "
-    "torch.autograd.grad"
-)
 """The dtype of weights in MXFP4: a byte has two codes e2m1, the low four bits first."""
 
 
@@ -65,19 +61,14 @@ def wants_gradients(inputs: Iterable[Tensor]) -> bool:
 
 def refuse_tangents(*inputs: object) -> None:
     """Raises RuntimeError if forward-mode AD asks for derivatives of what is computed from these, which would be 0, and
-    within a transform of torch.func."""
-    refuse_transforms()
-    if forward_ad._current_level < 0:
-        return
-    for value in inputs:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise RuntimeError(_NO_TRANSFORMS)
-
-
-def refuse_transforms() -> None:
-    """Raises RuntimeError within a transform of torch.func, whose tensors end with it."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(_NO_TRANSFORMS)
+    within a transform of torch.func, whose tensors end with it."""
+    transforms = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    of_call = inputs if forward_ad._current_level >= 0 and not transforms else ()
+    if transforms or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in of_call):
+        raise RuntimeError(
+            "epmoe has no forward-mode derivatives, and runs under no transform of torch.func: use backward() or "
+            "torch.autograd.grad"
+        )
 
 
 def check_forward_only(*inputs: Tensor) -> None:

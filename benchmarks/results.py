@@ -46,7 +46,9 @@ class TableRow(_Record):
 
     cells: tuple[Figure | str | None, ...]
     line: str | None = None
-    """the plot's line that this row is, of its `STYLES`"""
+    """the plot's line that this row is, of its `looks`"""
+    detail: bool = False
+    """whether BENCHMARKS.md leaves the row out"""
 
 
 class Asked(_Record):
@@ -79,6 +81,8 @@ class Published(_Record):
     title: str
     where: str
     """the machine in a few words"""
+    model: str = ""
+    """the model, where results of several models have one title and share a table"""
     machine: str
     gpus: int = Field(ge=0)
     date: datetime.date
@@ -97,6 +101,8 @@ class Published(_Record):
 
     @model_validator(mode="after")
     def _check(self) -> Published:
+        if len(set(self.columns)) < len(self.columns):
+            raise ValueError("two columns have the same name")
         for row in self.rows:
             if len(row.cells) != len(self.columns):
                 raise ValueError(f"row {row.cells[0]!r} has {len(row.cells)} cells for {len(self.columns)} columns")
@@ -200,7 +206,9 @@ def main() -> None:
     content = of_report(json.loads(figures.read_text(encoding="utf-8")), sys.argv[3:])
     if path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
-        content |= {key: old[key] for key in ("title", "caption", "notes", "asked", "plot", "panel") if key in old}
+        content |= {
+            key: old[key] for key in ("title", "model", "caption", "notes", "asked", "plot", "panel") if key in old
+        }
     write(path, content)
 
 

@@ -21,7 +21,7 @@ FILES = sorted(FOLDER.glob("*.json"))
 
 
 def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
-    render.write(load(), tmp_path)
+    render.write(tmp_path)
     for file in (render.README, render.MARKDOWN):
         text = (tmp_path / file).read_text(encoding="utf-8")
         assert (ROOT / file).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
@@ -30,7 +30,7 @@ def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
 
 def test_the_plot_is_drawn_alike_each_time(tmp_path):
     for folder in ("first", "second"):
-        render.write(load(), tmp_path / folder)
+        render.write(tmp_path / folder)
     for plot in PLOTS.values():
         first, second = ((tmp_path / folder / plot.file).read_bytes() for folder in ("first", "second"))
         assert first == second and len(first) < 200_000
@@ -41,7 +41,7 @@ def test_the_plot_is_drawn_alike_each_time(tmp_path):
 def test_a_result_says_where_it_comes_from(path):
     result, content = read(path), json.loads(path.read_text(encoding="utf-8"))
     assert content["commit"] and content["command"]
-    text = render.markdown([result])
+    text = render.markdown([[result]])
     for fact in (result.title, result.machine, str(result.date), result.commit, result.torch, result.command):
         assert fact in text
     assert any(column.unit for column in result.columns) and result.rows
@@ -54,10 +54,29 @@ def _asked(measured: list[float], limit: str = "at most") -> Asked:
 def test_a_miss_stays_visible():
     assert _asked([2, 3]).reached and _asked([2, 3], "at least").reached
     assert not _asked([2, 4]).reached and not _asked([1, 3], "at least").reached
-    for asked, verdict in ((_asked([2, 3]), "reached"), (_asked([2, 4]), "**missed**")):
-        result = load()[0].model_copy(update={"asked": (asked,)})
-        shown = " / ".join(str(figure) for figure in asked.measured)
-        assert f"a round: at most 2 / 3 µs | {shown} | {verdict} | the wire |" in render.markdown([result])
+    for asked, row in ((_asked([2, 3]), None), (_asked([2, 4]), "a round: at most 2 / 3 µs | 2 / 4 | the wire |")):
+        text = render.markdown([[load()[0].model_copy(update={"asked": (asked,)})]])
+        assert f"Of 1 targets of these results {int(row is None)} were reached" in text
+        assert row in text if row else "| a round" not in text
+
+
+def test_the_page_is_short_and_names_every_result():
+    text = render.markdown(render.sections())
+    assert text.count("\n") <= 140
+    titles = [read(path).title for path in FILES]
+    assert len(FILES) > 15 and all(title in text for title in titles)
+    tables = [results[0].title for results in render.sections()]
+    assert [text.count(f"\n## {title}\n") for title in tables] == [1] * len(tables)
+
+
+def test_results_of_several_models_share_a_table():
+    models = [result for result in load() if result.title == "Two H100: a whole layer, windows of M = 4096"]
+    text = render.markdown([models])
+    assert text.count("| model |") == 1 and len(models) == 3
+    assert all(result.command in text and f"| {result.model} | **epmoe** |" in text for result in models)
+    assert "| gpt-oss-120b | **epmoe** | bf16, MXFP4 | 46.4 | – | – | – | 343 |" in text
+    detail = next(row for result in models for row in result.rows if row.detail)
+    assert f"| {detail.cells[0]} | {detail.cells[1]} | {detail.cells[2]} |" not in text
 
 
 @pytest.mark.parametrize(
@@ -66,6 +85,7 @@ def test_a_miss_stays_visible():
         ({"rows": [{"cells": [1, 2]}]}, "row 1 has 2 cells for 8 columns"),
         ({"commit": "newest"}, "commit"),
         ({"command": ""}, "command"),
+        ({"columns": [{"name": "T"}] * 8}, "two columns have the same name"),
         ({"colour": "blue"}, "colour"),
         (
             {"asked": [{"what": "", "limit": "at most", "asked": [1], "measured": [], "unit": ""}]},
@@ -97,6 +117,6 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
     results.main()
     result = read(tmp_path / "result.json")
     assert (result.title, result.notes) == ("Two cards: the exchange", ())
-    text = render.markdown([result])
+    text = render.markdown([[result]])
     assert "| side | payload | what | T = 1, µs |" not in text and "| side | payload | what | T = 1 | 16 |" in text
     assert "| fused | plain | round | 9.9 | 100 |\n| floor | plain | round | – | 8.0 |" in text

@@ -22,6 +22,12 @@ def test_the_example_runs(tmp_path: Path) -> None:
         assert f"rank {rank}: y [{5 * rank}, 256]" in run.stdout
 
 
+def test_the_page_is_short_and_shows_how_to_begin() -> None:
+    assert len(README.split()) <= 950
+    assert {"make demo", "make test"} <= set(re.findall(r"^make \w+", README, re.MULTILINE))
+    assert "Hopper" in README and "MegaMoE of sgl-deep-gemm 0.1.5, July 2026" in " ".join(README.split())
+
+
 def test_the_configuration_shown_is_the_ready_one(tmp_path: Path) -> None:
     shown = tmp_path / "shown.yaml"
     shown.write_text(re.findall(r"```yaml\n(.*?)```", START, re.DOTALL)[0])

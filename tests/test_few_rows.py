@@ -12,7 +12,7 @@ from helpers import ON_GPUS, alone, poison_, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, FewRowsOfMxfp4
+from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, FewRowsOfMxfp4, most_rows
 from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.quantize import dequantize_rows, dequantize_weights
@@ -241,11 +241,39 @@ def test_which_calls_take_the_kernels(monkeypatch):
         of_mxfp4.problem_with(*packed)
     )
     for rows, takes in ((None, False), (1.0, True), (MOST_ROWS_OF_MXFP4, True), (MOST_ROWS_OF_MXFP4 + 0.1, False)):
-        assert of_mxfp4.takes(Segments(torch.zeros(3), None, 1, rows)) is takes
+        assert of_mxfp4.takes(Segments(torch.zeros(3), None, 1, rows), of_mxfp4.most_rows(*packed)) is takes
     for rows, takes in ((None, False), (0.0, True), (MOST_ROWS, True), (MOST_ROWS + 0.1, False)):
-        assert few.takes(Segments(torch.zeros(3), None, 1, rows)) is takes
+        assert few.takes(Segments(torch.zeros(3), None, 1, rows), MOST_ROWS) is takes
     assert "few_rows" in GEMMS and "few_rows" not in CHOICES
     assert choose("auto", *made[BF16]) == ("torch",)  # on CPUs
+
+
+# µs of two tiles of 8 tokens and of DeepGEMM at 8 rows an expert, by card, model and bytes of an element: one of two
+# ranks, docs/experiments.md.
+H100, H200 = (2968.0, 132), (4146.0, 132)  # GB/s of a copy, multiprocessors
+SHAPES = {"qwen3_30b": (64, 2048, 768), "qwen3_235b": (64, 4096, 1536), "deepseek_v3": (128, 7168, 2048)}
+MEASURED = {
+    (H100, "qwen3_30b", 1): (121, 132),
+    (H100, "qwen3_30b", 2): (227, 231),
+    (H100, "qwen3_235b", 1): (434, 459),
+    (H100, "qwen3_235b", 2): (890, 853),
+    (H100, "deepseek_v3", 1): (2029, 2060),
+    (H100, "deepseek_v3", 2): (4178, 3949),
+    (H200, "qwen3_30b", 1): (103.1, 101.8),
+    (H200, "qwen3_30b", 2): (168.4, 169.9),
+    (H200, "qwen3_235b", 1): (335.5, 335.4),
+    (H200, "qwen3_235b", 2): (637, 611),
+    (H200, "deepseek_v3", 1): (1522, 1466),
+    (H200, "deepseek_v3", 2): (2962, 2748),
+}
+
+
+@pytest.mark.parametrize(("card", "model", "itemsize"), MEASURED)
+def test_the_choice_is_the_faster_one_on_each_card(card, model, itemsize):
+    e, D, F = SHAPES[model]
+    two_tiles, gemm = MEASURED[card, model, itemsize]
+    rows = most_rows(3 * e * D * F * itemsize, itemsize, *card)
+    assert (gemm if rows < MOST_ROWS else two_tiles) <= 1.02 * min(two_tiles, gemm)
 
 
 def test_a_round_says_how_many_rows_an_expert_gets():

@@ -10,7 +10,7 @@ n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are e
 
     max        of R ranks that differ by chance: mean + m(R)·√variance, m(R) the largest of R normal draws on average;
                the variance of rows is B·K/R·(E−K)/(E−1), times `load` like their mean
-    experts    n rows an expert. n ≤ 8, kernels for few rows: few_us + (1.02 + 0.009·n)·reads / memory; else
+    experts    n rows an expert. n ≤ `most_rows`, kernels for few rows: few_us + (1.02 + 0.009·n)·reads / memory; else
                gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory, c = 6·D·F·rows / flop
     exchange   EP: `NodeModel.us`, both ways, and quantize_ns for each row that is read or written in fp8
                TP: local_us + local·bytes of permute and finalize / memory + collective_us + sends / collective
@@ -32,7 +32,7 @@ from epmoe.bench.layer_sides import DENSE_FLOP_PER_US
 from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
-from epmoe.local.gemm.few_rows import MOST_ROWS
+from epmoe.local.gemm.few_rows import most_rows
 from epmoe.native.formats import SCALE_BLOCK
 
 BATCHES = (1, 16, 128, 512, 1024, 4096)
@@ -40,6 +40,7 @@ BATCHES = (1, 16, 128, 512, 1024, 4096)
 WRONG = 1.15
 """EP is the wrong choice if it takes so many times as long as another layout: the model is not more exact."""
 _BYTES_PER_US = 1000  # at 1 GB/s
+_MULTIPROCESSORS = 132  # of both GPUs
 _GEMM = 1.08  # bytes of GEMMs over those that must be read, in time
 
 
@@ -157,6 +158,12 @@ class Comparison:
             "replicas": self._cost(self._exchanged_us(self.alone, T), own_us, 0.0, own_read, weights),
         }
 
+    def few_rows_tokens(self) -> int:
+        """The largest T whose calls take the kernels for few rows, with EP; those of more take a grouped GEMM."""
+        held = self.E / self.R * self.expert_bytes
+        rows = most_rows(held, self.element, self.gpu.memory_gb_per_s, _MULTIPROCESSORS)
+        return int(rows * self.E / (self.R * self.K))
+
     def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:
         return Cost(self.gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held)
 
@@ -169,7 +176,7 @@ class Comparison:
         """µs of the experts, which have this width and `of_each` rows on average."""
         gpu = self.gpu
         bandwidth = gpu.memory_gb_per_s * _BYTES_PER_US
-        if of_each <= MOST_ROWS:
+        if of_each <= most_rows(read, self.element, gpu.memory_gb_per_s, _MULTIPROCESSORS):
             return gpu.few_us + (1.02 + 0.009 * of_each) * read / bandwidth
         rate = DENSE_FLOP_PER_US[(9, 0), self.element] * gpu.busy[self.element == 1]
         moved = _GEMM * (read + rows * self._row_bytes(width)) / bandwidth

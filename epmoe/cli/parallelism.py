@@ -36,13 +36,15 @@ def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Ta
     """What the command prints: a table for each precision, and when EP is the wrong choice."""
     R = config.topology.ep_size
     for precision, by_tokens in cases(config, gpu, load).items():
+        few = Comparison(config, GPUS[gpu], precision == "fp8").few_rows_tokens()
         who = f"{R} × {gpu.upper()}, {precision} experts"
         yield f"[bold]{who}[/]: µs of a layer, MB of weights read and kB sent by a GPU"
         yield _table(by_tokens)
         first = next(iter(by_tokens.values()))
         yield (
             f"The layer's weights take {human_bytes(int(first['EP'].held_bytes))} a GPU with EP or TP, and "
-            f"{human_bytes(int(first['replicas'].held_bytes))} with replicas."
+            f"{human_bytes(int(first['replicas'].held_bytes))} with replicas. Experts take "
+            f"the kernels for few rows up to T = {few:,}, and a grouped GEMM beyond."
         )
         better = {T: name for T, costs in by_tokens.items() if (name := better_than_ep(costs)) is not None}
         wrong = (f"{T:,} ({by_tokens[T][name].us:,.0f} µs with {name})" for T, name in better.items())

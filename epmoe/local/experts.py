@@ -70,8 +70,9 @@ class GroupedExperts(nn.Module):
       the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
     With "auto", calls of `MoELayer` with few tokens take kernels of our own, which read the weights once: bf16 and fp8
-    on compute capability 9.0, with D and F as above, where an expert has at most 8 rows on average. Bits of outputs
-    then depend on the number of tokens; `batch_invariant` leaves these kernels out.
+    on compute capability 9.0, with D and F as above, where an expert has at most 8 rows on average, or 4 where the
+    weights are many: docs/kernels.md, "Experts with few rows". Bits of outputs then depend on the number of tokens;
+    `batch_invariant` leaves these kernels out.
 
     MXFP4 weights stay as they are in such calls, also of more rows: see docs/kernels.md, "Experts with few rows".
     Calls with many rows, other GPUs and CPUs dequantize them in every call, to bf16 on GPUs: that takes the memory of
@@ -316,6 +317,7 @@ class GroupedExperts(nn.Module):
     def _choose(self) -> None:
         """Choose the GEMMs for serving and for calls with gradients."""
         self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
+        self._most_rows = {name: GEMMS[name].most_rows(self.w_gate_up, self.w_down) for name in self.gemms}
         self.alignment = max(GEMMS[name].block for name in self.gemms)
         self.batch_invariant = all(GEMMS[name].batch_invariant for name in self.gemms)
         self._trains_by = choose_trained(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
@@ -333,7 +335,7 @@ class GroupedExperts(nn.Module):
         """Find the GEMM for a call with such segments, which another one would misread."""
         for name in self.gemms:
             gemm = GEMMS[name]
-            if gemm.takes(segments):
+            if gemm.takes(segments, self._most_rows.get(name, math.inf)):
                 if self.is_fp8 and not gemm.takes_fp8 and GEMMS[self.gemm].takes_fp8:
                     warnings.warn(_UNALIGNED, stacklevel=3)
                 return gemm

@@ -6,6 +6,7 @@ expert fills one or two. How they work stands with the kernels, `few_rows` of cs
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -18,11 +19,34 @@ from epmoe.native.arguments import FP8, MXFP4
 from epmoe.native.formats import SCALE_BLOCK
 
 # Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
+_ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; then four
 MOST_ROWS = 8.0
-"""The kernels take calls with at most so many."""
+"""The kernels take calls with at most so many, or with up to `_ONE_TILE`: see `most_rows`."""
 MOST_ROWS_OF_MXFP4 = 96.0
 """The same for MXFP4: the alternative is to dequantize all weights in every call."""
-_ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; then four
+
+# What bounds a call that reads all experts, measured on H100 and H200. Tiles of 8 tokens read weights as fast as a
+# copy, and faster than any GEMM. Tiles of 16 tokens read at a share of a copy's speed, and fp8, which they widen, at so
+# many GB/s on each multiprocessor at most. GEMMs read at another share, and begin later.
+_TWO_TILES_SHARE = {2: 0.916, 1: 0.94}  # by bytes of an element
+_TWO_TILES_GB_PER_S = {2: math.inf, 1: 27.0}  # of a multiprocessor
+_GEMM_SHARE = {2: 0.967, 1: 0.92}
+_GEMM_LATER_US = 14.0
+_COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
+
+
+def most_rows(weight_bytes: float, itemsize: int, copy_gb_per_s: float, multiprocessors: int) -> float:
+    """Rows of an expert, on average, up to which the kernels take less time than a GEMM.
+
+    Args:
+        weight_bytes: of all experts of this rank.
+        itemsize: bytes of an element of the weights, 2 for bf16 and 1 for fp8.
+        copy_gb_per_s: at which the GPU copies, bytes read plus bytes written.
+        multiprocessors: of the GPU.
+    """
+    two_tiles = min(_TWO_TILES_SHARE[itemsize] * copy_gb_per_s, _TWO_TILES_GB_PER_S[itemsize] * multiprocessors)
+    lost_us = weight_bytes / 1000 * (1 / two_tiles - 1 / (_GEMM_SHARE[itemsize] * copy_gb_per_s))
+    return MOST_ROWS if lost_us <= _GEMM_LATER_US else _ONE_TILE
 
 
 class FewRows(Gemm):
@@ -34,7 +58,6 @@ class FewRows(Gemm):
     takes_fp8 = True
     steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: SCALE_BLOCK}
     """Dtypes of weights, and of what D and F are multiples"""
-    most_rows: ClassVar[float] = MOST_ROWS
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
@@ -42,8 +65,14 @@ class FewRows(Gemm):
             return ValueError("the kernel for few rows takes contiguous weights that start at multiples of 16 bytes")
         return problem
 
-    def takes(self, segments: Segments) -> bool:
-        return segments.rows_per_expert is not None and segments.rows_per_expert <= self.most_rows
+    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        found = torch.cuda.get_device_properties(down.device)
+        peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6  # a clock in kHz moves two bits
+        weight_bytes = gate_up.nbytes + down.nbytes
+        return most_rows(weight_bytes, down.itemsize, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count)
+
+    def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
+        return segments.rows_per_expert is not None and segments.rows_per_expert <= most_rows
 
     def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
         """Two kernels compute the outputs. fp8 rows stay fp8 between them, with a power of two for every 16 columns."""
@@ -71,4 +100,6 @@ class FewRowsOfMxfp4(FewRows):
     name = "few_rows_mxfp4"
     takes_fp8 = False
     steps: ClassVar = {MXFP4: 32}
-    most_rows = MOST_ROWS_OF_MXFP4
+
+    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        return MOST_ROWS_OF_MXFP4

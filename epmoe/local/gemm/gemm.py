@@ -7,6 +7,7 @@ Rows lie expert by expert. Rows of gaps and past the last segment may hold anyth
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
@@ -100,8 +101,12 @@ class Gemm(ABC):
         ImportError is of a library that does not work, and its kind ModuleNotFoundError of one that is not installed.
         """
 
-    def takes(self, segments: Segments) -> bool:
-        """Whether it takes a call with such segments. Nothing looks at the device."""
+    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        """Rows of an expert, on average, up to which it is the GEMM for these weights on their device."""
+        return math.inf
+
+    def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
+        """Whether it takes a call with such segments, by its `most_rows`. Nothing looks at the device."""
         return segments.alignment % self.block == 0
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:

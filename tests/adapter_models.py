@@ -43,7 +43,14 @@ def adapter_of(factors: Factors, experts: int, held: list[int], scaling: float) 
     return LoRA(*parts)
 
 
-def save(path: Path, factors: Factors, block: str, dtype: torch.dtype = torch.float32, **config: object) -> None:
+def save(
+    path: Path,
+    factors: Factors,
+    block: str,
+    dtype: torch.dtype = torch.float32,
+    others: Factors | None = None,
+    **config: object,
+) -> None:
     """A folder as PEFT's `save_pretrained` writes it. The wrapper of `gate_up_proj` is inside that of `down_proj`."""
     from safetensors.torch import save_file
 
@@ -52,8 +59,26 @@ def save(path: Path, factors: Factors, block: str, dtype: torch.dtype = torch.fl
         key: f"base_model.model.{block}.{inner[key.partition('.')[0]]}.{key.rpartition('.')[2]}" for key in factors
     }
     path.mkdir(exist_ok=True)
-    save_file({f"{names[key]}.weight": factors[key].to(dtype) for key in factors}, path / "adapter_model.safetensors")
+    tensors = {f"{names[key]}.weight": factors[key].to(dtype) for key in factors} | (others or {})
+    save_file(tensors, path / "adapter_model.safetensors")
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, "r": 4} | config))
+
+
+def save_single(path: Path, factors: Factors, block: str, names: tuple[str, str, str], experts: int) -> None:
+    """The same adapter by modules of single experts: gate and up have the same a."""
+    from safetensors.torch import save_file
+
+    lora = adapter_of(factors, experts, list(range(experts)), 1.0)
+    tensors = {}
+    for x in range(experts):
+        (a_up, b_up), (a_down, b_down) = ((a[x], b[x]) for a, b in lora)
+        pairs = [(a_up, half) for half in b_up.chunk(2)] + [(a_down, b_down)]
+        for name, pair in zip(names, pairs, strict=True):
+            for end, factor in zip("AB", pair, strict=True):
+                tensors[f"base_model.model.{block}.experts.{x}.{name}.lora_{end}.weight"] = factor.contiguous().clone()
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, "r": 4}))
 
 
 def merged_reference(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import adapter_models
 import pytest
@@ -252,23 +251,110 @@ def test_folders_of_peft(tmp_path, targets, options, held):
         torch.testing.assert_close(b.double() @ a.double(), adapter_models.delta(rounded, name, E, scaling)[held])
 
 
-def test_folders_that_are_refused(tmp_path: Path):
-    """Each message names the file or the tensor."""
-    with pytest.raises(ValueError, match=r"adapter_config.json: cannot be read"):
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_folders_with_modules_of_single_experts(tmp_path, names, interleaved):
+    adapter_models.save_single(tmp_path, FACTORS, BLOCK, names, E)
+    (a, b), down = load_adapter(tmp_path, BLOCK, [3, 1], SIZES, interleaved=interleaved)
+    if interleaved:
+        b = torch.cat([b[:, 0::2], b[:, 1::2]], dim=1)
+    for name, (low, high) in {"gate_up": (a, b), "down": down}.items():
+        torch.testing.assert_close(high.double() @ low.double(), adapter_models.delta(FACTORS, name, E, 2.0)[[3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("patterns", "r", "scaling"),
+    [
+        ({"rank_pattern": {"experts.gate_up_proj": 4, "experts.down_proj": 4}, "r": 64}, 64, (2.0, 2.0)),
+        ({"alpha_pattern": {"mlp.experts.down_proj": 2}}, 4, (2.0, 0.5)),
+        ({"alpha_pattern": {"down_proj": 2, ".*gate_up_proj": 4.0}}, 4, (1.0, 0.5)),
+        ({"alpha_pattern": {"proj": 2, "model.layers.1.*": 1}}, 4, (2.0, 2.0)),
+    ],
+)
+def test_patterns_of_peft(tmp_path, patterns, r, scaling):
+    """They match the end of the name of a parameter, as PEFT's `get_pattern_key` does."""
+    adapter_models.save(tmp_path, FACTORS, BLOCK, **{"r": r} | patterns)
+    adapter = load_adapter(tmp_path, BLOCK, ALL, SIZES)
+    for (name, (a, b)), by in zip(adapter._asdict().items(), scaling, strict=True):
+        torch.testing.assert_close(b.double() @ a.double(), adapter_models.delta(FACTORS, name, E, by))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"use_dora": True}, "`use_dora` is set, but adapters are plain LoRA"),
+        ({"alora_invocation_tokens": [1]}, "`alora_invocation_tokens` is set"),
+        ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights` is set"),
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"lora_alpha": None}, "lora_alpha"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"lora_alpha": float("inf")}, "lora_alpha"),
+        ({"r": 4.0}, "cannot be read"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern"),
+        ({"alpha_pattern": {"x": None}}, "alpha_pattern"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path, config, says):
+    adapter_models.save(tmp_path, FACTORS, BLOCK, **config)
+    with pytest.raises(ValueError, match=rf"(?s)adapter_config.json: .*{says}"):
         load_adapter(tmp_path, BLOCK, ALL, SIZES)
-    for key, value in {"use_dora": True, "lora_bias": True, "alpha_pattern": {"x": 4}}.items():
-        adapter_models.save(tmp_path, FACTORS, BLOCK, **{key: value})
-        with pytest.raises(ValueError, match=f"adapter_config.json: `{key}` is set, but adapters are plain LoRA"):
-            load_adapter(tmp_path, BLOCK, ALL, SIZES)
-    adapter_models.save(tmp_path, FACTORS, BLOCK)
-    with pytest.raises(ValueError, match=r"nothing for `model.layers.1.mlp.experts`; of experts it has: base_model"):
-        load_adapter(tmp_path, "model.layers.1.mlp", ALL, SIZES)
-    for sizes in ((3, D, 2 * F, F), (E, 2 * D, 2 * F, F)):
-        with pytest.raises(
-            ValueError, match=r"lora_A.weight \[.·r, k\] and lora_B.weight .* got lora_A.weight float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "experts_only"),
+    [
+        ("gate.lora_A.weight", True),
+        ("gate.weight", True),  # of `modules_to_save`
+        ("router.lora_B.weight", True),
+        ("shared_experts.up_proj.lora_A.weight", False),
+        ("../self_attn.q_proj.lora_A.weight", False),
+    ],
+)
+def test_parts_that_nobody_serves(tmp_path, name, experts_only):
+    """The router's are of no use to the host either, since the layer has it."""
+    name = f"base_model.model.{BLOCK.removesuffix('mlp')}{name[3:]}" if name[0] == "." else f"{BLOCK}.{name}"
+    adapter_models.save(tmp_path, FACTORS, BLOCK, others={name: randn(4, 4)})
+    with pytest.raises(ValueError, match=f"adapter_model.safetensors: .*parts that are not served: {name}"):
+        load_adapter(tmp_path, BLOCK, ALL, SIZES, experts_only=experts_only)
+    if not experts_only:
+        plain = tmp_path / "plain"
+        adapter_models.save(plain, FACTORS, BLOCK)
+        for got, want in zip(
+            load_adapter(tmp_path, BLOCK, ALL, SIZES, experts_only=True),
+            load_adapter(plain, BLOCK, ALL, SIZES),
+            strict=True,
         ):
-            load_adapter(tmp_path, BLOCK, ALL, sizes)
-    lacking = {name: value for name, value in FACTORS.items() if name != "down.lora_B"}
-    adapter_models.save(tmp_path, lacking, BLOCK)
-    with pytest.raises(ValueError, match=r"once each, got lora_A.weight float32 \[16, 32\]"):
-        load_adapter(tmp_path, BLOCK, ALL, SIZES)
+            assert torch.equal(got[1], want[1])
+
+
+def test_files_that_are_refused(tmp_path):
+    """Each message names the file or the tensor."""
+
+    def refused(says: str, sizes: tuple[int, ...] = SIZES, block: str = BLOCK) -> None:
+        with pytest.raises(ValueError, match=says):
+            load_adapter(tmp_path, block, ALL, sizes)
+
+    config, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    refused("adapter_config.json: cannot be read")
+    for text in ("", "[]", "{", "null", "\xff"):
+        config.write_bytes(text.encode("latin-1"))
+        refused("adapter_config.json: cannot be read")
+    adapter_models.save(tmp_path, FACTORS, BLOCK)
+    refused("nothing for `model.layers.1.mlp.experts`; of experts it has: base_model", block="model.layers.1.mlp")
+    for sizes in ((3, D, 2 * F, F), (E, 2 * D, 2 * F, F), (2 * E, D, 2 * F, F)):  # of 2·E experts it would be r = 2
+        refused(r"lora_A.weight \[.·r, k\] and lora_B.weight .* for r = 4 .* got lora_A.weight float32", sizes)
+    adapter_models.save(tmp_path, FACTORS, BLOCK, torch.int32)
+    refused("got lora_A.weight int32")
+    adapter_models.save(tmp_path, {name: value for name, value in FACTORS.items() if name != "down.lora_B"}, BLOCK)
+    refused(r"got lora_A.weight float32 \[16, 32\]")
+    adapter_models.save(tmp_path, FACTORS, BLOCK, others={f"{BLOCK}.experts.lora_A.weight": randn(16, 32)})
+    refused("`model.layers.0.mlp.experts` must have")
+    adapter_models.save_single(tmp_path, FACTORS, BLOCK, ("gate_proj", "up_proj", "down_proj"), E)
+    refused("none of 3 experts'", (3, D, 2 * F, F))
+    refused(r"lora_A.weight \[r, k\] .* for r = 4 and n, k = 64, 16, got", (E, D, F, F // 2))
+    file.write_bytes(file.read_bytes()[:-8])
+    refused("adapter_model.safetensors: cannot be read")
+    file.write_bytes(b"")
+    refused("adapter_model.safetensors: cannot be read")
+    file.unlink()
+    refused("adapter_model.safetensors: cannot be read")

@@ -1,92 +1,277 @@
-"""LoRA adapters of experts out of a folder of PEFT, with its `target_parameters` (`ParamWrapper` of PEFT 0.21).
+"""LoRA adapters of experts out of a folder of PEFT: its `target_parameters` (`ParamWrapper` of PEFT 0.21), or modules
+of single experts.
 
-    lora_A.weight [E·r, k]: r rows for each expert    lora_B.weight [n, r·E]: column j·E + i is the j-th of expert i
+    experts.lora_A.weight [E·r, k]: r rows for each expert    experts.7.gate_proj.lora_A.weight [r, D]
+    experts.lora_B.weight [n, r·E]: column j·E + i is the     experts.7.gate_proj.lora_B.weight [F, r]
+                                    j-th of expert i
 
 The wrappers of two weights of one module are nested, and only the shapes tell which is whose.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 from torch import Tensor
 
-from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.local.adapters import LoRA
 from epmoe.native.arguments import FLOATS, describe
 
 _A, _B = "lora_A.weight", "lora_B.weight"
-_REFUSED = ("use_dora", "lora_bias", "fan_in_fan_out", "alpha_pattern")  # each means that it is another function
+_OTHER_FUNCTIONS = (
+    "use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",
+    "kasa_config", "velora_config", "monteclora_config", "layer_replication",
+)  # fmt: skip
+"""Keys of a config by which an adapter is another function than b · a, or its base model another one."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of `init_lora_weights`
+_PARAMETERS = ("gate_up_proj", "w_gate_up"), ("down_proj", "w_down")
+_PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_MOST_NAMED = 6
+
+_Rank = Annotated[int, Field(strict=True, ge=1)]
+_Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Number = TypeVar("_Number", int, float)
+_Factors = tuple[Tensor, Tensor]
+_Sizes = tuple[int, int, int, int]
+
+
+class _Config(BaseModel):
+    """What of PEFT's `adapter_config.json` says which function an adapter is."""
+
+    model_config = ConfigDict(extra="allow")
+    peft_type: Literal["LORA"]
+    r: _Rank
+    lora_alpha: _Alpha
+    use_rslora: StrictBool = False
+    rank_pattern: dict[re.Pattern[str], _Rank] | None = None
+    alpha_pattern: dict[re.Pattern[str], _Alpha] | None = None
+    init_lora_weights: object = True
+
+    @classmethod
+    def read(cls, file: Path) -> _Config:
+        """The config in a file. Raises ValueError where it is none of a plain LoRA."""
+        try:
+            config = cls.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ValueError(f"{file}: cannot be read: {error}") from None
+        odd = [name for name in _OTHER_FUNCTIONS if (config.model_extra or {}).get(name)]
+        if str(config.init_lora_weights).lower().startswith(_CHANGE_THE_BASE):
+            odd.append("init_lora_weights")
+        if odd:
+            raise ValueError(f"{file}: `{odd[0]}` is set, but adapters are plain LoRA")
+        return config
+
+    def of(self, *names: str) -> tuple[int, float]:
+        """The rank and the scaling of a module or parameter, which has one of these names."""
+        r = _matched(self.rank_pattern, names, self.r)
+        return r, _matched(self.alpha_pattern, names, self.lora_alpha) / (math.sqrt(r) if self.use_rslora else r)
+
+
+class StoredAdapter(NamedTuple):
+    """An adapter of all E experts of a MoE block."""
+
+    gate_up: _Factors | None
+    """a [E, r, D] and b [E, 2F, r], without its scaling; None: the adapter leaves these weights alone"""
+    down: _Factors | None
+    """a [E, r, F] and b [E, D, r]"""
+    scaling: list[float]
+    """of `gate_up` and of `down`"""
+    digest: str
+    """of all that makes the adapter"""
+
+    def of(self, experts: Sequence[int]) -> LoRA:
+        """The adapter of these logical experts, in this order. Its b are fp32 and have the scaling."""
+        held = torch.tensor(experts, dtype=torch.int64)
+        pairs = zip((self.gate_up, self.down), self.scaling, strict=True)
+        return LoRA(*(pair and (pair[0][held], pair[1][held].float() * scaling) for pair, scaling in pairs))
 
 
 def load_adapter(
-    folder: str | os.PathLike[str], block: str, experts: Sequence[int], sizes: tuple[int, int, int, int]
+    folder: str | os.PathLike[str],
+    block: str,
+    experts: Sequence[int],
+    sizes: tuple[int, int, int, int],
+    *,
+    interleaved: bool = False,
+    experts_only: bool = False,
 ) -> LoRA:
     """Read an adapter of one MoE block.
 
     Args:
         folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
         block: the name of the block in the model, such as "model.layers.3.mlp", as `MoELayer.from_safetensors` takes
-            it. Its experts are `BLOCK.experts`.
+            it. Its experts are `BLOCK.experts`, or `BLOCK.experts.0` and so on. Of single experts, the ranks of
+            `gate_proj` and `up_proj` (or `w1` and `w3`) add up.
         experts: the logical experts to read, in the order wanted, such as `ExpertParallel.logical_experts` says.
         sizes: E, D, rows of gate and up of an expert (2F), and F.
+        interleaved: that of the experts, see `GroupedExperts`.
+        experts_only: leaves parts of the adapter outside of MoE blocks, such as those of attention, and parts of shared
+            experts to the host. Otherwise they are an error.
 
     Returns:
         The adapter, on the CPU, whose b have its scaling. What it leaves alone is None.
 
     Raises:
-        ValueError: the folder is none of PEFT's; or the adapter has something for these experts that is no pair of
-            `lora_A` and `lora_B` of one of their two weights, or none at all; or it is no plain LoRA.
+        ValueError: the folder is none of PEFT's, or broken; the adapter is no plain LoRA; it has parts that nobody
+            serves, such as the router's; what it has for these experts does not fit `sizes` and its config, or it has
+            nothing for them.
         ImportError: safetensors is not installed.
     """
-    path = Path(folder)
+    return read_adapter(folder, block, sizes, interleaved, experts_only).of(experts)
+
+
+def read_adapter(
+    folder: str | os.PathLike[str],
+    block: str,
+    sizes: tuple[int, int, int, int],
+    interleaved: bool = False,
+    experts_only: bool = False,
+) -> StoredAdapter:
+    """`load_adapter` of all E experts, with its arguments and errors."""
+    from safetensors import SafetensorError, safe_open
+
+    config = _Config.read(Path(folder) / "adapter_config.json")
+    file = Path(folder) / "adapter_model.safetensors"
     try:
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path / 'adapter_config.json'}: cannot be read: {error}") from None
-    if odd := [name for name in _REFUSED if config.get(name)]:
-        raise ValueError(f"{path / 'adapter_config.json'}: `{odd[0]}` is set, but adapters are plain LoRA")
-    tensors = SafetensorsFolder(path)
+        with safe_open(file, "pt") as opened:
+            names = _of_experts(opened.keys(), block, experts_only)
+            tensors = {name: opened.get_tensor(name) for name in names}
+        return _assembled(tensors, block, config, sizes, interleaved)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _of_experts(names: Sequence[str], block: str, experts_only: bool) -> list[str]:
+    """The names of tensors of a block's experts. Raises ValueError for parts that nobody serves, and for nothing."""
+    ours, unserved = [], []
+    for name in sorted(names):
+        _, inside, below = f".{name}".partition(f".{block}.")
+        if inside and below.startswith("experts."):
+            ours.append(name)
+        elif ".experts." in f".{name}":  # those of another block
+            continue
+        elif not experts_only or inside and not below.startswith("shared"):
+            unserved.append(name)
+    if unserved:
+        hint = "" if experts_only else "; `experts_only=True` leaves what is no router's to the host"
+        raise ValueError(f"the adapter has parts that are not served: {_some(unserved)}{hint}")
+    if not ours:
+        some = [name for name in names if "experts" in name]
+        raise ValueError(f"the adapter has nothing for `{block}.experts`; of experts it has: {_some(some)}")
+    return ours
+
+
+def _assembled(
+    tensors: Mapping[str, Tensor], block: str, config: _Config, sizes: _Sizes, interleaved: bool
+) -> StoredAdapter:
+    """The adapter that the tensors of its experts make. Raises ValueError where they do not fit."""
+    digest = hashlib.blake2b()
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {describe(tensor)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        end = next((end for end in (_A, _B) if name.endswith(f".{end}")), name.rpartition(".")[2])
+        modules.setdefault(name.removesuffix(f".{end}"), {})[end] = tensor
+    names = {module: f".{module}".partition(f".{block}.experts")[2] for module in modules}
+    if all(re.fullmatch(r"(\.base_layer)*", name) for name in names.values()):
+        parts, scaling = _of_all(modules, block, config, sizes)
+    else:
+        parts, scaling = _of_single(modules, names, config, sizes, interleaved), [1.0, 1.0]
+    digest.update(repr((parts[0] is None, scaling)).encode())
+    return StoredAdapter(*parts, scaling, digest.hexdigest())
+
+
+def _of_all(
+    modules: Mapping[str, Mapping[str, Tensor]], block: str, config: _Config, sizes: _Sizes
+) -> tuple[list[_Factors | None], list[float]]:
+    """The factors of gate and up and of down, and their scaling, of modules with all experts."""
     E, D, wide, F = sizes
-    chosen = torch.tensor(experts, dtype=torch.int64)
-    parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    for name, ends in _of_experts(tensors, block).items():
-        a, b = (tensors.get(name + end) for end in (_A, _B))
-        of = () if a is None or b is None or ends != {_A, _B} else (b.shape[0], a.shape[-1])
-        if a is None or b is None or of not in {(wide, D), (D, F)} - parts.keys() or not _fits(a, b, E):
-            got = ", ".join(f"{end} {describe(tensors[name + end])}" for end in sorted(ends))
-            raise ValueError(
-                f"{path}: `{name}` must have {_A} [{E}·r, k] and {_B} [n, r·{E}], for n, k = {wide}, {D} or {D}, {F}, "
-                f"once each, got {got}"
-            )
-        r = len(a) // E
-        scaling = config["lora_alpha"] / (math.sqrt(r) if config.get("use_rslora") else r)
-        of_each = a.view(E, r, -1)[chosen], b.view(-1, r, E).permute(2, 0, 1)[chosen].float() * scaling
-        parts[b.shape[0], a.shape[1]] = of_each
-    return LoRA(parts.get((wide, D)), parts.get((D, F)))
+    shapes = (wide, D), (D, F)
+    parts: list[_Factors | None] = [None, None]
+    scaling = [1.0, 1.0]
+    for module, ends in modules.items():
+        got = tuple(ends[end].shape[i] for end, i in ((_B, 0), (_A, -1)) if end in ends and ends[end].dim())
+        part = shapes.index(got) if got in shapes else 0
+        r, by = config.of(*(f"{module.replace('.base_layer', '')}.{name}" for name in _PARAMETERS[part]))
+        a, b = _pair(module, ends, shapes, E, r)
+        if parts[part] is not None:
+            raise ValueError(f"`{block}.experts` has two adapters of the shape {shapes[part]}")
+        parts[part] = a.view(E, r, -1), b.view(-1, r, E).permute(2, 0, 1)
+        scaling[part] = by
+    return parts, scaling
 
 
-def _fits(a: Tensor, b: Tensor, E: int) -> bool:
-    rows = a.shape[0]
-    return a.dim() == b.dim() == 2 and a.dtype in FLOATS and b.dtype in FLOATS and rows == b.shape[1] and rows % E == 0
+def _of_single(
+    modules: Mapping[str, Mapping[str, Tensor]],
+    names: Mapping[str, str],
+    config: _Config,
+    sizes: _Sizes,
+    interleaved: bool,
+) -> list[_Factors | None]:
+    """The factors of gate and up and of down, whose b have their scaling, of modules of single experts."""
+    E, D, wide, F = sizes
+    shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    found: dict[str, dict[int, list[tuple[str, Tensor, Tensor]]]] = {"gate_up": {}, "down": {}}
+    for module, ends in modules.items():
+        match = re.fullmatch(rf"\.(\d+)\.({'|'.join(_PROJECTIONS)})", names[module])
+        if match is None or (x := int(match[1])) >= E:
+            raise ValueError(f"`{module}` is none of {E} experts' {', '.join(_PROJECTIONS)}")
+        projection = _PROJECTIONS[match[2]]
+        r, by = config.of(module)
+        a, b = _pair(module, ends, [shapes[projection]], 1, r)
+        of_expert = found["down" if projection == "down" else "gate_up"].setdefault(x, [])
+        if projection in [name for name, _, _ in of_expert]:
+            raise ValueError(f"expert {x} has two adapters of {projection}")
+        of_expert.append((projection, a, b.float() * by))
+    gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, F), slice(F, None))
+    rows = {"gate": gate, "up": up, "down": slice(None)}
+    parts: list[_Factors | None] = []
+    for (_, experts), (n, k) in zip(found.items(), ((wide, D), (D, F)), strict=True):
+        r = max([sum(len(a) for _, a, _ in each) for each in experts.values()], default=0)
+        a_all, b_all = torch.zeros(E, r, k), torch.zeros(E, n, r)
+        for x, each in experts.items():
+            start = 0
+            for projection, a, b in each:
+                columns = slice(start, start := start + len(a))
+                a_all[x, columns] = a
+                b_all[x, rows[projection], columns] = b
+        parts.append((a_all, b_all) if experts else None)
+    return parts
 
 
-def _of_experts(tensors: Mapping[str, Any], block: str) -> dict[str, set[str]]:
-    """What the file has for the experts of a block: the ends of names, by their beginnings. Raises ValueError for
-    nothing."""
-    inside = f".{block}.experts."
-    found: dict[str, set[str]] = {}
-    for name in tensors:
-        if inside in f".{name}":
-            end = next((end for end in (_A, _B) if name.endswith(f".{end}")), name.rpartition(".")[2])
-            found.setdefault(name.removesuffix(end), set()).add(end)
-    if not found:
-        some = ", ".join(sorted(name for name in tensors if "experts" in name)[:4])
-        raise ValueError(f"the adapter has nothing for `{block}.experts`; of experts it has: {some or 'nothing'}")
-    return found
+def _pair(module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, int]], experts: int, r: int) -> _Factors:
+    """lora_A [experts · r, k] and lora_B [n, r · experts] of a module. Raises ValueError for any other tensors."""
+    a, b = ends.get(_A), ends.get(_B)
+    if a is not None and b is not None and len(ends) == 2 and a.dtype in FLOATS and b.dtype in FLOATS:
+        rows = experts * r
+        if any(a.shape == (rows, k) and b.shape == (n, rows) for n, k in shapes):
+            return a, b
+    many = f"{experts}·" if experts > 1 else ""
+    wanted = " or ".join(f"{n}, {k}" for n, k in shapes)
+    got = ", ".join(f"{end} {describe(ends[end])}" for end in sorted(ends))
+    raise ValueError(
+        f"`{module}` must have {_A} [{many}r, k] and {_B} [n, {many}r], for r = {r} and n, k = {wanted}, got {got}"
+    )
+
+
+def _matched(patterns: Mapping[re.Pattern[str], _Number] | None, names: Sequence[str], usual: _Number) -> _Number:
+    """What PEFT takes for a module: the value of the first pattern that the end of its name matches."""
+    for pattern, value in (patterns or {}).items():
+        if any(re.match(rf"(.*\.)?({pattern.pattern})$", name) for name in names):
+            return value
+    return usual
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "nothing"

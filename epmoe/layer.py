@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe.checkpoint import state_dicts
-from epmoe.checkpoint.adapters import load_adapter
+from epmoe.checkpoint.adapters import read_adapter
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.exchange.round_state import MAX_TAG
-from epmoe.group.errors import EPStateError
+from epmoe.group.collective import naming, peers_of
+from epmoe.group.errors import EPStateError, EPTimeoutError
+from epmoe.group.peers import Peers
 from epmoe.live.moves import SlotWeights
 from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters
 from epmoe.local.beside import Beside, mark
@@ -167,7 +169,7 @@ class MoELayer(nn.Module):
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
-        self._let_experts_move()
+        self._follow()
 
     @classmethod
     def from_full(
@@ -261,30 +263,50 @@ class MoELayer(nn.Module):
         if not state.is_meta:
             state_dicts.check_held(state, self.ep, self.tag)
 
-    def load_adapter(self, number: int, folder: str | os.PathLike[str], block: str) -> None:
-        """Read a LoRA adapter that PEFT has saved, for this rank's experts, and make it the one with this number.
+    def load_adapter(
+        self, number: int, folder: str | os.PathLike[str], block: str, *, experts_only: bool = False
+    ) -> None:
+        """Read a LoRA adapter that PEFT has saved, and make it the one with this number. Collective.
 
-        All ranks load it before any of them calls the layer with its number, and with `placement.live` between two
-        calls of `replace`: experts that move take their adapters along.
+        Each rank reads all of the block, and keeps what its experts have. No adapter changes on any rank unless all
+        have read the same. Experts that move take their adapters along. Where the group changes and a rank gets experts
+        without their weights, all ranks lose all adapters: calls with `adapter_ids` raise until each was loaded again.
 
         Args:
             number: from 0 to `adapters` − 1, as `adapter_ids` name it. `layer.adapters.clear(number)` takes it away.
             folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`, whose `target_parameters` are the
-                experts' `gate_up_proj`, `down_proj` or both.
+                experts' `gate_up_proj`, `down_proj` or both, or which names the modules of single experts.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
+            experts_only: see `epmoe.checkpoint.load_adapter`.
 
         Raises:
-            ValueError: the layer has no room for adapters; or see `epmoe.checkpoint.load_adapter` and
-                `ExpertAdapters.put`.
-            EPStateError: experts are moving.
+            ValueError: on all ranks, if on one of them the layer has no room for adapters, or what
+                `epmoe.checkpoint.load_adapter` and `ExpertAdapters.put` raise; or ranks have read another adapter.
+            EPStateError: experts are moving on a rank.
+            RuntimeError: another thread is in a call of the `ExpertParallel` of a rank.
+            EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
         """
-        if self.adapters is None:
-            raise ValueError("`adapters` must be given to the layer, which has no room for any")
-        assert isinstance(self.experts, GroupedExperts)
-        experts = [max(expert, 0) for expert in self.ep.logical_experts(self.tag)]
-        _, D, width = plain_shape(self.experts.w_down)
-        sizes = self.ep.config.model.num_experts, D, 2 * width, width
-        self.adapters.put(number, load_adapter(folder, block, experts, sizes))
+        adapters, experts, changes = self.adapters, self.experts, False
+        try:
+            with naming("load_adapter", [self.ep]), (peers := peers_of(self.ep)).together():
+                if adapters is None or not isinstance(experts, GroupedExperts):
+                    raise ValueError("`adapters` must be given to the layer, which has no room for any")
+                _, D, width = plain_shape(experts.w_down)
+                sizes = self.ep.config.model.num_experts, D, 2 * width, width
+                stored = read_adapter(folder, block, sizes, experts.interleaved, experts_only)
+                with self.ep.alone():
+                    held = [max(expert, 0) for expert in self.ep.logical_experts(self.tag)]
+                    mine = adapters.checked(number, stored.of(held))
+                    _check_same(
+                        peers, tag=self.tag, number=number, block=block, adapters=adapters.count,
+                        adapter_rank=adapters.rank, digest=stored.digest,
+                    )  # fmt: skip
+                    changes = True
+                    adapters.put(number, mine)
+        except BaseException as error:
+            if adapters is not None and (changes or isinstance(error, EPTimeoutError)):  # others may have it
+                adapters.lose(number)
+            raise
 
     def forward(
         self,
@@ -522,6 +544,11 @@ class MoELayer(nn.Module):
         """int32 [T]. Raises what `forward` does."""
         if self.adapters is None:
             raise ValueError("`adapter_ids` must be None, since the layer was made without `adapters`")
+        if adapter_ids is not None and (lost := self.adapters.lost):
+            raise EPStateError(
+                f"adapter(s) {sorted(lost)} are not whole any more, since the group has changed or a call has failed: "
+                "load them again on all ranks, or clear them"
+            )
         T, device = len(x_TD), x_TD.device
         if adapter_ids is None:
             return torch.full((T,), NO_ADAPTER, dtype=torch.int32, device=device)
@@ -623,10 +650,13 @@ class MoELayer(nn.Module):
         twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None}, memo))
         twin.layer_id = opaque.register(twin)
         twin.tag = self.ep.new_tag(owner=twin)
-        twin._let_experts_move()
+        twin._follow()
         return twin
 
-    def _let_experts_move(self) -> None:
+    def _follow(self) -> None:
+        """Let experts and adapters take part in moves and changes of the group."""
+        if self.adapters is not None:
+            self.ep.adapters.add(self.adapters)
         if self.ep.live is not None and isinstance(self.experts, GroupedExperts):
             self.ep.live.weights[self.tag] = _weights_of(self)
 
@@ -668,6 +698,17 @@ def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> 
     if (room := ep.config.capacity.extra_bytes) < (needed := torch.int32.itemsize):
         raise ValueError(f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {room}")
     return ExpertAdapters(experts, count, rank)
+
+
+def _check_same(peers: Peers, **mine: object) -> None:
+    """Raises ValueError on all ranks unless they are about to load the same adapter. Collective."""
+    first, *others = peers.all_gather(mine)
+    for rank, theirs in enumerate(others, 1):
+        if odd := [name for name in first if theirs[name] != first[name]]:
+            raise ValueError(
+                f"all ranks must load the same adapter, but `{odd[0]}` is {first[odd[0]]!r} on rank 0 and "
+                f"{theirs[odd[0]]!r} on rank {rank}"
+            )
 
 
 def _weights_of(layer: MoELayer) -> SlotWeights:

@@ -36,6 +36,7 @@ from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import EMPTY
 from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
+from epmoe.local.adapters import ExpertAdapters
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 from epmoe.rail.opening import load, open_exchange, prepare
@@ -85,6 +86,8 @@ class ExpertParallel(HoldsWindows):
     """Names this object on all ranks, old and new ones, through all its groups."""
     live: LiveExperts | None = None
     """The experts that move, with `placement.live`."""
+    adapters: WeakSet[ExpertAdapters]
+    """Those of this rank's layers, which `resume` keeps or empties."""
     _exchange: Exchange | None = None
     _missing: int = 0  # ranks, as a mask
     _owner: int | None = None  # in a forked child: the process that this object belongs to
@@ -103,6 +106,7 @@ class ExpertParallel(HoldsWindows):
         self._needs_bias = config.routing.selection_bias
         self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
+        self.adapters = WeakSet()
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
             self._join(peers, config, JoinRequest(config.model_dump_json()))
@@ -719,7 +723,8 @@ class ExpertParallel(HoldsWindows):
                 device_of(config, self.device)
                 placement = config.place_experts()
                 prepare(config, placement, self.device)
-                peers.all_gather(None)  # all can: whoever resumes releases the old windows now
+                # All can now: whoever resumes releases the old windows.
+                holds = peers.all_gather(self._holds(config, placement, slots, peers.rank))
                 self.close()
                 with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
                     exchange = open_exchange(config, placement, peers, self.device, agreed.name)
@@ -738,7 +743,21 @@ class ExpertParallel(HoldsWindows):
             assert isinstance(exchange, NodeExchange)
             weights = {} if self.live is None else self.live.weights
             self.live = LiveExperts(config, exchange, slots, weights)
+        for adapters in self.adapters:
+            adapters.regroup(self.num_local_experts, whole=all(holds))
         _open.add(self)
+
+    def _holds(self, config: EPConfig, placement: Placement, slots: Table | None, rank: int) -> bool:
+        """Whether this rank has the weights of each expert that it is to hold in the next group, in the same slot."""
+        if config.placement.live and slots is None:
+            return False  # slots begin again
+        wanted = [placement.logical_experts(rank)] if slots is None else slots_of(slots, rank, config)
+        before: Placement | None = getattr(self, "placement", None)
+        had = [[] for _ in wanted] if before is None else [before.logical_experts(self.rank)]
+        if self.live is not None:
+            had = self.live.held.tolist()
+        layers = zip(wanted, had, strict=True)
+        return all(x in (EMPTY, *held[i : i + 1]) for experts, held in layers for i, x in enumerate(experts))
 
     def _why_unusable(self) -> str:
         if self._owner is None:

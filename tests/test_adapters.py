@@ -198,6 +198,30 @@ def test_what_adapters_refuse(ep):
     layer.adapters.put(0, LoRA(None, down))
 
 
+@torch.no_grad()
+def test_casts_and_moves_keep_adapters_or_lose_them(ep, device):
+    """No state dict fills them after `to_empty`. A cast may make Inf of a number, which would reach all tokens."""
+    (a, b), down = adapter_models.adapter_of(FACTORS, E, ALL, 1.0)
+    x, numbers = tokens(ep.device)
+    layer = layer_of(ep)
+    y = layer(x, adapter_ids=numbers)
+    assert torch.equal(layer.to(device).float()(x, adapter_ids=numbers), y)
+    half = copy.deepcopy(layer).half()
+    error = (half(x.half(), adapter_ids=numbers).float() - y).abs().max() / y.abs().max()
+    assert 0 < error < 1e-2 and not half.adapters.lost
+    with pytest.raises(ValueError, match="`gate_up` has values that are not finite in float16"):
+        half.adapters.put(0, LoRA((a, b + 7e4), down))
+    layer.adapters.put(0, LoRA((a, b + 7e4), down))
+    kept = copy.deepcopy(layer).to_empty(device=device)
+    assert all(torch.equal(*pair) for pair in zip(kept.adapters.buffers(), layer.adapters.buffers(), strict=True))
+    for lost in (copy.deepcopy(layer).half(), copy.deepcopy(layer).to("meta").to_empty(device=device)):
+        assert not any(buffer.any() for buffer in lost.adapters.buffers())
+        with pytest.raises(epmoe.EPStateError, match=r"adapter\(s\) \[0, 1\] are not whole any more"):
+            lost(x.to(lost.experts.dtype), adapter_ids=numbers)
+        lost.adapters.clear(0)
+        lost.adapters.put(1, LoRA(None, down))
+
+
 def test_what_layers_refuse(ep, device):
     for options, says in [
         ({"adapters": 0}, "`adapters` must be an int of at least 1, got 0"),

@@ -40,6 +40,7 @@ _Rank = Annotated[int, Field(strict=True, ge=1)]
 _Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Number = TypeVar("_Number", int, float)
 _Factors = tuple[Tensor, Tensor]
+_Parts = tuple[_Factors | None, _Factors | None]
 _Sizes = tuple[int, int, int, int]
 
 
@@ -193,7 +194,7 @@ def _assembled(
 
 def _of_all(
     modules: Mapping[str, Mapping[str, Tensor]], block: str, config: _Config, sizes: _Sizes
-) -> tuple[list[_Factors | None], list[float]]:
+) -> tuple[_Parts, list[float]]:
     """The factors of gate and up and of down, and their scaling, of modules with all experts."""
     E, D, wide, F = sizes
     shapes = (wide, D), (D, F)
@@ -208,7 +209,7 @@ def _of_all(
             raise ValueError(f"`{block}.experts` has two adapters of the shape {shapes[part]}")
         parts[part] = a.view(E, r, -1), b.view(-1, r, E).permute(2, 0, 1)
         scaling[part] = by
-    return parts, scaling
+    return (parts[0], parts[1]), scaling
 
 
 def _of_single(
@@ -217,7 +218,7 @@ def _of_single(
     config: _Config,
     sizes: _Sizes,
     interleaved: bool,
-) -> list[_Factors | None]:
+) -> _Parts:
     """The factors of gate and up and of down, whose b have their scaling, of modules of single experts."""
     E, D, wide, F = sizes
     shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
@@ -246,7 +247,7 @@ def _of_single(
                 a_all[x, columns] = a
                 b_all[x, rows[projection], columns] = b
         parts.append((a_all, b_all) if experts else None)
-    return parts
+    return parts[0], parts[1]
 
 
 def _pair(module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, int]], experts: int, r: int) -> _Factors:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.gemm.gemm import Added, plain_shape
 from epmoe.local.gemm.table import GEMMS, choose
-from epmoe.native.arguments import FLOATS, check_tensor
+from epmoe.native.arguments import FLOATS, check_tensor, dtype_name
 
 NO_ADAPTER = -1
 _LINE_BYTES = 16  # grouped GEMMs want strides of its multiples
@@ -36,7 +36,8 @@ class ExpertAdapters(nn.Module):
     """Room for adapters of this rank's experts, for serving. At first all are zeros, which add nothing.
 
     The weights are buffers in the dtype of outputs, and no part of a state dict: an adapter comes from a file of its
-    own. `put` and `clear` write in place, so CUDA graphs go on.
+    own. `put` and `clear` write in place, so CUDA graphs go on. Every rank calls them, between the same rounds;
+    `MoELayer.load_adapter` sees to it that all have the same.
 
     Args:
         experts: of this rank.
@@ -51,6 +52,11 @@ class ExpertAdapters(nn.Module):
     gate_up_b: Tensor
     down_a: Tensor
     down_b: Tensor
+    numbers: set[int]
+    """Of adapters that this rank holds."""
+    lost: set[int]
+    """Of adapters that it has held, and that are zeros since weights of experts went without them. Calls that name
+    adapters are refused until each of these was put again or cleared."""
 
     def __init__(self, experts: GroupedExperts, count: int, rank: int) -> None:
         for name, value in (("adapters", count), ("adapter_rank", rank)):
@@ -60,6 +66,7 @@ class ExpertAdapters(nn.Module):
             raise ValueError("`experts` must not be batch_invariant with adapters, whose products are not")
         super().__init__()
         self.count, self.rank = count, rank
+        self.numbers, self.lost = set(), set()
         (e, D, F), wide = plain_shape(experts.w_down), experts.w_gate_up.shape[1]
         step = _LINE_BYTES // experts.dtype.itemsize
         C = -(-count * rank // step) * step
@@ -78,11 +85,26 @@ class ExpertAdapters(nn.Module):
 
         Raises:
             TypeError: a factor is no float tensor.
-            ValueError: the number or a shape is another one; or a value is not finite, which would reach the rows of
-                other adapters.
+            ValueError: the number or a shape is another one; or a value is not finite in the dtype of outputs, which
+                would reach the rows of other adapters.
         """
-        room = self._room(number)
+        adapter = self.checked(number, adapter)
+        self._empty(number)
+        self.lost.add(number)  # an exception, such as a Ctrl-C, may leave a part of it
         for name, factors in adapter._asdict().items():
+            if factors is not None:
+                a, b = factors
+                self._room(number)[name][0][:, : a.shape[1]].copy_(a)
+                self._room(number)[name][1][:, :, : a.shape[1]].copy_(b)
+        self.numbers.add(number)
+        self.lost.discard(number)
+
+    def checked(self, number: int, adapter: LoRA) -> LoRA:
+        """The adapter as `put` writes it, on the device and in the dtype of outputs. Raises what `put` does."""
+        room = self._room(number)
+        made: dict[str, tuple[Tensor, Tensor] | None] = {}
+        for name, factors in adapter._asdict().items():
+            made[name] = None
             if factors is None:
                 continue
             (e, _, k), (_, n, _) = (place.shape for place in room[name])
@@ -91,20 +113,38 @@ class ExpertAdapters(nn.Module):
             check_tensor(f"{name} b", b, FLOATS, (e, n, r := a.shape[1]))
             if r > self.rank:
                 raise ValueError(f"`{name}` must have a rank of at most `adapter_rank` = {self.rank}, got {r}")
+            a, b = (factor.to(self.gate_up_a) for factor in factors)
             if not (a.isfinite().all() and b.isfinite().all()):
-                raise ValueError(f"`{name}` has values that are not finite")
-        self.clear(number)
-        for name, factors in adapter._asdict().items():
-            if factors is not None:
-                a, b = factors
-                room[name][0][:, : a.shape[1]].copy_(a)
-                room[name][1][:, :, : a.shape[1]].copy_(b)
+                raise ValueError(f"`{name}` has values that are not finite in {dtype_name(a.dtype)}")
+            made[name] = a, b
+        return LoRA(**made)
 
     def clear(self, number: int) -> None:
         """Make the adapter with this number zeros. Raises ValueError where there is no such number."""
-        for a, b in self._room(number).values():
-            a.zero_()
-            b.zero_()
+        self._empty(number)
+        self.numbers.discard(number)
+        self.lost.discard(number)
+
+    def lose(self, number: int) -> None:
+        """Refuse calls until this adapter was put again or cleared: on other ranks it may be another one."""
+        if number in range(self.count):
+            self.lost.add(number)
+
+    def regroup(self, experts: int, whole: bool) -> None:
+        """This rank has so many experts now, in another group.
+
+        Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay. Otherwise all are
+        lost: an adapter of some experts only would be another one.
+        """
+        with torch.inference_mode(False):  # otherwise `put` could not write them outside inference mode
+            for name, buffer in list(self.named_buffers()):
+                if len(buffer) != experts:
+                    fitted = buffer.new_zeros(experts, *buffer.shape[1:])
+                    fitted[: len(buffer)] = buffer[:experts]
+                    self.register_buffer(name, fitted, persistent=False)
+        if not whole:
+            self._lose()
+        self._choose()
 
     def of_rows(self, numbers: Tensor) -> Added:
         """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N]. Columns beyond the last adapter
@@ -126,13 +166,26 @@ class ExpertAdapters(nn.Module):
         names = [choose("torch", *pair)[0] for pair in pairs]
         self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
 
+    def _lose(self) -> None:
+        for buffer in self.buffers():
+            buffer.zero_()
+        self.lost |= self.numbers
+        self.numbers.clear()
+
+    def _empty(self, number: int) -> None:
+        for a, b in self._room(number).values():
+            a.zero_()
+            b.zero_()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        for name, buffer in self.named_buffers():
+        lost = False
+        for name, buffer in list(self.named_buffers()):
             like = fn(buffer.new_empty(0))  # of all, `to_empty` would leave what no state dict fills
-            moved = (
-                torch.zeros_like(buffer, dtype=like.dtype, device=like.device) if buffer.is_meta else buffer.to(like)
-            )
+            moved = buffer.to(like) if not buffer.is_meta else torch.zeros(buffer.shape).to(like)
+            lost |= buffer.is_meta or not (moved.is_meta or moved.dtype == buffer.dtype or bool(moved.isfinite().all()))
             setattr(self, name, moved)
+        if lost:
+            self._lose()
         self._choose()
         return self
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import adapter_models
 import pytest
 import torch
+import torch.distributed as dist
 from exchanges import dequantized, quantized
 from helpers import ON_GPUS, assert_close, randn
 
-from epmoe import EPAbortedError, ExpertParallel, MoELayer, checkpoint
+from epmoe import EPAbortedError, EPStateError, ExpertParallel, GroupedExperts, MoELayer, checkpoint
 
 E, K, D, F, T, M = 6, 2, 64, 64, 9, 16
 BLOCK = "model.layers.3.mlp"
@@ -155,9 +157,137 @@ def test_from_the_folder_of_peft(open_ep):
     assert torch.equal(layer(x, adapter_ids=numbers), layer(x))
     with tempfile.TemporaryDirectory() as folder:
         for number, factors in FACTORS.items():
-            adapter_models.save(Path(folder) / str(number), factors, BLOCK)
+            adapter_models.save(Path(folder) / str(number), factors, BLOCK, r=(4, 2)[number])
             layer.load_adapter(number, Path(folder) / str(number), BLOCK)
     assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+
+@pytest.fixture
+def loaded(open_ep, tmp_path) -> tuple[MoELayer, Path, torch.Tensor]:
+    """A layer with both adapters of files, the folders, and what it computes of `inputs` with them."""
+    for number, factors in FACTORS.items():
+        adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
+    layer = make_layer(open_ep())
+    for number in FACTORS:
+        layer.load_adapter(number, tmp_path / str(number), BLOCK)
+    x, numbers = inputs(layer.ep)
+    return layer, tmp_path, layer(x, adapter_ids=numbers)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda layer, folder: (0, folder / "none", BLOCK), "cannot be read"),
+        (lambda layer, folder: (0, folder / "0", BLOCK), "`digest` is"),
+        (lambda layer, folder: (1, folder / "1", BLOCK), "`number` is 0 on rank 0 and 1 on rank"),
+        (lambda layer, folder: (7, folder / "1", BLOCK), "from 0 to 2, got 7"),
+        (lambda layer, folder: (0, folder / "1", "model"), "parts that are not served|nothing for `model.experts`"),
+    ],
+)
+def test_one_rank_loads_another_adapter(loaded, rank, size, wrong, says):
+    """Nothing changes on any rank."""
+    layer, folder, before = loaded
+    x, numbers = inputs(layer.ep)
+    call = wrong(layer, folder) if rank == size - 1 else (0, folder / "1", BLOCK)
+    if size == 1 and "is" in says:
+        pytest.skip("one rank differs from no other")
+    with pytest.raises(ValueError, match=says):
+        layer.load_adapter(*call)
+    assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+
+def test_loading_takes_the_turn(loaded, rank, size):
+    """Another thread's call, such as a step of moves, would put factors of one expert into the slot of another."""
+    layer, folder, before = loaded
+    x, numbers = inputs(layer.ep)
+    taken, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with layer.ep.alone():
+            taken.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    if rank == size - 1:
+        thread.start()
+        taken.wait()
+    with pytest.raises(RuntimeError, match="another thread is in a call"):
+        layer.load_adapter(0, folder / "1", BLOCK)
+    done.set()
+    if rank == size - 1:
+        thread.join()
+    assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+
+def test_a_rank_that_fails_while_all_load(loaded, rank, size, monkeypatch):
+    """Ranks that have the adapter do not serve it with those that have it not."""
+    layer, folder, _ = loaded
+    x, numbers = inputs(layer.ep)
+    plain = layer(x)
+    if rank == size - 1:
+        monkeypatch.setattr(type(layer.adapters), "_empty", lambda self, number: 1 / 0)
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+        layer.load_adapter(0, folder / "1", BLOCK)
+    monkeypatch.undo()
+    with pytest.raises(EPStateError, match=r"adapter\(s\) \[0\] are not whole"):
+        layer(x, adapter_ids=numbers)
+    assert torch.equal(layer(x), plain)
+    layer.load_adapter(0, folder / "0", BLOCK)
+    assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("live", [False, True])
+def test_another_group(open_ep, rank, size, live, copies, tmp_path):
+    """All ranks lose all adapters where one gets an expert without its weights, and keep them otherwise."""
+    if size == 1:
+        pytest.skip("one rank leaves no other")
+    for number, factors in FACTORS.items():
+        adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
+    placement = {"num_redundant_experts": (copies - 1) * E, "strategy": "round_robin"}
+    if live:
+        placement = {"live": True, "slots_per_rank": -(-copies * E // size), "layers": 1, "most_copies": 2}
+    ep = open_ep(placement=placement)
+    layer = make_layer(ep, layer_id=1)
+    x, numbers = inputs(ep)
+    before = layer(x, adapter_ids=numbers)
+    ep.resume()
+    assert torch.equal(layer(x, adapter_ids=numbers), before)
+    group = dist.new_group(list(range(size - 1)), backend="gloo")
+    if rank == size - 1:
+        ep.close()
+        return
+    moves = ep.resume(group, spread_lost=True)
+    held = [max(expert, 0) for expert in ep.logical_experts(1)]
+    layer.experts = GroupedExperts(GATE_UP[held].to(ep.device), DOWN[held].to(ep.device))
+    if live and copies == 2:
+        assert not moves
+        assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+        return
+    with pytest.raises(EPStateError, match=r"adapter\(s\) \[0, 1\] are not whole"):
+        layer(x, adapter_ids=numbers)
+    layer.load_adapter(1, tmp_path / "1", BLOCK)
+    layer.adapters.clear(0)
+    numbers.masked_fill_(numbers == 0, -1)
+    assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+    layer.load_adapter(0, tmp_path / "0", BLOCK)
+    x, numbers = inputs(ep)
+    assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+
+
+def test_while_experts_move(open_ep, size, tmp_path):
+    if size == 1:
+        pytest.skip("experts of one rank have nowhere to go")
+    adapter_models.save(tmp_path, FACTORS[1], BLOCK, r=2)
+    live = {"live": True, "slots_per_rank": E, "layers": 1, "staging_mb": 1, "most_copies": 2}
+    layer = make_layer(ep := open_ep(placement=live), layer_id=1)
+    ep.replace(ep.slots.view(1, size, -1).roll(1, dims=1).flatten(1))
+    with pytest.raises(EPStateError, match="experts are moving"):
+        layer.load_adapter(0, tmp_path, BLOCK)
+    ep.apply()
+    layer.load_adapter(1, tmp_path, BLOCK)
+    x, numbers = inputs(ep)
+    assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
 
 
 def test_a_wrong_call_on_one_rank(open_ep, rank, size):

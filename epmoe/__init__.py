@@ -38,6 +38,7 @@ from epmoe.live.balancer import Balancer
 from epmoe.local.adapters import ExpertAdapters, LoRA
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
+from epmoe.local.given import adapters_of, replay
 from epmoe.local.permute import Permuted, permute
 from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.local.recording import Routes, recording
@@ -78,6 +79,7 @@ __all__ = [
     "Routing",
     "SafetensorsFolder",
     "Sent",
+    "adapters_of",
     "balance",
     "finalize",
     "join_group",
@@ -85,6 +87,7 @@ __all__ = [
     "quantize_fp8",
     "recording",
     "recover",
+    "replay",
     "resize",
     "route",
     "simulate_routing",

@@ -28,6 +28,7 @@ from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.gemm.gemm import plain_shape
+from epmoe.local.given import given_to
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
 from epmoe.native import opaque
@@ -153,6 +154,8 @@ class MoELayer(nn.Module):
         self.apply_router_weight_on_input = bool(apply_router_weight_on_input or on_input)
         self.recorder: Callable[[Routes], object] | None = None
         """Is called with the `Routes` of each call, before dispatch."""
+        self.contexts = 0
+        """How many `replay` and `adapters_of` give this layer something, or gave it in a graph that still lives."""
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
@@ -349,6 +352,10 @@ class MoELayer(nn.Module):
         compiles = torch.compiler.is_compiling()
         if compiles and return_routing:
             raise ValueError("`return_routing` needs an eager call: an operator of a graph returns y only")
+        if compiles and self.contexts:
+            from epmoe.training.between_graphs import between_graphs
+
+            return between_graphs(self.forward, x, num_tokens, padded_tokens, routing=routing, adapter_ids=adapter_ids)
         if torch.is_grad_enabled() and self._has_gradients(x):
             if compiles and (self.num_rows == "exact" or not fits_graphs()):  # whose rows inductor could not count
                 from epmoe.training.between_graphs import between_graphs
@@ -360,6 +367,8 @@ class MoELayer(nn.Module):
             y = opaque.moe(self, *self._routed(x, routing), num_tokens, padded_tokens, adapter_ids)
         else:
             with self._giving_up(x, None if routing is None else routing[0]):
+                if self.contexts:
+                    routing, adapter_ids = self._given(x, routing, adapter_ids)
                 y, routes = self._serve(*self._routed(x, routing), num_tokens, padded_tokens, adapter_ids)
         y = y.view(x.shape)
         if y.dtype is not x.dtype:
@@ -468,6 +477,9 @@ class MoELayer(nn.Module):
                 )
             x_TD = self._checked(x)
             logits_TE: Tensor | None = None
+            if self.contexts:
+                routing, _ = self._given(x, routing, None)
+                given_TK, weights_TK = (None, None) if routing is None else routing
             if given_TK is None or weights_TK is None:
                 with without_autocast(x.device):
                     logits_TE = scores(x_TD, self.router_weight, self.logit_bias, by_block=self._by_block)
@@ -539,6 +551,13 @@ class MoELayer(nn.Module):
             top_k=model.num_experts_per_tok if ids is None else ids.shape[-1], aligned=self._aligned,
             apply_router_weight_on_input=self.apply_router_weight_on_input, extra=self._no_adapters,
         )  # fmt: skip
+
+    def _given(
+        self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None, adapter_ids: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor | None] | None, Tensor | None]:
+        """What a call gets by its arguments, or else by contexts around it."""
+        routes, ids = given_to(self, x)
+        return routes if routing is None else routing, ids if adapter_ids is None else adapter_ids
 
     def _adapters_of_tokens(self, x_TD: Tensor, adapter_ids: Tensor | None) -> Tensor:
         """int32 [T]. Raises what `forward` does."""
@@ -647,7 +666,7 @@ class MoELayer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.__new__(type(self))
         memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {id(self): twin}
-        twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None}, memo))
+        twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None, "contexts": 0}, memo))
         twin.layer_id = opaque.register(twin)
         twin.tag = self.ep.new_tag(owner=twin)
         twin._follow()

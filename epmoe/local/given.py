@@ -1,0 +1,221 @@
+"""What a host gives all layers of a model around its forward pass: routes to replay, and the adapter of each token.
+
+A call finds what is given in the contexts of its own thread. A checkpoint computes a part of the model again in the
+backward pass, after the context and perhaps on another thread. It reads its inputs first, which are saved tensors: each
+of them knows the context in which it was saved, and leaves it at the node of the graph that reads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from epmoe.group.errors import EPStateError
+from epmoe.native.arguments import describe
+
+Routing = tuple[Tensor, Tensor | None]
+"""ids [T, K] and weights [T, K]; None: those of the layer's own router"""
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}  # parts of names
+_KEY = "epmoe.given"  # of a node's metadata
+_counting = RLock()
+
+
+class _Context:
+    """What one `replay` or `adapters_of` gives to its layers. A graph of their calls keeps it alive."""
+
+    def __init__(self, layers: Mapping[Any, Routing | list[Routing] | None], adapter_ids: Tensor | None = None) -> None:
+        self.layers, self.adapter_ids = layers, adapter_ids
+        self.calls = dict.fromkeys(layers, 0)  # so far
+        self.awaited = 0  # calls whose backward pass is still to come
+        self.task = torch._C._current_graph_task_id()  # of the backward pass that it is made in, or −1
+        self.outer = _contexts.get()
+        _count(layers, 1)
+        weakref.finalize(self, _count, layers, -1).atexit = False
+
+    def routing(self, layer: nn.Module, again: bool) -> Routing | None:
+        """That of the next call of a layer, or of the call that is made `again`."""
+        given = self.layers[layer]
+        if not isinstance(given, list):
+            return given
+        call = 0 if again else self.calls[layer]
+        if again and len(given) > 1:
+            raise EPStateError(f"{_UNKNOWN}: give each forward pass a `replay` of its own")
+        if call == len(given):
+            raise ValueError(f"`routes` has {call} calls of a layer, which is called once more")
+        self.calls[layer] = call + 1
+        return given[call]
+
+    def await_gradient(self, x: Tensor) -> None:
+        """Note that a call has routes, until the gradient of its x is there."""
+
+        def arrived(_: Tensor) -> None:
+            handle.remove()
+            self.awaited -= 1
+
+        self.awaited += 1
+        handle = x.register_hook(arrived)
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """What is saved in place of a tensor. The tensor itself would keep its own graph alive."""
+        return tensor.detach(), tensor._version
+
+    def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
+        """The saved tensor, for the node of a graph which now knows the context. Raises what torch does."""
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(f"{describe(tensor)}, which a gradient needs, was modified by an inplace operation")
+        if (node := torch._C._current_autograd_node()) is not None:
+            node.metadata[_KEY] = weakref.ref(self)  # type: ignore[index]
+        return tensor
+
+
+_UNKNOWN = "a checkpoint computes a layer's call again, and does not say which one of those that `replay` has routed"
+_contexts: ContextVar[tuple[_Context, ...]] = ContextVar("epmoe.given", default=())
+_last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Context]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def replay(model: nn.Module, routes: Mapping[str, Any]) -> Iterator[None]:
+    """Within it each layer of a model takes these experts and weights, not those of its router.
+
+    A checkpoint that computes a part of the model again, also after the context, takes them again. Other threads do not
+    take them. Contexts may be nested: the innermost one of a layer holds, and `routing=` of a call holds before all.
+
+    Args:
+        model: whose layers are `MoELayer`s, in wrappers of torch or not; or a layer, whose name is then "".
+        routes: what `recording` yields: for the name of each layer a list with the `Routes` of each call. A call may
+            also have ids int32 or int64 [T, K] and weights [T, K], or ids alone, which the layer's own router weighs,
+            with gradients; and a layer one entry for all its calls.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        TypeError: an entry is something else.
+        ValueError: `routes` has not the model's layers, or a tensor has another shape than K. A call raises it where
+            its layer has no routes left, or where they are not those of its tokens.
+        EPStateError: in a backward pass, where a checkpoint computes a call again and does not say which one it is: its
+            forward pass had several calls of the layer, or other hooks of saved tensors within the context; or it had
+            no `replay`, while the backward pass of one that had is still to come.
+    """
+    layers = {_plain(name): each for name, each in _layers_of(model).items()}
+    given = {_plain(name): value for name, value in routes.items()}
+    if odd := sorted(layers.keys() ^ given.keys()):
+        what = "is no layer of the model" if odd[0] in given else "has none"
+        raise ValueError(f"`routes` must have one entry for each of {len(layers)} layers, but {odd[0]!r} {what}")
+    context = _Context({layers[name]: _checked(name, value, layers[name]) for name, value in given.items()})
+    with _within(context), saved_tensors_hooks(context.pack, context.unpack):
+        yield
+
+
+@contextmanager
+def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
+    """Within it the tokens of a model's layers have these adapters, as by `adapter_ids` of each call.
+
+    It holds for `generate`, too. Other threads have other adapters, or none. Contexts may be nested: the innermost one
+    holds, and `adapter_ids=` of a call holds before all.
+
+    Args:
+        model: with `MoELayer`s, of which those with `adapters` take part.
+        ids: int16, int32 or int64 [T] or [B, T], a number for each token; or [B], one for each sequence of x [B, T, D].
+
+    Yields:
+        Nothing.
+
+    Raises:
+        TypeError: `ids` is no tensor.
+        ValueError: no layer has `adapters`. A call raises it where `ids` are not those of its tokens.
+    """
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"`ids` must be a tensor of integers [T], [B, T] or [B], got {describe(ids)}")
+    layers = [layer for layer in _layers_of(model).values() if layer.adapters is not None]
+    if not layers:
+        raise ValueError("`model` has no MoELayer with `adapters`")
+    with _within(_Context(dict.fromkeys(layers), ids)):
+        yield
+
+
+def given_to(layer: nn.Module, x: Tensor) -> tuple[Routing | None, Tensor | None]:
+    """The routing and the adapters of tokens that contexts give to a call of a layer, whose x is [T, D] or [B, T, D].
+
+    Raises what `replay` says of calls.
+    """
+    task = torch._C._current_graph_task_id()
+    around = [context for context in _contexts.get() if context.task == task and layer in context.layers]
+    again = task != -1 and not around
+    if again:
+        around = [context for context in _of_former_call(layer) if layer in context.layers]
+    replays = [context for context in around if context.adapter_ids is None]
+    routing = replays[-1].routing(layer, again) if replays else None
+    if replays:
+        _last[layer] = weakref.ref(replays[-1])
+        if x.requires_grad and not again:
+            replays[-1].await_gradient(x)
+    adapter_ids = next((context.adapter_ids for context in reversed(around) if context not in replays), None)
+    if adapter_ids is not None and x.dim() == 3 and adapter_ids.shape == x.shape[:1]:
+        adapter_ids = adapter_ids[:, None].expand(x.shape[:2])  # one of each sequence
+    return routing, adapter_ids
+
+
+def _of_former_call(layer: nn.Module) -> tuple[_Context, ...]:
+    """The contexts of the call that a checkpoint makes again in this node of a graph."""
+    node = torch._C._current_autograd_node()
+    link = None if node is None else node.metadata.get(_KEY)  # type: ignore[attr-defined]
+    if link is not None and (context := link()) is not None:
+        return (*context.outer, context)
+    if (last := _last.get(layer)) is not None and (context := last()) is not None and context.awaited:
+        raise EPStateError(
+            f"{_UNKNOWN}: other hooks of saved tensors, such as those that offload them, must be outside of `replay`, "
+            "and the backward pass of a forward pass without `replay` must not come between that of one with it"
+        )
+    return ()
+
+
+@contextmanager
+def _within(context: _Context) -> Iterator[None]:
+    token = _contexts.set((*context.outer, context))
+    try:
+        yield
+    finally:
+        _contexts.reset(token)
+
+
+def _layers_of(model: nn.Module) -> dict[str, Any]:
+    return {name: each for name, each in model.named_modules() if hasattr(each, "contexts")}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _count(layers: Iterable[Any], by: int) -> None:
+    with _counting:
+        for layer in layers:
+            layer.contexts += by
+
+
+def _checked(name: str, value: Any, layer: Any) -> Routing | list[Routing]:
+    """An entry of `routes`. Raises TypeError and ValueError as `replay` does."""
+    if isinstance(value, list):
+        return [_pair(name, each, layer) for each in value]
+    return _pair(name, value, layer)
+
+
+def _pair(name: str, value: Any, layer: Any) -> Routing:
+    ids, weights, *_ = (*value, None, None) if isinstance(value, tuple) else (value, None)
+    if not isinstance(ids, Tensor) or not isinstance(weights, Tensor | None):
+        raise TypeError(f"`routes[{name!r}]` must be `Routes`, ids and weights, or ids, got {describe(value)}")
+    K, ids = layer.ep.config.model.num_experts_per_tok, ids.flatten(0, -2)
+    weights = None if weights is None else weights.flatten(0, -2)
+    if ids.shape[1:] != (K,) or weights is not None and weights.shape != ids.shape:
+        got = describe(ids) if weights is None else f"{describe(ids)} and {describe(weights)}"
+        raise ValueError(f"`routes[{name!r}]` must have ids and weights [T, {K}], got {got}")
+    return ids, weights

@@ -5,14 +5,16 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 
 import adapter_models
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import dequantized, quantized
-from helpers import ON_GPUS, assert_close, randn
+from helpers import ON_GPUS, ON_THE_CPU, assert_close, randn
 
 from epmoe import EPAbortedError, EPStateError, ExpertParallel, GroupedExperts, MoELayer, checkpoint
 
@@ -288,6 +290,97 @@ def test_while_experts_move(open_ep, size, tmp_path):
     layer.load_adapter(1, tmp_path, BLOCK)
     x, numbers = inputs(ep)
     assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+
+
+def dist_any(value: bool) -> bool:
+    on_any = torch.tensor(float(value))
+    dist.all_reduce(on_any, dist.ReduceOp.MAX)
+    return bool(on_any)
+
+
+@pytest.mark.slow
+@ON_THE_CPU
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm(open_ep, rank, size, seed, tmp_path):
+    """Loads, right ones and wrong ones, moves, other groups and calls of another thread, in any order: each token has
+    the adapter that its number has by then, or its call is refused. The `extra` of other rounds is their own."""
+    if size == 1:
+        pytest.skip("one rank leaves no other")
+    for number, factors in FACTORS.items():
+        adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
+    live = {"live": True, "slots_per_rank": E, "layers": 1, "staging_mb": 1, "most_copies": 2}
+    ep, random, held = open_ep(placement=live), Random(seed), dict(ADAPTERS)
+    layer = make_layer(ep)
+
+    def load() -> None:
+        number, file, bad = random.randrange(3), random.randrange(2), random.choice([None, *range(size)])
+        refused = nullcontext() if bad is None else pytest.raises(ValueError, match="cannot be read")
+        with refused:
+            layer.load_adapter(number, tmp_path / ("none" if rank == bad else str(file)), BLOCK)
+            held[number] = ADAPTERS[file]
+
+    def move() -> None:
+        slots = torch.full((1, size * E), -1)
+        for x in range(E):
+            for to in random.sample(range(size), random.randint(1, min(2, size))):
+                slots[0, to * E + x] = x
+        ep.replace(slots)
+        for _ in range(random.randrange(4)):
+            serve()
+            ep.poll()
+        ep.apply()
+
+    def regroup() -> None:
+        """The last rank leaves, and another one comes in its place."""
+        nonlocal ep, layer
+        others = dist.new_group(list(range(size - 1)), backend="gloo")
+        lost = False
+        if rank == size - 1:
+            config, _ = ep.config, ep.close()
+            ep = ExpertParallel(config, device=ep.device)
+            layer = make_layer(ep)
+        else:
+            lost = bool(ep.resume(others, spread_lost=True))
+            experts = [max(x, 0) for x in ep.logical_experts(1)]
+            layer.experts = GroupedExperts(GATE_UP[experts], DOWN[experts])
+            ep.resume()
+        x, numbers = inputs(ep)
+        if dist_any(lost):
+            with pytest.raises(EPStateError if layer.adapters.lost else EPAbortedError):
+                layer(x, adapter_ids=numbers)
+        for number in range(3):
+            layer.adapters.clear(number)
+            layer.load_adapter(number, tmp_path / str(number % 2), BLOCK)
+            held[number] = ADAPTERS[number % 2]
+
+    def clear() -> None:
+        number = random.randrange(3)
+        layer.adapters.clear(number)
+        held.pop(number, None)
+
+    def from_another_thread() -> None:
+        got = []
+        thread = threading.Thread(target=lambda: got.append(pytest.raises(RuntimeError, layer.ep.loads)))
+        ep.exchange.run(lambda: (thread.start(), thread.join()))
+        assert got
+
+    def bring_extra() -> None:
+        x, ids, weights = inputs(ep)[0], torch.arange(T)[:, None].expand(T, K) % E, torch.ones(T, K)
+        d = ep.dispatch(x, ids[:, :1].contiguous(), weights[:, :1].contiguous(), tag=1, extra=x[:, :1].contiguous())
+        n = int(d.expert_offsets[-1])
+        assert torch.equal(d.extra.view(-1)[:n], d.rows[:n, 0])
+        ep.combine(d.rows.clone(), d)
+
+    def serve() -> None:
+        x, _ = inputs(ep, random.randrange(99))
+        numbers = torch.tensor([random.choice([-1, 0, 1, 2, 5]) for _ in range(T)]).roll(rank)
+        ids, weights = ep.route(layer.logits(x))
+        y = adapter_models.merged_reference(x, ids, weights, (GATE_UP, DOWN), held, numbers)
+        assert_close(layer(x, adapter_ids=numbers), y, slack=4)
+
+    for _ in range(60):
+        random.choice([load, load, move, regroup, clear, from_another_thread, bring_extra])()
+        serve()
 
 
 def test_a_wrong_call_on_one_rank(open_ep, rank, size):

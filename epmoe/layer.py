@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe.checkpoint import state_dicts
-from epmoe.checkpoint.adapters import read_adapter
+from epmoe.checkpoint.adapters import StoredAdapter, read_adapter
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group.collective import naming, peers_of
@@ -290,6 +291,17 @@ class MoELayer(nn.Module):
             EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
         """
         adapters, experts, changes = self.adapters, self.experts, False
+
+        def put(room: ExpertAdapters, stored: StoredAdapter) -> None:
+            nonlocal changes
+            mine = room.checked(number, stored.of([max(x, 0) for x in self.ep.logical_experts(self.tag)]))
+            _check_same(
+                peers, tag=self.tag, number=number, block=block, adapters=room.count, adapter_rank=room.rank,
+                digest=stored.digest,
+            )  # fmt: skip
+            changes = True
+            room.put(number, mine)
+
         try:
             with naming("load_adapter", [self.ep]), (peers := peers_of(self.ep)).together():
                 if adapters is None or not isinstance(experts, GroupedExperts):
@@ -297,15 +309,7 @@ class MoELayer(nn.Module):
                 _, D, width = plain_shape(experts.w_down)
                 sizes = self.ep.config.model.num_experts, D, 2 * width, width
                 stored = read_adapter(folder, block, sizes, experts.interleaved, experts_only)
-                with self.ep.alone():
-                    held = [max(expert, 0) for expert in self.ep.logical_experts(self.tag)]
-                    mine = adapters.checked(number, stored.of(held))
-                    _check_same(
-                        peers, tag=self.tag, number=number, block=block, adapters=adapters.count,
-                        adapter_rank=adapters.rank, digest=stored.digest,
-                    )  # fmt: skip
-                    changes = True
-                    adapters.put(number, mine)
+                self.ep.exchange.run(partial(put, adapters, stored))
         except BaseException as error:
             if adapters is not None and (changes or isinstance(error, EPTimeoutError)):  # others may have it
                 adapters.lose(number)

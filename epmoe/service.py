@@ -724,7 +724,7 @@ class ExpertParallel(HoldsWindows):
                 placement = config.place_experts()
                 prepare(config, placement, self.device)
                 # All can now: whoever resumes releases the old windows.
-                holds = peers.all_gather(self._holds(config, placement, slots, peers.rank))
+                holds = peers.all_gather(self._keeps_weights(config, placement, slots, peers.rank))
                 self.close()
                 with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
                     exchange = open_exchange(config, placement, peers, self.device, agreed.name)
@@ -747,7 +747,7 @@ class ExpertParallel(HoldsWindows):
             adapters.regroup(self.num_local_experts, whole=all(holds))
         _open.add(self)
 
-    def _holds(self, config: EPConfig, placement: Placement, slots: Table | None, rank: int) -> bool:
+    def _keeps_weights(self, config: EPConfig, placement: Placement, slots: Table | None, rank: int) -> bool:
         """Whether this rank has the weights of each expert that it is to hold in the next group, in the same slot."""
         if config.placement.live and slots is None:
             return False  # slots begin again

@@ -205,11 +205,10 @@ def test_loading_takes_the_turn(loaded, rank, size):
     taken, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with layer.ep.alone():
-            taken.set()
-            done.wait()
+        taken.set()
+        done.wait()
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=lambda: layer.ep.exchange.run(hold))
     if rank == size - 1:
         thread.start()
         taken.wait()

@@ -14,6 +14,7 @@ import epmoe
 from epmoe.exchange.health import COUNTERS, STAGES, Health, Totals, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
+from epmoe.exchange.peek import Peek
 from epmoe.native.layouts import struct
 
 
@@ -113,7 +114,8 @@ def test_a_mismatch_on_gpus_says_what_differs():
     D, K, aligned, dtype, expert, weighted, training, tag = 4096, 8, 1, 2, 1, 0, 0, 63
     shape = (D >> 2) - 1 | aligned << 14 | (K - 1) << 15 | dtype << 20 | expert << 22 | weighted << 23 | training << 24
     shape |= tag << 26
-    assert calls_of({"recv.counts": count_words(shape)}) == [
+    counts = count_words(shape)
+    assert calls_of({"recv.counts": counts}, Peek(counts)) == [
         {
             "hidden size (D)": D, "experts per token (K)": K, "dtype": "bfloat16", "aligned": True, "training": False,
             "layout": "expert", "apply_router_weight_on_input": False,
@@ -126,7 +128,8 @@ def test_a_mismatch_on_gpus_says_what_differs():
         (shape ^ 1 << 15 ^ 1 << 20, {"experts per token (K)": (8, 7), "dtype": ("bfloat16", "float8_e4m3fn")}),
         (shape ^ 1 << 25, {}),  # whether it has more rounds
     ):
-        calls = partial(calls_of, {"recv.counts": count_words(shape, shape, other)})
+        counts = count_words(shape, shape, other)
+        calls = partial(calls_of, {"recv.counts": counts}, Peek(counts))
         with pytest.raises(epmoe.EPMismatchError) as error:
             raise_on_failure(struct("Status")(code=2, epoch=3, missing=0b100), [0, 1, 2], 1, True, calls=calls)
         assert error.value.differences == named

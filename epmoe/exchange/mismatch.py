@@ -32,8 +32,11 @@ def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Trait
     }
 
 
-def calls_of(views: Mapping[str, Tensor], extra: bool = False) -> list[Traits]:
-    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured. See `call_of`."""
+def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) -> list[Traits]:
+    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured. See `call_of`.
+
+    `counted` reads "recv.counts" of `views`, which only GPUs have.
+    """
     counts = views["recv.counts"]
     if not counts.numel():
         headers = map(struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist()))
@@ -41,7 +44,7 @@ def calls_of(views: Mapping[str, Tensor], extra: bool = False) -> list[Traits]:
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
     with suppress(RuntimeError):
-        (counts,) = Peek(counts).read_within(LONG_S) or (counts[:0],)
+        (counts,) = counted.read_within(LONG_S) or (counts[:0],)
         return [_of_shape(word >> 32 & 0xFFFFFFFF, extra) for word in counts[:, 1].tolist()]
     return []
 

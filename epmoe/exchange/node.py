@@ -83,7 +83,8 @@ class NodeExchange(Exchange):
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
         self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, timeout_s, zero_gaps)
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
-        self._totals, self._errors = Totals(self.views), Peek(self.views["signal.error"])
+        self._totals = Totals(self.views)
+        self._errors, self._counts = (Peek(self.views[name]) for name in ("signal.error", "recv.counts"))
         self._look_at = math.inf  # the time of the next look at what has not begun
         if device.type == "cuda":
             self._watch, self._looking, self._look_at = watch_of(self.views), Lock(), 0.0
@@ -201,7 +202,7 @@ class NodeExchange(Exchange):
         self.look()
         if self.status.code:
             latched = self.device.type == "cuda"
-            calls = partial(calls_of, self.views, self.config.capacity.extra_bytes > 0)
+            calls = partial(calls_of, self.views, self._counts, self.config.capacity.extra_bytes > 0)
             raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead(), calls)
 
     def poll(self) -> None:

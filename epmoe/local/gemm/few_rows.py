@@ -38,11 +38,8 @@ _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
 def most_rows(weight_bytes: float, itemsize: int, copy_gb_per_s: float, multiprocessors: int) -> float:
     """Rows of an expert, on average, up to which the kernels take less time than a GEMM.
 
-    Args:
-        weight_bytes: of all experts of this rank.
-        itemsize: bytes of an element of the weights, 2 for bf16 and 1 for fp8.
-        copy_gb_per_s: at which the GPU copies, bytes read plus bytes written.
-        multiprocessors: of the GPU.
+    `weight_bytes` are those of all experts of a rank, `itemsize` is 2 for bf16 and 1 for fp8, and the GPU copies
+    `copy_gb_per_s`, bytes read plus bytes written.
     """
     two_tiles = min(_TWO_TILES_SHARE[itemsize] * copy_gb_per_s, _TWO_TILES_GB_PER_S[itemsize] * multiprocessors)
     lost_us = weight_bytes / 1000 * (1 / two_tiles - 1 / (_GEMM_SHARE[itemsize] * copy_gb_per_s))

@@ -6,9 +6,11 @@ import ctypes
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from threading import get_ident
+from typing import Any, Literal, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -40,6 +42,8 @@ from epmoe.local.adapters import ExpertAdapters
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 from epmoe.rail.opening import load, open_exchange, prepare
+
+_Result = TypeVar("_Result")
 
 
 class ExpertParallel(HoldsWindows):
@@ -90,6 +94,7 @@ class ExpertParallel(HoldsWindows):
     """Those of this rank's layers, which `resume` keeps or empties."""
     _exchange: Exchange | None = None
     _missing: int = 0  # ranks, as a mask
+    _holds: bool = True  # its experts, once the caller has done what `resume` returns
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def __init__(
@@ -110,6 +115,7 @@ class ExpertParallel(HoldsWindows):
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
             self._join(peers, config, JoinRequest(config.model_dump_json()))
+        self.exchange.thread = 0
 
     def survivors(self) -> list[int]:
         """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
@@ -131,7 +137,6 @@ class ExpertParallel(HoldsWindows):
         placement: Placement | None = None,
         *,
         spread_lost: bool = False,
-        confirm: Callable[[Callable[[], int]], bool] | None = None,
     ) -> tuple[Move, ...]:
         """Go on in another group: after a failure without the dead ranks, or between any two rounds with more ranks.
 
@@ -149,8 +154,6 @@ class ExpertParallel(HoldsWindows):
             spread_lost: the same on all ranks that resume. Without a placement, experts of which no copy is left go to
                 the ranks with the fewest experts, and this rank's are among the moves. With `placement.live` the ranks
                 get more slots, `num_local_experts`, where all experts would not fit otherwise.
-            confirm: called once the windows are open, with what returns the ranks that are missing by then, as a mask.
-                Where it returns False, this rank raises as if another had not arrived. `recover` asks its store.
 
         Returns:
             The experts of this rank whose weights are not where `placement` has them: the caller moves or loads these.
@@ -165,6 +168,20 @@ class ExpertParallel(HoldsWindows):
                 again with another group; until then, this object may be closed.
             MemoryError: the windows do not fit. This object is closed, and `resume` may be called again.
         """
+        return self.alone(partial(self.go_on, group, placement, spread_lost))
+
+    def go_on(
+        self,
+        group: dist.ProcessGroup | None,
+        placement: Placement | None,
+        spread_lost: bool,
+        confirm: Callable[[Callable[[], int]], bool] = lambda _: True,
+    ) -> tuple[Move, ...]:
+        """`resume`, within `alone`.
+
+        `confirm` is called once the windows are open, with what returns the ranks that are missing by then, as a mask.
+        Where it returns False, this rank raises as if another had not arrived.
+        """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
         timeout_s = self.config.exchange.warmup_timeout_s
@@ -175,39 +192,48 @@ class ExpertParallel(HoldsWindows):
             config, held = self.config.of_size(peers.size), self.live.held.tolist()
         said = config.model_dump_json(), self.origin, self.generation, self.rank
         request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost)
-        old, ranks = self.placement, [self.rank if rank == peers.rank else None for rank in range(peers.size)]
-        with self.alone():
-            try:
-                if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
-                    raise TimeoutError("the GPU has not finished its work")
-                with torch.device("cpu"):
-                    self._join(peers, config, request, confirm)
-            except EPOpenError as error:
-                raise EPResumeError(timeout_s, error) from None
-            except (RuntimeError, OSError) as error:
-                raise EPResumeError(timeout_s, error) from error
+        old, mine = self.placement, self.rank if self._holds else None
+        ranks = [mine if rank == peers.rank else None for rank in range(peers.size)]
+        try:
+            if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
+                raise TimeoutError("the GPU has not finished its work")
+            with torch.device("cpu"):
+                self._join(peers, config, request, confirm)
+        except EPOpenError as error:
+            raise EPResumeError(timeout_s, error) from None
+        except (RuntimeError, OSError) as error:
+            raise EPResumeError(timeout_s, error) from error
+        self._holds = True
         if self.live is not None:
             return self._slots_to_load(held or [[] for _ in self.live.held])
         return old.moves(self.placement, ranks)[self.rank]
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within it another thread that calls gets the RuntimeError; so does who enters during its call, or in a fork.
+    def alone(self, call: Callable[[], _Result]) -> _Result:
+        """What `call` returns. Another thread that calls meanwhile gets the RuntimeError; so does who enters during its
+        call, or in a fork.
 
-        What is collective and takes several steps holds its turn so from its start on. It may be closed meanwhile, and
-        its windows are released then.
+        What is collective and takes several steps holds its turn so from its start on, also over windows that it opens.
+        A context manager would not do, see `own_turn`.
         """
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
-        held: weakref.ref[Exchange] | None = None
-        outer = 0
-        if self._exchange is not None:
-            held, outer = weakref.ref(self._exchange), self._exchange.enter()
+        generation = self.generation
+        outer = 0 if self._exchange is None else self._exchange.enter()
         try:
-            yield
+            return call()
         finally:
-            if held is not None and (exchange := held()) is not None:
-                exchange.thread = outer
+            if self._exchange is not None:  # a signal handler's caller has no turn in windows that it did not see open
+                self._exchange.thread = outer if self.generation == generation else 0
+
+    def lose_weights(self) -> None:
+        """Close, since weights are not where `placement` has them: no round is to run on them. The waits of the other
+        ranks end at once. This rank may go on in another group, and then all its experts are among the moves."""
+        self._holds = False
+        if self.live is not None:
+            self.live.held.fill_(EMPTY)
+        if self._exchange is not None:
+            self._exchange.end_waits()
+        self.close()
 
     def close(self) -> None:
         """Release the windows and the group. Handles of earlier rounds, and their tensors, must not be used any more.
@@ -700,9 +726,10 @@ class ExpertParallel(HoldsWindows):
         peers: Peers,
         config: EPConfig,
         request: JoinRequest,
-        confirm: Callable[[Callable[[], int]], bool] | None = None,
+        confirm: Callable[[Callable[[], int]], bool] = lambda _: True,
     ) -> None:
-        """Become a rank of a group. Collective; where a step fails on one rank, all raise. See `resume`.
+        """Become a rank of a group, whose turn this thread has. Collective; where a step fails on one rank, all raise.
+        See `resume`.
 
         The windows of the group so far are released once all ranks are able to join: both might not fit.
         """
@@ -729,7 +756,7 @@ class ExpertParallel(HoldsWindows):
                 with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
                     exchange = open_exchange(config, placement, peers, self.device, agreed.name)
             opened = exchange
-            if confirm is not None and not confirm(lambda: opened.missing() | opened.dead()):
+            if not confirm(lambda: opened.missing() | opened.dead()):
                 raise RuntimeError("the group was not confirmed")
         except BaseException:
             if exchange is not None:
@@ -738,6 +765,7 @@ class ExpertParallel(HoldsWindows):
         self.config, self.placement = config, placement
         self.origin, self.generation = agreed.origin, agreed.generation
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
+        exchange.thread = get_ident()
         self._exchange, self._missing = exchange, 0
         if config.placement.live:
             assert isinstance(exchange, NodeExchange)
@@ -870,11 +898,14 @@ def resize(
     """
     if not is_int(size) or size < 1:
         raise ValueError(f"`size` must be an integer of at least 1, got {size!r}")
-    with ep.alone():
+    last_call_s, leaves = ep.config.exchange.timeout_s + LAST_CALL_S, ep.rank >= size
+
+    def within() -> bool:
         if ep.live is not None and size < ep.size:
             _hand_over(ep, size, balancer, weights)
-        last_call_s, leaves = ep.config.exchange.timeout_s + LAST_CALL_S, ep.rank >= size
         return regroup(ep, store, load_weights, 1, size, None, last_call_s, timeout_s, backend, wait_s, leaves)
+
+    return ep.alone(within)
 
 
 def _hand_over(ep: ExpertParallel, size: int, balancer: Balancer | None, weights: SlotWeights | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from host import EXPERTS, lose, play, serve, take
+from host import EXPERTS, lose, play, play_until_timeout, serve, take
 
-from epmoe import join_group, recover
+from epmoe import join_group, recover, resize
 from epmoe.group.peers import MissingRankError, Peers
 
 
@@ -88,4 +89,54 @@ def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
     host.start(names, go_on, host.folder, len(alive))
     results = host.results(alive)
     assert all(isinstance(one, int) for one in results), results
+    assert host.do(alive, play) == ["played"] * len(alive)
+
+
+def play_on_another_thread_meanwhile(state, folder: Path, how: str) -> list[str]:
+    """What another thread gets while this one loads weights, and what this one's rounds give afterwards."""
+
+    def load_weights(moves) -> None:
+        with ThreadPoolExecutor(1) as other:
+            error = other.submit(play, state).exception()
+        results.append(f"{type(error).__name__}: {error}")
+        take(state, moves)
+
+    results = list[str]()
+    if how == "recover":
+        recover(state.ep, folder, load_weights)
+    elif not resize(state.ep, folder, 2, load_weights):
+        return []
+    return [*results, play(state)]
+
+
+@pytest.mark.parametrize("how", ["recover", "resize"])
+def test_no_round_of_another_thread_before_the_weights_are_there(host, how):
+    names = serve(host, ranks=3, copies=1)
+    alive = lose(host, names, 2) if how == "recover" else names
+    for refused, played in filter(None, host.do(alive, play_on_another_thread_meanwhile, host.folder, how)):
+        assert refused.startswith("RuntimeError: another thread is in a call") and played == "played"
+
+
+def fail_to_load(state, folder: Path) -> str:
+    """What the call raises that cannot load its weights."""
+    try:
+        recover(state.ep, folder, lambda moves: 1 / 0)
+    except ZeroDivisionError:
+        return repr(state.ep)
+    return "it has not raised"
+
+
+@pytest.mark.parametrize("again", [False])
+def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
+    """The other ranks hear of it at once. They go on without this one, or with it, and it loads all its experts."""
+    alive = lose(host, serve(host, ranks=3, copies=1), 2)
+    host.start([1], fail_to_load, host.folder)
+    assert isinstance(host.do([0], go_on, host.folder)[0], int)
+    assert "closed" in host.results([1])[0]
+    assert host.do([0], play_until_timeout) == [[1]]
+    if not again:
+        host.signal(1, signal.SIGKILL)
+        alive = [0]
+    loaded = host.do(alive, go_on, host.folder)
+    assert loaded == ([0, EXPERTS // 2] if again else [EXPERTS // 2])
     assert host.do(alive, play) == ["played"] * len(alive)

@@ -212,8 +212,8 @@ def resize_in_a_child(state, folder: Path) -> str:
 
 def resize_during_a_call(state, folder: Path) -> str:
     """What a thread gets while another one is in a call."""
-    with state.ep.alone(), ThreadPoolExecutor(1) as other:
-        error = other.submit(epmoe.resize, state.ep, folder, 1, print).exception()
+    with ThreadPoolExecutor(1) as other:
+        error = state.ep.alone(lambda: other.submit(epmoe.resize, state.ep, folder, 1, print).exception())
     return f"{type(error).__name__}: {error}"
 
 

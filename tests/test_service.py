@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -227,6 +229,32 @@ def test_usable_outside_the_inference_mode_it_was_made_in():
     d = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
     assert torch.equal(ep.combine(d.rows, d), x)
     ep.close()
+
+
+class Interrupted(Exception):
+    """What a signal handler raises."""
+
+
+def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held():
+    """Anywhere in a call that does nothing."""
+
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    before, draw, interrupted = signal.signal(signal.SIGALRM, handler), random.Random(0), 0
+    with epmoe.ExpertParallel(alone()) as ep:
+        for _ in range(10_000):
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 3e-5))
+                    ep.alone(int)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                interrupted += 1
+                assert ep.exchange.thread == 0
+    signal.signal(signal.SIGALRM, before)
+    assert interrupted > 100
 
 
 def timeout_s(ep: epmoe.ExpertParallel, layout: str) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Move, Placement
+
+_Result = TypeVar("_Result")
 
 
 class Member(Protocol):
@@ -25,10 +27,12 @@ class Member(Protocol):
     @property
     def exchange(self) -> Any: ...
 
-    def alone(self) -> AbstractContextManager[None]: ...
+    def alone(self, call: Callable[[], _Result]) -> _Result: ...
 
     def survivors(self) -> list[int]: ...
 
-    def resume(self, *args: Any, **kwargs: Any) -> tuple[Move, ...]: ...
+    def go_on(self, *args: Any) -> tuple[Move, ...]: ...
+
+    def lose_weights(self) -> None: ...
 
     def close(self) -> None: ...

@@ -244,8 +244,7 @@ def recover(
     """
     wait_s = ep.config.exchange.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
-    with ep.alone():
-        regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend)
+    ep.alone(lambda: regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend))
 
 
 def regroup(
@@ -286,17 +285,22 @@ def regroup(
         try:
             with meeting.attempt():
                 meeting.form(decision, rank, form_s, backend, partial(_missing, ep, former, decision))
-                moves = ep.resume(
-                    placement=None if decision.keeps else config.place_experts(),
-                    spread_lost=True,
-                    confirm=partial(meeting.confirm, rank, size, form_s),
+                moves = ep.go_on(
+                    None,
+                    None if decision.keeps else config.place_experts(),
+                    True,
+                    partial(meeting.confirm, rank, size, form_s),
                 )
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
             continue
         shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
-        load_weights(moves)
+        try:
+            load_weights(moves)
+        except BaseException:
+            ep.lose_weights()
+            raise
         return True
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
 

@@ -7,9 +7,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import cast
 
 import pytest
@@ -170,10 +170,10 @@ class TwoRanks:
 
     rank, size = 0, 2
 
-    def __init__(self, timeout_s: float, other: socket.socket, met: Callable[[str], object]) -> None:
+    def __init__(self, timeout_s: float, other: socket.socket, met: Callable[[str], object], backlog: int = 9) -> None:
         self.timeout_s, self.met = timeout_s, met
         other.bind("\0epmoe-test-" + os.urandom(8).hex())
-        other.listen()
+        other.listen(backlog)
         self.name = other.getsockname().decode()
 
     def all_gather(self, value: tuple[str, str] | None) -> list[object]:
@@ -215,3 +215,25 @@ def test_another_user_at_the_socket_of_a_rank_is_no_rank(monkeypatch, other):
     monkeypatch.setattr(window, "_user_of", lambda connection: os.getuid() + (not connection.getsockname()))
     with pytest.raises(RuntimeError, match="rank 1 has ended: another user answers"):
         window.share_descriptors([], cast(Peers, TwoRanks(2.0, other, lambda name: None)))
+
+
+@pytest.mark.parametrize(
+    ("opens", "error", "message"),
+    [
+        (True, TimeoutError, "a rank did not connect"),  # nobody does in this test: this rank has connected
+        (False, RuntimeError, "cannot reach rank 1's socket: other processes of this machine connect to it all"),
+    ],
+)
+def test_a_socket_whose_queue_others_fill(other, opens, error, message):
+    """A rank connects once there is room. After the deadline it says what it has met."""
+    with ExitStack() as stack:
+
+        def fill(_: str) -> None:
+            for _ in range(2):
+                foreign = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                foreign.connect(other.getsockname())
+            if opens:
+                Timer(0.3, other.accept).start()
+
+        with pytest.raises(error, match=message):
+            window.share_descriptors([], cast(Peers, TwoRanks(2.0, other, fill, backlog=1)))

@@ -22,6 +22,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -182,44 +184,34 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
     # Half, so that a rank whose wait fails here can still report it in time.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.settimeout(timeout_s)
         name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
-        listener.bind(name)
-        listener.listen(size)
+        admitted = stack.enter_context(_admitting(name, size))
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         addresses = peers.all_gather((machine, name))
         if len({machine for machine, _ in addresses}) > 1:
             raise RuntimeError(
                 "the ranks of a node are on several machines: set topology.ranks_per_node to the ranks of one machine"
             )
-        connections = {}
+        connections, deadline = {}, time.monotonic() + timeout_s
         for peer, (_, address) in enumerate(addresses):
             if peer != rank:
-                connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                connection.settimeout(timeout_s)
-                try:
-                    connection.connect(address)
-                except OSError as error:
-                    raise RuntimeError(
-                        f"rank {rank} cannot reach rank {peer}'s socket ({error}): containers must share a network "
-                        "namespace"
-                    ) from error
-                if _user_of(connection) != os.getuid():  # every user can take the name of a rank that has ended
+                connections[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                _connect(connections[peer], address, f"rank {rank} cannot reach rank {peer}'s socket", deadline)
+                if _user_of(connections[peer]) != os.getuid():  # every user can take the name of a rank that has ended
                     raise RuntimeError(f"rank {peer} has ended: another user answers at its socket")
-                connections[peer] = connection
         peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
         process = this_process()
         stack.callback(_close, process)
-        served = 0
         deadline = time.monotonic() + timeout_s
-        while served < size - 1:
-            _set_deadline(listener, deadline)
-            connection, _ = listener.accept()
+        for _ in range(size - 1):
+            try:
+                connection = admitted.get(timeout=max(deadline - time.monotonic(), 0))
+            except Empty:
+                raise TimeoutError("a rank did not connect to this rank's socket") from None
+            if isinstance(connection, OSError):
+                raise connection
             with connection:
-                if _user_of(connection) == os.getuid():  # every user can connect to an abstract name
-                    socket.send_fds(connection, [b"w"], window + process)
-                    served += 1
+                socket.send_fds(connection, [b"w"], window + process)
         received: dict[int, list[int]] = {}
         try:
             for peer, connection in connections.items():
@@ -235,6 +227,56 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
             raise
         windows = [fd for peer in range(size) for fd in (received[peer][: len(window)] if peer != rank else window)]
         return windows, {peer: fd for peer, fds in received.items() for fd in fds[len(window) :]}
+
+
+@contextlib.contextmanager
+def _admitting(name: str, size: int) -> Iterator[SimpleQueue[socket.socket | OSError]]:
+    """Yields the connections of this user's processes to an abstract socket, or why no more come.
+
+    A thread takes every connection at once: other users can connect, too, and must not fill the socket's queue.
+    """
+    admitted = SimpleQueue[socket.socket | OSError]()
+
+    def admit() -> None:
+        try:
+            while True:
+                connection, _ = listener.accept()
+                if _user_of(connection) == os.getuid():
+                    admitted.put(connection)
+                else:
+                    connection.close()
+        except OSError as error:  # also once it is shut down
+            admitted.put(error)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(name)
+        listener.listen(size)
+        thread = Thread(target=admit, daemon=True, name="epmoe-sockets")
+        thread.start()
+        try:
+            yield admitted
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            while not admitted.empty():
+                if isinstance(connection := admitted.get(), socket.socket):
+                    connection.close()
+
+
+def _connect(connection: socket.socket, address: str, what: str, deadline: float) -> None:
+    """Connect to an abstract socket. Raises RuntimeError, which begins with `what`, where nobody answers there."""
+    _set_deadline(connection, deadline)
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError as error:  # its queue is full, which its process empties
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what}: other processes of this machine connect to it all the time") from error
+            time.sleep(1e-3)
+        except OSError as error:
+            raise RuntimeError(
+                f"{what} ({error}): its process has closed it, or is in a container with another network namespace"
+            ) from error
 
 
 def _close(descriptors: Iterable[int]) -> None:

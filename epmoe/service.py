@@ -29,9 +29,10 @@ from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED, MAX_TAG
 from epmoe.group.checks import check_size, config_of, device_of, group_of
 from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
+from epmoe.group.folder_store import Store
 from epmoe.group.join import JoinRequest, opening
 from epmoe.group.peers import Peers
-from epmoe.group.recovery import Store, regroup, take_in
+from epmoe.group.recovery import Wanted, regroup, take_in
 from epmoe.group.waiting import device_ends
 from epmoe.live.balancer import Balancer
 from epmoe.live.experts import LiveExperts
@@ -93,7 +94,8 @@ class ExpertParallel(HoldsWindows):
     adapters: WeakSet[ExpertAdapters]
     """Those of this rank's layers, which `resume` keeps or empties."""
     _exchange: Exchange | None = None
-    _missing: int = 0  # ranks, as a mask
+    _missing: int = 0  # ranks, as a mask, like the next
+    _dead: int = 0  # those of them whose process has ended
     _holds: bool = True  # its experts, once the caller has done what `resume` returns
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
@@ -127,9 +129,17 @@ class ExpertParallel(HoldsWindows):
         Returns:
             Ranks, numbered in the group, ascending; before `resume` has returned, of the group so far.
         """
+        self._look()
+        return [rank for rank in range(self.size) if not (self._missing | self._dead) >> rank & 1]
+
+    def ended(self) -> list[int]:
+        """Ranks whose processes have ended, as far as this machine sees it; numbered like `survivors`."""
+        self._look()
+        return [rank for rank in range(self.size) if self._dead >> rank & 1]
+
+    def _look(self) -> None:
         if self._exchange is not None:
-            self._missing = self._exchange.missing() | self._exchange.dead()
-        return [rank for rank in range(self.size) if not self._missing >> rank & 1]
+            self._missing, self._dead = self._exchange.missing(), self._exchange.dead()
 
     def resume(
         self,
@@ -241,12 +251,12 @@ class ExpertParallel(HoldsWindows):
         With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
         `rank`, `size`, `survivors` and `resume` still work.
         """
+        self._look()  # for `survivors`
         exchange, self._exchange = self._exchange, None
         if self.live is not None:
             self.live.close()
         self.group = None  # a group that outlives `destroy_process_group` may end the interpreter by SIGABRT
         if exchange is not None:
-            self._missing = exchange.missing() | exchange.dead()  # for `survivors`
             if exchange.rounds.state != CLOSED:
                 exchange.end_waits()
             exchange.release()
@@ -766,7 +776,7 @@ class ExpertParallel(HoldsWindows):
         self.origin, self.generation = agreed.origin, agreed.generation
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         exchange.thread = get_ident()
-        self._exchange, self._missing = exchange, 0
+        self._exchange, self._missing, self._dead = exchange, 0, 0
         if config.placement.live:
             assert isinstance(exchange, NodeExchange)
             weights = {} if self.live is None else self.live.weights
@@ -898,12 +908,13 @@ def resize(
     """
     if not is_int(size) or size < 1:
         raise ValueError(f"`size` must be an integer of at least 1, got {size!r}")
-    last_call_s, leaves = ep.config.exchange.timeout_s + LAST_CALL_S, ep.rank >= size
+    last_call_s = ep.config.exchange.timeout_s + LAST_CALL_S
+    wanted = Wanted(1, size, last_call_s, timeout_s, backend, grow_s=wait_s, leaves=ep.rank >= size)
 
     def within() -> bool:
         if ep.live is not None and size < ep.size:
             _hand_over(ep, size, balancer, weights)
-        return regroup(ep, store, load_weights, 1, size, None, last_call_s, timeout_s, backend, wait_s, leaves)
+        return regroup(ep, store, load_weights, wanted)
 
     return ep.alone(within)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import epmoe
 import epmoe.service
-from epmoe.group.recovery import _Meeting
+from epmoe.group.board import Meeting
 
 STEP = 10  # in which a rank dies first
 POISON = 13
@@ -75,17 +75,17 @@ STATES = {
     "after": (partial(step_ends, behind=True), None, None),
     "moving": (lambda: patch(epmoe.Balancer, "tick", moving, behind=True), None, None),
     "hangs": (partial(step_ends, number=signal.SIGSTOP), None, None),
-    "new-waits": (step_ends, lambda: patch(_Meeting, "decision", nth(1)), None),
-    "new-forms": (step_ends, lambda: patch(_Meeting, "form", nth(1)), None),
+    "new-waits": (step_ends, lambda: patch(Meeting, "decision", nth(1)), None),
+    "new-forms": (step_ends, lambda: patch(Meeting, "connect", nth(1)), None),
     "new-connects": (step_ends, lambda: patch(dist, "init_process_group", nth(1)), None),
     "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),
     "new-maps": (step_ends, lambda: patch(epmoe.service, "open_exchange", nth(2)), None),
-    "new-hangs": (step_ends, lambda: patch(_Meeting, "form", nth(1), number=signal.SIGSTOP), None),
+    "new-hangs": (step_ends, lambda: patch(Meeting, "connect", nth(1), number=signal.SIGSTOP), None),
     "new-steps": (step_ends, lambda: patch(serve_rank.Rank, "step", nth(1)), None),
     "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", nth(1))),
-    "old-forms": (step_ends, None, lambda: patch(_Meeting, "form", nth(2))),
+    "old-forms": (step_ends, None, lambda: patch(Meeting, "connect", nth(2))),
     "old-connects": (step_ends, None, lambda: patch(dist, "init_process_group", nth(3))),
-    "old-opens": (step_ends, None, lambda: patch(epmoe.ExpertParallel, "resume", nth(2))),
+    "old-opens": (step_ends, None, lambda: patch(epmoe.ExpertParallel, "go_on", nth(2))),
     "old-maps": (step_ends, None, lambda: patch(epmoe.service, "open_exchange", nth(3))),
     "two": (step_ends, None, None),
     "two-new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),

@@ -126,7 +126,7 @@ def fail_to_load(state, folder: Path) -> str:
     return "it has not raised"
 
 
-@pytest.mark.parametrize("again", [False])
+@pytest.mark.parametrize("again", [False, True])
 def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
     """The other ranks hear of it at once. They go on without this one, or with it, and it loads all its experts."""
     alive = lose(host, serve(host, ranks=3, copies=1), 2)

@@ -20,7 +20,9 @@ from test_moves_death import EMPTY, REACHED, L, S, balance, begin, create, play,
 from test_recover_live import come, expect_all_held, load_slots
 
 import epmoe
-from epmoe.group.recovery import _Meeting
+import epmoe.group.recovery
+from epmoe.group.board import Board, Meeting
+from epmoe.group.folder_store import FolderStore
 
 
 def resize(state, folder: Path, size: int, balanced: bool = False) -> list[tuple[int, int]] | bool:
@@ -132,7 +134,7 @@ def die_in(state, where: str) -> None:
         "connects": (dist, "init_process_group"),
         "opens": (epmoe.service.Peers, "all_gather"),
         "maps": (epmoe.service, "open_exchange"),  # the others have closed their windows so far by then
-        "confirms": (_Meeting, "confirm"),
+        "confirms": (Meeting, "confirm"),
     }[where]
     setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGKILL))
 
@@ -229,7 +231,7 @@ def test_from_a_fork_and_from_other_threads(host):
     assert error.startswith("EPStateError: this ExpertParallel belongs to process"), error
     (error,) = host.do([1], resize_during_a_call, host.folder)
     assert error.startswith("RuntimeError: another thread is in a call"), error
-    assert not list(host.folder.glob("epmoe-store"))
+    assert not list(host.folder.glob("epmoe-board"))
     assert host.do(names, resize_on_a_thread, host.folder, 1)[1] is False
     assert host.do([0], play_fixed) == ["played"]
 
@@ -245,7 +247,10 @@ def resize_twice(state, folder: Path, where: str) -> int | bool:
         raise Interrupted
 
     signal.signal(signal.SIGUSR1, handler)
-    owner, name = {"decides": (_Meeting, "decide"), "opens": (epmoe.service, "open_exchange")}[where]
+    owner, name = {
+        "decides": (epmoe.group.recovery, "_decide"),
+        "opens": (epmoe.service, "open_exchange"),
+    }[where]
     original = getattr(owner, name)
 
     def interrupted(*arguments: object) -> object:
@@ -281,13 +286,13 @@ def test_a_signal_handler_raises(host, where):
 
 def go_on_counted(state, folder: Path) -> int:
     """How many attempts it takes to recover."""
-    attempts, form = [], _Meeting.form
+    attempts, form = [], Meeting.connect
 
     def counted(*arguments) -> None:
         attempts.append(None)
         form(*arguments)
 
-    _Meeting.form = counted
+    Meeting.connect = counted
     test_recover.go_on(state, folder)
     return len(attempts)
 
@@ -297,8 +302,8 @@ def test_a_new_rank_that_died_while_it_waited(host):
     names = lose(host, serve(host), 2)
     host.spawn(4)
     host.start([4], test_recover.come, host.folder)
-    store, deadline = dist.FileStore(str(host.folder / "epmoe-store")), time.monotonic() + 30
-    while not store.add("epmoe/arrivals", 0):
+    board, deadline = Board(FolderStore(host.folder), "epmoe"), time.monotonic() + 30
+    while not board.read("arrivals/1"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     host.signal(4, signal.SIGKILL)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from epmoe.group import roll_call
+from epmoe.group import board
 from epmoe.group.deaths import has_ended, name_of_process
 
 RANKS, RANK, SIZE = [0, 2, 4], 2, 6
@@ -20,37 +20,37 @@ OTHERS = [0, 4]
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
-        ({0: "5", 4: ""}, [5]),
+        ({0: "5", 4: "none"}, [5]),
         ({0: "5,5,1", 4: "1"}, [1, 5]),
-        ({0: ""}, [4]),
+        ({0: "none"}, [4]),
         ({0: str(2**40), 4: "6"}, OTHERS),  # no rank of the group: as if nobody knew
         ({0: "-1,x,1e3,,\u0663," + "9" * 5000, 4: "3"}, [3]),
     ],
 )
 def test_only_ranks_of_the_group_count(monkeypatch, words, missing):
     store = dist.HashStore()
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
     for rank, text in words.items():
         store.set(f"epmoe/x/missing/{rank}", text)
-    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing([]) == missing
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing([]) == missing
     assert store.get(f"epmoe/x/missing/{RANK}").decode() == ",".join(map(str, missing))
 
 
 def test_a_rank_that_has_succeeded_is_not_missing(monkeypatch):
     """The last step of an attempt may fail on some ranks only. Successes of earlier attempts do not count."""
     store = dist.HashStore()
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
-    roll_call.RollCall(RANKS, 4, SIZE, "x", "first").succeed()
-    roll_call.RollCall(RANKS, 0, SIZE, "x", "second").succeed()
-    assert roll_call.RollCall(RANKS, RANK, SIZE, "x", "second").missing([]) == [4]
-    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing([]) == OTHERS
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+    board.RollCall(RANKS, 4, SIZE, "x", "first").succeed()
+    board.RollCall(RANKS, 0, SIZE, "x", "second").succeed()
+    assert board.RollCall(RANKS, RANK, SIZE, "x", "second").missing([]) == [4]
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing([]) == OTHERS
 
 
 @pytest.mark.parametrize(("found", "missing"), [([], OTHERS), ([3], [3])])
 def test_without_a_default_group(found, missing):
     """It may be destroyed while a transfer hangs: the thread that watches it goes on."""
     assert not dist.is_initialized()
-    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing(found) == missing
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing(found) == missing
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def test_the_end_of_a_process_is_seen_by_its_name(ended):
 def test_a_rank_whose_process_has_ended_is_missing_at_once(monkeypatch, ended):
     """Also where a rank that lives has not noticed yet: it may learn of the failure by the leaving of this one only."""
     store = dist.HashStore()
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
     for rank, name in ((0, name_of_process()), (4, ended)):
-        monkeypatch.setattr(roll_call, "name_of_process", lambda name=name: name)
-        roll_call.RollCall(RANKS, rank, SIZE, "x").arrive()
+        monkeypatch.setattr(board, "name_of_process", lambda name=name: name)
+        board.RollCall(RANKS, rank, SIZE, "x").arrive()
     begin = time.monotonic()
-    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing([], answer_s=20.0) == [4]
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing([], answer_s=20.0) == [4]
     assert time.monotonic() - begin < 5

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from epmoe.config.config import ExchangeConfig
 from epmoe.config.deadlines import ANSWER_S
+from epmoe.group.board import RollCall
 from epmoe.group.errors import EPTimeoutError
 from epmoe.group.member import Member
 from epmoe.group.peers import MissingRankError, Peers
-from epmoe.group.roll_call import RollCall
 
 _POLL_S = 0.02
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
+from epmoe.group.board import RollCall
 from epmoe.group.checks import check_backend
 from epmoe.group.errors import EPOpenError
 from epmoe.group.peers import MissingRankError, Peers
-from epmoe.group.roll_call import RollCall
 
 _NEW = -1
 _MOST_NAMED = 8  # keys in an error

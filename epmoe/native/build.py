@@ -299,12 +299,25 @@ def _run_ninja(folder: Path, lock: int) -> None:
 
 
 def _check(path: Path, *, around: bool = False) -> None:
-    """Raise BuildError where another user, except root, owns `path` or can write into it. It need not exist.
+    """Raise BuildError where `who_else` names somebody."""
+    if who := who_else(path, around=around):
+        raise BuildError(
+            f"{path} {who}, who could put code there that this process would run: "
+            f"{f'run `chmod go-w {path}`' if around else 'remove it'}, or set EPMOE_CACHE_DIR to a folder that "
+            "only you can write into"
+        )
+
+
+def who_else(path: Path, *, around: bool = False) -> str | None:
+    """Which other user, except root, owns `path` or can write into it, as the end of a sentence. It need not exist.
 
     Args:
-        path: a folder of the cache, or a file that is loaded.
-        around: the folder that the cache is in. Its sticky bit keeps others from renaming what is not theirs, as in
-            /tmp; and root works in folders of users, as containers do that mount a home.
+        path: a folder whose contents this process trusts, or a file in it.
+        around: the folder that it is in. Its sticky bit keeps others from renaming what is not theirs, as in /tmp; and
+            root works in folders of users, as containers do that mount a home.
+
+    Returns:
+        None if there is none.
     """
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -315,12 +328,8 @@ def _check(path: Path, *, around: bool = False) -> None:
             owners = owners if os.geteuid() and stat.S_ISDIR(found.st_mode) else set()
             writers = writers if stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_ISVTX else None
         if owners or writers:
-            who = f"belongs to user {owners.pop()}" if owners else f"can be written by {writers}"
-            raise BuildError(
-                f"{path} {who}, who could put code there that this process would run: "
-                f"{f'run `chmod go-w {path}`' if around else 'remove it'}, or set EPMOE_CACHE_DIR to a folder that "
-                "only you can write into"
-            )
+            return f"belongs to user {owners.pop()}" if owners else f"can be written by {writers}"
+    return None
 
 
 def _writers(found: os.stat_result) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
 
 from epmoe.config.deadlines import NETWORK_SLACK_S, Deadlines
-from epmoe.group.roll_call import RollCall
+from epmoe.group.board import RollCall
 from epmoe.rail.rail import DeviceWords, RailError, Transfer
 
 _CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start

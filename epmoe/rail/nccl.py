@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
 
 from epmoe.config.deadlines import Deadlines
-from epmoe.group.roll_call import RollCall
+from epmoe.group.board import RollCall
 from epmoe.group.waiting import interruptible
 from epmoe.native import ops
 from epmoe.rail.rail import DeviceWords, RailError, Transfer

@@ -16,8 +16,8 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.window import SharedMemoryWindow, Window
 from epmoe.exchange.window_nvlink import NVLinkWindow
+from epmoe.group.board import RollCall
 from epmoe.group.peers import Peers
-from epmoe.group.roll_call import RollCall
 from epmoe.native import ops
 from epmoe.rail.exchange import HierarchicalExchange
 from epmoe.rail.gloo import GlooRail, connect_within, gloo_group

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config.deadlines import Deadlines
-from epmoe.group.roll_call import RollCall
+from epmoe.group.board import RollCall
 
 
 class DeviceWords(NamedTuple):

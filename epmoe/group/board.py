@@ -1,0 +1,368 @@
+"""The board: what ranks tell one another in a store, which needs no rank to answer. docs/protocol.md has its states.
+
+Every key has one writer, or keeps the word of the first one: `settle`. So a rank may end between any two words.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from threading import Thread
+
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
+
+from epmoe.config.config import EPConfig
+from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
+from epmoe.group.deaths import has_ended, name_of_process
+from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.waiting import interruptible
+
+POLL_S = 0.02
+_BEAT_S = 0.1  # from one sign of life to the next
+_LOOK_S = 0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
+_SEND_S = 0.1  # to write a word into the store, where it can be reached
+FORMED, FAILED = "formed", "failed"
+
+
+@dataclass(frozen=True)
+class Board:
+    """Words under a name in a store."""
+
+    store: dist.Store
+    name: str
+
+    def of(self, *names: object) -> Board:
+        """A part of this board."""
+        return Board(self.store, "/".join(map(str, (self.name, *names))))
+
+    def write(self, key: object, word: str) -> None:
+        """Of this rank's own key."""
+        self.store.set(f"{self.name}/{key}", word)
+
+    def read(self, key: object) -> str:
+        """The word; "" if there is none."""
+        name = f"{self.name}/{key}"
+        return self.store.get(name).decode(errors="replace") if self.store.check([name]) else ""
+
+    def settle(self, key: object, word: str) -> str:
+        """Write a word, unless another rank has been first. Returns the word of the first one."""
+        return self.store.compare_set(f"{self.name}/{key}", "", word).decode(errors="replace")
+
+
+class Presence:
+    """Shows on a thread that this process is there, by a word that changes, until it is ended or collected."""
+
+    def __init__(self, board: Board, key: object) -> None:
+        self.ended = False
+        Thread(target=_show, args=(weakref.ref(self), board, key), daemon=True, name="epmoe-presence").start()
+
+
+def sign_of_life() -> str:
+    """A word that no other process has written, nor this one before."""
+    return f"{name_of_process()} {time.monotonic_ns()}"
+
+
+def _show(presence: weakref.ref[Presence], board: Board, key: object) -> None:
+    while (one := presence()) is not None and not one.ended:
+        del one
+        with suppress(RuntimeError, OSError):  # of a store that is gone: this rank's own calls raise
+            board.write(key, sign_of_life())
+        time.sleep(_BEAT_S)
+
+
+@dataclass
+class Sign:
+    """What this rank has seen of another one. Its silence is counted in this rank's looks, not in hours: a machine that
+    is busy or stood still delays both."""
+
+    word: str
+    looked: float
+    silent_s: float = 0.0
+    fresh: bool = False  # it has changed meanwhile
+    ended: bool = False  # the process is known to have
+
+    def look(self, word: str) -> None:
+        """This is the word now."""
+        now = time.monotonic()
+        self.silent_s += min(now - self.looked, _LOOK_S)
+        if word != self.word:
+            self.word, self.silent_s, self.fresh = word, 0.0, True
+        self.looked, self.ended = now, has_ended(word.partition(" ")[0])
+
+
+class Decision(BaseModel):
+    """What one rank has settled for all.
+
+    members: who is in the group, in rank order: former ranks, and behind them new ones as `-1 - arrival`.
+    config: of the group to be.
+    last_call_s: a member that is silent for so long is given up.
+    arrivals: new ranks up to here have their answer.
+    keeps: former ranks keep their slots, with `placement.live`.
+    left: former ranks that have left in this attempt or before it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    members: list[int]
+    config: EPConfig
+    last_call_s: float
+    arrivals: int
+    keeps: bool
+    left: list[int]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One attempt of the ranks of a group, and of new ones, to form the next group."""
+
+    root: Board
+    group: str  # names the group so far
+    number: int = 0
+    signs: dict[int, Sign] = field(default_factory=dict)  # by member, through all attempts
+
+    @classmethod
+    def named(cls, root: Board, name: str) -> Meeting:
+        """The meeting of this `name`."""
+        group, _, number = name.rpartition("/")
+        return cls(root, group, int(number))
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}/{self.number}"
+
+    @property
+    def board(self) -> Board:
+        return self.root.of(self.name)
+
+    def following(self) -> Meeting:
+        """The next attempt."""
+        return Meeting(self.root, self.group, self.number + 1, self.signs)
+
+    def key_of(self, member: int) -> str:
+        """Where it shows that it is there, see `Presence`."""
+        return f"{self.group}/there/{member}" if member >= 0 else f"arrivals/{-1 - member}"
+
+    def sign_of(self, member: int) -> Sign:
+        """What this rank sees of a member."""
+        word = self.root.read(self.key_of(member))
+        sign = self.signs.setdefault(member, Sign(word, time.monotonic()))
+        sign.look(word)
+        return sign
+
+    def lost(self, member: int, last_call_s: float) -> bool:
+        """Whether a member is given up: its process has ended, or it has been silent for too long."""
+        sign = self.sign_of(member)
+        return sign.ended or sign.silent_s > last_call_s
+
+    def anybody_lost(self, decision: Decision) -> bool:
+        """Whether one of the members is."""
+        return any(self.lost(member, decision.last_call_s) for member in decision.members)
+
+    def decision(self) -> Decision | None:
+        """What was decided here. Raises ValueError, which names the key, for what no rank has written."""
+        if not (word := self.board.read("decision")):
+            return None
+        try:
+            return Decision.model_validate_json(word)
+        except ValidationError as error:
+            raise ValueError(f"{self.board.name}/decision in the store holds no decision: {error}") from None
+
+    def outcome(self) -> str:
+        """What has become of the attempt; "" until it is settled."""
+        return self.board.read("outcome")
+
+    def connect(self, decision: Decision, rank: int, timeout_s: float, backend: str) -> None:
+        """Make the default process group anew. It fails once the attempt does, or a member is lost: torch would wait.
+
+        Raises RuntimeError where it cannot be made.
+        """
+
+        deadline = time.monotonic() + timeout_s
+
+        def look() -> None:
+            if self.outcome() == FAILED or self.anybody_lost(decision) or time.monotonic() > deadline:
+                raise RuntimeError("a rank is gone")
+
+        leave_group()
+        _world.group_count = 0  # torch also counts groups that failed, and their number must be the same on all ranks
+        store = _WatchedStore(self.board.store, look)
+        _kept[:] = [store]
+        timeout = connect = timedelta(seconds=timeout_s)
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # there a group keeps the timeout of its connecting
+            connect = min(timeout, timedelta(seconds=decision.last_call_s))  # of a member that ends while it connects
+        group, size = dist.PrefixStore(self.board.of("group").name, store), len(decision.members)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=connect)
+        store.look = None
+        _set_pg_timeout(timeout)
+        RollCall.of(Peers.of(dist.group.WORLD), "opening").arrive()  # some time may pass before it opens
+
+    def confirm(self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]) -> bool:
+        """Whether all ranks have got into the group; what `missing` returns is true once some of them are missing.
+
+        The last gather of its opening may end well on some ranks only, so the first rank that knows the outcome settles
+        it, and all follow.
+        """
+        board, deadline = self.board, time.monotonic() + timeout_s
+        board.write(f"in/{rank}", "in")
+        while not self.outcome():
+            if all(board.read(f"in/{other}") for other in range(len(decision.members))):
+                board.settle("outcome", FORMED)
+            elif missing() or self.anybody_lost(decision) or time.monotonic() > deadline:
+                self.fail()
+            else:
+                time.sleep(POLL_S)
+        return self.outcome() == FORMED
+
+    def fail(self) -> None:
+        """The attempt has failed, unless its outcome is settled."""
+        self.board.settle("outcome", FAILED)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within it this rank gets into the group. Whatever it raises, a signal handler's error too, fails it for all.
+
+        The other ranks must not wait for this one: it leaves the process group, which ends with the exception at last.
+        """
+        try:
+            yield
+        except BaseException:
+            self.fail()
+            leave_group()
+            raise
+
+
+def arrive(root: Board) -> int:
+    """The number of this new rank, from 1. Its key holds its sign of life."""
+    word = sign_of_life()
+    return next(n for n in count(1) if not root.read(f"arrivals/{n}") and root.settle(f"arrivals/{n}", word) == word)
+
+
+def leave_group() -> None:
+    """Close the connections of the default process group, so that no other rank waits in it for this one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _WatchedStore(dist.Store):
+    """A store as torch sees it. While it has a `look`, a wait ends by what that raises, and by nothing else."""
+
+    def __init__(self, store: dist.Store, look: Callable[[], None]) -> None:
+        super().__init__()
+        self.store: dist.Store = store
+        self.look: Callable[[], None] | None = look
+
+    def set(self, key: str, value: str) -> None:  # or bytes, as torch's own
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.store.compare_set(key, expected, desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        while self.look is not None and not self.check(keys):
+            self.look()
+            time.sleep(POLL_S)
+        self.store.wait(list(keys), *([] if timeout is None else [timeout]))
+
+
+_kept = list[dist.Store]()  # of the default group, which does not keep a store of Python
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """Some ranks of a group, which report to one another after a failure. They are numbered in the group."""
+
+    ranks: list[int]
+    rank: int
+    size: int  # of the whole group
+    name: str  # the same on all ranks of the group, and of no other group
+    attempt: str = ""  # the name of this attempt, once this rank knows it
+
+    def arrive(self) -> None:
+        """Leave the name of this process: others then need not wait for the answer of a rank that has ended."""
+        self._send(f"process/{self.rank}", name_of_process())
+
+    def succeed(self) -> None:
+        """Report that the attempt has succeeded here: where it fails elsewhere, this rank is not missing."""
+        self._send(f"{self.attempt}/{self.rank}", "in")
+
+    def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
+        """After a failure: who is missing, at least one rank; all others of this roll call where the store is silent.
+
+        A rank that notices a failure reports it, and what it has `found`; one that does not within `answer_s` seconds
+        is missing, and one whose process has ended is so at once.
+        """
+        others = [rank for rank in self.ranks if rank != self.rank]
+        reports: dict[int, set[int]] = {}
+        with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
+            interruptible(partial(self._ask, self._board(), found, others, reports, answer_s), answer_s)
+        reports = dict(reports)  # the thread may go on writing
+        named, silent = set().union(*reports.values()), set(others) - set(reports)
+        result = sorted(set(found) or named or silent or others)
+        self._send(self.rank, _report(result))  # for ranks that come too late
+        return result
+
+    @classmethod
+    def after(cls, error: MissingRankError, what: str, found: Sequence[int] = (), attempt: str = "") -> list[int]:
+        """After a collective of a group has failed: its ranks that are missing. `found` is that of `missing`."""
+        return cls.of(error.peers, what, attempt).missing(found, OPENING_ANSWER_S)
+
+    @classmethod
+    def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:
+        """All ranks of a group, which take part in `what`."""
+        assert peers.group is not None
+        return cls(list(range(peers.size)), peers.rank, peers.size, f"{what}/{peers.group.group_name}", attempt)
+
+    def _send(self, key: object, word: str) -> None:
+        with suppress(RuntimeError, ValueError):
+            interruptible(partial(self._board().write, key, word), _SEND_S)
+
+    def _board(self) -> Board:
+        return Board(_get_default_store(), f"epmoe/{self.name}/missing")
+
+    def _ask(
+        self, board: Board, found: Sequence[int], others: list[int], reports: dict[int, set[int]], answer_s: float
+    ) -> None:
+        """Report what this rank has found, and fill `reports` with what the others have. It may never end.
+
+        Ranks that know of an end wait for no further report: others may learn of it by their leaving only.
+        """
+        board.write(self.rank, _report(found))
+        deadline, silent, ended = time.monotonic() + answer_s, set(others), set[int]()
+        while silent and not found and not ended and time.monotonic() < deadline:
+            for rank in sorted(silent):
+                if report := board.read(rank):
+                    reports[rank] = _ranks_in(report, self.size)
+                elif self.attempt and board.read(f"{self.attempt}/{rank}"):
+                    reports[rank] = set()
+                elif has_ended(board.read(f"process/{rank}")):
+                    ended.add(rank)
+                    reports[rank] = {rank}
+            silent.difference_update(reports)
+            time.sleep(POLL_S)
+
+
+def _report(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks)) or "none"
+
+
+def _ranks_in(report: str, size: int) -> set[int]:
+    """The ranks of a group of `size` in a report. Other words in it do not count."""
+    words = [word for word in report.split(",") if word.isascii() and word.isdigit() and len(word) < 10]
+    return {rank for rank in map(int, words) if rank < size}

@@ -1,7 +1,7 @@
 """docs/protocol.md as a model: every interleaving of its steps keeps its promises, and none of its rules is idle.
 
 The model's files are in tests/protocol: what a rank does in `cpu.py`, `cuda.py` and `mail.py`, how stores and ranks
-move in `machine.py`, the search in `explorer.py`, the rules in `rules.py`.
+move in `machine.py`, the search in `explorer.py`, the rules in `rules.py`. Meetings after a death are in `board.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 from helpers import ROOT, long, slow
+from protocol.board import BOARD_RULES, BoardModel
 from protocol.explorer import Violation, explore
 from protocol.models import build
 from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
@@ -104,7 +105,37 @@ def test_ranks_are_at_most_one_stage_apart(protocol, scenario):
     assert apart == (2 if scenario == "aborts" and protocol == CPU else 1)
 
 
+MEETINGS = {
+    "no failure": {},
+    "two leaders": {"slow": (0,)},  # each with a list of its own
+    "a death at any write": {"deaths": 1},
+    "a slow member": {"slow": (0,), "errors": 1},
+    "a failed attempt": {"errors": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*MEETINGS.values(), slow({"deaths": 2}), slow({"deaths": 1, "errors": 1}), slow({"deaths": 1, "slow": (0,)})],
+)
+def test_ranks_form_one_group_and_none_that_lives_is_left_out(options):
+    """Whatever ends or fails, the others go on in the same attempt with the same members, and nobody waits for ever."""
+    states = explore(BoardModel(3, **options))
+    print(len(states))
+    assert len(states) > 90
+
+
+@pytest.mark.parametrize("rule", BOARD_RULES)
+def test_no_rule_of_the_board_can_be_left_out(rule):
+    for options in MEETINGS.values():
+        try:
+            explore(BoardModel(3, **options, without=rule))
+        except Violation:
+            return
+    pytest.fail(f"one group forms without the rule {rule}")
+
+
 def test_the_page_names_the_rules_of_the_model():
     text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
     named = re.findall(r"\*\*Rule ([\w-]+)\.\*\*", text)
-    assert sorted(named) == sorted(RULES)
+    assert sorted(named) == sorted([*RULES, *BOARD_RULES])

@@ -1,0 +1,197 @@
+"""The board of ranks: its folder, signs of life, and who is missing. Nobody has to believe the words of others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from itertools import count, takewhile
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers import slow
+
+from epmoe.group import board
+from epmoe.group.board import Board, Meeting, Presence, Sign, sign_of_life
+from epmoe.group.deaths import has_ended, name_of_process
+from epmoe.group.folder_store import FolderStore, open_store
+
+RANKS, RANK, SIZE = [0, 2, 4], 2, 6
+OTHERS = [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ({0: "5", 4: "none"}, [5]),
+        ({0: "5,5,1", 4: "1"}, [1, 5]),
+        ({0: "none"}, [4]),
+        ({0: str(2**40), 4: "6"}, OTHERS),  # no rank of the group: as if nobody knew
+        ({0: "-1,x,1e3,,\u0663," + "9" * 5000, 4: "3"}, [3]),
+    ],
+)
+def test_only_ranks_of_the_group_count(monkeypatch, words, missing):
+    store = dist.HashStore()
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+    for rank, text in words.items():
+        store.set(f"epmoe/x/missing/{rank}", text)
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing([]) == missing
+    assert store.get(f"epmoe/x/missing/{RANK}").decode() == ",".join(map(str, missing))
+
+
+def test_a_rank_that_has_succeeded_is_not_missing(monkeypatch):
+    """The last step of an attempt may fail on some ranks only. Successes of earlier attempts do not count."""
+    store = dist.HashStore()
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+    board.RollCall(RANKS, 4, SIZE, "x", "first").succeed()
+    board.RollCall(RANKS, 0, SIZE, "x", "second").succeed()
+    assert board.RollCall(RANKS, RANK, SIZE, "x", "second").missing([]) == [4]
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing([]) == OTHERS
+
+
+@pytest.mark.parametrize(("found", "missing"), [([], OTHERS), ([3], [3])])
+def test_without_a_default_group(found, missing):
+    """It may be destroyed while a transfer hangs: the thread that watches it goes on."""
+    assert not dist.is_initialized()
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing(found) == missing
+
+
+@pytest.fixture
+def ended() -> str:
+    """The name of a process that has ended, and for which nobody has waited yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield f"{name_of_process().rpartition('/')[0]}/{process.pid}"
+    process.wait()
+
+
+def test_the_end_of_a_process_is_seen_by_its_name(ended):
+    assert has_ended(ended) and not has_ended(name_of_process())
+    place, _, number = ended.rpartition("/")
+    for name in (f"x{place}/{number}", f"/{number}", "", "/", number, f"{place}/-1", f"{place}/{10**20}", f"{place}/x"):
+        assert not has_ended(name)
+
+
+def test_a_rank_whose_process_has_ended_is_missing_at_once(monkeypatch, ended):
+    """Also where a rank that lives has not noticed yet: it may learn of the failure by the leaving of this one only."""
+    store = dist.HashStore()
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+    for rank, name in ((0, name_of_process()), (4, ended)):
+        monkeypatch.setattr(board, "name_of_process", lambda name=name: name)
+        board.RollCall(RANKS, rank, SIZE, "x").arrive()
+    begin = time.monotonic()
+    assert board.RollCall(RANKS, RANK, SIZE, "x").missing([], answer_s=20.0) == [4]
+    assert time.monotonic() - begin < 5
+
+
+def write_for_ever(folder: Path, word: str) -> None:
+    store = FolderStore(folder)
+    for number in count():
+        store.set("key", word * 25_000)
+        store.compare_set(f"first/{number}", "", word * 25_000)
+
+
+@pytest.mark.parametrize("repeats", [20, slow(300)])
+def test_a_rank_that_is_killed_leaves_no_half_word(tmp_path, repeats):
+    """Which would stop all ranks that read it."""
+    board, fork, draw = Board(FolderStore(tmp_path), "first"), multiprocessing.get_context("fork"), random.Random(0)
+    for _ in range(repeats):
+        child = fork.Process(target=write_for_ever, args=(tmp_path, "word"))
+        child.start()
+        time.sleep(draw.uniform(0.0, 0.02))
+        child.kill()
+        child.join()
+        found = [board.store.get("key")] if board.store.check(["key"]) else []
+        found += [board.read(n).encode() for n in takewhile(board.read, count())]
+        assert all(len(text) == 100_000 for text in found)
+
+
+def test_the_first_word_stays(tmp_path):
+    for store in (FolderStore(tmp_path), dist.HashStore(), dist.TCPStore("localhost", 0, is_master=True)):
+        board = Board(store, "x").of("y", 1)
+        assert board.read("key") == "" and board.settle("key", "one") == board.settle("key", "two") == "one"
+        board.write("key", "three")
+        assert board.read("key") == store.get("x/y/1/key").decode() == "three"
+
+
+def test_a_folder_as_a_store_of_torch(tmp_path):
+    store = FolderStore(tmp_path / "new" / "folder")
+    assert store.add("count", 2) == 2 and store.add("count", -1) == 1
+    long = "/".join(["name"] * 200)
+    store.set(long, b"bytes")
+    assert store.get(long) == b"bytes" and store.delete_key(long) and not store.delete_key(long)
+    with pytest.raises(dist.DistStoreError, match="nobody has set"):
+        store.wait([long], timedelta(seconds=0.02))
+    with pytest.raises(NotImplementedError):
+        store.compare_set("count", "1", "2")
+
+
+@pytest.mark.parametrize("which", ["", "epmoe-board", "a link"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_folder_of_another_user_is_refused(tmp_path, which):
+    """What it says would decide which ranks go on."""
+    folder = tmp_path / "folder"
+    FolderStore(folder)
+    if which == "a link":
+        folder = tmp_path / "other"
+        folder.mkdir(0o700)
+        (folder / "epmoe-board").symlink_to(tmp_path / "folder" / "epmoe-board")
+        os.chown(folder / "epmoe-board", 54321, -1, follow_symlinks=False)
+    elif which:
+        os.chown(folder / which, 54321, -1)
+    else:
+        folder.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"belongs to user 54321|can be written by every user"):
+        open_store(folder)
+
+
+def test_a_file_store_is_refused(tmp_path):
+    store = dist.PrefixStore("prefix", dist.FileStore(str(tmp_path / "file")))
+    with pytest.raises(ValueError, match="`store` must be a folder or a TCPStore"):
+        open_store(store)
+
+
+@pytest.mark.parametrize("word", ["{", "[]", '{"members": [0]}', "\udcff", "null"])
+def test_a_word_that_is_no_decision_is_named(tmp_path, word):
+    store = FolderStore(tmp_path)
+    store.set("epmoe/group/0/decision", word.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="^epmoe/group/0/decision in the store holds no decision"):
+        Meeting(Board(store, "epmoe"), "group").decision()
+
+
+def test_silence_is_counted_in_looks(monkeypatch):
+    """A rank that was stopped for an hour itself has not heard that another one was silent for an hour."""
+    times = iter([3600.0, 3600.1, 3600.2])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    sign = Sign("word", 0.0)
+    sign.look("word")
+    sign.look("word")
+    assert 0.1 < sign.silent_s < 0.5 and not sign.fresh
+    sign.look("another")
+    assert sign.silent_s == 0 and sign.fresh
+
+
+def test_a_rank_is_there_until_it_ends(tmp_path):
+    meeting = Meeting(Board(FolderStore(tmp_path), "epmoe"), "group")
+    here = Presence(meeting.root, meeting.key_of(0))
+    deadline = time.monotonic() + 20
+    while not meeting.sign_of(0).fresh:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not meeting.lost(0, 10.0)
+    here.ended = True
+    while not meeting.lost(0, 0.5):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_rank_whose_process_has_ended_is_lost_at_once(ended):
+    meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group")
+    meeting.root.write(meeting.key_of(1), f"{ended} 1")
+    meeting.root.write(meeting.key_of(0), sign_of_life())
+    assert meeting.lost(1, 10.0) and not meeting.lost(0, 10.0)

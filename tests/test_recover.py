@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from host import EXPERTS, lose, play, play_until_timeout, serve, take
 
 from epmoe import join_group, recover, resize
@@ -61,6 +63,27 @@ def test_another_dies_while_the_rest_recovers(host):
     results = host.do([0, 1], go_on, host.folder)
     assert all(isinstance(one, int) for one in results), results
     assert host.do([0, 1], play) == ["played"] * 2
+
+
+def connect_late(state, late_s: float) -> None:
+    """The next process group takes this rank so much longer, as on a machine that is busy."""
+    connect = dist.init_process_group
+
+    def late(*arguments, **options) -> None:
+        dist.init_process_group = connect
+        time.sleep(late_s)
+        connect(*arguments, **options)
+
+    dist.init_process_group = late
+
+
+def test_a_rank_that_connects_late_is_not_given_up(host):
+    """Later than the last call: it lives, and says so."""
+    alive = lose(host, serve(host, copies=1), 3)
+    host.do([1], connect_late, 5.0)
+    results = host.do(alive, go_on, host.folder)
+    assert all(isinstance(one, int) for one in results), results
+    assert host.do(alive, play) == ["played"] * 3
 
 
 def lose_the_last_word(state) -> None:

@@ -29,10 +29,10 @@ from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED, MAX_TAG
 from epmoe.group.checks import check_size, config_of, device_of, group_of
 from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
-from epmoe.group.folder_store import Store
 from epmoe.group.join import JoinRequest, opening
 from epmoe.group.peers import Peers
-from epmoe.group.recovery import Wanted, regroup, take_in
+from epmoe.group.recovery import Confirm, Wanted, regroup, take_in
+from epmoe.group.store import Store
 from epmoe.group.waiting import device_ends
 from epmoe.live.balancer import Balancer
 from epmoe.live.experts import LiveExperts
@@ -185,7 +185,7 @@ class ExpertParallel(HoldsWindows):
         group: dist.ProcessGroup | None,
         placement: Placement | None,
         spread_lost: bool,
-        confirm: Callable[[Callable[[], int]], bool] = lambda _: True,
+        confirm: Confirm = lambda _: True,
     ) -> tuple[Move, ...]:
         """`resume`, within `alone`.
 
@@ -736,7 +736,7 @@ class ExpertParallel(HoldsWindows):
         peers: Peers,
         config: EPConfig,
         request: JoinRequest,
-        confirm: Callable[[Callable[[], int]], bool] = lambda _: True,
+        confirm: Confirm = lambda _: True,
     ) -> None:
         """Become a rank of a group, whose turn this thread has. Collective; where a step fails on one rank, all raise.
         See `resume`.
@@ -865,7 +865,18 @@ def join_group(
     """
     on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
     load(torch.device("cuda" if on_gpu else "cpu"))
-    return take_in(store, lambda config: ExpertParallel(config, device=device), timeout_s, backend)
+
+    def make(config: EPConfig, confirm: Confirm) -> ExpertParallel:
+        ep = ExpertParallel(config, device=device)
+        try:
+            if not confirm(lambda: len(ep.survivors()) < ep.size):
+                raise RuntimeError("the group was not confirmed")
+        except BaseException:
+            ep.close()
+            raise
+        return ep
+
+    return take_in(store, make, timeout_s, backend)
 
 
 def resize(

@@ -22,7 +22,7 @@ from test_recover_live import come, expect_all_held, load_slots
 import epmoe
 import epmoe.group.recovery
 from epmoe.group.board import Board, Meeting
-from epmoe.group.folder_store import FolderStore
+from epmoe.group.store import OutlivingStore
 
 
 def resize(state, folder: Path, size: int, balanced: bool = False) -> list[tuple[int, int]] | bool:
@@ -302,7 +302,7 @@ def test_a_new_rank_that_died_while_it_waited(host):
     names = lose(host, serve(host), 2)
     host.spawn(4)
     host.start([4], test_recover.come, host.folder)
-    board, deadline = Board(FolderStore(host.folder), "epmoe"), time.monotonic() + 30
+    board, deadline = Board(OutlivingStore(host.folder), "epmoe"), time.monotonic() + 30
     while not board.read("arrivals/1"):
         assert time.monotonic() < deadline
         time.sleep(0.01)

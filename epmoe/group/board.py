@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,9 +23,9 @@ from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
 from epmoe.group.deaths import has_ended, name_of_process
 from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.store import POLL_S, OutlivingStore
 from epmoe.group.waiting import interruptible
 
-POLL_S = 0.02
 _BEAT_S = 0.1  # from one sign of life to the next
 _LOOK_S = 0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
@@ -38,10 +38,6 @@ class Board:
 
     store: dist.Store
     name: str
-
-    def of(self, *names: object) -> Board:
-        """A part of this board."""
-        return Board(self.store, "/".join(map(str, (self.name, *names))))
 
     def write(self, key: object, word: str) -> None:
         """Of this rank's own key."""
@@ -123,31 +119,21 @@ class Meeting:
     """One attempt of the ranks of a group, and of new ones, to form the next group."""
 
     root: Board
-    group: str  # names the group so far
-    number: int = 0
+    name: str  # <origin>/<generation>/<attempt>
     signs: dict[int, Sign] = field(default_factory=dict)  # by member, through all attempts
-
-    @classmethod
-    def named(cls, root: Board, name: str) -> Meeting:
-        """The meeting of this `name`."""
-        group, _, number = name.rpartition("/")
-        return cls(root, group, int(number))
-
-    @property
-    def name(self) -> str:
-        return f"{self.group}/{self.number}"
 
     @property
     def board(self) -> Board:
-        return self.root.of(self.name)
+        return Board(self.root.store, f"{self.root.name}/{self.name}")
 
     def following(self) -> Meeting:
         """The next attempt."""
-        return Meeting(self.root, self.group, self.number + 1, self.signs)
+        group, _, attempt = self.name.rpartition("/")
+        return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.signs)
 
     def key_of(self, member: int) -> str:
         """Where it shows that it is there, see `Presence`."""
-        return f"{self.group}/there/{member}" if member >= 0 else f"arrivals/{-1 - member}"
+        return f"{self.name.rpartition('/')[0]}/there/{member}" if member >= 0 else f"arrivals/{-1 - member}"
 
     def sign_of(self, member: int) -> Sign:
         """What this rank sees of a member."""
@@ -183,7 +169,6 @@ class Meeting:
 
         Raises RuntimeError where it cannot be made.
         """
-
         deadline = time.monotonic() + timeout_s
 
         def look() -> None:
@@ -192,16 +177,16 @@ class Meeting:
 
         leave_group()
         _world.group_count = 0  # torch also counts groups that failed, and their number must be the same on all ranks
-        store = _WatchedStore(self.board.store, look)
-        _kept[:] = [store]
+        store = self.root.store
+        assert isinstance(store, OutlivingStore)
+        _kept[:], store.look = [store], look
         timeout = connect = timedelta(seconds=timeout_s)
         if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # there a group keeps the timeout of its connecting
             connect = min(timeout, timedelta(seconds=decision.last_call_s))  # of a member that ends while it connects
-        group, size = dist.PrefixStore(self.board.of("group").name, store), len(decision.members)
+        group, size = dist.PrefixStore(f"{self.board.name}/group", store), len(decision.members)
         dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=connect)
         store.look = None
         _set_pg_timeout(timeout)
-        RollCall.of(Peers.of(dist.group.WORLD), "opening").arrive()  # some time may pass before it opens
 
     def confirm(self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]) -> bool:
         """Whether all ranks have got into the group; what `missing` returns is true once some of them are missing.
@@ -224,19 +209,6 @@ class Meeting:
         """The attempt has failed, unless its outcome is settled."""
         self.board.settle("outcome", FAILED)
 
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Within it this rank gets into the group. Whatever it raises, a signal handler's error too, fails it for all.
-
-        The other ranks must not wait for this one: it leaves the process group, which ends with the exception at last.
-        """
-        try:
-            yield
-        except BaseException:
-            self.fail()
-            leave_group()
-            raise
-
 
 def arrive(root: Board) -> int:
     """The number of this new rank, from 1. Its key holds its sign of life."""
@@ -248,37 +220,6 @@ def leave_group() -> None:
     """Close the connections of the default process group, so that no other rank waits in it for this one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class _WatchedStore(dist.Store):
-    """A store as torch sees it. While it has a `look`, a wait ends by what that raises, and by nothing else."""
-
-    def __init__(self, store: dist.Store, look: Callable[[], None]) -> None:
-        super().__init__()
-        self.store: dist.Store = store
-        self.look: Callable[[], None] | None = look
-
-    def set(self, key: str, value: str) -> None:  # or bytes, as torch's own
-        self.store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.store.add(key, amount)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.store.compare_set(key, expected, desired)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self.store.check(list(keys))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        while self.look is not None and not self.check(keys):
-            self.look()
-            time.sleep(POLL_S)
-        self.store.wait(list(keys), *([] if timeout is None else [timeout]))
 
 
 _kept = list[dist.Store]()  # of the default group, which does not keep a store of Python

@@ -12,14 +12,16 @@ from typing import TypeVar
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import Move, Placement
-from epmoe.group.board import FAILED, FORMED, POLL_S, Board, Decision, Meeting, Presence, arrive
+from epmoe.group.board import FAILED, FORMED, Board, Decision, Meeting, Presence, arrive, leave_group
 from epmoe.group.errors import EPStateError
-from epmoe.group.folder_store import Store, open_store
 from epmoe.group.member import Member
+from epmoe.group.store import POLL_S, OutlivingStore, Store
 
 _ANSWER_S = 1.0  # a new rank that waits shows all the time that it is there
 _LEAVES = "leaves"  # what a former rank says in place of those that it knows to have ended
-_Member = TypeVar("_Member", bound=Member)
+_Entered = TypeVar("_Entered")
+Confirm = Callable[[Callable[[], object]], bool]
+"""Whether all ranks have got into a group. It takes what returns true once some are missing."""
 
 
 def recover(
@@ -92,11 +94,13 @@ class Wanted:
 
 def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted) -> bool:
     """What `recover` does; see there. Returns whether this rank is in the group. One that `leaves` closes `ep`."""
-    form_s, deadline = ep.config.exchange.warmup_timeout_s, time.monotonic() + wanted.timeout_s
-    meeting, before = Meeting(Board(open_store(store), "epmoe"), f"{ep.origin}/{ep.generation}"), None
-    here = Presence(meeting.root, meeting.key_of(ep.rank))
+    deadline, before = time.monotonic() + wanted.timeout_s, None
+    meeting = Meeting(Board(OutlivingStore(store), "epmoe"), f"{ep.origin}/{ep.generation}/0")
+    here, moves = Presence(meeting.root, meeting.key_of(ep.rank)), None
     try:
-        while time.monotonic() < deadline:
+        while moves is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no group has formed within {wanted.timeout_s:g} s")
             if (outcome := meeting.outcome()) == FORMED:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
             if outcome == FAILED:  # here, or in an earlier call
@@ -108,19 +112,8 @@ def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]],
                 return False
             if ep.rank not in decision.members:
                 raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
-            rank = decision.members.index(ep.rank)
-            try:
-                with meeting.attempt():
-                    meeting.connect(decision, rank, form_s, wanted.backend)
-                    placement = None if decision.keeps else decision.config.place_experts()
-                    moves = ep.go_on(None, placement, True, partial(meeting.confirm, decision, rank, form_s))
-            except EPStateError:
-                raise
-            except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
-                continue
-            break
-        else:
-            raise TimeoutError(f"no group has formed within {wanted.timeout_s:g} s")
+            placement = None if decision.keeps else decision.config.place_experts()
+            moves = _enter(meeting, decision, ep.rank, wanted.backend, partial(ep.go_on, None, placement, True))
     finally:
         here.ended = True
     try:
@@ -183,43 +176,44 @@ def _decide(meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, befor
     return decision
 
 
-def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float, backend: str) -> _Member:
+def take_in(store: Store, make: Callable[[EPConfig, Confirm], _Entered], timeout_s: float, backend: str) -> _Entered:
     """Wait until a group takes this new rank in; see `epmoe.join_group`. `make` is called in its process group."""
-    deadline, root = time.monotonic() + timeout_s, Board(open_store(store), "epmoe")
+    deadline, root = time.monotonic() + timeout_s, Board(OutlivingStore(store), "epmoe")
     while time.monotonic() < deadline:
         arrival = arrive(root)
         here = Presence(root, f"arrivals/{arrival}")
         try:
             while not (answer := root.read(f"arrivals/{arrival}/answer")) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-            if answer:
-                ep = _enter(Meeting.named(root, answer), -1 - arrival, make, backend)
-                if ep is not None:
-                    return ep
+            meeting, member = Meeting(root, answer), -1 - arrival
+            decision = meeting.decision() if answer else None
+            if decision is not None and member in decision.members:  # otherwise the group had no place left
+                entered = _enter(meeting, decision, member, backend, partial(make, decision.config))
+                if entered is not None:
+                    return entered
         finally:
             here.ended = True
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
 
 
-def _enter(meeting: Meeting, member: int, make: Callable[[EPConfig], _Member], backend: str) -> _Member | None:
-    """A new rank's part of a meeting; None where the group had no place left or did not form: it queues again."""
-    decision = meeting.decision()
-    if decision is None or member not in decision.members:
-        return None
+def _enter(
+    meeting: Meeting, decision: Decision, member: int, backend: str, open_: Callable[[Confirm], _Entered]
+) -> _Entered | None:
+    """Get into the group: what `open_` returns in its process group; None where another rank has died meanwhile.
+
+    Whatever it raises, a signal handler's error too, fails the attempt for all. They must not wait for this rank then:
+    it leaves the process group, which ends with the exception at last.
+    """
     rank, form_s = decision.members.index(member), decision.config.exchange.warmup_timeout_s
     try:
-        with meeting.attempt():
-            meeting.connect(decision, rank, form_s, backend)
-            ep = make(decision.config)
-            try:
-                if meeting.confirm(decision, rank, form_s, lambda: len(ep.survivors()) < ep.size):
-                    return ep
-                raise RuntimeError("the group was not confirmed")
-            except BaseException:
-                ep.close()
-                raise
-    except RuntimeError:  # another rank has died meanwhile
-        return None
+        meeting.connect(decision, rank, form_s, backend)
+        return open_(partial(meeting.confirm, decision, rank, form_s))
+    except BaseException as error:
+        meeting.fail()
+        leave_group()
+        if isinstance(error, RuntimeError) and not isinstance(error, EPStateError):  # EPResumeError, or torch's
+            return None
+        raise
 
 
 def _place(

@@ -1,0 +1,124 @@
+"""A store that outlives each rank, and of which none that dies leaves a half-written word: a folder, or torch's."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+from epmoe.native.build import who_else
+
+Store = dist.Store | str | os.PathLike[str]
+POLL_S = 0.02
+_FOLDER = "epmoe-board"
+_LONGEST_NAME = 200  # of a file, in bytes; most file systems have 255
+
+
+class OutlivingStore(dist.Store):
+    """The store of `recover`, as torch takes it. While it has a `look`, a wait ends by what that raises.
+
+    Raises PermissionError where others can write into the folder, and ValueError for torch's FileStore: half a record
+    of a process that has died would stop every rank for ever.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        inner = store
+        while isinstance(inner, dist.PrefixStore):
+            inner = inner.underlying_store
+        if isinstance(inner, dist.FileStore):
+            raise ValueError(
+                "`store` must be a folder or a TCPStore: a FileStore may hold half a record for ever"
+            )
+        self._inner = store if isinstance(store, dist.Store) else _Files(Path(store))
+        self.look: Callable[[], None] | None = None
+
+    def set(self, key: str, value: str) -> None:  # or bytes, as for torch's own
+        """In one step."""
+        self._inner.set(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """In one step: set a key that is not there yet, which `expected` must say by "". Returns what is there then."""
+        return self._inner.compare_set(key, expected, desired)
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum so far."""
+        return self._inner.add(key, amount)
+
+    def get(self, key: str) -> bytes:
+        """Waits until it is there."""
+        self.wait([key])
+        return self._inner.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all are there."""
+        return self._inner.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = timedelta(minutes=5)) -> None:
+        """Raises DistStoreError after the deadline."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if self.look is not None:
+                self.look()
+            elif time.monotonic() > deadline:
+                raise dist.DistStoreError(f"nobody has set {keys}")
+            time.sleep(POLL_S)
+
+
+class _Files:
+    """A file for each key, which gets its name once it is whole. Whoever can write here decides which ranks go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute() / _FOLDER
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        for path in (self._folder.parent, self._folder):
+            path.mkdir(0o700, exist_ok=True)
+            if who := who_else(path, around=path != self._folder):
+                raise PermissionError(f"{path} {who}, who could decide there which ranks go on: take another folder")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._whole(value) as file:
+            os.replace(file, self._path(key))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if expected:
+            raise NotImplementedError("a folder sets keys by `compare_set` only where they are not there yet")
+        with self._whole(desired) as file, suppress(FileExistsError):
+            os.link(file, self._path(key))
+        return self.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        with open(self._folder / ".lock", "w") as lock:  # which ends with its process
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            total = amount + (int(self.get(key)) if self.check([key]) else 0)
+            self.set(key, str(total))
+        return total
+
+    def get(self, key: str) -> bytes:
+        return self._path(key).read_bytes()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def _path(self, key: str) -> Path:
+        name = quote(key, safe="")
+        return self._folder / (name if len(name) <= _LONGEST_NAME else hashlib.sha256(key.encode()).hexdigest())
+
+    @contextmanager
+    def _whole(self, value: str | bytes) -> Iterator[Path]:
+        """A file that has the value, under a name that is gone afterwards."""
+        path = self._folder / f".{secrets.token_hex(8)}"
+        try:
+            path.write_bytes(value.encode() if isinstance(value, str) else bytes(value))
+            yield path
+        finally:
+            path.unlink(missing_ok=True)

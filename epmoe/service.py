@@ -96,7 +96,7 @@ class ExpertParallel(HoldsWindows):
     _exchange: Exchange | None = None
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
-    _holds: bool = True  # its experts, once the caller has done what `resume` returns
+    _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def __init__(
@@ -129,17 +129,16 @@ class ExpertParallel(HoldsWindows):
         Returns:
             Ranks, numbered in the group, ascending; before `resume` has returned, of the group so far.
         """
-        self._look()
-        return [rank for rank in range(self.size) if not (self._missing | self._dead) >> rank & 1]
+        if self._exchange is not None:
+            self._missing = self._exchange.missing()
+        ended = self.ended()
+        return [rank for rank in range(self.size) if not self._missing >> rank & 1 and rank not in ended]
 
     def ended(self) -> list[int]:
         """Ranks whose processes have ended, as far as this machine sees it; numbered like `survivors`."""
-        self._look()
-        return [rank for rank in range(self.size) if self._dead >> rank & 1]
-
-    def _look(self) -> None:
         if self._exchange is not None:
-            self._missing, self._dead = self._exchange.missing(), self._exchange.dead()
+            self._dead = self._exchange.dead()
+        return [rank for rank in range(self.size) if self._dead >> rank & 1]
 
     def resume(
         self,
@@ -202,7 +201,7 @@ class ExpertParallel(HoldsWindows):
             config, held = self.config.of_size(peers.size), self.live.held.tolist()
         said = config.model_dump_json(), self.origin, self.generation, self.rank
         request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost)
-        old, mine = self.placement, self.rank if self._holds else None
+        old, mine = self.placement, self.rank if self._has_weights else None
         ranks = [mine if rank == peers.rank else None for rank in range(peers.size)]
         try:
             if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
@@ -213,7 +212,7 @@ class ExpertParallel(HoldsWindows):
             raise EPResumeError(timeout_s, error) from None
         except (RuntimeError, OSError) as error:
             raise EPResumeError(timeout_s, error) from error
-        self._holds = True
+        self._has_weights = True
         if self.live is not None:
             return self._slots_to_load(held or [[] for _ in self.live.held])
         return old.moves(self.placement, ranks)[self.rank]
@@ -238,7 +237,7 @@ class ExpertParallel(HoldsWindows):
     def lose_weights(self) -> None:
         """Close, since weights are not where `placement` has them: no round is to run on them. The waits of the other
         ranks end at once. This rank may go on in another group, and then all its experts are among the moves."""
-        self._holds = False
+        self._has_weights = False
         if self.live is not None:
             self.live.held.fill_(EMPTY)
         if self._exchange is not None:
@@ -251,7 +250,8 @@ class ExpertParallel(HoldsWindows):
         With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
         `rank`, `size`, `survivors` and `resume` still work.
         """
-        self._look()  # for `survivors`
+        if self._exchange is not None:
+            self.survivors()  # for later calls
         exchange, self._exchange = self._exchange, None
         if self.live is not None:
             self.live.close()

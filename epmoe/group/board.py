@@ -26,7 +26,8 @@ from epmoe.group.peers import MissingRankError, Peers
 from epmoe.group.store import POLL_S, OutlivingStore
 from epmoe.group.waiting import interruptible
 
-_BEAT_S = 0.1  # from one sign of life to the next
+_BEAT_S = 0.05  # from one sign of life to the next
+ANSWER_OF_NEW_S = 1.0  # for a sign of a new rank
 _LOOK_S = 0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
 FORMED, FAILED = "formed", "failed"
@@ -143,9 +144,10 @@ class Meeting:
         return sign
 
     def lost(self, member: int, last_call_s: float) -> bool:
-        """Whether a member is given up: its process has ended, or it has been silent for too long."""
+        """Whether a member is given up: its process has ended, or it has been silent for too long. A new one that lives
+        queues again."""
         sign = self.sign_of(member)
-        return sign.ended or sign.silent_s > last_call_s
+        return sign.ended or sign.silent_s > (last_call_s if member >= 0 else ANSWER_OF_NEW_S)
 
     def anybody_lost(self, decision: Decision) -> bool:
         """Whether one of the members is."""

@@ -12,12 +12,11 @@ from typing import TypeVar
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import Move, Placement
-from epmoe.group.board import FAILED, FORMED, Board, Decision, Meeting, Presence, arrive, leave_group
+from epmoe.group.board import ANSWER_OF_NEW_S, FAILED, FORMED, Board, Decision, Meeting, Presence, arrive, leave_group
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.store import POLL_S, OutlivingStore, Store
 
-_ANSWER_S = 1.0  # a new rank that waits shows all the time that it is there
 _LEAVES = "leaves"  # what a former rank says in place of those that it knows to have ended
 _Entered = TypeVar("_Entered")
 Confirm = Callable[[Callable[[], object]], bool]
@@ -144,7 +143,7 @@ def _decide(meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, befor
             sign = meeting.sign_of(-1 - arrivals)
             if sign.fresh and not meeting.lost(-1 - arrivals, wanted.last_call_s):
                 there.append(-1 - arrivals)
-            may_answer |= not sign.fresh and not sign.ended and sign.silent_s < _ANSWER_S
+            may_answer |= not sign.fresh and not sign.ended and sign.silent_s < ANSWER_OF_NEW_S
             arrivals += 1
         members = [*came, *there[: max(0, wanted.max_ranks - len(came))]]
         most = wanted.max_ranks

@@ -89,6 +89,8 @@ class ExpertParallel(HoldsWindows):
     """How many groups the ranks have had before this one: 0 until `resume`."""
     origin: str
     """Names this object on all ranks, old and new ones, through all its groups."""
+    processes: list[str]
+    """[R], names of the ranks' processes"""
     live: LiveExperts | None = None
     """The experts that move, with `placement.live`."""
     adapters: WeakSet[ExpertAdapters]
@@ -774,6 +776,7 @@ class ExpertParallel(HoldsWindows):
             raise
         self.config, self.placement = config, placement
         self.origin, self.generation = agreed.origin, agreed.generation
+        self.processes = [one.process for one in agreed.requests]
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         exchange.thread = get_ident()
         self._exchange, self._missing, self._dead = exchange, 0, 0

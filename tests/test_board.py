@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -169,10 +170,10 @@ def test_silence_is_counted_in_looks(monkeypatch):
     times = iter([3600.0, 3600.1, 3600.2])
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
     sign = Sign("word", 0.0)
-    sign.look("word")
-    sign.look("word")
+    sign.look("word", "")
+    sign.look("word", "")
     assert 0.1 < sign.silent_s < 0.5 and not sign.fresh
-    sign.look("another")
+    sign.look("another", "")
     assert sign.silent_s == 0 and sign.fresh
 
 
@@ -195,3 +196,24 @@ def test_a_rank_whose_process_has_ended_is_lost_at_once(ended):
     meeting.root.write(meeting.key_of(1), f"{ended} 1")
     meeting.root.write(meeting.key_of(0), sign_of_life())
     assert meeting.lost(1, 10.0) and not meeting.lost(0, 10.0)
+
+
+def test_a_process_that_computes_and_has_not_called_is_waited_for():
+    """It may import for seconds. One that hangs is given up, and in the end one that never calls."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        name = f"{name_of_process().rpartition('/')[0]}/{process.pid}"
+        meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
+        begin, last_call_s = time.monotonic(), 0.5
+        while not meeting.lost(0, last_call_s):
+            assert time.monotonic() < begin + 60
+            time.sleep(0.02)
+        assert meeting.signs[0].waited_s > 4 * last_call_s > meeting.signs[0].silent_s
+        process.send_signal(signal.SIGSTOP)
+        meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
+        while not meeting.lost(0, last_call_s):
+            time.sleep(0.02)
+        assert meeting.signs[0].waited_s < 3 * last_call_s
+    finally:
+        process.kill()
+        process.wait()

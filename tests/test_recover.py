@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from host import EXPERTS, lose, play, play_until_timeout, serve, take
+from helpers import long, slow
+from host import EXPERTS, context, lose, play, play_until_timeout, serve, take
 
 from epmoe import join_group, recover, resize
 from epmoe.group.peers import MissingRankError, Peers
@@ -84,6 +86,54 @@ def test_a_rank_that_connects_late_is_not_given_up(host):
     results = host.do(alive, go_on, host.folder)
     assert all(isinstance(one, int) for one in results), results
     assert host.do(alive, play) == ["played"] * 3
+
+
+def go_on_late(state, folder: Path, late_s: float) -> int:
+    """As one that imports what it needs on a busy machine."""
+    until = time.monotonic() + late_s
+    while time.monotonic() < until:
+        pass
+    return go_on(state, folder)
+
+
+def test_a_rank_that_calls_late_is_not_given_up(host):
+    alive = lose(host, serve(host, copies=1), 3)
+    host.start([1], go_on_late, host.folder, 5.0)
+    host.start([0, 2], go_on, host.folder)
+    results = host.results(alive)
+    assert all(isinstance(one, int) for one in results), results
+    assert host.do(alive, play) == ["played"] * 3
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def rank(state) -> int:
+    return state.ep.rank
+
+
+@pytest.mark.parametrize("cycles", [slow(3), long(25)])
+def test_no_rank_that_lives_is_lost_on_a_busy_machine(host, cycles):
+    """Two recoveries in each cycle: one rank dies, and a new one joins."""
+    names, busy = serve(host, ranks=3, copies=1), [context.Process(target=spin) for _ in range(4 * os.cpu_count())]
+    try:
+        for process in busy:
+            process.start()
+        for new in range(3, 3 + cycles):
+            alive = lose(host, names, names[new % 3])
+            assert all(isinstance(one, int) for one in host.do(alive, go_on, host.folder))
+            host.spawn(new)
+            host.start([new], come, host.folder)
+            host.start(alive, go_on, host.folder, 3)
+            assert all(isinstance(one, int) for one in host.results([*alive, new]))
+            ranks = host.do([*alive, new], rank)
+            names = [name for _, name in sorted(zip(ranks, [*alive, new], strict=True))]
+            assert host.do(names, play) == ["played"] * 3
+    finally:
+        for process in busy:
+            process.kill()
 
 
 def lose_the_last_word(state) -> None:

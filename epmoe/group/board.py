@@ -21,12 +21,13 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
-from epmoe.group.deaths import has_ended, name_of_process
+from epmoe.group.deaths import has_ended, name_of_process, processor_time
 from epmoe.group.peers import MissingRankError, Peers
 from epmoe.group.store import POLL_S, OutlivingStore
 from epmoe.group.waiting import interruptible
 
 _BEAT_S = 0.05  # from one sign of life to the next
+_CALLS = 4  # so often the last call is the longest wait for a process that computes and has not come
 ANSWER_OF_NEW_S = 1.0  # for a sign of a new rank
 _LOOK_S = 0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
@@ -83,16 +84,18 @@ class Sign:
     word: str
     looked: float
     silent_s: float = 0.0
+    waited_s: float = 0.0  # since the first look
     fresh: bool = False  # it has changed meanwhile
     ended: bool = False  # the process is known to have
 
-    def look(self, word: str) -> None:
+    def look(self, word: str, process: str) -> None:
         """This is the word now."""
         now = time.monotonic()
-        self.silent_s += min(now - self.looked, _LOOK_S)
+        step_s = min(now - self.looked, _LOOK_S)
+        self.silent_s, self.waited_s = self.silent_s + step_s, self.waited_s + step_s
         if word != self.word:
             self.word, self.silent_s, self.fresh = word, 0.0, True
-        self.looked, self.ended = now, has_ended(word.partition(" ")[0])
+        self.looked, self.ended = now, has_ended(process)
 
 
 class Decision(BaseModel):
@@ -121,6 +124,7 @@ class Meeting:
 
     root: Board
     name: str  # <origin>/<generation>/<attempt>
+    processes: Sequence[str] = ()  # [R], of the group so far
     signs: dict[int, Sign] = field(default_factory=dict)  # by member, through all attempts
 
     @property
@@ -130,24 +134,27 @@ class Meeting:
     def following(self) -> Meeting:
         """The next attempt."""
         group, _, attempt = self.name.rpartition("/")
-        return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.signs)
+        return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.processes, self.signs)
 
     def key_of(self, member: int) -> str:
         """Where it shows that it is there, see `Presence`."""
         return f"{self.name.rpartition('/')[0]}/there/{member}" if member >= 0 else f"arrivals/{-1 - member}"
 
     def sign_of(self, member: int) -> Sign:
-        """What this rank sees of a member."""
+        """What this rank sees of a member: of one that has not come yet, whether its process computes."""
         word = self.root.read(self.key_of(member))
-        sign = self.signs.setdefault(member, Sign(word, time.monotonic()))
-        sign.look(word)
+        process = word.partition(" ")[0] or (self.processes[member] if 0 <= member < len(self.processes) else "")
+        shown = word or processor_time(process)
+        sign = self.signs.setdefault(member, Sign(shown, time.monotonic()))
+        sign.look(shown, process)
         return sign
 
     def lost(self, member: int, last_call_s: float) -> bool:
-        """Whether a member is given up: its process has ended, or it has been silent for too long. A new one that lives
-        queues again."""
+        """Whether a member is given up: its process has ended, or it has been silent for too long, or computes for
+        several times as long and does not come. A new one that lives queues again."""
         sign = self.sign_of(member)
-        return sign.ended or sign.silent_s > (last_call_s if member >= 0 else ANSWER_OF_NEW_S)
+        never_comes = sign.waited_s > _CALLS * last_call_s and not self.root.read(self.key_of(member))
+        return sign.ended or never_comes or sign.silent_s > (last_call_s if member >= 0 else ANSWER_OF_NEW_S)
 
     def anybody_lost(self, decision: Decision) -> bool:
         """Whether one of the members is."""

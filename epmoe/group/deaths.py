@@ -78,6 +78,16 @@ def has_ended(name: str) -> bool:
         os.close(process)
 
 
+def processor_time(name: str) -> str:
+    """What the process of this name has computed so far, in ticks of processors; "" where it cannot be seen from here.
+    It takes microseconds."""
+    place, _, number = name.rpartition("/")
+    if place and place == _place() and number.isdecimal():
+        with suppress(OSError):
+            return " ".join(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[11:13])
+    return ""
+
+
 def _place() -> str:
     """Where numbers of processes mean the same: this machine since its start, and its container; "" if unknown."""
     with suppress(OSError):

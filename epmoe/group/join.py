@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, field
 
 from epmoe.group.board import RollCall
 from epmoe.group.checks import check_backend
+from epmoe.group.deaths import name_of_process
 from epmoe.group.errors import EPOpenError
 from epmoe.group.peers import MissingRankError, Peers
 
@@ -36,6 +37,7 @@ class JoinRequest:
     keeps: bool = False
     held: list[list[int]] | None = None  # with `placement.live`, slots [layers][S] that the rank keeps or has read
     spread_lost: bool = False  # that of `ExpertParallel.resume`
+    process: str = field(default_factory=name_of_process)
     attempt: str = field(default_factory=lambda: secrets.token_hex(8))  # rank 0's names this attempt to open a group
 
 

@@ -23,6 +23,7 @@ class Member(Protocol):
     size: int
     origin: str
     generation: int
+    processes: list[str]
 
     @property
     def exchange(self) -> Any: ...

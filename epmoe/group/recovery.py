@@ -39,7 +39,8 @@ def recover(
 
     Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks between two rounds,
     to take in new ones, which call `join_group`. A rank is left out only if its process has ended, or if it has shown
-    no sign of life for `last_call_s`: within this call it shows one all the time. Ranks cannot split into two groups:
+    no sign of life for `last_call_s`: within this call it shows one all the time, and on this machine a process that
+    computes is waited for four times as long before it calls. Ranks cannot split into two groups:
     the first that decides writes its decision into the store, in one step, and all others follow it, or raise because
     they are left out. The default process group is destroyed and made anew; it holds the ranks of `ep`. No other thread
     gets its turn before the weights are loaded.
@@ -94,7 +95,7 @@ class Wanted:
 def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted) -> bool:
     """What `recover` does; see there. Returns whether this rank is in the group. One that `leaves` closes `ep`."""
     deadline, before = time.monotonic() + wanted.timeout_s, None
-    meeting = Meeting(Board(OutlivingStore(store), "epmoe"), f"{ep.origin}/{ep.generation}/0")
+    meeting = Meeting(Board(OutlivingStore(store), "epmoe"), f"{ep.origin}/{ep.generation}/0", ep.processes)
     here, moves = Presence(meeting.root, meeting.key_of(ep.rank)), None
     try:
         while moves is None:

@@ -36,9 +36,7 @@ class OutlivingStore(dist.Store):
         while isinstance(inner, dist.PrefixStore):
             inner = inner.underlying_store
         if isinstance(inner, dist.FileStore):
-            raise ValueError(
-                "`store` must be a folder or a TCPStore: a FileStore may hold half a record for ever"
-            )
+            raise ValueError("`store` must be a folder or a TCPStore: a FileStore may hold half a record for ever")
         self._inner = store if isinstance(store, dist.Store) else _Files(Path(store))
         self.look: Callable[[], None] | None = None
 

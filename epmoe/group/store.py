@@ -105,6 +105,7 @@ class _Files:
         return self._path(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
+        os.close(os.open(self._folder, os.O_RDONLY))  # NFS may remember for a minute which names are not there
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:

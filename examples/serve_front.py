@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
+from pathlib import Path
 
+import torch.distributed as dist
 from prometheus_client import CollectorRegistry, Gauge
 from serve_rank import BATCH, SMALL, run_rank
 
@@ -61,6 +63,8 @@ class Front:
     def __init__(self, folder, size, served=SMALL):
         context.set_forkserver_preload([*served.modules])
         self.folder, self.size, self.served, self.numbers = folder, size, served, count()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
+        Path(folder, "port").write_text(str(self.store.port))
         self.queue, self.open, self.ready, self.over = queue.SimpleQueue(), set(), False, ""
         self.bell = os.eventfd(0)
         self.members, self.new, self.broken, self.last, self.next_start = [], [], False, time.monotonic(), 0.0

@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -216,7 +217,8 @@ def run_rank(pipe, folder, rank, size, served=SMALL):
         pipe.send("ready")
         ep = epmoe.join_group(folder)
     else:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/start", rank=rank, world_size=size)
+        store = dist.TCPStore("127.0.0.1", int(Path(folder, "port").read_text()))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         ep = epmoe.ExpertParallel(configured(size, served))
     metrics.register(HealthCollector(ep))
     own = Rank(folder, ep, make(ep))

@@ -94,7 +94,7 @@ class Wanted:
 
 def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted) -> bool:
     """What `recover` does; see there. Returns whether this rank is in the group. One that `leaves` closes `ep`."""
-    deadline, before = time.monotonic() + wanted.timeout_s, None
+    deadline, before, generation = time.monotonic() + wanted.timeout_s, None, ep.generation
     meeting = Meeting(Board(OutlivingStore(store), "epmoe"), f"{ep.origin}/{ep.generation}/0", ep.processes)
     here, moves = Presence(meeting.root, meeting.key_of(ep.rank)), None
     try:
@@ -114,13 +114,14 @@ def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]],
                 raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
             placement = None if decision.keeps else decision.config.place_experts()
             moves = _enter(meeting, decision, ep.rank, wanted.backend, partial(ep.go_on, None, placement, True))
-    finally:
         here.ended = True
-    try:
         load_weights(moves)
     except BaseException:
-        ep.lose_weights()
+        if ep.generation != generation:  # a signal handler may have raised right after the group has opened
+            ep.lose_weights()
         raise
+    finally:
+        here.ended = True
     return True
 
 

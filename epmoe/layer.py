@@ -32,10 +32,12 @@ from epmoe.local.gemm.gemm import plain_shape
 from epmoe.local.given import given_to
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
+from epmoe.local.spread import is_spread, local_view
 from epmoe.native import opaque
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
+from epmoe.training.models import check_spread, problem_with, spread, unspread
 from epmoe.training.route import counted, scores
 
 _log = logging.getLogger("epmoe")
@@ -47,7 +49,8 @@ class MoELayer(nn.Module):
     A call has gradients by torch's own rule: in grad mode, where x or a parameter requires grad. Any other call only
     serves. y has the same bits either way, for the same GEMM. All ranks make the same kind of call. With gradients, the
     group has one node and experts that stay, and rows travel in the dtype of x. The backward pass is collective, too:
-    see docs/training.md. The weights of a rank's experts belong to that rank: neither DDP nor FSDP may touch them.
+    see docs/training.md. Over several ranks, `GroupedExperts` become DTensors, where they can train; other experts that
+    train are given to `epmoe.training.spread` first.
 
     Casts (`to`, `bfloat16`, `half`) reach the experts only, because the choice of experts needs the router's precision:
     `router_weight`, `bias` and `logit_bias` keep their dtypes. Moves reach all. Logits are computed in the dtype of
@@ -81,7 +84,8 @@ class MoELayer(nn.Module):
     Raises:
         TypeError: an argument has another type or dtype.
         ValueError: `router_weight`, `bias` or `experts` has another shape than the config says; the experts compute
-            something else than its section `experts` says; or `layer_id` or its tag is that of another layer.
+            something else than its section `experts` says; own experts that train are not spread; or `layer_id` or its
+            tag is that of another layer.
     """
 
     bias: Tensor | None
@@ -161,6 +165,13 @@ class MoELayer(nn.Module):
         self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
         self._exchange = _NO_GRADIENTS if held else exchange or _exchange_of(ep)
+        if held is None and isinstance(experts, GroupedExperts) and _can_train(ep, experts):
+            spread(experts, ep)
+        elif not isinstance(experts, GroupedExperts) and (trained := unspread(ep, experts)):
+            raise ValueError(
+                f"`experts` must be spread, since `{trained[0]}` requires grad: `epmoe.training.spread(experts, ep)` "
+                "tells torch's tools that ranks have different experts"
+            )
         widest = ep.config.model.torch_dtype
         self._dtypes_of_config = [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
         self._dtype: torch.dtype | None = None  # of x in the last call, where the experts do not say
@@ -259,13 +270,20 @@ class MoELayer(nn.Module):
         state_dicts.load_full_state_dict(self, state_dict)
 
     def get_extra_state(self) -> Tensor:
-        """int32 [e], a part of `state_dict`: the logical experts whose weights the state dict holds."""
-        return torch.tensor(self.ep.logical_experts(self.tag), dtype=torch.int32, device=self.router_weight.device)
+        """int32 [e], or [E] of DTensors, a part of `state_dict`: the logical experts that the state dict holds."""
+        return torch.tensor(self._held, dtype=torch.int32, device=self.router_weight.device)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raises ValueError where a state dict is loaded that holds other experts than those of this rank."""
         if not state.is_meta:
-            state_dicts.check_held(state, self.ep, self.tag)
+            state_dicts.check_held(state, self.ep, self._held)
+
+    @property
+    def _held(self) -> list[int]:
+        """The logical experts of the rows of the experts' parameters."""
+        if isinstance(self.experts, nn.Module) and any(map(is_spread, self.experts.parameters())):
+            return list(range(self.ep.placement.num_experts))
+        return self.ep.logical_experts(self.tag)
 
     def load_adapter(
         self, number: int, folder: str | os.PathLike[str], block: str, *, experts_only: bool = False
@@ -473,6 +491,7 @@ class MoELayer(nn.Module):
         K = None if given_TK is None else given_TK.shape[-1]
         with exchange.giving_up(self._dtype_of(x), weights_on=weights_on, tag=self.tag, top_k=K):
             refuse_tangents(x, self.router_weight)
+            check_spread(self.ep, self.experts)
             if self.router_weight.dtype != self._router_dtype:
                 raise TypeError(
                     f"`router_weight` must be {dtype_name(self._router_dtype)}, as the layer was made, got "
@@ -699,11 +718,17 @@ def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:
         return error
 
 
+def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
+    """Whether these experts may train. Tensors of inference mode only serve."""
+    plain = experts.dtype in FLOATS and not experts.is_quantized and not experts.w_down.is_inference()
+    return plain and problem_with(ep) is None
+
+
 def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
     """Raises ValueError unless the experts are those of this rank and compute what the config says."""
     D = ep.config.model.hidden_size
     config = ep.config.experts
-    if (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
+    if (got := local_view(experts.w_down.detach()).shape[:2]) != (ep.num_local_experts, D):
         held = f"the {ep.num_local_experts} of this rank, with D={D}"
         raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
     usual = type(config)().options

@@ -16,10 +16,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
-from epmoe.config.placement import Move, Placement, is_int
+from epmoe.config.placement import EP, Move, Placement, is_int
 from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, Sent
@@ -59,7 +60,8 @@ class ExpertParallel(HoldsWindows):
     Args:
         config: the same on all ranks; or the path of its file or the name of a ready one, for `EPConfig.load`.
         group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world. Without
-            torch.distributed this process is a group of one.
+            torch.distributed this process is a group of one. Or a mesh whose last dimension, "ep", is the group, and
+            whose other dimensions have replicas of the experts: see docs/training.md, "Replicas".
         device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current GPU.
 
     Raises:
@@ -96,6 +98,7 @@ class ExpertParallel(HoldsWindows):
     adapters: WeakSet[ExpertAdapters]
     """Those of this rank's layers, which `resume` keeps or empties."""
     _exchange: Exchange | None = None
+    _mesh: DeviceMesh | None = None  # of the group
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
@@ -104,7 +107,7 @@ class ExpertParallel(HoldsWindows):
     def __init__(
         self,
         config: EPConfig | str | os.PathLike[str],
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
     ):
         config = config_of(config)
@@ -120,6 +123,7 @@ class ExpertParallel(HoldsWindows):
         with torch.device("cpu"):  # callers may build their models under a default device
             self._join(peers, config, JoinRequest(config.model_dump_json()))
         self.exchange.thread = 0
+        self._mesh = group if isinstance(group, DeviceMesh) else None
 
     def survivors(self) -> list[int]:
         """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
@@ -144,7 +148,7 @@ class ExpertParallel(HoldsWindows):
 
     def resume(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         placement: Placement | None = None,
         *,
         spread_lost: bool = False,
@@ -215,6 +219,7 @@ class ExpertParallel(HoldsWindows):
         except (RuntimeError, OSError) as error:
             raise EPResumeError(timeout_s, error) from error
         self._has_weights = True
+        self._mesh = group if isinstance(group, DeviceMesh) else None
         if self.live is not None:
             return self._slots_to_load(held or [[] for _ in self.live.held])
         return old.moves(self.placement, ranks)[self.rank]
@@ -257,7 +262,7 @@ class ExpertParallel(HoldsWindows):
         exchange, self._exchange = self._exchange, None
         if self.live is not None:
             self.live.close()
-        self.group = None  # a group that outlives `destroy_process_group` may end the interpreter by SIGABRT
+        self.group = self._mesh = None  # what outlives `destroy_process_group` may end the interpreter by SIGABRT
         if exchange is not None:
             if exchange.rounds.state != CLOSED:
                 exchange.end_waits()
@@ -278,6 +283,15 @@ class ExpertParallel(HoldsWindows):
         if self._exchange is None:
             raise EPStateError(self._why_unusable())
         return self._exchange
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of experts that train, whose last dimension, "ep", is the group; None without a group."""
+        if self.group is None:
+            return None
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=(EP,))
+        return self._mesh
 
     @property
     def num_local_experts(self) -> int:

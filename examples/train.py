@@ -1,9 +1,10 @@
 """A transformer with MoE layers trains over any number of ranks, with the losses and norms of one process.
 
 Run: torchrun --standalone --nproc-per-node 4 examples/train.py [--parallel ddp|fsdp] [--checkpoint-activations]
-[--steps N] [--save FOLDER] [--resume FOLDER] [--from-hf FOLDER]
-Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. A step has the same tokens on 1 to
-8 ranks. A run that 4 ranks have saved goes on over 3. The FOLDER of --from-hf is a local checkpoint, which
+[--replicas N] [--steps N] [--save FOLDER] [--resume FOLDER] [--from-hf FOLDER]
+Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. With --replicas 2, two halves of
+the ranks have all experts each. A step has the same tokens on 1 to 8 ranks. A run that 4 ranks have saved goes on over
+3. The FOLDER of --from-hf is a local checkpoint, which
 generate.py takes as well, to fine-tune in place of the small model below.
 Prints, on rank 0: the loss and the norm of the gradients of each step.
 """
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -59,13 +61,14 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def configured(from_hf):
+def configured(from_hf, replicas):
     size = dist.get_world_size()
     capacity = {"max_num_tokens_per_rank": -(-SEQUENCES // size) * LENGTH}
     if from_hf:
-        return epmoe.EPConfig.from_hf(from_hf, ep_size=size, capacity=capacity)
+        return epmoe.EPConfig.from_hf(from_hf, ep_size=size // replicas, capacity=capacity)
     model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
-    return epmoe.EPConfig(model=model, topology={"ep_size": size}, capacity=capacity, routing={"renormalize": True})
+    topology, routing = {"ep_size": size // replicas}, {"renormalize": True}
+    return epmoe.EPConfig(model=model, topology=topology, capacity=capacity, routing=routing)
 
 
 def built(ep, from_hf):
@@ -159,11 +162,14 @@ def main(words=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--checkpoint-activations", action="store_true")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     for folder in ("--save", "--resume", "--from-hf"):
         parser.add_argument(folder)
     arguments = parser.parse_args(words)
-    with epmoe.ExpertParallel(configured(arguments.from_hf)) as ep:
+    replicas = arguments.replicas
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "ep"))
+    with epmoe.ExpertParallel(configured(arguments.from_hf, replicas), mesh) as ep:
         model = built(ep, arguments.from_hf)
         layers, steps = [module for module in model.modules() if isinstance(module, epmoe.MoELayer)], model.steps
         model = wrapped(model, arguments.parallel, arguments.checkpoint_activations)
@@ -174,7 +180,7 @@ def main(words=None):
         while steps < arguments.steps:
             loss, norm = train_step(model, optimizer, layers, int(steps))
             steps += 1
-            if ep.rank == 0:
+            if dist.get_rank() == 0:
                 print(f"step {steps}: loss {loss:.7f}, norm {norm:.7f}", flush=True)
         if arguments.save:
             epmoe.checkpoint.save(model, arguments.save, optimizer)

@@ -113,19 +113,36 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
     for got in (resumed, resharded):
         assert_same(got, alone[3:])
     new, *of_ranks = (saved(tmp_path / name, tmp_path / "file") for name in ("new", "new_ddp", "new_fsdp"))
-    assert sum(".experts." in name for name in new) == 2 * 8 * 2
+    assert sum(".experts." in name for name in new) == 2 * 2
     for got in of_ranks:  # DDP and FSDP have left each expert as it was
         assert_all_close(got, new, tolerance=0)
+
+
+def test_replicas_of_the_experts_have_the_numbers_of_one_process(tmp_path):
+    """2 × 2 ranks; saved there, resumed on 4 ranks with other replicas, and on 2."""
+    ddp, fsdp = "--replicas 2", "--replicas 2 --parallel fsdp"
+    [alone] = train(1, "--steps 6")
+    first, second, resumed, resharded = train(
+        4, f"--steps 3 {ddp} --save {tmp_path}/ddp", f"--steps 3 {fsdp} --save {tmp_path}/fsdp",
+        f"--steps 6 --resume {tmp_path}/ddp --parallel fsdp", f"--steps 6 {ddp} --resume {tmp_path}/fsdp",
+    )  # fmt: skip
+    [of_two] = train(2, f"--steps 6 --resume {tmp_path}/fsdp")
+    for got in (first, second):
+        assert_same(got, alone[:3])
+    for got in (resumed, resharded, of_two):
+        assert_same(got, alone[3:])
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_parameters_after_30_steps(tmp_path, parallel):
-    for ranks in (1, 2, 3, 4):
-        done = torchrun(ranks, EXAMPLE, "--parallel", parallel, "--save", tmp_path / str(ranks))
+def test_parameters_after_40_steps(tmp_path, parallel):
+    """On 2, 3 and 4 ranks, and on 2 × 2 with replicas of the experts."""
+    for name, ranks, replicas in (("1", 1, 1), ("2", 2, 1), ("3", 3, 1), ("4", 4, 1), ("2x2", 4, 2)):
+        words = "--parallel", parallel, "--replicas", replicas, "--steps", 40, "--save", tmp_path / name
+        done = torchrun(ranks, EXAMPLE, *words)
         assert done.returncode == 0, done.stderr
-    alone, *of_ranks = (saved(tmp_path / ranks, tmp_path / "file") for ranks in "1234")
+    alone, *of_ranks = (saved(tmp_path / name, tmp_path / "file") for name in ("1", "2", "3", "4", "2x2"))
     for got in of_ranks:
         assert_all_close(got, alone, tolerance=5e-7)
 

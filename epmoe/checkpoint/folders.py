@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,10 +50,10 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers)
             _clean(path)
 
 
-def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers, absent: Set[str] = frozenset()) -> None:
+def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) -> None:
     """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective.
 
-    All ranks read one checkpoint, even while another is saved. It must not have the keys of `absent`.
+    All ranks read one checkpoint, even while another is saved.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -61,9 +61,6 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers, ab
     with peers.together():
         shards = _shards(path)
     path /= peers.all_gather(shards)[0]
-    with peers.together():
-        if more := sorted(absent & _read(path).state_dict_metadata.keys()):
-            raise ValueError(f"{folder}: must have as many experts as the model, but also has `{more[0]}`")
     with _telling(f"{folder}: has no checkpoint of this model and optimizer", ValueError), peers.waiting():
         dcp.load(state, checkpoint_id=path, process_group=peers.group)
 

@@ -25,9 +25,11 @@ from epmoe.checkpoint.folders import sync
 from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, SafetensorsFolder, Stored
 from epmoe.checkpoint.state_dicts import gather
 from epmoe.group.collective import all_ranks, naming, peers_of
+from epmoe.local.experts import GroupedExperts
+from epmoe.local.spread import local_view
 from epmoe.native.arguments import dtype_name
 from epmoe.service import ExpertParallel
-from epmoe.training.models import ExpertLayer, expert_layers, expert_parallels
+from epmoe.training.models import expert_parallels
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 
@@ -123,22 +125,22 @@ def _tensors(module: nn.Module, eps: list[ExpertParallel], source: SafetensorsFo
     saved: list[_Saved] = []
     names: dict[str, str] = {}  # of other tensors of MoE blocks, by key
     blocks: dict[str, set[str]] = {}  # names below a block that the model must have
-    for layer in expert_layers(module):
-        prefix, _, own = layer.prefix.rstrip(".").rpartition(".")
-        if own != "experts" or not hasattr(layer.owner, "router_weight") or layer.experts.is_quantized:
+    for prefix, layer in _layers(module):
+        if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
             raise TypeError(
-                f"`{layer.prefix.rstrip('.')}` must be the experts of a MoELayer in fp32, fp16 or bf16: load it with "
-                f"`from_safetensors(…, dtype=…)`, got {dtype_name(layer.experts.w_down.dtype)}"
+                f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer with "
+                f"`from_safetensors(…, dtype=…)`, got {layer.experts}"
             )
         stored = source.stored(prefix, prefix.rpartition(".")[0])
         found = *sorted(stored.dequantized), stored.D, stored.F
-        wanted = *sorted(layer.names), *layer.experts.w_down.shape[1:]
+        parameters = [name for name, _ in layer.experts.named_parameters()]
+        wanted = *sorted(parameters), *layer.experts.w_down.shape[1:]
         if found != wanted:
             raise ValueError(
                 f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: {wanted}, got {found}"
             )
-        state.pop(layer.extra, None)
-        tensors = {name: state.pop(layer.prefix + name) for name in layer.names}
+        state.pop(f"{prefix}._extra_state", None)
+        tensors = {name: state.pop(f"{prefix}.experts.{name}") for name in parameters}
         saved += _of_experts(layer, eps.index(layer.ep), stored, tensors)
         blocks[prefix] = stored.others
         for key in [key for key in state if key.startswith(f"{prefix}.")]:
@@ -168,10 +170,16 @@ def _tensors(module: nn.Module, eps: list[ExpertParallel], source: SafetensorsFo
     return sorted(saved, key=lambda each: (each.owner or (-1, 0), each.name))
 
 
-def _of_experts(layer: ExpertLayer, number: int, stored: Stored, tensors: Mapping[str, Tensor]) -> Iterator[_Saved]:
+def _layers(module: nn.Module) -> list[tuple[str, Any]]:
+    """The `MoELayer`s of a model and their names."""
+    modules = module.named_modules(remove_duplicate=False)
+    return [(name, each) for name, each in modules if hasattr(each, "ep") and hasattr(each, "router_weight")]
+
+
+def _of_experts(layer: Any, number: int, stored: Stored, tensors: Mapping[str, Tensor]) -> Iterator[_Saved]:
     """The tensors of a layer's experts, whose ExpertParallel has a number. Of copies of an expert one is written."""
     for argument, tensor in tensors.items():
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = local_view(tensor.detach())
         names = stored.dequantized[argument]
         shape = [local.shape[1] // len(names), *local.shape[2:]]
         if stored.fused:
@@ -186,8 +194,8 @@ def _of_experts(layer: ExpertLayer, number: int, stored: Stored, tensors: Mappin
                 yield _Saved(name.replace("*", str(x)), local.dtype, shape, read, (number, rank))
 
 
-def _all_experts(local: Tensor, layer: ExpertLayer, transposed: bool) -> Tensor:
-    whole = gather(local, layer, cpu_offload=True)
+def _all_experts(local: Tensor, layer: Any, transposed: bool) -> Tensor:
+    whole = gather(local, layer.ep, layer.tag, cpu_offload=True)
     return whole.mT if transposed else whole
 
 
@@ -283,5 +291,5 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _dtype_of_experts(module: nn.Module) -> str:
-    layers = expert_layers(module)
-    return dtype_name(layers[0].experts.dtype if layers else next(module.parameters()).dtype)
+    layers = _layers(module)
+    return dtype_name(layers[0][1].experts.dtype if layers else next(module.parameters()).dtype)

@@ -9,6 +9,8 @@ from typing import NamedTuple, Self, TypeGuard
 
 import torch
 
+EP = "ep"
+"""The dimension of a mesh over whose ranks experts are spread."""
 _MOST_NAMED = 20  # experts in a message
 
 

@@ -7,8 +7,10 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from epmoe.config.config import EPConfig
+from epmoe.config.placement import EP
 from epmoe.group.peers import Peers
 from epmoe.native.arguments import describe
 
@@ -23,10 +25,17 @@ def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
     return config
 
 
-def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group itself, by default the world. Raises TypeError or ValueError for what is no group of this process."""
+def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group itself, or that of a mesh, by default the world.
+
+    Raises TypeError or ValueError for what is no group of this process.
+    """
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(group, DeviceMesh):
+        if not (names := group.mesh_dim_names) or names[-1] != EP:
+            raise ValueError(f"the last dimension of the mesh `group` must be {EP!r}, got {names}")
+        return group.get_group(EP)
     if not isinstance(group, dist.ProcessGroup):
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns to processes outside it
             raise ValueError("this process is no member of `group`: only its members may make an ExpertParallel of it")

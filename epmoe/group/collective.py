@@ -34,12 +34,16 @@ def together(eps: Sequence[Member]) -> Iterator[None]:
 
 
 @contextmanager
-def all_ranks(eps: Sequence[Member]) -> Iterator[Peers]:
-    """All ranks of torch.distributed, in a group of gloo of its own: one that fails harms no other. Collective."""
+def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> Iterator[Peers]:
+    """The ranks of `group`. By default all ranks of torch.distributed, in a group of gloo of its own: one that fails
+    harms no other. Collective."""
     if not dist.is_initialized():
         yield Peers.of(None)
         return
     timeout_s = max([ep.config.exchange.warmup_timeout_s for ep in eps] or [ExchangeConfig().warmup_timeout_s])
+    if group is not None:
+        yield Peers.of(group, timeout_s)
+        return
     with Peers.of(dist.group.WORLD).waiting():
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.gemm.gemm import Added, plain_shape
 from epmoe.local.gemm.table import GEMMS, choose
+from epmoe.local.spread import local_view
 from epmoe.native.arguments import FLOATS, check_tensor, dtype_name
 
 NO_ADAPTER = -1
@@ -67,7 +68,7 @@ class ExpertAdapters(nn.Module):
         super().__init__()
         self.count, self.rank = count, rank
         self.numbers, self.lost = set(), set()
-        (e, D, F), wide = plain_shape(experts.w_down), experts.w_gate_up.shape[1]
+        (e, D, F), wide = plain_shape(local_view(experts.w_down.detach())), experts.w_gate_up.shape[1]
         step = _LINE_BYTES // experts.dtype.itemsize
         C = -(-count * rank // step) * step
         shapes = {"gate_up_a": (e, C, D), "gate_up_b": (e, wide, C), "down_a": (e, C, F), "down_b": (e, D, C)}

@@ -10,12 +10,12 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.local.experts_gradients import train_experts
 from epmoe.local.gemm.gemm import Added, Gemm, Segments, Weights, plain_shape, product_dtype
 from epmoe.local.gemm.gradients import choose_trained
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
+from epmoe.local.spread import local_view
 from epmoe.local.weight_formats import GROUP
 from epmoe.native.arguments import FLOATS, FP8, MXFP4, check_tensor, dtype_name, refuse_tangents, wants_gradients
 from epmoe.native.formats import SCALE_BLOCK
@@ -56,8 +56,8 @@ class GroupedExperts(nn.Module):
     have the same bits either way, for the same GEMM; with gradients it is Hopper's, torch's, or the loop. fp8, MXFP4
     and fp64 weights serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
 
-    The weights belong to one rank: they are refused by `fully_shard`, which would mix those of several ranks. See
-    `epmoe.training.fully_shard` and `epmoe.training.ignore_experts`.
+    In a `MoELayer` over several ranks the weights become DTensors [E, …], of which each rank has its own rows: see
+    `epmoe.training.spread`.
 
     The GEMM is a library's, or our own. `gemm` says which one GPUs use:
 
@@ -243,7 +243,8 @@ class GroupedExperts(nn.Module):
                 `batch_invariant`, and `alignment` is no multiple of the property.
             RuntimeError: something requires grad in grad mode, but the weights are fp8, MXFP4 or fp64.
         """
-        (e, D, _), device = self.w_down.shape, self.w_down.device
+        weights = self._weights(added)
+        (e, D, _), device = weights.down.shape, weights.down.device
         dtype = self.dtype if scales is None else FP8
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
@@ -260,22 +261,23 @@ class GroupedExperts(nn.Module):
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
             # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad of frozen ones.
-            of_call = rows_ND, row_weights, *self._weights(added)[:6]
+            of_call = rows_ND, row_weights, *weights[:6]
             if wants_gradients(value for value in of_call if value is not None):
                 if added is not None:
                     raise RuntimeError("`added` has no gradients: run under torch.inference_mode() or torch.no_grad()")
-                return self._recorded(rows_ND, segments, row_weights)
+                return self._recorded(rows_ND, segments, row_weights, weights)
         gemm = self._gemm_of(segments)
         if e == 0:
             return rows_ND.new_empty(N, D, dtype=self.dtype)
         with without_autocast(device):
             if device.type != "cpu" or torch.compiler.is_compiling():
-                return gemm.experts(self._weights(added), rows_ND, scales, segments)
+                return gemm.experts(weights, rows_ND, scales, segments)
             # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
             n = int(expert_offsets[-1])
-            added = None if added is None else added._replace(others=added.others[:n])
+            if added is not None:
+                weights = weights._replace(added=added._replace(others=added.others[:n]))
             scales = None if scales is None else scales[:n]
-            out_nD = gemm.experts(self._weights(added), rows_ND[:n], scales, segments)
+            out_nD = gemm.experts(weights, rows_ND[:n], scales, segments)
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
@@ -284,30 +286,24 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """What `repr` says of the weights and of the GEMM."""
-        e, D, f = plain_shape(self.w_down)
+        e, D, f = plain_shape(self._weights(None).down)
         dtype = "MXFP4" if self.w_down.dtype == MXFP4 else dtype_name(self.w_down.dtype)
         return f"e={e}, D={D}, F={f}, {dtype}, gemm={self.gemm!r}"
 
-    def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None) -> Tensor:
+    def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights) -> Tensor:
         """Compute outputs [N, D] that have gradients."""
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
                 "gradients: run under torch.inference_mode() or torch.no_grad()"
             )
-        if DistributedDataParallel._active_ddp_module is not None and not hasattr(self.w_down, "_ddp_ignored"):
-            raise RuntimeError(
-                "DistributedDataParallel has replaced these experts by those of rank 0, and would average gradients of "
-                "different experts: build the model anew, call epmoe.training.ignore_experts(model), and wrap it then"
-            )
         if row_weights is not None:
             check_tensor("row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device)
             row_weights = row_weights.contiguous()
-        named = self.w_gate_up, self.w_down, self.gate_up_bias, self.down_bias
-        weights = tuple(_divided(weight, self.averages_over) for weight in named)
+        trained = weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias
         with without_autocast(rows_ND.device):
             rows, (offsets, tokens, *_) = rows_ND.contiguous(), segments
-            out: Tensor = train_experts(rows, row_weights, *weights, offsets, tokens, *self._gating, self._trains_by)[0]
+            out: Tensor = train_experts(rows, row_weights, *trained, offsets, tokens, *self._gating, self._trains_by)[0]
         return out
 
     @property
@@ -316,20 +312,13 @@ class GroupedExperts(nn.Module):
 
     def _choose(self) -> None:
         """Choose the GEMMs for serving and for calls with gradients."""
-        self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
-        self._most_rows = {name: GEMMS[name].most_rows(self.w_gate_up, self.w_down) for name in self.gemms}
+        with torch.no_grad():
+            gate_up, down, *_ = self._weights(None)
+        self.gemms = choose(self._wanted, gate_up, down, batch_invariant=self._invariant)
+        self._most_rows = {name: GEMMS[name].most_rows(gate_up, down) for name in self.gemms}
         self.alignment = max(GEMMS[name].block for name in self.gemms)
         self.batch_invariant = all(GEMMS[name].batch_invariant for name in self.gemms)
-        self._trains_by = choose_trained(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter) and hasattr(value, "device_mesh"):
-            raise ValueError(
-                f"`{name}` must be a plain tensor, got a DTensor: these experts are this rank's own, and sharding "
-                "would mix those of several ranks; `epmoe.training.fully_shard` leaves experts as they are, and "
-                "torch's does with `ignored_params`"
-            )
-        super().__setattr__(name, value)
+        self._trains_by = choose_trained(self._wanted, gate_up, down, batch_invariant=self._invariant)
 
     def _gemm_of(self, segments: Segments) -> Gemm:
         """Find the GEMM for a call with such segments, which another one would misread."""
@@ -342,9 +331,11 @@ class GroupedExperts(nn.Module):
         raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")
 
     def _weights(self, added: Added | None) -> Weights:
+        """This rank's experts."""
+        over = self.averages_over
         return Weights(
-            self.w_gate_up, self.w_down, self.gate_up_scales, self.down_scales, self.gate_up_bias, self.down_bias,
-            self._gating, added,
+            local_view(self.w_gate_up, over), local_view(self.w_down, over), self.gate_up_scales, self.down_scales,
+            local_view(self.gate_up_bias, over), local_view(self.down_bias, over), self._gating, added,
         )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -361,12 +352,3 @@ class GroupedExperts(nn.Module):
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         self._choose()
-
-
-def _divided(weight: Tensor | None, by: int) -> Tensor | None:
-    """The weight, with a hook that divides its gradient."""
-    if weight is None or by == 1 or not weight.requires_grad:
-        return weight
-    weight = weight.view_as(weight)
-    weight.register_hook(lambda gradient: gradient.div_(by))  # which is of our own making
-    return weight

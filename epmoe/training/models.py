@@ -1,4 +1,4 @@
-"""The experts of a model that belong to one rank, and torch's tools around them: DDP, FSDP, the norm of gradients.
+"""The experts of a model among torch's tools: spread over ranks as DTensors, under DDP and FSDP, in one norm.
 
 All ranks have the other parameters, and DDP or FSDP averages their gradients over ranks. A gradient of an expert is the
 sum over all ranks that have sent it tokens, and complete on the rank that holds the expert.
@@ -7,111 +7,125 @@ sum over all ranks that have sent it tokens, and complete on the rank that holds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from epmoe.config.placement import EP
 from epmoe.local.experts import GroupedExperts
+from epmoe.local.spread import add_hooks, check_same_rank, is_spread
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import TrainingExchange
 
 
-class ExpertLayer(NamedTuple):
-    """`GroupedExperts` of a model. Keys are those of the model's state dict."""
-
-    ep: ExpertParallel
-    experts: GroupedExperts
-    prefix: str
-    """in front of the names of the experts' parameters"""
-    extra: str
-    """the key of `MoELayer.get_extra_state`"""
-    tag: int
-    owner: nn.Module
-    """the module that has `ep`"""
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the tensors [e, …], behind `prefix`."""
-        return [name for name, _ in self.experts.named_parameters()]
-
-    @property
-    def held(self) -> list[int]:
-        """The logical expert of each row; −1 for an empty slot."""
-        return self.ep.logical_experts(self.tag)
+def problem_with(ep: ExpertParallel) -> str | None:
+    """Why experts cannot train where they are placed, or None."""
+    placement, E = ep.placement, ep.placement.num_experts
+    if ep.live is not None:
+        return "`placement.live` must be unset for training, which needs one placement forward and backward"
+    if placement.num_physical_experts > E:
+        return (
+            "`placement.num_redundant_experts` must be 0 for training: each copy of an expert would get the gradient "
+            "of its own tokens alone"
+        )
+    chunk = -(-E // ep.size)
+    if placement.owners != (owners := tuple(x // chunk for x in range(E))):
+        return (
+            "`placement` must be that of torch.chunk for training, as DTensors are: a number of experts that the ranks "
+            f"divide, with strategy 'linear', or strategy 'explicit' with assignment {list(owners)}"
+        )
+    return None
 
 
-def expert_layers(module: nn.Module) -> list[ExpertLayer]:
-    """All `GroupedExperts` of a model, in its order. A module that occurs twice is there twice.
+def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
+    """Make DTensors [E, …] of a module's parameters [e, …], of which this rank keeps its own rows, in their memory.
 
-    Their `ExpertParallel` is that of the nearest module around them which has one, or a `TrainingExchange`, as an
-    attribute, as a `MoELayer` has.
+    DTensors say to DDP, optimizers, checkpoints and other tools of torch that ranks have different experts. A
+    `MoELayer` spreads its `GroupedExperts` itself. In a group of one rank nothing changes.
 
     Args:
-        module: the model.
+        module: experts whose parameters have a row for each expert of this rank, in their order.
+        ep: the `ExpertParallel` whose ranks hold the experts. With a mesh (…, "ep") gradients are added over the
+            replicas in its other dimensions.
 
     Returns:
-        The experts and what surrounds them.
+        The module.
 
     Raises:
-        TypeError: a module has an `ep` and experts of another kind.
-        ValueError: no module around some `GroupedExperts` has one, or they are not the experts of this rank.
+        ValueError: the placement has copies of experts, experts that move, or another split than torch.chunk; or a
+            parameter has not e rows, or a buffer has.
     """
-    modules = dict(module.named_modules(remove_duplicate=False))
-    layers = []
-    for name, experts in modules.items():
-        around, _, own = name.rpartition(".")
-        if not isinstance(experts, GroupedExperts):
-            if own == "experts" and isinstance(getattr(modules[around], "ep", None), ExpertParallel):
-                raise TypeError(f"`{name}` must be GroupedExperts, got {type(experts).__name__}")
-            continue
-        ep, path = next(_around(modules, name), (None, ""))
-        if ep is None:
-            raise ValueError(
-                f"`{name}` must belong to an ExpertParallel: GroupedExperts are the experts of one rank, and nothing "
-                "says of which. Let a module around them have the ExpertParallel or TrainingExchange as an attribute"
-            )
-        if (held := len(experts.w_down)) != ep.num_local_experts:
-            raise ValueError(
-                f"`{name}` must be the {ep.num_local_experts} of this rank, got {held}: after `resume`, give the layer "
-                "its new experts first"
-            )
-        extra = f"{path}._extra_state" if path else "_extra_state"
-        owner = modules[path]
-        layers.append(ExpertLayer(ep, experts, f"{name}.", extra, getattr(owner, "tag", 0), owner))
-    return layers
+    if (problem := problem_with(ep)) is not None:
+        raise ValueError(problem)
+    mesh, e = ep.mesh, ep.num_local_experts
+    if mesh is None or mesh.size() == 1:
+        return module
+    if mesh.device_type != ep.device.type:
+        raise ValueError(f"the mesh of the ExpertParallel must be of {ep.device.type} devices, got {mesh.device_type}")
+    for name, value in module.named_parameters():
+        if is_spread(value):
+            if value.device_mesh != mesh:
+                raise ValueError(f"`{name}` must be spread over {mesh}, got {value.device_mesh}")
+        elif value.shape[:1] != (e,):
+            raise ValueError(f"`{name}` must have a row for each of {e} experts of this rank, got {list(value.shape)}")
+    if own := [name for name, value in module.named_buffers() if value.shape[:1] == (e,)]:
+        raise ValueError(f"`{own[0]}` must be a parameter, which need not require grad: DDP makes buffers alike")
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    made = dict[nn.Parameter, nn.Parameter]()
+    for owner in module.modules():
+        for name, rows in owner._parameters.items():
+            if rows is None or is_spread(rows):
+                continue
+            if rows not in made:
+                whole = DTensor.from_local(
+                    rows.detach(), mesh, placements, run_check=False, stride=rows.stride(),
+                    shape=torch.Size((ep.placement.num_experts, *rows.shape[1:])),
+                )  # fmt: skip
+                made[rows] = nn.Parameter(whole, requires_grad=rows.requires_grad)
+            owner._parameters[name] = made[rows]
+    _watch_optimizers()
+    add_hooks(module, views=not isinstance(module, GroupedExperts))  # which look for views themselves, at less cost
+    return module
 
 
 def expert_parallels(module: nn.Module) -> list[ExpertParallel]:
     """The `ExpertParallel`s of a model's modules, in the order of their first modules, the same on all ranks."""
-    return list({id(ep): ep for each in module.modules() for ep in _of(each)}.values())
+    return list({id(ep): ep for each in module.modules() for ep in eps_of(each)}.values())
 
 
-def ignore_experts(module: nn.Module) -> nn.Module:
-    """Mark the experts of a model, so that `DistributedDataParallel(module)` leaves them to their ranks.
+def eps_of(module: nn.Module) -> list[ExpertParallel]:
+    """The `ExpertParallel`s that a module has as attributes, or in the `TrainingExchange`s that it has."""
+    values = (value.ep if isinstance(value, TrainingExchange) else value for value in vars(module).values())
+    return [value for value in values if isinstance(value, ExpertParallel)]
 
-    DDP would copy rank 0's experts to all ranks, and average gradients of different experts. The gradients of the
-    experts are divided by the number of ranks from now on, as DDP divides the others: the group of the experts is that
-    of DDP.
+
+def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Say to `DistributedDataParallel(module)` that ranks have different experts, which it refuses otherwise.
+
+    The gradients of the experts are divided by the number of ranks from now on, as DDP divides the others.
 
     Args:
-        module: the model that DDP will wrap.
+        module: exactly what DDP will wrap.
+        process_group: that of DDP, by default the world.
 
     Returns:
-        The model.
+        The module.
 
     Raises:
-        TypeError: a layer has other experts than `GroupedExperts`.
-        ValueError: see `expert_layers`.
+        ValueError: the experts, with their replicas, are spread over other ranks than those of `process_group`.
     """
-    layers = expert_layers(module)
-    names = [layer.prefix + name for layer in layers for name in layer.names]
+    names = [name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)]
+    _average(module, dist.get_world_size(process_group))
     ignored = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    _average(layers)
     return module
 
 
@@ -120,7 +134,7 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
 
     It also shards each layer with a router by itself, so that `mp_policy` does not cast routers: the choice of experts
     needs their precision. The gradients of the experts are divided by the number of ranks from now on, as FSDP divides
-    the others: the group of the experts is that of the mesh.
+    the others.
 
     Args:
         module: a block or a model, also one whose blocks were sharded so.
@@ -130,17 +144,17 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
         The module.
 
     Raises:
-        TypeError: a layer has other experts than `GroupedExperts`.
-        ValueError: see `expert_layers`.
+        ValueError: the experts, with their replicas, are spread over other ranks than those of the mesh.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
 
-    layers = expert_layers(module)
-    ignored = {parameter for layer in layers for parameter in layer.experts.parameters()}
+    mesh = options.get("mesh")
+    _average(module, dist.get_world_size() if mesh is None else mesh.size())
+    ignored = {value for value in module.parameters() if is_spread(value)}
     options["ignored_params"] = ignored | set(options.get("ignored_params") or ())
     policy = options.get("mp_policy")
-    for owner in {id(layer.owner): layer.owner for layer in layers if hasattr(layer.owner, "router_weight")}.values():
+    for owner in [owner for owner in module.modules() if hasattr(owner, "router_weight")]:
         if owner is module or policy is None or isinstance(owner, FSDPModule):
             continue
         for child in owner.children():
@@ -149,7 +163,6 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
         uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         shard(owner, **options | {"mp_policy": uncast})
     shard(module, **options)
-    _average(layers)
     return module
 
 
@@ -159,8 +172,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch's `clip_grad_norm_` over all parameters of a model, with one norm on all ranks.
 
-    Each expert counts once, on one of the ranks that hold it. The other parameters count as all ranks have them,
-    sharded or not. Collective over the group of the experts.
+    Each parameter counts once: experts on the ranks that hold them, all others as all ranks have them, sharded or not.
+    Collective over the ranks of the experts.
 
     Args:
         module: the model, whose gradients are complete.
@@ -173,70 +186,101 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: see `error_if_nonfinite`.
-        TypeError: a layer has other experts than `GroupedExperts`.
-        ValueError: see `expert_layers`; or the layers have several groups.
     """
-    layers = expert_layers(module)
-    if len(groups := {id(layer.ep.group) for layer in layers}) > 1:
-        raise ValueError(f"the layers of a model must have one group, got {len(groups)}")
-    ours = {parameter for layer in layers for parameter in layer.experts.parameters()}
-    gradients = [p.grad for p in module.parameters() if p.grad is not None and p not in ours]
-    total = nn.utils.get_total_norm(gradients, norm_type)
-    total = total.full_tensor() if hasattr(total, "full_tensor") else total
-    of_experts = dict[nn.Parameter, Tensor]()
-    counted = list[Tensor]()
-    for layer in layers:
-        mine = [i for i, x in enumerate(layer.held) if x >= 0 and layer.ep.holder(x, layer.tag) == (layer.ep.rank, i)]
-        for p in layer.experts.parameters():
-            if p.grad is not None and p not in of_experts:
-                of_experts[p] = p.grad
-                counted.append(p.grad[mine] if len(mine) < len(p.grad) else p.grad)
-    if layers:
-        ep = layers[0].ep
-        norm = nn.utils.get_total_norm(counted, norm_type).to(ep.device, torch.float32)
-        norm = _over_ranks(norm, norm_type, ep)
-        total = torch.stack([total.to(norm), norm]).norm(norm_type)
+    alike = dict[Any, list[Tensor]]()  # gradients of one mesh: plain ones, those of FSDP's shards, those of experts
+    device = None
+    for parameter in module.parameters():
+        gradients = alike.setdefault(_layout(parameter), [])  # also without any: the other ranks may have some
+        device = device or parameter.device
+        if parameter.grad is not None:
+            gradients.append(getattr(parameter.grad, "_local_tensor", parameter.grad))
+    norms = [_norm(gradients, norm_type, layout, device) for layout, gradients in alike.items()]
+    total = torch.stack(norms).norm(norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradients must be finite, got {total.item()}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in (*gradients, *of_experts.values()):
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        local.mul_(factor.to(local.device))
+    for gradient in (gradient for gradients in alike.values() for gradient in gradients):
+        gradient.mul_(factor.to(gradient.device))
     return total
 
 
-def _around(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[ExpertParallel, str]]:
-    """ExpertParallels of modules around one, the nearest first, and the names of these modules."""
-    while name:
-        name = name.rpartition(".")[0]
-        for ep in _of(modules[name]):
-            yield ep, name
+def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> list[str]:
+    """Parameters of this rank alone of which nothing tells torch's tools: those that train, or all with `frozen`."""
+    alone = ep.size == 1 and ep.placement.num_physical_experts == ep.placement.num_experts
+    if alone or not isinstance(experts, nn.Module):
+        return []
+    return [
+        name for name, value in experts.named_parameters() if not is_spread(value) and (frozen or value.requires_grad)
+    ]
 
 
-def _of(module: nn.Module) -> Iterator[ExpertParallel]:
-    """The `ExpertParallel`s that a module has as attributes."""
-    for value in vars(module).values():
-        if isinstance(value, TrainingExchange):
-            yield value.ep
-        elif isinstance(value, ExpertParallel):
-            yield value
+def check_spread(ep: ExpertParallel, experts: object) -> None:
+    """Raises RuntimeError where a call has gradients, but torch's tools do not know whose experts these are."""
+    if plain := unspread(ep, experts, frozen=True):
+        why = problem_with(ep) or "call `epmoe.training.spread(layer.experts, ep)` once; adapters cannot train"
+        raise RuntimeError(f"`experts` must have DTensors only in calls with gradients, got `{plain[0]}`: {why}")
 
 
-def _average(layers: list[ExpertLayer]) -> None:
-    """From now on, gradients of the experts are divided by the number of ranks."""
-    for layer in layers:
-        layer.experts.averages_over = layer.ep.size
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse)
 
 
-def _over_ranks(norm: Tensor, norm_type: float, ep: ExpertParallel) -> Tensor:
-    """The norm of all ranks' parts, each of which has this norm."""
-    if ep.size == 1:
+def _refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Before a step, raises RuntimeError or ValueError for optimizers, or state, that would be wrong for experts."""
+    experts = [value for group in optimizer.param_groups for value in group["params"] if is_spread(value)]
+    why = next((_UNFIT[each.__name__] for each in type(optimizer).__mro__ if each.__name__ in _UNFIT), None)
+    if why and experts:
+        raise RuntimeError(f"{type(optimizer).__name__} {why}: give experts an optimizer of their own, such as AdamW")
+    for value in experts:
+        for name, state in optimizer.state.get(value, {}).items():
+            check_same_rank(name, state, value)
+
+
+_UNFIT = {
+    "Adafactor": "scales updates by norms of one rank's experts, since `item()` of a DTensor is of its local part",
+    "ZeroRedundancyOptimizer": "gives the experts of all ranks to one of them",
+}
+
+
+def _average(module: nn.Module, ranks: int) -> None:
+    """From now on, gradients of the experts are divided by the number of ranks. Raises ValueError for other ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for owner in module.modules():
+        ep = vars(owner).get("ep")
+        if isinstance(ep, ExpertParallel) and unspread(ep, getattr(owner, "experts", None), frozen=True):
+            raise ValueError(problem_with(ep) or "the experts must be spread: call `epmoe.training.spread` once")
+        for name, value in owner._parameters.items():
+            if not is_spread(value):
+                continue
+            if (spread_over := value.device_mesh.size()) != ranks:
+                raise ValueError(
+                    f"`{name}` must be spread over the {ranks} ranks that average gradients, got {spread_over}: give "
+                    'ExpertParallel a mesh ("replicate", "ep") of all of them, so that replicas of experts stay alike'
+                )
+            mesh = value.device_mesh
+            by_fsdp = mesh.size() // mesh[EP].size() if isinstance(owner, FSDPModule) else 1
+            owner.averages_over = ranks // by_fsdp  # type: ignore[assignment]
+
+
+def _layout(value: Any) -> tuple[DeviceMesh, tuple[Any, ...]] | None:
+    return (value.device_mesh, value.placements) if hasattr(value, "device_mesh") else None
+
+
+def _norm(gradients: list[Tensor], norm_type: float, layout: Any, device: torch.device | None) -> Tensor:
+    """The norm over all ranks, fp32, of gradients of which this rank has these parts."""
+    norm = nn.utils.get_total_norm(gradients, norm_type).to(device, torch.float32)
+    if layout is None:
         return norm
+    mesh, placements = layout
     kept = norm if math.isinf(norm_type) else norm**norm_type
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    assert ep.group is not None
-    if norm.device not in ep.group._device_types:
-        kept = kept.cpu()
-    dist.all_reduce(kept, operation, group=ep.group)
+    for dim, placement in enumerate(placements):
+        if not placement.is_replicate():
+            group = mesh.get_group(dim)
+            if kept.device not in group._device_types:
+                kept = kept.cpu()
+            dist.all_reduce(kept, operation, group=group)
     kept = kept.to(norm.device)
     return kept if math.isinf(norm_type) else kept ** (1 / norm_type)

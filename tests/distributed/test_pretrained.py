@@ -81,7 +81,8 @@ def test_every_rank_writes_its_experts(folder, rank, size, placement, kind, dtyp
 @pytest.mark.parametrize("kind", ["each", "fused"])
 def test_parameters_that_fsdp_shards_are_gathered_one_by_one(folder, rank, size, kind):
     source = start(folder, kind, rank)
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D), device="cpu") as ep:
+    chunks = {"strategy": "explicit", "assignment": [x // -(-E // size) for x in range(E)]}
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, placement=chunks), device="cpu") as ep:
         model = epmoe.training.fully_shard(model_of(ep, source), mesh=init_device_mesh("cpu", (size,)))
         assert hasattr(model.model.norm.weight, "full_tensor")
         save_pretrained(model, folder / "end", source)

@@ -1,0 +1,68 @@
+"""A rank's rows of a tensor [E, …] for torch.distributed.checkpoint: any experts in any order, with copies."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+_COPIES = (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default)
+
+
+class Rows(Tensor):
+    """What a DTensor cannot say: a tensor [E, …] of all logical experts, of which this rank has rows in any order.
+
+    torch.distributed.checkpoint saves and loads it, also asynchronously. It has no other operators.
+
+    Args:
+        local: [e, …], whose memory it shares.
+        held: the logical expert of each row, −1 for a row of none.
+        num_experts: E.
+    """
+
+    local: Tensor
+    held: list[int]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, held: list[int], num_experts: int) -> Self:
+        shape = (num_experts, *local.shape[1:])
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made.local, made.held = local, held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func not in _COPIES:  # those of torch's stager, which copies the attributes itself
+            raise NotImplementedError(f"`epmoe.checkpoint` has rows of experts here, which have no {func}")
+        return cls(args[0].local, args[0].held, len(args[0]))
+
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
+        """One item for each expert: torch writes those of all ranks once."""
+        properties = TensorProperties.create_from_tensor(self.local)
+        chunks = {chunk.offsets: chunk for chunk in self.__create_chunk_list__()}.values()
+        return [
+            WriteItem(
+                MetadataIndex(key, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The place of each row in [E, …]."""
+        sizes, rest = torch.Size((1, *self.shape[1:])), (0,) * (self.dim() - 1)
+        return [ChunkStorageMetadata(torch.Size((x, *rest)), sizes) for x in self.held if x >= 0]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The row [1, …] of a chunk. Where torch loads, its number among the chunks tells copies of an expert apart."""
+        assert index.offset is not None
+        (x, *_), number = index.offset, index.index
+        numbered = [i for i, held in enumerate(self.held) if held >= 0]
+        row = self.held.index(x)
+        if number is not None and number < len(numbered) and self.held[numbered[number]] == x:
+            row = numbered[number]
+        return self.local[row : row + 1]

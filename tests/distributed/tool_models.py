@@ -1,0 +1,151 @@
+"""A small model over ranks, the same in one process, and steps of training: what tools around it must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import randn
+from torch import Tensor, nn
+
+from epmoe import ExpertParallel, GroupedExperts, MoELayer
+from epmoe.training import spread
+
+D, WIDTH, E, K, T, BLOCKS = 16, 8, 12, 2, 6, 2
+Kind = Literal["grouped", "own"]
+
+
+class OwnExperts(nn.Module):
+    """ReLU², without a gate, as in Nemotron-H."""
+
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(up), nn.Parameter(down)
+
+    def forward(self, rows: Tensor, offsets: Tensor, scales: None = None) -> Tensor:
+        ends = offsets.tolist()
+        parts = [
+            F.relu(rows[first:last] @ self.up[i].T).square() @ self.down[i].T
+            for i, (first, last) in enumerate(zip(ends, ends[1:], strict=False))
+        ]
+        return torch.cat([*parts, rows[ends[-1] :] * 0])
+
+
+def weights_of(block: int, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    width = WIDTH * (2 if kind == "grouped" else 1)
+    shapes = (E, D), (E, width, D), (E, D, WIDTH)
+    scale = 3 if kind == "grouped" else 6
+    return tuple(randn(*shape, seed=10 * block + i) / scale for i, shape in enumerate(shapes))
+
+
+class DenseMoE(nn.Module):
+    """All experts in plain torch."""
+
+    def __init__(self, kind: Kind, router: Tensor, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.kind = kind
+        self.router_weight, self.experts = nn.Parameter(router), nn.Module()
+        names = ("w_gate_up", "w_down") if kind == "grouped" else ("up", "down")
+        for name, value in zip(names, (up, down), strict=True):
+            self.experts.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = F.linear(x, self.router_weight).softmax(1).topk(K, 1)
+        up, down = self.experts.parameters()
+        hidden = torch.einsum("td,efd->tef", x, up)
+        if self.kind == "grouped":
+            gate, hidden = hidden.chunk(2, 2)
+            hidden = F.silu(gate) * hidden
+        else:
+            hidden = F.relu(hidden).square()
+        outs = torch.einsum("tef,edf->ted", hidden, down)
+        chosen = outs.gather(1, ids[:, :, None].expand(-1, -1, D))
+        return (chosen * (weights / weights.sum(1, keepdim=True))[:, :, None]).sum(1)
+
+
+class Block(nn.Module):
+    def __init__(self, moe: nn.Module, number: int) -> None:
+        super().__init__()
+        self.dense, self.moe = nn.Linear(D, D, bias=False), moe
+        with torch.no_grad():
+            self.dense.weight.copy_(randn(D, D, seed=100 + number) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(F.layer_norm(x + self.dense(x), (D,)))
+
+
+class Model(nn.Module):
+    """Over the ranks of `ep`, or without one in this process alone."""
+
+    def __init__(self, kind: Kind, ep: ExpertParallel | None = None, spreads: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for number in range(BLOCKS):
+            router, up, down = weights_of(number, kind)
+            if ep is None:
+                moe: nn.Module = DenseMoE(kind, router, up, down)
+            else:
+                held = ep.placement.logical_experts(ep.rank)
+                experts = (GroupedExperts if kind == "grouped" else OwnExperts)(up[held], down[held])
+                if spreads and kind == "own":
+                    spread(experts, ep)
+                moe = MoELayer(ep, router, experts, num_rows=256 if kind == "grouped" else "exact")
+            self.blocks.append(Block(moe, number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return randn(T, D, seed=1000 + 50 * step + rank)
+
+
+def train(
+    model: nn.Module, optimizer: Any, clip: Callable[[], object] | None = None, steps: Iterable[int] = range(2)
+) -> None:
+    """Steps over this rank's tokens. The loss is a mean over them."""
+    for step in steps:
+        x = tokens(step, dist.get_rank())
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        if clip is not None:
+            clip()
+        optimizer.step()
+
+
+def train_alone(
+    model: Model, optimizer: Any, max_norm: float | None = None, steps: Iterable[int] = range(2)
+) -> dict[str, Tensor]:
+    """The parameters after the same steps over the tokens of all ranks, in this process."""
+    for step in steps:
+        x = torch.cat([tokens(step, rank) for rank in range(dist.get_world_size())])
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return whole(model)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole, under the names that they have without wrappers."""
+    wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+    named = {}
+    for name, value in model.named_parameters():
+        for wrapper in wrappers:
+            name = name.replace(wrapper, "")
+        named[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    return named
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].shape == value.shape, name
+        error = (got[name] - value).abs().max().item() / max(1.0, value.abs().max().item())
+        assert error <= tolerance, f"{name} is off by {error}"

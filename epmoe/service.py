@@ -187,7 +187,7 @@ class ExpertParallel(HoldsWindows):
 
     def go_on(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | DeviceMesh | None,
         placement: Placement | None,
         spread_lost: bool,
         confirm: Confirm = lambda _: True,
@@ -804,8 +804,8 @@ class ExpertParallel(HoldsWindows):
 
     def _keeps_weights(self, config: EPConfig, placement: Placement, slots: Table | None, rank: int) -> bool:
         """Whether this rank has the weights of each expert that it is to hold in the next group, in the same slot."""
-        if config.placement.live and slots is None:
-            return False  # slots begin again
+        if not self._has_weights or config.placement.live and slots is None:
+            return False  # slots begin again, or nothing was loaded into them
         wanted = [placement.logical_experts(rank)] if slots is None else slots_of(slots, rank, config)
         before: Placement | None = getattr(self, "placement", None)
         had = [[] for _ in wanted] if before is None else [before.logical_experts(self.rank)]

@@ -25,7 +25,7 @@ class Gpu:
         self.errors = [0, 0]
         self.time_s, self.phases = 100.0, 0
         copies = [InStream(self) for _ in range(2)]
-        self.watch = Watch(*copies, lambda: bytes(self.state), lambda: struct.pack("<2q", *self.errors))
+        self.watch = Watch(*copies, Now(lambda: bytes(self.state)), Now(lambda: struct.pack("<2q", *self.errors)))
 
     def work(self) -> Callable[[], None]:
         """Other work of the stream: a call ends it."""
@@ -78,6 +78,14 @@ class InStream:
 
     def read(self) -> bytes | None:
         return self.copied
+
+
+class Now:
+    def __init__(self, read: Callable[[], bytes]) -> None:
+        self.read = read
+
+    def start(self) -> None:
+        pass
 
 
 class Kernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cache
 from threading import RLock
 
 import torch
@@ -13,8 +14,17 @@ LONG_S = 0.2
 """Longer than a copy takes on a GPU that works, and shorter than any deadline."""
 
 
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all buffers: the driver has few queues, in which a copy may wait behind a kernel of another stream.
+
+    Its priority is one that streams of models rarely have: torch hands out the same few streams again and again.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class Peek:
-    """Copies of buffers on the host. On a GPU they travel on a stream of their own, by the copy engines.
+    """Copies of buffers on the host. On a GPU they travel on a stream that no kernel is on, by the copy engines.
 
     Any thread may read, and a signal handler during a read.
 
@@ -26,8 +36,7 @@ class Peek:
         self._buffers = buffers
         self._on_gpu = buffers[0].is_cuda
         if self._on_gpu:
-            # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
-            self._stream = torch.cuda.Stream(buffers[0].device, priority=-1)
+            self._stream = _stream_of(buffers[0].device)
             self._event = torch.cuda.Event()
             self._lock = RLock()
             self._under_way = False  # a copy whose reader did not wait for it

@@ -17,23 +17,20 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from epmoe.exchange.peek import Peek
 from epmoe.native import layouts
 
 LOOK_S = 0.05
 """The least time from one look to the next. A look takes tens of microseconds."""
 _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
-
-_Now = Callable[[], bytes | None]
-"""The bytes of a buffer now; None: they have not come in time."""
 
 
 class CopyInStream:
@@ -54,6 +51,29 @@ class CopyInStream:
         """What has come; None: nothing yet."""
         copied = self._bytes.raw
         return None if _UNWRITTEN in copied else copied
+
+
+class CopyOfNow(CopyInStream):
+    """A copy on a stream of its own, which waits for no other stream.
+
+    It is not a `Peek`, which knows by an event that a copy has come: an event may wait behind a kernel that finds no
+    place.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__(buffer)
+        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # as that of `Peek`
+
+    def start(self) -> None:
+        with torch.cuda.stream(self._stream):
+            super().start()
+
+    def read(self) -> bytes | None:
+        """It waits for a millisecond at most."""
+        until = time.monotonic() + _ANSWER_S
+        while (copied := super().read()) is None and time.monotonic() < until:
+            pass
+        return copied
 
 
 @dataclass
@@ -84,7 +104,9 @@ class Watch:
     The state is copied on the stream of a launch, on that of a `poll`, and past all streams, as "signal.error" is.
     """
 
-    def __init__(self, before_launch: CopyInStream, at_poll: CopyInStream, now: _Now, errors: _Now) -> None:
+    def __init__(
+        self, before_launch: CopyInStream, at_poll: CopyInStream, now: CopyInStream, errors: CopyInStream
+    ) -> None:
         self._launch = _Mark(before_launch)
         self._poll = _Mark(at_poll)
         self._now = now
@@ -101,7 +123,8 @@ class Watch:
         The host has launched so many `phases` by `time_s`. `comes` is what the caller does next on the current stream:
         it launches a kernel, in front of which only this stream has work, or it may replay a graph. None: nothing.
         """
-        state = self._now()
+        self._now.start()
+        state = self._now.read()
         if state is None:
             return None
         if state != self._state:
@@ -118,8 +141,10 @@ class Watch:
         late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
         if time_s - due_s >= timeout_s:
             return late
-        if time_s - self._moved_s >= timeout_s and any(reports := self._errors() or b""):
-            return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
+        if time_s - self._moved_s >= timeout_s:
+            self._errors.start()
+            if any(reports := self._errors.read() or b""):
+                return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
         return None
 
     def _launch_due_s(self, time_s: float, phases: int) -> float:
@@ -156,14 +181,4 @@ def _parsed(state: bytes) -> ctypes.Structure:
 def watch_of(views: Mapping[str, Tensor]) -> Watch:
     """The watch of a rank with these buffers, on a GPU."""
     state = views["state"]
-    return Watch(CopyInStream(state), CopyInStream(state), _bytes_of(state), _bytes_of(views["signal.error"]))
-
-
-def _bytes_of(buffer: Tensor) -> _Now:
-    peek = Peek(buffer)
-
-    def now() -> bytes | None:
-        read = peek.read_within(_ANSWER_S)
-        return None if read is None else read[0].numpy().tobytes()
-
-    return now
+    return Watch(CopyInStream(state), CopyInStream(state), CopyOfNow(state), CopyOfNow(views["signal.error"]))

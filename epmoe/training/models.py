@@ -223,11 +223,15 @@ def check_spread(ep: ExpertParallel, experts: object) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Before a step, raises RuntimeError or ValueError for optimizers, or state, that would be wrong for experts."""
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raises RuntimeError or ValueError for optimizers, or state, that would be wrong for experts.
+
+    Where torch may choose, it takes `foreach` on GPUs, which refuses parameters of several meshes: such a group does
+    without.
+    """
     experts = [value for group in optimizer.param_groups for value in group["params"] if is_spread(value)]
     why = next((_UNFIT[each.__name__] for each in type(optimizer).__mro__ if each.__name__ in _UNFIT), None)
     if why and experts:
@@ -235,6 +239,10 @@ def _refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for value in experts:
         for name, state in optimizer.state.get(value, {}).items():
             check_same_rank(name, state, value)
+    for group in optimizer.param_groups if experts else ():
+        meshes = {getattr(value, "device_mesh", None) for value in group["params"]}
+        if len(meshes) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = False
 
 
 _UNFIT = {

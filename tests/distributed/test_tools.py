@@ -485,6 +485,18 @@ def ep() -> Iterator[ExpertParallel]:
         yield made
 
 
+def test_torch_does_not_choose_foreach_for_experts_and_others(ep):
+    """On GPUs it would, and raise."""
+    model = Model("grouped", ep)
+    for optimizer, foreach in (
+        (torch.optim.AdamW(model.parameters()), [False]),
+        (in_groups(torch.optim.AdamW)(model.parameters()), [None, None]),
+        (torch.optim.SGD(model.parameters(), foreach=True), [True]),
+    ):
+        optimizer.step()
+        assert [group["foreach"] for group in optimizer.param_groups] == foreach
+
+
 def test_the_page_has_each_tool():
     assert ROWS.keys() == TOOLS.keys()
 

@@ -192,21 +192,10 @@ class MoELayer(nn.Module):
     ) -> Self:
         """A layer from the weights of all E logical experts, of which it copies this rank's to the device of `ep`.
 
-        Args:
-            ep: see `MoELayer`.
-            router_weight: [E, D], on any device.
-            w_gate_up: [E, 2F, D], on any device.
-            w_down: [E, D, F], on any device.
-            options: other arguments of `MoELayer`, whose tensors may be on any device, and of `GroupedExperts`, whose
-                tensors, which are scales and biases, have a row for each of the E experts. What the experts compute is
-                by default as in the config.
-
-        Returns:
-            The layer, whose experts are those of the placement, with copies.
-
-        Raises:
-            TypeError: see `MoELayer` and `GroupedExperts`.
-            ValueError: see `MoELayer` and `GroupedExperts`; or a tensor has not E rows.
+        Arguments and errors are those of `MoELayer` and `GroupedExperts`; tensors may be on any device. `router_weight`
+        is [E, D], `w_gate_up` [E, 2F, D] and `w_down` [E, D, F]. These two, scales and biases have a row for each of
+        the E experts, otherwise it is a ValueError. What the experts compute is by default as in the config. The layer
+        has the experts of the placement, with copies.
         """
         E = ep.placement.num_experts
         of_layer = {name: _on(ep.device, options.pop(name)) for name in _OPTIONS if name in options}
@@ -233,25 +222,20 @@ class MoELayer(nn.Module):
         """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own experts only.
 
         Shared experts are not read: load their module as the model does, and give it as `shared`. A layer that trains
-        needs a `dtype` where the checkpoint has fp8 or MXFP4 experts.
+        needs a `dtype` where the checkpoint has fp8 or MXFP4 experts. Errors are those of `MoELayer`, `GroupedExperts`
+        and `SafetensorsFolder`.
 
         Args:
             ep: see `MoELayer`.
             folder: with the checkpoint.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
-            dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for masters, to which fp8 and
-                MXFP4 are dequantized. By default the checkpoint's, but bf16 for fp8 without scales of blocks, and for
-                MXFP4 on other devices than GPUs of compute capability 9.
+            dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for masters. None: as there.
             options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
                 compute is by default as in the config.
 
         Returns:
             The layer on the device of `ep`, in the dtypes of the checkpoint, or as asked for.
-
-        Raises:
-            TypeError: see `MoELayer` and `GroupedExperts`.
-            ValueError: see `MoELayer` and `GroupedExperts`; or the checkpoint has no such block, or has another format.
         """
         router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
         for name in ("router_weight", "logit_bias"):
@@ -413,18 +397,10 @@ class MoELayer(nn.Module):
         padded_tokens: int | None = None,
         adapter_ids: Tensor | None = None,
     ) -> Tensor:
-        """The layer behind its router, without gradients. Collective.
+        """The layer behind its router, without gradients: tokens [T, D] → y [T, D] in the dtype of x. Collective.
 
-        Args:
-            x_TD: tokens [T, D].
-            routing: logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K].
-            weights_TK: [T, K], or None.
-            num_tokens: see `forward`, whose errors it raises.
-            padded_tokens: see `forward`.
-            adapter_ids: see `forward`.
-
-        Returns:
-            y [T, D] in the dtype of x.
+        `routing` has logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K] with these
+        weights [T, K]. Other arguments and errors are those of `forward`.
         """
         with self._giving_up(x_TD, None if weights_TK is None else routing):
             return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens, adapter_ids)[0]
@@ -476,7 +452,6 @@ class MoELayer(nn.Module):
     def _with_gradients(
         self, x: Tensor, num_tokens: int | Tensor | None, routing: tuple[Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Routes]:
-        """y [T, D] in the dtype of the experts, with gradients."""
         exchange = self._exchange
         if isinstance(exchange, ValueError):
             raise RuntimeError(
@@ -538,11 +513,8 @@ class MoELayer(nn.Module):
     def warmup(self, tokens: Iterable[int]) -> None:
         """Run rounds of random tokens before serving, so that no later call or capture compiles a kernel. Collective.
 
-        A line of the logger "epmoe" says how far it is. On a GPU each number of tokens is captured, too, unless experts
-        such as those in fp32 cannot be.
-
-        Args:
-            tokens: the T of this rank's calls to come; as many numbers on all ranks.
+        `tokens` are the T of this rank's calls to come; as many numbers on all ranks. A line of the logger "epmoe" says
+        how far it is. On a GPU each number is captured, too, unless experts such as those in fp32 cannot be.
         """
         wanted = list(tokens)
         captures = self.ep.device.type == "cuda" and getattr(self.experts, "is_capturable", True)
@@ -559,7 +531,6 @@ class MoELayer(nn.Module):
             _log.info("%d of %d: %d tokens in %.1f s", i + 1, len(wanted), T, time.perf_counter() - start)
 
     def extra_repr(self) -> str:
-        """What `repr` says of the exchange."""
         return repr(self.ep)
 
     def _has_gradients(self, x: object) -> bool:
@@ -578,7 +549,6 @@ class MoELayer(nn.Module):
     def _given(
         self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None, adapter_ids: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor | None] | None, Tensor | None]:
-        """What a call gets by its arguments, or else by contexts around it."""
         routes, ids = given_to(self, x)
         return routes if routing is None else routing, ids if adapter_ids is None else adapter_ids
 

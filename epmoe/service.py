@@ -126,14 +126,13 @@ class ExpertParallel(HoldsWindows):
         self._mesh = group if isinstance(group, DeviceMesh) else None
 
     def survivors(self) -> list[int]:
-        """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
+        """Ranks of the group that live and that nobody misses, as far as this rank knows; ascending. It waits for no
+        rank.
 
-        Ranks on the machine of a process see its end at once. After an `EPTimeoutError` the reports of other ranks may
-        still arrive: ask again before each try to form a group. A rank that was only slow misses itself then, since the
-        others have reported it.
-
-        Returns:
-            Ranks, numbered in the group, ascending; before `resume` has returned, of the group so far.
+        They are numbered in the group, before `resume` has returned in the group so far. Ranks on the machine of a
+        process see its end at once. After an `EPTimeoutError` the reports of other ranks may still arrive: ask again
+        before each try to form a group. A rank that was only slow misses itself then, since the others have reported
+        it.
         """
         if self._exchange is not None:
             self._missing = self._exchange.missing()
@@ -194,8 +193,8 @@ class ExpertParallel(HoldsWindows):
     ) -> tuple[Move, ...]:
         """`resume`, within `alone`.
 
-        `confirm` is called once the windows are open, with what returns the ranks that are missing by then, as a mask.
-        Where it returns False, this rank raises as if another had not arrived.
+        `confirm` is called once the windows are open, with a function that returns the ranks that are missing by then,
+        as a mask. Where it returns False, this rank raises as if another had not arrived.
         """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
@@ -225,12 +224,9 @@ class ExpertParallel(HoldsWindows):
         return old.moves(self.placement, ranks)[self.rank]
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
-        """What `call` returns. Another thread that calls meanwhile gets the RuntimeError; so does who enters during its
-        call, or in a fork.
-
-        What is collective and takes several steps holds its turn so from its start on, also over windows that it opens.
-        A context manager would not do, see `own_turn`.
-        """
+        """Call, in the turn of this thread. Another thread that calls meanwhile gets the RuntimeError; so does who
+        enters during its call, or in a fork. A collective call of several steps holds its turn so from its start on,
+        also over windows that it opens. A context manager would not do, see `own_turn`."""
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
         generation = self.generation
@@ -405,10 +401,9 @@ class ExpertParallel(HoldsWindows):
     ) -> Sent:
         """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
 
-        Returns the open round, for `dispatch_recv`.
-
-        Other work can run between the two phases, such as the rounds of another `ExpertParallel`. No argument,
-        `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
+        Returns the open round, for `dispatch_recv`. Other work can run between the two phases, such as the rounds of
+        another `ExpertParallel`. No argument, `num_tokens` included, may be overwritten before `dispatch_recv` has
+        returned.
         """
         return self.exchange.dispatch_send(
             new_call((
@@ -418,18 +413,10 @@ class ExpertParallel(HoldsWindows):
         )  # fmt: skip
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """The receive phase of `dispatch`: waits for every rank's tokens.
+        """The receive phase of `dispatch`: waits for every rank's tokens, and returns the round as `dispatch` does.
 
-        Args:
-            sent: the open round, from `dispatch_send`.
-
-        Returns:
-            The same round, as `dispatch` returns it.
-
-        Raises:
-            ValueError: `sent` belongs to another round, or was received before.
-            EPMismatchError: the calls of the ranks did not match.
-            EPTimeoutError: ranks did not arrive in time.
+        Raises `dispatch`'s EPMismatchError and EPTimeoutError, and ValueError where `sent` belongs to another round, or
+        was received before.
         """
         return self.exchange.dispatch_recv(sent)
 
@@ -447,9 +434,8 @@ class ExpertParallel(HoldsWindows):
             y [T, D] in the dtype of x.
 
         Raises:
-            TypeError: `expert_rows` or `out` has another dtype; nothing was sent.
-            ValueError: `expert_rows` or `out` has another shape or device, or the round is another one; nothing was
-                sent.
+            TypeError: an argument has another dtype; nothing was sent.
+            ValueError: an argument has another shape or device, or the round is another one; nothing was sent.
             RuntimeError: `expert_rows` requires grad in grad mode, or this object is closed.
             EPMismatchError: the ranks' calls of dispatch did not match (GPU).
             EPTimeoutError: ranks did not arrive in time.
@@ -464,29 +450,18 @@ class ExpertParallel(HoldsWindows):
         return self.exchange.combine("rank", partial, dispatched, out)
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> None:
-        """The send phase of `combine`, with its errors: sends, and waits for no rank.
+        """The send phase of `combine`, with its arguments and errors: sends, and waits for no rank.
 
-        Args:
-            rows: expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
-            dispatched: the open round.
-            out: y itself, which combine_recv returns; that of `combine`.
+        `rows` are expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
+        `combine_recv` returns `out`.
         """
         self.exchange.combine_send(rows, dispatched, out)
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """The receive phase of `combine`: waits for every rank's rows.
+        """The receive phase of `combine`: waits for every rank's rows, and returns y [T, D] in the dtype of x.
 
-        Args:
-            dispatched: the open round, as given to `combine_send`.
-
-        Returns:
-            y [T, D] in the dtype of x.
-
-        Raises:
-            ValueError: `dispatched` belongs to another round, or combine_send did not come first.
-            EPTimeoutError: ranks did not arrive in time.
-            EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
-            EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
+        Raises `combine`'s EPTimeoutError, EPOverflowError and EPAbortedError, and ValueError where `dispatched` is not
+        the round that combine_send was given.
         """
         return self.exchange.combine_recv(dispatched)
 
@@ -504,10 +479,7 @@ class ExpertParallel(HoldsWindows):
 
         Raises:
             ValueError: `dispatched` is not the handle of the open round.
-            EPMismatchError: the calls of the ranks did not match.
-            EPTimeoutError: an earlier call has timed out.
-            EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
-            EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
+            EPError: EPMismatchError, EPTimeoutError, EPOverflowError or EPAbortedError as in `poll`.
         """
         if dispatched is not None or self._exchange is not None:
             self.exchange.abort(dispatched)
@@ -530,25 +502,13 @@ class ExpertParallel(HoldsWindows):
         Collective: it takes the place of dispatch and combine. The other ranks get through the round; as after `abort`
         they learn that this rank has aborted it. It waits for no rank, except after a round that was aborted.
 
-        Args:
-            tag: of the round, as the other ranks give it to dispatch.
-            hidden_size: D of the round, like the next arguments as in dispatch, and by default as in the last round of
-                this object, or as in the config before the first.
-            top_k: K of the round.
-            dtype: of x.
-            layout: "expert" or "rank".
-            apply_router_weight_on_input: whether dispatch weights the rows.
-            padded_tokens: that of dispatch.
-            aligned: whether segments are aligned.
-            extra: one like those of the other ranks, of any T; None if the round has none.
+        Arguments are those of dispatch on the other ranks: `hidden_size` is D, `top_k` is K, `dtype` is that of x, and
+        `extra` has any T, or is None if the round has none. All but `tag` and `padded_tokens` are by default as in the
+        last round of this object, or as in the config before the first.
 
-        Raises:
-            TypeError: an argument has another type; nothing was sent.
-            ValueError: an argument has another value; nothing was sent.
-            RuntimeError: a round is open (`abort` closes it), this object is closed, or a call of this thread was
-                refused, since another thread has the round.
-            EPMismatchError: an earlier call of the ranks did not match.
-            EPTimeoutError: ranks did not end the last round in time.
+        Raises what `dispatch` does for arguments, and for earlier calls that did not match or that ranks did not end in
+        time. Raises RuntimeError where a round is open (`abort` closes it), this object is closed, or a call of this
+        thread was refused, since another thread has the round.
         """
         exchange = self.exchange
         if exchange.rounds.is_of_another():
@@ -561,14 +521,7 @@ class ExpertParallel(HoldsWindows):
     def giving_up(self, tag: int, **shape: Any) -> AbstractContextManager[None]:
         """Within it a caller takes part in one round. An exception aborts the round, whether it was opened or not.
 
-        It raises nothing of the exchange in its place.
-
-        Args:
-            tag: of the round.
-            shape: of the round, other arguments of `skip`.
-
-        Returns:
-            The context.
+        It raises nothing of the exchange in its place. `tag` and `shape` are arguments of `skip`.
         """
         exchange = self.exchange
 
@@ -581,15 +534,8 @@ class ExpertParallel(HoldsWindows):
     def new_tag(self, tag: int | None = None, owner: object = None) -> int:
         """A tag for one more layer, which no other layer of this object has. All ranks take the same ones.
 
-        Args:
-            tag: from 0 to 32767. By default `next_tag`.
-            owner: gives the tag back when it is gone; None: nobody does.
-
-        Returns:
-            The tag.
-
-        Raises:
-            ValueError: another layer has the tag, or there is no further number.
+        `tag` is from 0 to 32767, by default `next_tag`. `owner` gives it back when it is gone; None: nobody does.
+        Raises ValueError where another layer has the tag, or there is no further number.
         """
         if tag is None:
             tag = self._last_tag = self.next_tag
@@ -603,10 +549,8 @@ class ExpertParallel(HoldsWindows):
 
     @property
     def next_tag(self) -> int:
-        """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody has had.
-
-        Raises ValueError where there is none.
-        """
+        """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody has had. Raises
+        ValueError where there is none."""
         tag = self._last_tag + 1
         while tag in self._tags:
             tag += 1
@@ -700,14 +644,11 @@ class ExpertParallel(HoldsWindows):
         return self.exchange.plan
 
     def health(self, wait: bool = True) -> Health:
-        """Counts since the start, on this rank. Any thread may read them; not during the capture of a CUDA graph.
+        """Counts since the start, on this rank, which never fall.
 
-        Args:
-            wait: on a GPU, first for the current stream. With False this waits for no kernel and delays none, so the
-                counts of kernels under way are partial.
-
-        Returns:
-            The counts, which never fall.
+        Any thread may read them; not during the capture of a CUDA graph. On a GPU it first waits for the current
+        stream. With `wait=False` it waits for no kernel and delays none, so the counts of kernels under way are
+        partial.
         """
         health, live = self.exchange.health(wait), self.live
         return health if live is None else dataclasses.replace(health, refused_plans=live.refused_plans)
@@ -736,13 +677,8 @@ class ExpertParallel(HoldsWindows):
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`.
 
-        A failure that a kernel reports meanwhile is raised at once.
-
-        Args:
-            timeout_s: how long to wait for the device, in seconds; None: until it has ended.
-
-        Raises:
-            EPTimeoutError: also where the device did not end within `timeout_s`.
+        A failure that a kernel reports meanwhile is raised at once, and EPTimeoutError where the device did not end
+        within `timeout_s` seconds; None: there is no limit.
         """
         self.exchange.wait_for_device(timeout_s)
         self.poll()
@@ -754,11 +690,8 @@ class ExpertParallel(HoldsWindows):
         request: JoinRequest,
         confirm: Confirm = lambda _: True,
     ) -> None:
-        """Become a rank of a group, whose turn this thread has. Collective; where a step fails on one rank, all raise.
-        See `resume`.
-
-        The windows of the group so far are released once all ranks are able to join: both might not fit.
-        """
+        """Become a rank of a group, whose turn this thread has; see `resume`. Where a step fails on one rank, all
+        raise. The windows of the group so far are released once all ranks are able to join: both might not fit."""
         exchange: Exchange | None = None
         try:
             with opening(peers) as agreed:
@@ -866,19 +799,11 @@ def join_group(
 ) -> ExpertParallel:
     """A new rank of a group whose ranks call `recover`. It waits for them.
 
-    Args:
-        store: that of `recover`.
-        device: that of `ExpertParallel`.
-        timeout_s: how long to wait to be taken in, in seconds.
-        backend: of the process group, that of `recover`.
+    All local experts of the ExpertParallel are to be loaded: `ep.logical_experts(tag)` says which they are, with
+    `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or `Balancer`.
 
-    Returns:
-        An ExpertParallel of the group. All its local experts are to be loaded: `ep.logical_experts(tag)` says which
-        they are, with `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or
-        `Balancer`.
-
-    Raises:
-        TimeoutError: nobody has taken this rank in.
+    `store` and `backend` are those of `recover`, `device` is that of `ExpertParallel`. Raises TimeoutError where nobody
+    has taken this rank in within `timeout_s` seconds.
     """
     on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
     load(torch.device("cuda" if on_gpu else "cpu"))
@@ -918,14 +843,14 @@ def resize(
 
     Args:
         ep: the ExpertParallel that is to have another size.
-        store: that of `recover`.
+        store: that of `recover`, like `timeout_s` and `backend`.
         size: ranks that the group is to have. It has fewer where new ranks do not come within `wait_s`.
         load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them.
         balancer: that of `ep`, if it has one.
         weights: that of `ExpertParallel.replace`.
         wait_s: how long to wait for new ranks, in seconds.
-        timeout_s: that of `recover`.
-        backend: of the process group, that of `recover`.
+        timeout_s: in seconds.
+        backend: of the process group.
 
     Returns:
         Whether this rank is in the group. On a rank that has left, `ep` is closed and its process may end.

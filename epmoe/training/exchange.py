@@ -198,8 +198,7 @@ class TrainingExchange:
         Raises:
             TypeError: an argument has another type or dtype.
             ValueError: `expert_rows` has another shape or device.
-            EPStateError: the round is not the open one.
-            EPError: what `ExpertParallel.combine` raises.
+            EPError: what `ExpertParallel.combine` raises; EPStateError if `routed` is not the open round.
         """
         if not isinstance(routed, Routed):
             raise TypeError(f"`routed` must be what dispatch returned, got {describe(routed)}")
@@ -214,14 +213,7 @@ class TrainingExchange:
 
     @contextmanager
     def giving_up(self, dtype: torch.dtype, **shape: Any) -> Iterator[None]:
-        """Within it a caller takes part in one forward round.
-
-        An exception aborts the round, whether it was opened or not, and raises nothing of the exchange in its place.
-
-        Args:
-            dtype: the dtype of x.
-            shape: other arguments of `skip`.
-        """
+        """`ExpertParallel.giving_up` of a forward round: `dtype` and `shape` are arguments of `skip`."""
         if torch.compiler.is_compiling():
             yield
             return
@@ -241,17 +233,10 @@ class TrainingExchange:
         aligned: bool = False,
         top_k: int | None = None,
     ) -> None:
-        """Take part in a forward round without tokens, and abort it: for a rank that raised before its dispatch.
+        """Take part in a forward round without tokens, and abort it, as `ExpertParallel.skip` does, with its errors.
 
-        Args:
-            dtype: the dtype of x.
-            weights_on: who applies the weights, like the next arguments as the other ranks give it to `dispatch`.
-            tag: the number of the layer.
-            aligned: whether segments are aligned.
-            top_k: K, by default the config's.
-
-        Raises:
-            EPError: what `ExpertParallel.skip` raises.
+        Arguments are those of `dispatch` on the other ranks; `dtype` is that of x, and `top_k` is K, by default the
+        config's.
         """
         model = self.ep.config.model
         shape = model.hidden_size, top_k or model.num_experts_per_tok, dtype

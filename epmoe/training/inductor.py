@@ -17,9 +17,7 @@ from torch._ops import OpOverload
 
 def keep_order(*operators: OpOverload) -> None:
     """Each of these operators with effects follows the one before it in all graphs that inductor makes from now on.
-
-    Without inductor, whose import takes a second, it does nothing.
-    """
+    Without inductor, whose import takes a second, it does nothing."""
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if lowering is not None:
         for operator in operators:

@@ -110,17 +110,9 @@ def eps_of(module: nn.Module) -> list[ExpertParallel]:
 def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Say to `DistributedDataParallel(module)` that ranks have different experts, which it refuses otherwise.
 
-    The gradients of the experts are divided by the number of ranks from now on, as DDP divides the others.
-
-    Args:
-        module: exactly what DDP will wrap.
-        process_group: that of DDP, by default the world.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: the experts, with their replicas, are spread over other ranks than those of `process_group`.
+    The gradients of the experts are divided by the number of ranks from now on, as DDP divides the others. `module` is
+    exactly what DDP will wrap, and is returned; `process_group` is that of DDP, by default the world. Raises ValueError
+    where the experts, with their replicas, are spread over other ranks than those.
     """
     names = [name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)]
     _average(module, dist.get_world_size(process_group))
@@ -136,15 +128,9 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     needs their precision. The gradients of the experts are divided by the number of ranks from now on, as FSDP divides
     the others.
 
-    Args:
-        module: a block or a model, also one whose blocks were sharded so.
-        options: arguments of torch's `fully_shard`.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: the experts, with their replicas, are spread over other ranks than those of the mesh.
+    `module` is a block or a model, also one whose blocks were sharded so, and is returned; `options` are arguments of
+    torch's `fully_shard`. Raises ValueError where the experts, with their replicas, are spread over other ranks than
+    those of the mesh.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
@@ -172,20 +158,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch's `clip_grad_norm_` over all parameters of a model, with one norm on all ranks.
 
-    Each parameter counts once: experts on the ranks that hold them, all others as all ranks have them, sharded or not.
-    Collective over the ranks of the experts.
-
-    Args:
-        module: the model, whose gradients are complete.
-        max_norm: the largest norm.
-        norm_type: p of the p-norm, or infinity.
-        error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite.
-
-    Returns:
-        The norm before, a scalar on the device of the gradients.
-
-    Raises:
-        RuntimeError: see `error_if_nonfinite`.
+    Gradients are complete. Each parameter counts once: experts on the ranks that hold them, all others as all ranks
+    have them, sharded or not. Collective over the ranks of the experts. Arguments and the RuntimeError of
+    `error_if_nonfinite` are torch's. Returns the norm before, a scalar on the device of the gradients.
     """
     alike = dict[Any, list[Tensor]]()  # gradients of one mesh: plain ones, those of FSDP's shards, those of experts
     device = None

@@ -27,9 +27,7 @@ def sms_of(device: torch.device) -> int:
 @own_turn
 def dispatch_into(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Dispatched:
     """`NodeExchange.dispatch` of expert-major rows into memory of the caller's, which outlives the round. Collective.
-
-    The open round has the rows, offsets and counts of `into`. A kernel uses at most `num_sms` multiprocessors.
-    """
+    The open round has the rows, offsets and counts of `into`. A kernel uses at most `num_sms` multiprocessors."""
     sent = exchange.opened(call)
     assert sent.descriptor is not None
     exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
@@ -55,11 +53,8 @@ def dispatch_into(exchange: NodeExchange, call: Call, into: CallerRows, num_sms:
 def combine_with_values(
     exchange: NodeExchange, rows: Tensor, dispatched: Dispatched, row_values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`NodeExchange.combine` that also brings a value of each row back to its pair. Collective.
-
-    `rows` are expert-major outputs [N, D], and `row_values` fp32 [N], contiguous. Returns y [T, D], and fp32 [T, K]:
-    for each pair the value of its row, 0 where it has none.
-    """
+    """`NodeExchange.combine` of outputs [N, D] that also brings a value of each row, fp32 [N], contiguous, back to its
+    pair. Returns y [T, D], and fp32 [T, K]: for each pair the value of its row, 0 where it has none. Collective."""
     sent = dispatched.sent
     T, K = sent.num_tokens, sent.template.shape[1]
     pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address

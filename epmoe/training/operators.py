@@ -107,11 +107,9 @@ def train_combine_backward(
     order: int,
     ends_here: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round.
-
-    A round that `ends_here` is aborted at once, since dispatch's part of the pass does not run. `order` is that of the
-    round in the forward pass.
-    """
+    """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round, which is
+    aborted at once if the pass `ends_here`: dispatch's part of it does not run. `order` is that of the round in the
+    forward pass."""
     directions = find(number)
     directions.check_generation(generation)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, int(link), aligned)

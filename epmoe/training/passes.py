@@ -37,7 +37,6 @@ class Directions:
         return self.forward.ep.generation
 
     def check_generation(self, generation: int) -> None:
-        """Raises EPStateError if the forward pass ran in another group."""
         if generation != self.generation:
             raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
 
@@ -55,11 +54,8 @@ class Directions:
             self.backward.exchange.rounds.trained += rounds.count - before
 
     def remember(self, node: object, skipped: Skipped) -> int:
-        """Keep the backward round that combine's node of a graph opens, as long as the graph lives.
-
-        `skipped` is how this rank takes part in the round without tokens. Returns its place in the order of forward
-        passes.
-        """
+        """Keep the backward round that combine's node of a graph opens, as long as the graph lives. `skipped` is how
+        this rank takes part in the round without tokens. Returns its place in the order of forward passes."""
         order = next(_orders)
         self._owed.nodes[node] = order, skipped
         return order

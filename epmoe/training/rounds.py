@@ -31,12 +31,9 @@ EXACT = -1  # as many rows as there are, which the host reads
 class Pairs(NamedTuple):
     """The routing of a round, in both directions the same."""
 
-    ids: Tensor
-    """int32 or int64 [T, K]"""
-    weights: Tensor
-    """[T, K]"""
-    num_tokens: Tensor | int
-    """real tokens; a tensor is an int32 scalar on the device"""
+    ids: Tensor  # int32 or int64 [T, K]
+    weights: Tensor  # [T, K]
+    num_tokens: Tensor | int  # real tokens; a tensor is an int32 scalar on the device
     tag: int
     aligned: bool
 
@@ -46,36 +43,27 @@ class Skipped(NamedTuple):
 
     hidden_size: int
     top_k: int
-    dtype: torch.dtype
-    """of x"""
-    tag: int | Tensor
-    """a tensor in host memory has one element"""
+    dtype: torch.dtype  # of x
+    tag: int | Tensor  # a tensor in host memory has one element
     aligned: bool
-    adds_only: bool
-    """see `Rounds.out`, also for the next one"""
+    adds_only: bool  # see `Rounds.out`, also for the next one
     returns_values: bool
 
 
 class TrainingRows(NamedTuple):
     """What arrives on a rank."""
 
-    rows: Tensor
-    """[N, D]"""
-    expert_offsets: Tensor
-    """int32 [e + 1]"""
-    tokens_per_expert: Tensor
-    """int32 [e]"""
-    row_weights: Tensor | None
-    """fp32 [N], 0 in gaps and past the last segment; None where values return"""
+    rows: Tensor  # [N, D]
+    expert_offsets: Tensor  # int32 [e + 1]
+    tokens_per_expert: Tensor  # int32 [e]
+    row_weights: Tensor | None  # fp32 [N], 0 in gaps and past the last segment; None where values return
     products: Tensor | None
     """fp32 [N]: rows have been multiplied by their weights, and these are their products with the outputs; or None"""
 
 
 class Rounds:
     """The rounds of one direction, over an `ExpertParallel` of one node. They raise what dispatch and combine raise.
-
-    Rows go out in the format `wire`, and arrive as values of x's dtype.
-    """
+    Rows go out in the format `wire`, and arrive as values of x's dtype."""
 
     def __init__(self, ep: ExpertParallel, wire: WireFormat = TRAINING_FORMATS["auto"]) -> None:
         self.ep = ep
@@ -84,7 +72,6 @@ class Rounds:
 
     @property
     def exchange(self) -> NodeExchange:
-        """That of the group as it is now."""
         exchange = self.ep.exchange
         if not isinstance(exchange, NodeExchange):
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
@@ -101,10 +88,8 @@ class Rounds:
         outputs: Tensor | None = None,
     ) -> TrainingRows:
         """Dispatch tokens [T, D] into memory of its own, of `num_rows` rows or as many as arrive. The round stays open.
-
         Rows past the last segment are zeros. With `adds_only` combine adds without weights; with `returns_values` it
-        brings values back. With `outputs` [N, D] rows may arrive as products with their weights: see `TrainingRows`.
-        """
+        brings values back. With `outputs` [N, D] rows may arrive as products with their weights: see `TrainingRows`."""
         exchange = self.exchange
         e = self.ep.num_local_experts
         ids, weights, num_tokens, tag, aligned = pairs
@@ -138,10 +123,8 @@ class Rounds:
         return TrainingRows(rows, into.expert_offsets, into.tokens_per_expert, row_weights, products)
 
     def _multiplied(self, x: Tensor, outputs: Tensor) -> Multiplied | None:
-        """What dispatch of tokens `x` multiplies its rows with. None where a pass over the rows has to do it later.
-
-        A call by the LL protocol is too short to gain. Other kernels than those on GPUs do not multiply.
-        """
+        """The outputs with which dispatch of tokens `x` multiplies its rows. None where a pass over the rows has to do
+        it later: a call by the LL protocol is too short to gain, and only kernels on GPUs multiply."""
         few = x.shape[0] <= self.exchange.plan.sizes["ll_max_tokens"]
         row_bytes, stride = (each * x.itemsize for each in (x.shape[1], outputs.stride(0)))
         if few or not x.is_cuda or self._wire.packed or outputs.dtype != x.dtype or not len(outputs):
@@ -151,7 +134,7 @@ class Rounds:
         return Multiplied(outputs, x.new_zeros(len(outputs), PRODUCT_PARTS, dtype=torch.float32))
 
     def skip(self, skipped: Skipped) -> None:
-        """Take part in a round without tokens, and abort it: for a rank that raised before its dispatch."""
+        """Take part in a round without tokens, and abort it."""
         D, K, dtype, tag, aligned, adds_only, returns_values = skipped
         x = torch.empty(0, D, dtype=dtype, device=self.ep.device)
         ids = x.new_empty(0, K, dtype=torch.int32)

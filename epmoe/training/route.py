@@ -22,7 +22,7 @@ def route(
     num_tokens: int | Tensor | None = None,
     **options: Any,
 ) -> Routing:
-    """`epmoe.route`, whose weights have gradients.
+    """`epmoe.route`, with its errors, whose weights have gradients.
 
     The choice of experts has none, so a bias gets none either. A token whose scores are not finite, and padding, give
     the logits gradients of 0; so does a score that is not finite under sigmoid.
@@ -37,10 +37,6 @@ def route(
 
     Returns:
         ids [T, K] and weights fp32 [T, K], without `ids` bit by bit those of `epmoe.route`.
-
-    Raises:
-        TypeError: see `epmoe.route`.
-        ValueError: see `epmoe.route`.
     """
     return counted(0, logits, top_k=top_k, ids=ids, num_tokens=num_tokens, **options)
 
@@ -94,9 +90,7 @@ class _Scores(torch.autograd.Function):
 
 def scores(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, by_block: bool = False) -> Tensor:
     """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding does not touch.
-
-    `by_block`: a token's logits have the same bits in any batch, on CPUs.
-    """
+    `by_block`: a token's logits have the same bits in any batch, on CPUs."""
     logits: Tensor = _Scores.apply(x_TD, weight, bias, by_block)
     return logits
 

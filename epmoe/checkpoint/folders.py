@@ -51,10 +51,8 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers)
 
 
 def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) -> None:
-    """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective.
-
-    All ranks read one checkpoint, even while another is saved.
-    """
+    """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective. All ranks read one checkpoint,
+    even while another is saved."""
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
@@ -87,7 +85,7 @@ def _telling(what: str, kind: type[Exception]) -> Iterator[None]:
 
 
 def _read(path: Path) -> Metadata:
-    """What torch knows of a checkpoint. Raises ValueError if there is none."""
+    """Metadata of a checkpoint. Raises ValueError if there is none."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:

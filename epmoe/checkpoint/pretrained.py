@@ -40,8 +40,7 @@ class _Saved(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: list[int]
-    read: Callable[[], Tensor]
-    """Returns the tensor on the rank that writes it."""
+    read: Callable[[], Tensor]  # returns the tensor on the rank that writes it
     owner: tuple[int, int] | None = None
     """The one rank that has it: the number of its ExpertParallel in the model, and its rank there. None: all ranks have
     it or parts of it. Then `read` is collective, and rank 0 writes."""
@@ -80,8 +79,7 @@ def save_pretrained(
         TypeError: experts are no `GroupedExperts` of a `MoELayer`, or are MXFP4; or a tensor is fp8.
         ValueError: `folder` exists; a tensor has no name or another shape in `like`, or one of a MoE block there is
             missing in the model; ranks have different models.
-        EPStateError: see `full_state_dict`.
-        EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have written.
+        EPError: see `save`.
     """
     module = module.module if isinstance(module, DistributedDataParallel) else module
     source = like if isinstance(like, SafetensorsFolder) else SafetensorsFolder(like)
@@ -171,7 +169,6 @@ def _tensors(module: nn.Module, eps: list[ExpertParallel], source: SafetensorsFo
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:
-    """The `MoELayer`s of a model and their names."""
     modules = module.named_modules(remove_duplicate=False)
     return [(name, each) for name, each in modules if hasattr(each, "ep") and hasattr(each, "router_weight")]
 
@@ -200,7 +197,6 @@ def _all_experts(local: Tensor, layer: Any, transposed: bool) -> Tensor:
 
 
 def _part(local: Tensor, index: int, part: int, parts: int) -> Tensor:
-    """A part of an expert's rows: gate or up, or both."""
     return local[index].chunk(parts)[part]
 
 
@@ -224,7 +220,6 @@ def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFol
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by name."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -13,14 +13,10 @@ _COPIES = (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default)
 
 
 class Rows(Tensor):
-    """What a DTensor cannot say: a tensor [E, …] of all logical experts, of which this rank has rows in any order.
+    """A tensor [E, …] of all logical experts, of which this rank has rows in any order: no DTensor can say so.
 
-    torch.distributed.checkpoint saves and loads it, also asynchronously. It has no other operators.
-
-    Args:
-        local: [e, …], whose memory it shares.
-        held: the logical expert of each row, −1 for a row of none.
-        num_experts: E.
+    torch.distributed.checkpoint saves and loads it, also asynchronously. It has no other operators. It shares the
+    memory of `local` [e, …]; `held` has the logical expert of each row, −1 for a row of none.
     """
 
     local: Tensor

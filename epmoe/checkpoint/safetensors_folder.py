@@ -99,24 +99,18 @@ class _Header(NamedTuple):
 class Stored(NamedTuple):
     """How a MoE block is stored."""
 
-    router: dict[str, str]
-    """Arguments of `MoELayer`, with the names of their tensors."""
-    tensors: dict[str, list[str]]
-    """Arguments of `GroupedExperts`, with the names of their tensors, in which * is the number of an expert."""
-    others: set[str]
-    """Names of other tensors below the block, such as those of shared experts."""
-    num: int
-    """E."""
+    router: dict[str, str]  # arguments of `MoELayer`, with the names of their tensors
+    tensors: dict[str, list[str]]  # arguments of `GroupedExperts`, with names in which * is the number of an expert
+    others: set[str]  # names of other tensors below the block, such as those of shared experts
+    num: int  # E
     transposed: bool
     native: torch.dtype | None
     """The dtype in which `GroupedExperts` take weights with these scales: fp8 or MXFP4. None: no scales, or others."""
-    D: int
-    """0 if a file with a header that is needed is not there."""
+    D: int  # 0 if a file with a header that is needed is not there
     F: int
 
     @property
     def fused(self) -> bool:
-        """Whether a tensor has all experts."""
         return "*" not in self.tensors["w_down"][0]
 
     @property
@@ -189,18 +183,11 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def router(self, block: str) -> dict[str, Tensor | None]:
-        """The router of a MoE block.
+        """The router of a MoE block, by its name: arguments of `MoELayer`.
 
-        Args:
-            block: its name.
-
-        Returns:
-            Arguments of `MoELayer`: `router_weight` [E, D], and `bias` and `logit_bias` [E] or None. With a `bias` both
-            are fp32, because models that have one compute their scores in fp32; otherwise the weight has the
-            checkpoint's dtype.
-
-        Raises:
-            ValueError: there is no such block, or its router has tensors of another format.
+        These are `router_weight` [E, D], and `bias` and `logit_bias` [E] or None. With a `bias` both are fp32, because
+        models that have one compute their scores in fp32; otherwise the weight has the checkpoint's dtype. Raises
+        ValueError where there is no such block, or its router has tensors of another format.
         """
         names = self._router(*self._find(block))
         router = {name: self.get(names.get(name, "")) for name in ("router_weight", "bias", "logit_bias")}
@@ -292,7 +279,6 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def _expert(
         self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """Arguments of `GroupedExperts`, for one expert."""
         padding = -stored.F % SCALE_BLOCK if dtype == FP8 else 0
         out = {}
         for part in _PARTS:
@@ -334,10 +320,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         raise ValueError(f"{self.path}: has no MoE block `{blocks[0]}`: it has no tensor `{blocks[0]}.gate.weight`")
 
     def _tensors(self, block: str, E: int) -> dict[str, list[str]]:
-        """The one of `_FORMATS` that the experts have, without arguments that they lack, and with full names.
-
-        Raises ValueError unless each of E experts has its tensors, and the experts have no others.
-        """
+        """The one of `_FORMATS` that the experts have, without arguments that they lack, and with full names. Raises
+        ValueError unless each of E experts has its tensors, and the experts have no others."""
         held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
         held -= {f"{block}.{bias}" for bias in _CHOICE_BIASES}
         patterns = {re.sub(r"^experts\.\d+\.", _EACH, name.removeprefix(f"{block}.")) for name in held}
@@ -362,10 +346,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return {argument: [f"{block}.{pattern}" for pattern in found[argument]] for argument in found}
 
     def _stored(self, block: str, E: int) -> Stored:
-        """How the experts are stored. Only headers are read, and not those of files that other ranks have.
-
-        Raises ValueError unless all experts have one format, and it is a known one.
-        """
+        """How the experts are stored. Only headers are read, and not those of files that other ranks have. Raises
+        ValueError unless all experts have one format, and it is a known one."""
         tensors = self._tensors(block, E)
         headers: dict[str, _Header] = {}
         for argument, names in tensors.items():
@@ -439,7 +421,6 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index says."""
     try:
         described = json.loads(index.read_text(encoding="utf-8"))
         return {str(name): str(file) for name, file in described["weight_map"].items()}
@@ -453,12 +434,10 @@ def _of(expert: int, pattern: str) -> str:
 
 
 def _of_all(patterns: Iterable[str], E: int) -> set[str]:
-    """The names of all experts' tensors."""
     return {_of(x, pattern) for pattern in patterns for x in range(E)}
 
 
 def _some(names: Set[str]) -> str:
-    """The first names, for a message."""
     return ", ".join(sorted(names)[:_MOST_NAMES]) + ("…" if len(names) > _MOST_NAMES else "")
 
 

@@ -101,18 +101,13 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 
 
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's part of what `full_state_dict` returned, in a group of any size.
+    """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any size.
 
-    No rank waits for another. Every rank needs the whole dict: `torch.load(file, mmap=True)` reads of a file what the
-    rank takes.
+    `state_dict` may also be another one with the same keys and shapes. No rank waits for another. Every rank needs the
+    whole dict: `torch.load(file, mmap=True)` reads of a file what the rank takes.
 
-    Args:
-        module: a layer or a model.
-        state_dict: what `full_state_dict` returned, or a dict with the same keys and shapes.
-
-    Raises:
-        ValueError: `state_dict` does not hold all experts; see also `full_state_dict`.
-        RuntimeError: torch's, for missing or unexpected keys and for shapes.
+    Raises ValueError where `state_dict` does not hold all experts, and as `full_state_dict`; and torch's RuntimeError
+    for missing or unexpected keys and for shapes.
     """
     own, named = _state_of(module)
     local = dict(state_dict)
@@ -137,19 +132,12 @@ def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | Non
     """The state dict with tensors [E, …] of all logical experts, of which this rank has its own rows.
 
     It is what torch.distributed.checkpoint takes (`save`, `async_save`, `load`), also within a larger dict. Of an
-    expert that several ranks hold, torch writes one copy.
+    expert that several ranks hold, torch writes one copy. Tensors share the memory of the module: what is read into
+    them is loaded.
 
-    Args:
-        module: a layer or a model.
-        optimizer: optimises parameters of the module. Its state then has keys such as
-            `optimizer.state.experts.w_down.exp_avg`.
-
-    Returns:
-        Tensors that share the memory of the module: what is read into them is loaded. `load` gives the optimizer its
-        state.
-
-    Raises:
-        ValueError: see `full_state_dict`; or the optimizer has state of experts that is no DTensor.
+    State of the `optimizer`, which optimises parameters of the module, has keys such as
+    `optimizer.state.experts.w_down.exp_avg`. `load` gives it to the optimizer. Raises the ValueErrors of
+    `full_state_dict`, and ValueError where the optimizer has state of experts that is no DTensor.
     """
     return _state_of(module, optimizer)[0]
 
@@ -175,8 +163,7 @@ def save(
     Raises:
         ValueError: see `sharded_state_dict`; or `folder` is no path.
         RuntimeError: a rank cannot write; on all ranks. The folder stays as it was.
-        EPStateError: see `full_state_dict`.
-        EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have written.
+        EPError: EPStateError or EPTimeoutError of `full_state_dict`. Ranks may be as far apart when they have written.
     """
     eps = expert_parallels(module)
     with naming("save", eps), all_ranks(eps, group) as peers:
@@ -194,17 +181,10 @@ def load(
 ) -> None:
     """Load what ranks of any number have saved with `save`. Every rank calls it and reads its own experts only.
 
-    Args:
-        module: a layer or a model, with memory: `to_empty` first if it is on the meta device.
-        folder: as for `save`.
-        optimizer: optimises parameters of the module. Its state is loaded, too.
-        group: as for `save`.
-
-    Raises:
-        ValueError: see `sharded_state_dict`. Or, on all ranks, `folder` has no checkpoint, or one without the
-            optimizer, or with other keys or shapes.
-        EPStateError: see `full_state_dict`.
-        EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have read.
+    Arguments are those of `save`. A module on the meta device gets memory by `to_empty` first. With an optimizer its
+    state is loaded, too. Errors are those of `sharded_state_dict`, and the EPErrors of `save`: ranks may be as far
+    apart when they have read. ValueError, on all ranks, means also that `folder` has no checkpoint, or one without the
+    optimizer, or with other keys or shapes.
     """
     eps = expert_parallels(module)
     with naming("load", eps), all_ranks(eps, group) as peers:

@@ -29,18 +29,14 @@ _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under 
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Make a context in which torch computes in the dtypes of its inputs."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()  # takes the host 10 µs less
     return torch.autocast(device.type, enabled=False)
 
 
 def parameter(value: Tensor) -> nn.Parameter:
-    """Make a parameter that shares memory with `value`.
-
-    It requires grad where autograd can have one: not for fp8, MXFP4 and fp64 experts, which serve only, and not for
-    tensors of inference mode.
-    """
+    """Make a parameter that shares memory with `value`. It requires grad where autograd can have one: not for fp8,
+    MXFP4 and fp64 experts, which serve only, and not for tensors of inference mode."""
     return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
 
 
@@ -74,15 +70,14 @@ class GroupedExperts(nn.Module):
     weights are many: docs/kernels.md, "Experts with few rows". Bits of outputs then depend on the number of tokens;
     `batch_invariant` leaves these kernels out.
 
-    MXFP4 weights stay as they are in such calls, also of more rows: see docs/kernels.md, "Experts with few rows".
-    Calls with many rows, other GPUs and CPUs dequantize them in every call, to bf16 on GPUs: that takes the memory of
-    all experts of the layer in bf16 for as long as the call runs.
+    MXFP4 weights stay as they are in such calls, also of more rows. Calls with many rows, other GPUs and CPUs
+    dequantize them in every call, to bf16 on GPUs: that takes the memory of all experts of the layer in bf16 for as
+    long as the call runs.
 
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
     `MoELayer` does; "auto" takes another for any other call. "deep_gemm" counts on it. Where torch does not take the
     weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts computes the same,
-    and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights
-    and their scales as they are.
+    and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights and scales alone.
 
     Args:
         w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows;
@@ -285,13 +280,11 @@ class GroupedExperts(nn.Module):
         return out_ND
 
     def extra_repr(self) -> str:
-        """What `repr` says of the weights and of the GEMM."""
         e, D, f = plain_shape(self._weights(None).down)
         dtype = "MXFP4" if self.w_down.dtype == MXFP4 else dtype_name(self.w_down.dtype)
         return f"e={e}, D={D}, F={f}, {dtype}, gemm={self.gemm!r}"
 
     def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights) -> Tensor:
-        """Compute outputs [N, D] that have gradients."""
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
@@ -311,7 +304,6 @@ class GroupedExperts(nn.Module):
         return self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset
 
     def _choose(self) -> None:
-        """Choose the GEMMs for serving and for calls with gradients."""
         with torch.no_grad():
             gate_up, down, *_ = self._weights(None)
         self.gemms = choose(self._wanted, gate_up, down, batch_invariant=self._invariant)
@@ -331,7 +323,6 @@ class GroupedExperts(nn.Module):
         raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")
 
     def _weights(self, added: Added | None) -> Weights:
-        """This rank's experts."""
         over = self.averages_over
         return Weights(
             local_view(self.w_gate_up, over), local_view(self.w_down, over), self.gate_up_scales, self.down_scales,

@@ -36,11 +36,9 @@ def train_experts(
     up_offset: float,
     gemm: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the activation.
-
-    Arguments are those of `GroupedExperts` and its `forward`, contiguous; `limit` is infinite for none, and `gemm` is
-    that of `train_gemm`. `row_weights` get gradients, and outputs are not multiplied by them.
-    """
+    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the activation. Arguments
+    are those of `GroupedExperts` and its `forward`, contiguous; `limit` is infinite for none, and `gemm` is that of
+    `train_gemm`. `row_weights` get gradients, and outputs are not multiplied by them."""
     gating = interleaved, limit, alpha, up_offset
     gate_up = train_gemm(rows, w_gate_up, offsets, gemm)
     bias = None if gate_up_bias is None else gate_up_bias.contiguous()
@@ -81,10 +79,8 @@ def train_experts_backward(
     gemm: str,
     needs: list[bool],
 ) -> list[Tensor]:
-    """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one.
-
-    `grad` [N, D] is that of outputs times `row_weights`.
-    """
+    """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one. `grad` [N, D] is
+    that of outputs times `row_weights`."""
     segments, N = (offsets, tokens, interleaved, limit, alpha, up_offset), len(grad)
     of_rows, of_weights, of_gate_up, of_down, of_gate_up_bias, of_down_bias = needs
     by = [grad.new_empty(0) for _ in needs]

@@ -13,7 +13,7 @@ def finalize(expert_rows: Tensor, permuted: Permuted, weights: Tensor) -> Tensor
     """Undo the permutation: partial[s] = Σ_k weights[s, k] · expert_rows[row_of_pair[s, k]], summed in fp32.
 
     A pair without a row, or of weight 0, adds nothing, whatever its output holds; a slot without pairs yields zeros. If
-    `permuted` has counts, slots past them are not written.
+    `permuted` has counts, slots past them are not written. Errors are those of `permute`.
 
     Args:
         expert_rows: [N, D] fp32, fp16 or bf16, in the order of `permuted.rows`.
@@ -22,11 +22,6 @@ def finalize(expert_rows: Tensor, permuted: Permuted, weights: Tensor) -> Tensor
 
     Returns:
         [S, D] in the dtype of `expert_rows`.
-
-    Raises:
-        TypeError: an argument has another type or dtype.
-        ValueError: an argument has another shape or device.
-        RuntimeError: an argument requires grad in grad mode.
     """
     check_tensor("expert_rows", expert_rows, FLOATS, ("N", "D"))
     if not isinstance(permuted, Permuted):

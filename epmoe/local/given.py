@@ -64,7 +64,7 @@ class _Context:
         handle = x.register_hook(arrived)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """What is saved in place of a tensor. The tensor itself would keep its own graph alive."""
+        """The value that is saved in place of a tensor, which itself would keep its own graph alive."""
         return tensor.detach(), tensor._version
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
@@ -118,21 +118,14 @@ def replay(model: nn.Module, routes: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
-    """Within it the tokens of a model's layers have these adapters, as by `adapter_ids` of each call.
+    """Within it the tokens of a model's layers with `adapters` have these adapters, as by `adapter_ids` of each call.
 
-    It holds for `generate`, too. Other threads have other adapters, or none. Contexts may be nested: the innermost one
-    holds, and `adapter_ids=` of a call holds before all.
+    `ids`, int16, int32 or int64, are [T] or [B, T], a number for each token; or [B], one for each sequence of [B, T]
+    tokens. It holds for `generate`, too. Other threads have other adapters, or none. Contexts may be nested: the
+    innermost one holds, and `adapter_ids=` of a call holds before all.
 
-    Args:
-        model: with `MoELayer`s, of which those with `adapters` take part.
-        ids: int16, int32 or int64 [T] or [B, T], a number for each token; or [B], one for each sequence of x [B, T, D].
-
-    Yields:
-        Nothing.
-
-    Raises:
-        TypeError: `ids` is no tensor.
-        ValueError: no layer has `adapters`. A call raises it where `ids` are not those of its tokens.
+    Raises TypeError where `ids` is no tensor, and ValueError where no layer has `adapters`. A call raises ValueError
+    where `ids` are not those of its tokens.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"`ids` must be a tensor of integers [T], [B, T] or [B], got {describe(ids)}")
@@ -145,9 +138,7 @@ def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
 
 def given_to(layer: nn.Module, x: Tensor) -> tuple[Routing | None, Tensor | None]:
     """The routing and the adapters of tokens that contexts give to a call of a layer, whose x is [T, D] or [B, T, D].
-
-    Raises what `replay` says of calls.
-    """
+    Raises what `replay` says of calls."""
     task = torch._C._current_graph_task_id()
     around = [context for context in _contexts.get() if context.task == task and layer in context.layers]
     again = task != -1 and not around
@@ -203,7 +194,6 @@ def _count(layers: Iterable[Any], by: int) -> None:
 
 
 def _checked(name: str, value: Any, layer: Any) -> Routing | list[Routing]:
-    """An entry of `routes`. Raises TypeError and ValueError as `replay` does."""
     if isinstance(value, list):
         return [_pair(name, each, layer) for each in value]
     return _pair(name, value, layer)

@@ -57,15 +57,15 @@ def permute(
         alignment: in rows. Segments start at its multiples; the gaps between them are zeros.
         max_rows: N, by default the worst case S·K + e·(alignment − 1). Pairs past it, in expert-major order, get row −1
             and count as dropped.
-        counters: int64 [8], to which the health counters are added, in the order of `epmoe.exchange.health.COUNTERS`.
+        counters: see `route`.
 
     Returns:
         The rows [N, D] in x's dtype, and where each pair's row is.
 
     Raises:
-        TypeError: an argument has another dtype.
+        TypeError: an argument has another type or dtype.
         ValueError: an argument has another shape, value or device.
-        RuntimeError: `x` requires grad in grad mode.
+        RuntimeError: an argument requires grad in grad mode.
     """
     check_tensor("x", x, (*FLOATS, torch.float8_e4m3fn), ("S", "D"))
     S, _ = x.shape

@@ -68,7 +68,7 @@ def quantize_fp8(
     """Quantize to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
 
     A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf saturates; neither enters
-    an amax, so every scale is finite. Padded rows become zeros with scale 1.
+    an amax, so every scale is finite. Padded rows become zeros with scale 1. Errors are those of `permute`.
 
     Args:
         x: [T, D] fp32, fp16 or bf16, any row stride.
@@ -77,11 +77,6 @@ def quantize_fp8(
 
     Returns:
         fp8 values [T, D], and fp32 scales [1] or [T, ⌈D/128⌉].
-
-    Raises:
-        TypeError: an argument has another type or dtype.
-        ValueError: an argument has another shape or value.
-        RuntimeError: `x` requires grad in grad mode.
     """
     check_tensor("x", x, FLOATS, ("T", "D"))
     if granularity not in ("tensor", "block"):
@@ -97,11 +92,8 @@ def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights [..., n, k] in `dtype`, rounded once.
-
-    They are fp8 of blocks of 128 × 128 with scales fp32 [..., ⌈n/128⌉, ⌈k/128⌉], or MXFP4 [..., n, k/2] with scales as
-    bytes [..., n, k/32].
-    """
+    """Weights [..., n, k] in `dtype`, rounded once: of fp8 in blocks of 128 × 128 with their scales fp32, or of MXFP4
+    as bytes [..., n, k/2] with scales as bytes [..., n, k/32]."""
     if weights.dtype == MXFP4:
         of_each = formats.scale_values(scales).repeat_interleave(formats.GROUP, -1)
         return (formats.codes_of(weights) * of_each).to(dtype)

@@ -31,15 +31,10 @@ class Routes(NamedTuple):
 def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
     """Record the calls of a model's layers within it: by the name of the layer, the `Routes` of each call.
 
-    The tensors are those of the calls. A CUDA graph that is captured within it writes into them in each replay, also
-    afterwards. Compiled layers without gradients are recorded, too. A backward pass through weights or logits of the
-    first pass of a reentrant checkpoint, which has no gradients, raises RuntimeError.
-
-    Args:
-        module: a model, or a layer, whose name is then "".
-
-    Yields:
-        The record.
+    `module` is a model, or a layer, whose name is then "". The tensors are those of the calls. A CUDA graph that is
+    captured within it writes into them in each replay, also afterwards. Compiled layers without gradients are recorded,
+    too. A backward pass through weights or logits of the first pass of a reentrant checkpoint, which has no gradients,
+    raises RuntimeError.
     """
     layers: dict[str, Any] = {name: each for name, each in module.named_modules() if hasattr(each, "recorder")}
     record: dict[str, list[Routes]] = {name: [] for name in layers}

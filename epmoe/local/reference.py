@@ -1,8 +1,5 @@
-"""The dense oracle: what every stage must compute, in plain torch and fp64, as short as the contract allows.
-
-Nothing here is fast, and nothing here communicates. The tests compare the native stages with it, and it defines what
-a stage means.
-"""
+"""The dense oracle: what every stage must compute, in plain torch and fp64, as short as the contract allows. Nothing
+here is fast, and nothing here communicates."""
 
 from __future__ import annotations
 

@@ -26,11 +26,8 @@ def is_spread(value: object) -> TypeGuard[DTensor]:
 
 
 def local_view(value: Any, averages_over: int = 1) -> Any:
-    """This rank's rows [e, …] of a DTensor; any other value as it is.
-
-    Where autograd wants it, gradients of the rows reach the DTensor, divided by `averages_over`, and added over
-    replicas in an order that does not change.
-    """
+    """This rank's rows [e, …] of a DTensor; any other value as it is. Where autograd wants it, gradients of the rows
+    reach the DTensor, divided by `averages_over`, and added over replicas in an order that does not change."""
     local = getattr(value, "_local_tensor", None)  # of the public ways one costs 14 µs, and another makes a view
     if local is None:
         return value

@@ -12,21 +12,14 @@ from torch import Tensor
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import SCALE_BLOCK
 
-GROUP = 32
-"""Elements of a row that share a scale in the MX formats."""
+GROUP = 32  # elements of a row that share a scale in the MX formats
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None:
-    """Rows and columns of a weight [n, k] that share a scale.
+    """Rows and columns of a weight [n, k] (in elements) that share a scale, by the shape of its scales.
 
-    Args:
-        scales: the shape of the scales.
-        n: rows of the weight.
-        k: columns of the weight, in elements.
-
-    Returns:
-        (128, 128) for blocks, (n, k) for a whole weight, (1, k) for rows, (1, 32) for groups. None: no such shape.
+    (128, 128) for blocks, (n, k) for a whole weight, (1, k) for rows, (1, 32) for groups. None: no such shape.
     """
     shape = list(scales)
     if shape == [-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)]:

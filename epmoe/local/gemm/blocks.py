@@ -55,10 +55,8 @@ def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
 
 @functools.cache
 def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
-    """Why the bits of a row [k] times weights [n, k]ᵀ depend on its place in a block; None if they do not.
-
-    It multiplies blocks of equal rows. No library documents the property, so the CPU's own is asked.
-    """
+    """Why the bits of a row [k] times weights [n, k]ᵀ depend on its place in a block; None if they do not. It
+    multiplies blocks of equal rows: no library documents the property, so the CPU's own is asked."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)
     for row in torch.randn(_DRAWS, 1, k, generator=generator, device="cpu").to(dtype):

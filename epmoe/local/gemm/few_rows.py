@@ -36,11 +36,9 @@ _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
 
 
 def most_rows(weight_bytes: float, itemsize: int, copy_gb_per_s: float, multiprocessors: int) -> float:
-    """Rows of an expert, on average, up to which the kernels take less time than a GEMM.
-
-    `weight_bytes` are those of all experts of a rank, `itemsize` is 2 for bf16 and 1 for fp8, and the GPU copies
-    `copy_gb_per_s`, bytes read plus bytes written.
-    """
+    """Rows of an expert, on average, up to which the kernels take less time than a GEMM. `weight_bytes` are those of
+    all experts of a rank, `itemsize` is 2 for bf16 and 1 for fp8, and the GPU copies `copy_gb_per_s`, bytes read plus
+    bytes written."""
     two_tiles = min(_TWO_TILES_SHARE[itemsize] * copy_gb_per_s, _TWO_TILES_GB_PER_S[itemsize] * multiprocessors)
     lost_us = weight_bytes / 1000 * (1 / two_tiles - 1 / (_GEMM_SHARE[itemsize] * copy_gb_per_s))
     return MOST_ROWS if lost_us <= _GEMM_LATER_US else _ONE_TILE
@@ -53,8 +51,7 @@ class FewRows(Gemm):
     needs_gpu = True
     takes_all_calls = False
     takes_fp8 = True
-    steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: SCALE_BLOCK}
-    """Dtypes of weights, and of what D and F are multiples"""
+    steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: SCALE_BLOCK}  # of which D and F are multiples
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)

@@ -27,27 +27,19 @@ Scaled = tuple[Tensor, Tensor | None]
 class Segments(NamedTuple):
     """Where the rows of each expert lie in a call."""
 
-    offsets: Tensor
-    """int32 [e + 1], contiguous"""
-    tokens: Tensor | None
-    """int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps"""
-    alignment: int
-    """in rows: all segments start at its multiples"""
-    rows_per_expert: float | None = None
-    """of an expert on average, as far as this rank can tell; None: not known"""
+    offsets: Tensor  # int32 [e + 1], contiguous
+    tokens: Tensor | None  # int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps
+    alignment: int  # in rows: all segments start at its multiples
+    rows_per_expert: float | None = None  # of an expert on average, as far as this rank can tell; None: not known
 
 
 class Added(NamedTuple):
     """What is added to both products of a call: products with weights a, then b, of which each row has some columns."""
 
-    gemm: Gemm
-    """multiplies by a and b, whatever the segments are"""
-    gate_up: tuple[Tensor, Tensor]
-    """a [e, C, D] and b [e, 2F, C]"""
-    down: tuple[Tensor, Tensor]
-    """a [e, C, F] and b [e, D, C]"""
-    others: Tensor
-    """bool [N, C]: the columns that do not count for a row"""
+    gemm: Gemm  # multiplies by a and b, whatever the segments are
+    gate_up: tuple[Tensor, Tensor]  # a [e, C, D] and b [e, 2F, C]
+    down: tuple[Tensor, Tensor]  # a [e, C, F] and b [e, D, C]
+    others: Tensor  # bool [N, C]: the columns that do not count for a row
 
     def to(self, out: Tensor, rows: Scaled, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         """`out` [N, n], to which the products with rows [N, k] are added in place."""
@@ -59,20 +51,13 @@ class Added(NamedTuple):
 class Weights(NamedTuple):
     """The experts, as `GroupedExperts` has them."""
 
-    gate_up: Tensor
-    """[e, 2F, D]; [e, 2F, D/2] in MXFP4"""
-    down: Tensor
-    """[e, D, F]; [e, D, F/2] in MXFP4"""
-    gate_up_scales: Tensor | None
-    """fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8 weights, uint8 [e, 2F, D/32] of MXFP4, else None"""
-    down_scales: Tensor | None
-    """fp32 [e, ⌈D/128⌉, ⌈F/128⌉] of fp8 weights, uint8 [e, D, F/32] of MXFP4, else None"""
-    gate_up_bias: Tensor | None
-    """[e, 2F]"""
-    down_bias: Tensor | None
-    """[e, D]"""
-    gating: tuple[bool, float, float, float]
-    """interleaved, limit, alpha, up_offset"""
+    gate_up: Tensor  # [e, 2F, D]; [e, 2F, D/2] in MXFP4
+    down: Tensor  # [e, D, F]; [e, D, F/2] in MXFP4
+    gate_up_scales: Tensor | None  # fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8, uint8 [e, 2F, D/32] of MXFP4, else None
+    down_scales: Tensor | None  # fp32 [e, ⌈D/128⌉, ⌈F/128⌉] of fp8, uint8 [e, D, F/32] of MXFP4, else None
+    gate_up_bias: Tensor | None  # [e, 2F]
+    down_bias: Tensor | None  # [e, D]
+    gating: tuple[bool, float, float, float]  # interleaved, limit, alpha, up_offset
     added: Added | None = None
     """what adapters add in this call; GEMMs for some calls only, such as those for few rows, do not get it"""
 
@@ -80,10 +65,8 @@ class Weights(NamedTuple):
 class Gemm(ABC):
     """A grouped GEMM. It has no state; `table.choose` asks it once for given weights, and each call asks `takes`."""
 
-    name: ClassVar[str]
-    """`GroupedExperts(gemm=…)` and operators use it."""
-    needs_gpu: ClassVar[bool] = False
-    """Users can choose it by its name, for GPUs."""
+    name: ClassVar[str]  # `GroupedExperts(gemm=…)` and operators use it
+    needs_gpu: ClassVar[bool] = False  # users can choose it by its name, for GPUs
     block: ClassVar[int] = 1
     """Segments must start at multiples of this number of rows, which divides `epmoe.config.config.ROW_BLOCKS`."""
     batch_invariant: ClassVar[bool] = False
@@ -96,10 +79,8 @@ class Gemm(ABC):
 
     @abstractmethod
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """Why it cannot take these weights on their device, or None.
-
-        ImportError is of a library that does not work, and its kind ModuleNotFoundError of one that is not installed.
-        """
+        """Why it cannot take these weights on their device, or None. ImportError is of a library that does not work,
+        and its kind ModuleNotFoundError of one that is not installed."""
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
         """Rows of an expert, on average, up to which it is the GEMM for these weights on their device."""
@@ -124,17 +105,11 @@ class Gemm(ABC):
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Callers take `product`.
 
-        Args:
-            rows: in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8 weights these lie block
-                by block: their columns are contiguous.
-            weights: in a dtype that `problem_with` takes; fp8 and MXFP4 have scales, as in `Weights`.
-            ends: int32 [e], the row behind each segment.
-            alignment: in rows: segments start at its multiples, and it is one of `block`.
-
-        Returns:
-            The products, in bf16 where the weights have scales, else in the weights' dtype.
-
-        A GEMM that fuses the stage in `experts` has none.
+        `rows` are in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8 weights these lie
+        block by block: their columns are contiguous. `weights` are in a dtype that `problem_with` takes; fp8 and MXFP4
+        have scales, as in `Weights`. `ends` is int32 [e], the row behind each segment. Segments start at multiples of
+        `alignment` rows, which is one of `block`. Products are bf16 where the weights have scales, else in the weights'
+        dtype. A GEMM that fuses the stage in `experts` has no such method.
         """
         raise NotImplementedError
 
@@ -150,10 +125,8 @@ class Gemm(ABC):
         return self.multiply(rows, weights, ends, alignment)
 
     def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
-        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N, D].
-
-        A GEMM that fuses the parts of the stage has a method of its own, opaque to torch.compile.
-        """
+        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N, D]. A GEMM that fuses
+        the parts of the stage has a method of its own, opaque to torch.compile."""
         given, added = (rows, scales), weights.added
         ends, n, alignment = segments.offsets[1:], rows.shape[0], segments.alignment
         fp8 = self.takes_fp8 and weights.down.dtype == FP8
@@ -172,15 +145,12 @@ class Gemm(ABC):
 
 
 def on_hopper(device: torch.device | str) -> bool:
-    """Whether a device is a GPU of compute capability 9."""
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor, steps: dict[torch.dtype, int]) -> ValueError | None:
-    """Why a library called `name`, for compute capability 9, does not take these weights, or None.
-
-    steps: by dtype, of what all sizes must be multiples.
-    """
+    """Why a library called `name`, for compute capability 9, does not take these weights, or None. `steps`: by dtype,
+    of what all sizes must be multiples."""
     kinds = {FP8: "fp8", torch.bfloat16: "bf16", MXFP4: "MXFP4"}
     if down.dtype not in steps:
         names = " or ".join(map(dtype_name, steps))
@@ -198,13 +168,11 @@ def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor, steps: dict[torc
 
 
 def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
-    """The rows themselves, or fp8 rows in `dtype`."""
     values, scales = rows
     return values if scales is None else dequantize_rows(values, scales, dtype)
 
 
 def product_dtype(weights: Tensor) -> torch.dtype:
-    """The dtype of products with these weights."""
     return torch.bfloat16 if weights.dtype in (FP8, MXFP4) else weights.dtype
 
 

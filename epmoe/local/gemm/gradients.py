@@ -19,11 +19,8 @@ _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16
 
 
 def choose_trained(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> str:
-    """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F].
-
-    If `wanted` is "torch", it is none that needs a GPU. With `batch_invariant` it is an invariant one if any of these
-    trains the weights.
-    """
+    """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F]. If `wanted` is "torch", it
+    is none that needs a GPU. With `batch_invariant` it is an invariant one if any of these trains the weights."""
     gemms = [gemm for gemm in GEMMS.values() if wanted != "torch" or not gemm.needs_gpu]
     gemms.sort(key=lambda gemm: batch_invariant and not gemm.batch_invariant)
     return next(gemm.name for gemm in gemms if gemm.trains(gate_up, down))
@@ -31,16 +28,11 @@ def choose_trained(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invarian
 
 @torch.library.custom_op("epmoe::train_gemm", mutates_args=())
 def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
-    """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Opaque, since compilers trace torch's in bf16 only.
+    """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert, by a GEMM of `choose_trained`. All are fp32, fp16 or bf16.
+    Opaque, since compilers trace torch's in bf16 only.
 
-    Args:
-        rows: fp32, fp16 or bf16 [N, k]. Rows past the last segment are not read, and their products are undefined.
-        weights: [e, n, k] in the same dtype.
-        offsets: int32 [e + 1], contiguous: expert i has rows[offsets[i] : offsets[i + 1]].
-        gemm: of `choose_trained`.
-
-    Returns:
-        The products [N, n]. An expert without rows gets gradients of 0.
+    `offsets` is int32 [e + 1], contiguous: expert i has rows[offsets[i] : offsets[i + 1]]. Rows past the last segment
+    are not read, and their products are undefined. An expert without rows gets gradients of 0.
     """
     if not len(rows) or not len(weights):
         return rows.new_empty(len(rows), weights.shape[1])

@@ -36,7 +36,6 @@ CHOICES = (
     TorchGrouped.name,
     *(name for name, gemm in GEMMS.items() if gemm.needs_gpu and gemm.takes_all_calls),
 )
-"""What a user can choose."""
 
 
 def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> tuple[str, ...]:

@@ -185,20 +185,11 @@ class TrainingExchange:
         return Routed(rows, offsets, counts, row_weights if by_experts else None, alignment, pending)
 
     def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
-        """The sum over each token's experts. Collective; closes the round.
+        """The sum over each token's experts: y [T, D] in the dtype of x. Collective; closes the round `routed`.
 
-        Args:
-            expert_rows: the experts' outputs [N, D] in the dtype and order of `routed.rows`. Rows without a pair may
-                hold anything.
-            routed: the open round.
-
-        Returns:
-            y [T, D] in the dtype of x.
-
-        Raises:
-            TypeError: an argument has another type or dtype.
-            ValueError: `expert_rows` has another shape or device.
-            EPError: what `ExpertParallel.combine` raises; EPStateError if `routed` is not the open round.
+        `expert_rows` are the experts' outputs [N, D] in the dtype and order of `routed.rows`. Rows without a pair may
+        hold anything. Errors are those of `ExpertParallel.combine`, and EPStateError where the round is not the open
+        one.
         """
         if not isinstance(routed, Routed):
             raise TypeError(f"`routed` must be what dispatch returned, got {describe(routed)}")

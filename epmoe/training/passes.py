@@ -23,8 +23,6 @@ from epmoe.training.rounds import Rounds, Skipped
 
 
 class Directions:
-    """The rounds of both directions of one exchange, under a number."""
-
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
         self.forward = forward
         self.backward = backward

@@ -22,21 +22,14 @@ def route(
     num_tokens: int | Tensor | None = None,
     **options: Any,
 ) -> Routing:
-    """`epmoe.route`, with its errors, whose weights have gradients.
+    """`epmoe.route`, with its arguments and errors, whose weights have gradients.
 
     The choice of experts has none, so a bias gets none either. A token whose scores are not finite, and padding, give
     the logits gradients of 0; so does a score that is not finite under sigmoid.
 
-    Args:
-        logits: [T, E] fp32, fp16 or bf16.
-        top_k: K.
-        ids: int32 or int64 [T, K] in place of the choice, such as those of a rollout. Other numbers than those of
-            experts get weights of 0. The choice's own weights may differ from these in the last bits.
-        num_tokens: real tokens.
-        options: other arguments of `epmoe.route`, but for `counters`.
-
-    Returns:
-        ids [T, K] and weights fp32 [T, K], without `ids` bit by bit those of `epmoe.route`.
+    `ids`, int32 or int64 [T, K], take the place of the choice, such as those of a rollout. Other numbers than those of
+    experts get weights of 0. The choice's own weights may differ from these in the last bits. Without `ids` the result
+    has the bits of `epmoe.route`. There are no `counters`.
     """
     return counted(0, logits, top_k=top_k, ids=ids, num_tokens=num_tokens, **options)
 

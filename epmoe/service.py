@@ -126,13 +126,12 @@ class ExpertParallel(HoldsWindows):
         self._mesh = group if isinstance(group, DeviceMesh) else None
 
     def survivors(self) -> list[int]:
-        """Ranks of the group that live and that nobody misses, as far as this rank knows; ascending. It waits for no
-        rank.
+        """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
 
-        They are numbered in the group, before `resume` has returned in the group so far. Ranks on the machine of a
-        process see its end at once. After an `EPTimeoutError` the reports of other ranks may still arrive: ask again
-        before each try to form a group. A rank that was only slow misses itself then, since the others have reported
-        it.
+        They are numbered in the group, before `resume` has returned in the group so far, and ascend. Ranks on the
+        machine of a process see its end at once. After an `EPTimeoutError` the reports of other ranks may still arrive:
+        ask again before each try to form a group. A rank that was only slow misses itself then, since the others have
+        reported it.
         """
         if self._exchange is not None:
             self._missing = self._exchange.missing()
@@ -224,9 +223,12 @@ class ExpertParallel(HoldsWindows):
         return old.moves(self.placement, ranks)[self.rank]
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
-        """Call, in the turn of this thread. Another thread that calls meanwhile gets the RuntimeError; so does who
-        enters during its call, or in a fork. A collective call of several steps holds its turn so from its start on,
-        also over windows that it opens. A context manager would not do, see `own_turn`."""
+        """Return the result of `call`, during which this thread has the turn. Another thread that calls meanwhile gets
+        the RuntimeError; so does who enters during its call, or in a fork.
+
+        A collective call of several steps holds its turn so from its start on, also over windows that it opens. A
+        context manager would not do, see `own_turn`.
+        """
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
         generation = self.generation
@@ -690,8 +692,9 @@ class ExpertParallel(HoldsWindows):
         request: JoinRequest,
         confirm: Confirm = lambda _: True,
     ) -> None:
-        """Become a rank of a group, whose turn this thread has; see `resume`. Where a step fails on one rank, all
-        raise. The windows of the group so far are released once all ranks are able to join: both might not fit."""
+        """Become a rank of a group, whose turn this thread has; see `resume`. Collective; where a step fails on one
+        rank, all raise. The windows of the group so far are released once all ranks are able to join: both might not
+        fit."""
         exchange: Exchange | None = None
         try:
             with opening(peers) as agreed:
@@ -843,14 +846,14 @@ def resize(
 
     Args:
         ep: the ExpertParallel that is to have another size.
-        store: that of `recover`, like `timeout_s` and `backend`.
+        store: that of `recover`.
         size: ranks that the group is to have. It has fewer where new ranks do not come within `wait_s`.
         load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them.
         balancer: that of `ep`, if it has one.
         weights: that of `ExpertParallel.replace`.
         wait_s: how long to wait for new ranks, in seconds.
-        timeout_s: in seconds.
-        backend: of the process group.
+        timeout_s: that of `recover`.
+        backend: of the process group, that of `recover`.
 
     Returns:
         Whether this rank is in the group. On a rank that has left, `ep` is closed and its process may end.

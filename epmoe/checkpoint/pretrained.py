@@ -79,7 +79,7 @@ def save_pretrained(
         TypeError: experts are no `GroupedExperts` of a `MoELayer`, or are MXFP4; or a tensor is fp8.
         ValueError: `folder` exists; a tensor has no name or another shape in `like`, or one of a MoE block there is
             missing in the model; ranks have different models.
-        EPError: see `save`.
+        EPError: EPStateError or EPTimeoutError, as in `save`.
     """
     module = module.module if isinstance(module, DistributedDataParallel) else module
     source = like if isinstance(like, SafetensorsFolder) else SafetensorsFolder(like)

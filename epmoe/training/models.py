@@ -112,7 +112,7 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
 
     The gradients of the experts are divided by the number of ranks from now on, as DDP divides the others. `module` is
     exactly what DDP will wrap, and is returned; `process_group` is that of DDP, by default the world. Raises ValueError
-    where the experts, with their replicas, are spread over other ranks than those.
+    where the experts, with their replicas, are spread over other ranks than those of `process_group`.
     """
     names = [name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)]
     _average(module, dist.get_world_size(process_group))
@@ -158,8 +158,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch's `clip_grad_norm_` over all parameters of a model, with one norm on all ranks.
 
-    Gradients are complete. Each parameter counts once: experts on the ranks that hold them, all others as all ranks
-    have them, sharded or not. Collective over the ranks of the experts. Arguments and the RuntimeError of
+    The gradients must be complete. Each parameter counts once: experts on the ranks that hold them, all others as all
+    ranks have them, sharded or not. Collective over the ranks of the experts. Arguments and the RuntimeError of
     `error_if_nonfinite` are torch's. Returns the norm before, a scalar on the device of the gradients.
     """
     alike = dict[Any, list[Tensor]]()  # gradients of one mesh: plain ones, those of FSDP's shards, those of experts

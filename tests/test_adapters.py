@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import adapter_models
 import pytest
@@ -273,6 +274,19 @@ def test_folders_of_peft(tmp_path, targets, options, held):
         a, b = part
         rounded = {key: value.bfloat16() for key, value in factors.items()}
         torch.testing.assert_close(b.double() @ a.double(), adapter_models.delta(rounded, name, E, scaling)[held])
+
+
+def test_a_folder_with_a_model_too(tmp_path):
+    """Neither model.safetensors nor its index has a say in what an adapter is."""
+    adapter_models.save(tmp_path, FACTORS, BLOCK)
+    want = load_adapter(tmp_path, BLOCK, ALL, SIZES)
+    (tmp_path / "other").mkdir()
+    adapter_models.save(tmp_path / "other", adapter_models.draw(E, D, F, 4, seed=2), BLOCK)
+    (tmp_path / "other" / "adapter_model.safetensors").rename(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys([f"base_model.model.{BLOCK}.experts.lora_A.weight"], "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for got, part in zip(load_adapter(tmp_path, BLOCK, ALL, SIZES), want, strict=True):
+        assert torch.equal(got[0], part[0]) and torch.equal(got[1], part[1])
 
 
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])

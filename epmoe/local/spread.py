@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from epmoe.config.placement import EP
 
@@ -69,15 +70,37 @@ def _to_views(module: nn.Module, _: object) -> None:
         (owner, name, value)
         for owner in module.modules()
         for name, value in owner._parameters.items()
-        if is_spread(value)
+        if is_spread(value) and not isinstance(owner, ParametrizationList)
     ]
     for owner, name, value in kept:
         owner._parameters[name] = local_view(value, getattr(owner, "averages_over", 1))
+    for parametrized, made in _parametrized(module):  # such as a weight to which PEFT adds a product
+        made.append(_Rows(getattr(parametrized, "averages_over", 1)))
 
 
 def _to_parameters(module: nn.Module, *_: object) -> None:
     for owner, name, value in vars(module).pop(_KEPT, ()):
         owner._parameters[name] = value
+    for _owner, made in _parametrized(module):
+        if isinstance(made[-1], _Rows):
+            del made[-1]
+
+
+def _parametrized(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    made = ((owner, each) for owner in module.modules() for each in getattr(owner, "parametrizations", {}).values())
+    return [(owner, each) for owner, each in made if is_spread(each.original)]
+
+
+class _Rows(nn.Module):
+    """This rank's rows [e, …] of a parametrized DTensor."""
+
+    def __init__(self, averages_over: int) -> None:
+        super().__init__()
+        self.averages_over = averages_over
+
+    def forward(self, whole: Tensor) -> Tensor:
+        rows: Tensor = local_view(whole, self.averages_over)
+        return rows
 
 
 class _LocalView(torch.autograd.Function):

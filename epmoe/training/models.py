@@ -192,7 +192,8 @@ def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> li
 def check_spread(ep: ExpertParallel, experts: object) -> None:
     """Raises RuntimeError where a call has gradients, but torch's tools do not know whose experts these are."""
     if plain := unspread(ep, experts, frozen=True):
-        why = problem_with(ep) or "call `epmoe.training.spread(layer.experts, ep)` once; adapters cannot train"
+        remedy = "call `epmoe.training.spread(layer.experts, ep)` once, or `spread_adapters(model)` for PEFT"
+        why = problem_with(ep) or remedy
         raise RuntimeError(f"`experts` must have DTensors only in calls with gradients, got `{plain[0]}`: {why}")
 
 

@@ -38,7 +38,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from epmoe import ExpertParallel, checkpoint
 from epmoe.local.spread import is_spread
-from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts
+from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts, spread_adapters
 
 RATE, MAX_NORM = 1e-2, 0.05
 adamw = functools.partial(torch.optim.AdamW, lr=RATE, eps=1e-3, foreach=False)
@@ -254,13 +254,49 @@ def pretrained(case: Case) -> None:
     Pretrained(transformers.PretrainedConfig()).save_pretrained(case.folder / str(dist.get_rank()))
 
 
+class Merged(nn.Module):
+    """A model in one process, to whose weights the factors of a model of PEFT are added, as parameters of its own."""
+
+    def __init__(self, alone: nn.Module, model: nn.Module) -> None:
+        super().__init__()
+        self.alone, values = alone.requires_grad_(False), whole(model)
+        self.factors = nn.ParameterDict()
+        self.of: dict[str, tuple[str, str, float]] = {}
+        for path, wrapper in model.named_modules():
+            if hasattr(wrapper, "parameter_name"):
+                names = [f"{path}.lora_{end}.default.weight" for end in "AB"]
+                self.factors |= {name.replace(".", "/"): values[name] for name in names}
+                block = path.removeprefix("base_model.model.").replace(".base_layer", "")
+                self.of[f"{block}.{wrapper.parameter_name}"] = (*names, wrapper.scaling["default"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(self.alone.named_parameters())
+        for name, (of_a, of_b, scaling) in self.of.items():
+            a, b = (self.factors[of.replace(".", "/")] for of in (of_a, of_b))
+            low, high = a.unflatten(0, (E, -1)), b.unflatten(1, (-1, E))
+            weights[name] = weights[name] + torch.einsum("ore,eri->eoi", high, low) * scaling
+        return torch.func.functional_call(self.alone, weights, (x,))
+
+
 @tool("PEFT's `target_parameters`")
 def peft(case: Case) -> None:
     peft = pytest.importorskip("peft")
     names = ("w_gate_up", "w_down") if case.kind == "grouped" else ("up", "down")
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=[f"moe.experts.{name}" for name in names])
+    targets = [f"moe.experts.{name}" for name in names]
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
     model = peft.get_peft_model(case.model(), config)
-    train(model, adamw([p for p in model.parameters() if p.requires_grad]))
+    if case.prepared:
+        ignore_experts(spread_adapters(model))
+    merged = Merged(Model(case.kind), model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        train(model, adamw(trained))
+    except RuntimeError:
+        model.unload()
+        raise
+    train_alone(merged, adamw(merged.factors.parameters()))
+    got = {name: value for name, value in whole(model).items() if "lora_" in name}
+    assert_same(got, {name.replace("/", "."): value.detach() for name, value in merged.factors.items()})
 
 
 def resumes(

@@ -1,0 +1,48 @@
+"""An adapter of spread experts as the folder of PEFT that one process would write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from epmoe.group.collective import all_ranks, naming
+from epmoe.training.models import expert_parallels
+
+
+def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Save adapters whose factors are spread, by PEFT's `save_pretrained`. Collective.
+
+    PEFT, and `MoELayer.load_adapter` in groups of any size, read what rank 0 writes. The folder appears as a whole or
+    not at all.
+
+    Args:
+        model: of PEFT, with the factors of `epmoe.training.spread_adapters` or plain ones, not in DDP.
+        folder: which all ranks see, and which does not exist yet.
+        options: other arguments of `save_pretrained`.
+
+    Raises:
+        ValueError: `folder` exists, or the model is none of PEFT.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
+    """
+    eps, target = expert_parallels(model), Path(folder).absolute()
+    hidden = target.with_name(f".{target.name}.partial")
+    with naming("save_adapter", eps), all_ranks(eps) as peers:
+        with peers.together():
+            if not hasattr(model, "peft_config"):
+                raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
+            if peers.rank == 0 and target.exists():
+                raise ValueError(f"{target}: must not exist yet")
+            state = model.state_dict()
+        factors = {key: value for key, value in state.items() if "lora_" in key and hasattr(value, "full_tensor")}
+        with peers.waiting():
+            state |= {key: value.full_tensor() for key, value in factors.items()}
+        try:
+            with peers.together():
+                if peers.rank == 0:
+                    model.save_pretrained(hidden, state_dict=state, **options)
+                    os.rename(hidden, target)
+        finally:
+            if peers.rank == 0:
+                shutil.rmtree(hidden, ignore_errors=True)

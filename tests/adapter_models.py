@@ -61,7 +61,8 @@ def save(
     path.mkdir(exist_ok=True)
     tensors = {f"{names[key]}.weight": factors[key].to(dtype) for key in factors} | (others or {})
     save_file(tensors, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, "r": 4} | config))
+    usual = {"peft_type": "LORA", "peft_version": "0.21.2", "lora_alpha": 8, "r": 4}
+    (path / "adapter_config.json").write_text(json.dumps(usual | config))
 
 
 def save_single(path: Path, factors: Factors, block: str, names: tuple[str, str, str], experts: int) -> None:

@@ -289,6 +289,24 @@ def test_a_folder_with_a_model_too(tmp_path):
         assert torch.equal(got[0], part[0]) and torch.equal(got[1], part[1])
 
 
+@pytest.mark.parametrize(
+    ("version", "interleaved", "read"),
+    [(None, False, False), ("0.18.1", False, False), ("0.19.0", False, False), ("0.20.0", False, True),
+     (None, True, True), ("0.18.1", True, True), ("0.19.0", True, False), ("1.0.0.dev0", True, True)],
+)  # fmt: skip
+def test_square_weights_of_older_releases_of_peft(tmp_path, version, interleaved, read):
+    """There b · a is transposed, and shapes do not tell."""
+    adapter_models.save(tmp_path, FACTORS, BLOCK, peft_version=version)
+    if read:
+        assert load_adapter(tmp_path, BLOCK, ALL, SIZES, interleaved=interleaved).gate_up is not None
+    else:
+        with pytest.raises(ValueError, match=r"square weights \[64, 64\] .* PEFT 0.20 or newer, got `peft_version`"):
+            load_adapter(tmp_path, BLOCK, ALL, SIZES, interleaved=interleaved)
+    down = {name: value for name, value in FACTORS.items() if name.startswith("down")}
+    adapter_models.save(tmp_path, down, BLOCK, peft_version=version)
+    assert load_adapter(tmp_path, BLOCK, ALL, SIZES, interleaved=interleaved).down is not None
+
+
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_folders_with_modules_of_single_experts(tmp_path, names, interleaved):

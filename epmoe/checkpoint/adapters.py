@@ -55,6 +55,7 @@ class _Config(BaseModel):
     rank_pattern: dict[re.Pattern[str], _Rank] | None = None
     alpha_pattern: dict[re.Pattern[str], _Alpha] | None = None
     init_lora_weights: object = True
+    peft_version: str | None = None
 
     @classmethod
     def read(cls, file: Path) -> _Config:
@@ -69,6 +70,12 @@ class _Config(BaseModel):
         if odd:
             raise ValueError(f"{file}: `{odd[0]}` is set, but adapters are plain LoRA")
         return config
+
+    def is_sure_of_square(self, interleaved: bool) -> bool:
+        """Whether b · a is a square weight [n, k] of experts, not its transpose: since PEFT 0.20, and before 0.19 for
+        gpt-oss, whose parameters are [k, n]."""
+        version = [int(number) for number in re.findall(r"\d+", self.peft_version or "")[:2]]
+        return version >= [0, 20] or interleaved and version < [0, 19]
 
     def of(self, *names: str) -> tuple[int, float]:
         """The rank and the scaling of a module or parameter, which has one of these names."""
@@ -185,7 +192,7 @@ def _assembled(
         modules.setdefault(name.removesuffix(f".{end}"), {})[end] = tensor
     names = {module: f".{module}".partition(f".{block}.experts")[2] for module in modules}
     if all(re.fullmatch(r"(\.base_layer)*", name) for name in names.values()):
-        parts, scaling = _of_all(modules, block, config, sizes)
+        parts, scaling = _of_all(modules, block, config, sizes, interleaved)
     else:
         parts, scaling = _of_single(modules, names, config, sizes, interleaved), [1.0, 1.0]
     digest.update(repr((parts[0] is None, scaling)).encode())
@@ -193,7 +200,7 @@ def _assembled(
 
 
 def _of_all(
-    modules: Mapping[str, Mapping[str, Tensor]], block: str, config: _Config, sizes: _Sizes
+    modules: Mapping[str, Mapping[str, Tensor]], block: str, config: _Config, sizes: _Sizes, interleaved: bool
 ) -> tuple[_Parts, list[float]]:
     """The factors of gate and up and of down, and their scaling, of modules with all experts."""
     E, D, wide, F = sizes
@@ -205,6 +212,12 @@ def _of_all(
         part = shapes.index(got) if got in shapes else 0
         r, by = config.of(*(f"{module.replace('.base_layer', '')}.{name}" for name in _PARAMETERS[part]))
         a, b = _pair(module, ends, shapes, E, r)
+        n, k = len(b), a.shape[1]
+        if n == k and not config.is_sure_of_square(interleaved):
+            raise ValueError(
+                f"an adapter of square weights [{n}, {k}] must be saved by PEFT 0.20 or newer, got "
+                f"`peft_version` {config.peft_version}, which may transpose b · a: train it anew"
+            )
         if parts[part] is not None:
             raise ValueError(f"`{block}.experts` has two adapters of the shape {shapes[part]}")
         parts[part] = a.view(E, r, -1), b.view(-1, r, E).permute(2, 0, 1)

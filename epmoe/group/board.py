@@ -42,7 +42,6 @@ class Board:
     name: str
 
     def write(self, key: object, word: str) -> None:
-        """Of this rank's own key."""
         self.store.set(f"{self.name}/{key}", word)
 
     def read(self, key: object) -> str:
@@ -89,7 +88,6 @@ class Sign:
     ended: bool = False  # the process is known to have
 
     def look(self, word: str, process: str) -> None:
-        """This is the word now."""
         now = time.monotonic()
         step_s = min(now - self.looked, _LOOK_S)
         self.silent_s, self.waited_s = self.silent_s + step_s, self.waited_s + step_s
@@ -99,23 +97,15 @@ class Sign:
 
 
 class Decision(BaseModel):
-    """What one rank has settled for all.
-
-    members: who is in the group, in rank order: former ranks, and behind them new ones as `-1 - arrival`.
-    config: of the group to be.
-    last_call_s: a member that is silent for so long is given up.
-    arrivals: new ranks up to here have their answer.
-    keeps: former ranks keep their slots, with `placement.live`.
-    left: former ranks that have left in this attempt or before it.
-    """
+    """What one rank has settled for all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    members: list[int]
-    config: EPConfig
-    last_call_s: float
-    arrivals: int
-    keeps: bool
-    left: list[int]
+    members: list[int]  # in rank order: former ranks, and behind them new ones as `-1 - arrival`
+    config: EPConfig  # of the group to be
+    last_call_s: float  # a member that is silent for so long is given up
+    arrivals: int  # new ranks up to here have their answer
+    keeps: bool  # former ranks keep their slots, with `placement.live`
+    left: list[int]  # former ranks that have left in this attempt or before it
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,6 @@ class Meeting:
         return Board(self.root.store, f"{self.root.name}/{self.name}")
 
     def following(self) -> Meeting:
-        """The next attempt."""
         group, _, attempt = self.name.rpartition("/")
         return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.processes, self.signs)
 
@@ -157,11 +146,10 @@ class Meeting:
         return sign.ended or never_comes or sign.silent_s > (last_call_s if member >= 0 else ANSWER_OF_NEW_S)
 
     def anybody_lost(self, decision: Decision) -> bool:
-        """Whether one of the members is."""
         return any(self.lost(member, decision.last_call_s) for member in decision.members)
 
     def decision(self) -> Decision | None:
-        """What was decided here. Raises ValueError, which names the key, for what no rank has written."""
+        """The decision, once there is one. Raises ValueError, which names the key, for any other word."""
         if not (word := self.board.read("decision")):
             return None
         try:
@@ -174,10 +162,7 @@ class Meeting:
         return self.board.read("outcome")
 
     def connect(self, decision: Decision, rank: int, timeout_s: float, backend: str) -> None:
-        """Make the default process group anew. It fails once the attempt does, or a member is lost: torch would wait.
-
-        Raises RuntimeError where it cannot be made.
-        """
+        """Make the default process group anew. Raises RuntimeError once the attempt fails, or a member is lost."""
         deadline = time.monotonic() + timeout_s
 
         def look() -> None:
@@ -215,7 +200,6 @@ class Meeting:
         return self.outcome() == FORMED
 
     def fail(self) -> None:
-        """The attempt has failed, unless its outcome is settled."""
         self.board.settle("outcome", FAILED)
 
 
@@ -270,12 +254,11 @@ class RollCall:
 
     @classmethod
     def after(cls, error: MissingRankError, what: str, found: Sequence[int] = (), attempt: str = "") -> list[int]:
-        """After a collective of a group has failed: its ranks that are missing. `found` is that of `missing`."""
+        """The missing ranks of a group, one of whose collectives has failed; see `missing`."""
         return cls.of(error.peers, what, attempt).missing(found, OPENING_ANSWER_S)
 
     @classmethod
     def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:
-        """All ranks of a group, which take part in `what`."""
         assert peers.group is not None
         return cls(list(range(peers.size)), peers.rank, peers.size, f"{what}/{peers.group.group_name}", attempt)
 

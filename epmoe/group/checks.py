@@ -26,10 +26,7 @@ def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The group itself, or that of a mesh, by default the world.
-
-    Raises TypeError or ValueError for what is no group of this process.
-    """
+    """The group itself, or that of a mesh, by default the world. Raises TypeError or ValueError for anything else."""
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, DeviceMesh):
@@ -70,7 +67,6 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
 
 
 def check_backend(group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError unless the group can exchange CPU tensors."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         raise ValueError(
             f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "

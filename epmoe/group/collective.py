@@ -35,8 +35,7 @@ def together(eps: Sequence[Member]) -> Iterator[None]:
 
 @contextmanager
 def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> Iterator[Peers]:
-    """The ranks of `group`. By default all ranks of torch.distributed, in a group of gloo of its own: one that fails
-    harms no other. Collective."""
+    """The ranks of `group`; by default all, in a gloo group of its own: one that fails harms no other. Collective."""
     if not dist.is_initialized():
         yield Peers.of(None)
         return
@@ -75,6 +74,5 @@ def naming(what: str, eps: Sequence[Member]) -> Iterator[None]:
 
 
 def _ended(peers: Peers, eps: Sequence[Member]) -> list[int]:
-    """Other ranks of the group that have ended, as far as rounds know."""
     ended = {peers_of(ep).global_ranks[rank] for ep in eps for rank in set(range(ep.size)).difference(ep.survivors())}
     return [rank for rank, number in enumerate(peers.global_ranks) if number in ended and rank != peers.rank]

@@ -17,10 +17,8 @@ _END_S = 2.0  # for a note that is under way when the thread is to end
 class Deaths:
     """Notes the ends of processes until it is closed or collected. In a forked child it does nothing.
 
-    Args:
-        processes: by rank, a descriptor of its process (pidfd). This object closes them.
-        note: a method, called on another thread with the mask of all ranks that have ended, when one more has. Its
-            object is kept alive during a call only.
+    `processes` are descriptors (pidfd) by rank, which this object closes. `note` is a method, called on another thread
+    with the mask of all ranks that have ended. Its object is kept alive during a call only.
     """
 
     def __init__(self, processes: dict[int, int], note: Callable[[int], None]):
@@ -34,7 +32,6 @@ class Deaths:
             self._close = weakref.finalize(self, _end, os.getpid(), ours, thread, processes)
 
     def mask(self) -> int:
-        """The ranks that have ended by now, as a mask."""
         readable = _readable(self._processes.values(), 0)
         self._mask |= sum(1 << rank for rank, process in self._processes.items() if process in readable)
         return self._mask

@@ -1,7 +1,4 @@
-"""How a rank joins a group: the ranks tell one another what they bring, and check that it fits.
-
-All ranks of a group run the same steps, whether they are new or come from another group.
-"""
+"""How a rank joins a group: all ranks run the same steps, tell one another what they bring, and check that it fits."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ class Agreement:
 
     @property
     def attempt(self) -> str:
-        """The name of this attempt to open a group; "" until it is known."""
         return self.requests[0].attempt if self.requests else ""
 
     @property
@@ -106,10 +102,7 @@ def _differing(configs: list[str], rank: int, others: list[int]) -> str:
 
 @contextmanager
 def opening(peers: Peers) -> Iterator[Agreement]:
-    """A step of `Peers.together` in which a group opens. It yields an agreement to be reached.
-
-    Raises EPOpenError, which names the ranks, where some end or do not come.
-    """
+    """A step of `Peers.together` in which a group opens. Yields an agreement to be reached, or raises EPOpenError."""
     check_backend(peers.group)
     agreement = Agreement()
     if peers.size > 1:

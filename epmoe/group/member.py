@@ -1,4 +1,4 @@
-"""A rank of a group, as the life of the group needs it."""
+"""A rank of a group that can go on in another group: an `ExpertParallel`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ _Result = TypeVar("_Result")
 
 
 class Member(Protocol):
-    """A rank of a group that can go on in another group: an `ExpertParallel`."""
-
     config: EPConfig
     placement: Placement
     group: dist.ProcessGroup | None

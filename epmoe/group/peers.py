@@ -24,8 +24,7 @@ _MOST_BYTES = 2**24  # of a value
 
 
 class MissingRankError(RuntimeError):
-    """A rank of `peers` has ended, or did not come in time: one of `ranks`, if they are known. Their group can do
-    nothing more."""
+    """A rank of `peers` has ended, or did not come in time: one of `ranks`, if known. The group can do nothing more."""
 
     def __init__(self, peers: Peers, error: RuntimeError, ranks: Sequence[int] = ()):
         self.peers, self.ranks = peers, list(ranks)
@@ -49,7 +48,6 @@ class _ReportedError(Exception):
         super().__init__(problem)
 
     def as_shared(self) -> Exception:
-        """What all ranks raise."""
         kinds = {kind.__name__: kind for kind in _KINDS}
         return kinds.get(self.problem.kind, RuntimeError)(f"rank {self.problem.rank}: {self.problem.text}")
 
@@ -104,8 +102,7 @@ class Peers:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """Within it a collective of the group runs, which waits for `ranks`, if they are known. A RuntimeError of torch
-        becomes a MissingRankError."""
+        """Within it a collective waits for `ranks`, if known. A RuntimeError of torch becomes a MissingRankError."""
         try:
             yield
         except RuntimeError as error:

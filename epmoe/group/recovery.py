@@ -77,10 +77,7 @@ def recover(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the ranks of a group want of the next one; see `recover`.
-
-    `grow_s`: wait so long for new ranks up to `max_ranks`. `leaves`: the others are to go on without this rank.
-    """
+    """What the ranks of a group want of the next one; see `recover`."""
 
     min_ranks: int
     max_ranks: int
@@ -88,8 +85,8 @@ class Wanted:
     timeout_s: float
     backend: str
     placement: Callable[[Placement, list[int | None]], Placement] | None = None
-    grow_s: float = 0.0
-    leaves: bool = False
+    grow_s: float = 0.0  # to wait for new ranks up to `max_ranks`
+    leaves: bool = False  # the others are to go on without this rank
 
 
 def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted) -> bool:
@@ -128,7 +125,7 @@ def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]],
 def _decide(meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, before: Decision | None) -> Decision:
     """Meet the other ranks. The first to see that all are there, or lost, decides; the rest reads.
 
-    `before` is what was decided in the last attempt, whose group did not form.
+    `before` is the decision of the last attempt, whose group did not form.
     """
     root, board, start, ranks = meeting.root, meeting.board, time.monotonic(), range(ep.size)
     first = next(n for n in count(1) if not root.read(f"arrivals/{n}/answer"))

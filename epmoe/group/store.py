@@ -26,8 +26,8 @@ _LONGEST_NAME = 200  # of a file, in bytes; most file systems have 255
 class OutlivingStore(dist.Store):
     """The store of `recover`, as torch takes it. While it has a `look`, a wait ends by what that raises.
 
-    Raises PermissionError where others can write into the folder, and ValueError for torch's FileStore: half a record
-    of a process that has died would stop every rank for ever.
+    Raises PermissionError where others can write into the folder, and ValueError for torch's FileStore, which may hold
+    half a record for ever.
     """
 
     def __init__(self, store: Store) -> None:
@@ -41,28 +41,23 @@ class OutlivingStore(dist.Store):
         self.look: Callable[[], None] | None = None
 
     def set(self, key: str, value: str) -> None:  # or bytes, as for torch's own
-        """In one step."""
         self._inner.set(key, value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """In one step: set a key that is not there yet, which `expected` must say by "". Returns what is there then."""
+        """In one step: set a key that is not there yet; `expected` must be "". Returns the value that is there then."""
         return self._inner.compare_set(key, expected, desired)
 
     def add(self, key: str, amount: int) -> int:
-        """The sum so far."""
         return self._inner.add(key, amount)
 
     def get(self, key: str) -> bytes:
-        """Waits until it is there."""
         self.wait([key])
         return self._inner.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
         return self._inner.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta = timedelta(minutes=5)) -> None:
-        """Raises DistStoreError after the deadline."""
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if self.look is not None:

@@ -23,7 +23,7 @@ def device_ends(device: torch.device, timeout_s: float | None = None, look: Call
 def interruptible(
     wait: Callable[[], None], timeout_s: float | None = None, look: Callable[[], None] = lambda: None
 ) -> bool:
-    """Calls `wait`, which may block for long, on another thread, so that this thread can run signal handlers meanwhile.
+    """Calls `wait` on another thread, so that this thread can run signal handlers meanwhile.
 
     Returns whether `wait` has ended within `timeout_s` seconds; it runs to its end anyway. `look` is called about every
     20 ms. Raises what `wait`, `look` or a signal handler raises.
@@ -56,7 +56,6 @@ class Promise(Generic[_Value]):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Compute. The thread of the worker calls it."""
         try:
             self._value = self._compute()
         except BaseException as error:
@@ -81,7 +80,6 @@ class Worker:
         Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
     def submit(self, compute: Callable[[], _Value]) -> Promise[_Value]:
-        """Compute this after what was submitted before."""
         self._queue.put(result := Promise(compute))
         return result
 

@@ -1,7 +1,4 @@
-"""What the operators know of a round besides its memory: descriptors, int64 in host memory.
-
-A descriptor is an `ExchangeDescriptor` of csrc/exchange.h, and the address of every rank's window behind it.
-"""
+"""Descriptors: int64 in host memory, an `ExchangeDescriptor` of csrc/exchange.h and the addresses of all windows."""
 
 from __future__ import annotations
 
@@ -73,13 +70,11 @@ class Descriptors:
         self._made: dict[tuple[bool, ...], Tensor] = {}
 
     def set_timeout(self, seconds: float) -> None:
-        """The deadline of each wait, from the next call of an operator on."""
         self.timeout_s = seconds
         for descriptor in self._made.values():
             _fields(descriptor).timeout_ns = round(seconds * 1e9)
 
     def any(self) -> Tensor:
-        """One of those made so far."""
         return next(iter(self._made.values()))
 
     def of(self, expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
@@ -134,5 +129,4 @@ def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Te
 
 
 def _fields(descriptor: Tensor) -> Structure:
-    """The fields behind the plan, in the memory of the tensor, which must live as long."""
     return struct("ExchangeDescriptor").from_address(descriptor.data_ptr())

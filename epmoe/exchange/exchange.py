@@ -1,8 +1,4 @@
-"""What an exchange offers, on one node and over several: two implementations of one interface.
-
-`NodeExchange` in node.py has the ranks of one node. `HierarchicalExchange` in epmoe/rail/exchange.py owns the exchange
-of its node, and a rail to the other nodes.
-"""
+"""The interface of exchanges. `NodeExchange` has one node, and `HierarchicalExchange` (epmoe/rail) several."""
 
 from __future__ import annotations
 
@@ -78,30 +74,27 @@ class Exchange(ABC):
 
     @abstractmethod
     def dispatch(self, call: Call) -> Dispatched:
-        """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`."""
+        """Both phases of a round's way out: `ExpertParallel.dispatch`."""
 
     @abstractmethod
     def dispatch_send(self, call: Call) -> Sent:
-        """The send phase of `dispatch`; waits for no rank, except after an abort."""
+        """The send phase: `ExpertParallel.dispatch_send`. It waits for no rank, except after an abort."""
 
     @abstractmethod
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """The receive phase of `dispatch`."""
+        """The receive phase: `ExpertParallel.dispatch_recv`."""
 
     @abstractmethod
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """Bring expert outputs back to the ranks of their tokens, and sum them there: y [T, D]. Collective.
-
-        `layout` is the one that the caller's call is for; see `ExpertParallel.combine` and `combine_partial`.
-        """
+        """Both phases of the way back: `ExpertParallel.combine`, or by `layout` `ExpertParallel.combine_partial`."""
 
     @abstractmethod
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
-        """The send phase of `combine`; waits for no rank."""
+        """The send phase: `ExpertParallel.combine_send`. It waits for no rank."""
 
     @abstractmethod
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """The receive phase of `combine`."""
+        """The receive phase: `ExpertParallel.combine_recv`."""
 
     @abstractmethod
     def abort_open_round(self) -> None:
@@ -117,10 +110,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def check_rounds(self) -> None:
-        """Raise what makes the y of a round that has ended incomplete, unless the config only counts it.
-
-        EPOverflowError if it needed more rows than there are, EPAbortedError if other ranks have aborted it.
-        """
+        """Raise EPOverflowError or EPAbortedError for a round that has ended, unless the config only counts them."""
 
     @property
     @abstractmethod
@@ -160,25 +150,19 @@ class Exchange(ABC):
     def has_more_rounds(self) -> bool:
         """Whether any rank has more rounds after the last one, in which all sent it. On one node: see `largest`.
 
-        On GPUs it waits for the kernel of dispatch.
-
-        On the CPU dispatch has the answer when it returns. A round that was aborted before has it once every rank has
-        closed the round, for which this waits.
-
-        Raises what `check` does, EPTimeoutError also where the kernel does not end within `exchange.warmup_timeout_s`,
-        and RuntimeError as torch does on a GPU that has failed.
+        On GPUs it waits for the kernel of dispatch. On the CPU it waits only for ranks that have not closed a round
+        that was aborted before. Raises what `check` does, EPTimeoutError also where the kernel does not end within
+        `exchange.warmup_timeout_s`, and RuntimeError as torch does on a GPU that has failed.
         """
         raise NotImplementedError
 
     @own_turn
     def run(self, call: Callable[[], _Result]) -> _Result:
-        """What `call` returns. No other thread is in a call meanwhile."""
         return call()
 
     def enter(self) -> int:
-        """The start of a call. Its end, also by an exception, sets `thread` to what this returns.
-
-        That is 0, or the caller where a signal handler calls in the middle of another call.
+        """The start of a call. Its end, also by an exception, sets `thread` to the result: 0, or the caller where a
+        signal handler calls in the middle of another call.
 
         Raises RuntimeError during a call of another thread: both would write the same window. A thread that has a round
         open waits for the end of that call instead: a call that is about to be refused must not cost it its round.
@@ -222,14 +206,10 @@ class Exchange(ABC):
         self.check_rounds()
 
     def abort(self, handle: Sent | Dispatched | None) -> None:
-        """Any state → CLOSED, without rows. Collective: every rank aborts or combines.
+        """`ExpertParallel.abort`: any state → CLOSED, without rows. Collective: every rank aborts or combines.
 
-        Without a handle it closes whatever round is open, and raises nothing that was reported: the caller has an
-        exception already. After a timeout the round stays open, and so does a round for which this thread was refused,
-        since another thread has it.
-
-        With a handle it raises EPStateError if that is not the open round's. It raises EPMismatchError if the calls of
-        the ranks do not match, and on the CPU closes the round. It raises what `poll` does.
+        Without a handle it raises nothing that was reported: the caller has an exception already. After a timeout the
+        round stays open, and so does a round for which this thread was refused, since another thread has it.
         """
         if handle is not None or not self.rounds.is_of_another():
             self._abort(handle)

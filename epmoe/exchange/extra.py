@@ -22,14 +22,11 @@ from epmoe.native.formats import EXTRA_IN_LINE, LINE_BYTES, WireFormat
 
 
 class Extra(NamedTuple):
-    """The `extra` of one token."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, given: Tensor) -> Extra:
-        """That of `extra` [T, …]."""
         return cls(given.dtype, given.shape[1:])
 
     @property

@@ -120,7 +120,6 @@ class Sent(HoldsWindows):
         return describe_fields(self, {}, self.summary())
 
     def summary(self) -> str:
-        """Rank, round and shape, for `repr`."""
         attributes = self.template.attributes
         rounds = attributes["_rounds"]()
         state = f"round {self.epoch} released" if rounds is None else rounds.describe(self.epoch)

@@ -92,11 +92,7 @@ class Health:
 
 
 class Totals:
-    """Reads the totals of one rank at any time, on any thread.
-
-    Args:
-        views: the buffers of the memory plan by name.
-    """
+    """Reads the totals of one rank at any time, on any thread. `views` are the buffers of the memory plan by name."""
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self._epochs = _EPOCHS[views[_ROUNDS].device.type]

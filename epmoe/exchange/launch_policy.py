@@ -27,7 +27,6 @@ class KernelLaunch(SimpleNamespace):
 
     @property
     def protocol(self) -> str:
-        """The protocol of the rows, or of the sums: LL or Simple."""
         return "LL" if self.recv_lines else "Simple"
 
 

@@ -1,8 +1,4 @@
-"""The memory plan: every buffer of one rank, to the byte, before anything is allocated.
-
-No other code computes an offset: the service allocates by this plan, and the kernels receive it as a list of integers
-(``csrc/plan.h``). Letters as in the package docstring.
-"""
+"""The memory plan: every buffer of one rank, to the byte. No other code computes an offset (``csrc/plan.h``)."""
 
 from __future__ import annotations
 
@@ -61,7 +57,6 @@ class RailSlot(NamedTuple):
 
     @classmethod
     def of(cls, config: EPConfig) -> RailSlot:
-        """The slot that holds a row of the config's shape."""
         model = config.model
         payload = WIRE_FORMATS[config.exchange.payload]
         width = payload.width(model.hidden_size, config.capacity.extra_bytes, model.torch_dtype)
@@ -224,7 +219,6 @@ class MemoryPlan:
 
     @classmethod
     def _over_nodes(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
-        """The plan of the exchange within the node, and the memory of the rail."""
         topology = config.topology
         G = topology.ranks_here
         N = topology.num_nodes
@@ -298,7 +292,6 @@ class MemoryPlan:
 
 
 def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:
-    """The buffers, each behind the last one of its region."""
     ends: dict[Region, int] = {"window": 0, "scratch": 0, "rail": 0}
     buffers = []
     for region, name, shape, dtype in layout:

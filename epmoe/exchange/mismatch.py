@@ -50,7 +50,6 @@ def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) ->
 
 
 def differences(mine: Traits, theirs: Traits) -> Differences:
-    """What differs of what both calls have."""
     return {name: (mine[name], theirs[name]) for name in mine if name in theirs and mine[name] != theirs[name]}
 
 

@@ -94,7 +94,6 @@ class NodeExchange(Exchange):
 
     @own_turn
     def dispatch(self, call: Call) -> Dispatched:
-        """`padded_tokens` is for a network between nodes, of which there is none here."""
         sent = self.opened(call)
         self.launch(ops.dispatch, sent.arguments, DISPATCHED)
         return self.received(sent)
@@ -181,7 +180,6 @@ class NodeExchange(Exchange):
         words.code = code
 
     def _late(self, launches: bool) -> Late | None:
-        """What has not begun in time."""
         rounds, timeout_s = self.rounds, self.descriptors.timeout_s
         with suppress(RuntimeError), torch.cuda.device(self.device):  # of a GPU that has failed
             if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(blocking=False):
@@ -299,7 +297,6 @@ class NodeExchange(Exchange):
         return bool(self.rounds.has_more_rounds)
 
     def _clear(self, placement: Placement) -> None:
-        """Bring the memory into the state before the first round."""
         views, sizes = self.views, self.plan.sizes
         if self.device.type == "cuda":  # see `_unread_y`
             y_bytes = sizes["M"] * sizes["D"] * self.config.model.torch_dtype.itemsize
@@ -332,11 +329,7 @@ class NodeExchange(Exchange):
         return rounds.open(template, T, epoch, call.tag, template.descriptor, arguments)
 
     def received(self, sent: Sent) -> Dispatched:
-        """In state DISPATCHED, after the operator.
-
-        Raises EPMismatchError if the calls of the ranks do not match, and on the CPU closes the round. Raises
-        EPTimeoutError if ranks did not arrive in time.
-        """
+        """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as `check_open`."""
         dispatched = self.rounds.receive(sent)
         if torch.is_grad_enabled() and self._rows is not None:
             increment_version(self._rows)  # a backward pass that needs rows of an earlier round raises

@@ -33,10 +33,7 @@ def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Te
 
 
 def output_rows(rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device) -> Tensor:
-    """The rows [N, D] or [R, M, D] of combine, as [n, D] whose rows begin at multiples of 16 bytes.
-
-    Raises TypeError, ValueError or RuntimeError for what combine does not take.
-    """
+    """The rows of combine as [n, D], each at a multiple of 16 bytes. Raises TypeError, ValueError or RuntimeError."""
     if dispatched.layout == "rank":
         return _partial_rows(rows, dispatched, plan, device)
     # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one of them fails.
@@ -63,7 +60,6 @@ def _partial_rows(partial: Tensor, dispatched: Dispatched, plan: MemoryPlan, dev
 
 
 def _refuse_fp8(name: str, rows: object, dispatched: Dispatched) -> None:
-    """Raises TypeError for the rows of fp8 that dispatch has returned, where combine wants the experts' outputs."""
     if isinstance(rows, Tensor) and rows.dtype is FP8:
         raise TypeError(
             f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 are the experts' "

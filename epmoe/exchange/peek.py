@@ -26,10 +26,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 class Peek:
     """Copies of buffers on the host. On a GPU they travel on a stream that no kernel is on, by the copy engines.
 
-    Any thread may read, and a signal handler during a read.
-
-    Args:
-        buffers: contiguous tensors of one device.
+    The buffers are contiguous and of one device. Any thread may read, and a signal handler during a read.
     """
 
     def __init__(self, *buffers: Tensor) -> None:

@@ -70,12 +70,10 @@ class RoundState:
 
     @property
     def phases(self) -> int:
-        """Phases launched or run so far, four a round."""
         return self.progress.phases
 
     @property
     def sent(self) -> Sent:
-        """The handle of the open round, as dispatch_send returned it."""
         handle = self.handle
         assert handle is not None
         return handle.sent if isinstance(handle, Dispatched) else handle
@@ -98,10 +96,7 @@ class RoundState:
         descriptor: Tensor | None,
         arguments: tuple[Any, ...],
     ) -> Sent:
-        """A new round, whose tokens have not left yet. The operator, or `advance`, opens it.
-
-        Until then no round is open, and another call may take its place.
-        """
+        """A new round, which the operator, or `advance`, opens. Until then another call may take its place."""
         self.y = None
         self.opener = get_ident()
         self.template = template
@@ -154,10 +149,7 @@ class RoundState:
 
     @contextmanager
     def sending(self, has_more: bool | None) -> Iterator[None]:
-        """Let the one dispatch within it, of both phases, also send whether this rank has more rounds.
-
-        All ranks send it, or none, with None, which costs nothing.
-        """
+        """Let the one dispatch within it also send whether this rank has more rounds: on all ranks, or on none."""
         self.progress.more_rounds = 0 if has_more is None else self.count + 1 << 1 | has_more
         try:
             yield
@@ -171,12 +163,10 @@ class RoundState:
         return bool(word & 1) if word >> 1 == self.count else None
 
     def describe(self, epoch: int) -> str:
-        """The state of round `epoch`, for `repr`."""
         is_open = self.state != CLOSED and epoch == self.count
         return f"round {epoch} " + (f"awaits {' or '.join(PERMITTED[self.state])}" if is_open else "closed")
 
     def refuse(self, handle: Sent | Dispatched, call: str, name: str) -> NoReturn:
-        """Raises what `permit` does."""
         current = self.handle if self.state != CLOSED else None
         if not isinstance(handle, (Sent, Dispatched)):
             before = "dispatch_send" if call == "dispatch_recv" else "dispatch"

@@ -1,7 +1,4 @@
-"""The checks of a call of dispatch, and what calls that agree share: their `RoundTemplate`.
-
-Once a call has passed, calls with the same template need only the checks of what may still differ.
-"""
+"""The checks of a call of dispatch. Calls with the `RoundTemplate` of an earlier one need only a few of them."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ from epmoe.native.formats import WIRE_FORMATS, WireFormat
 
 
 class Templates:
-    """The calls that one exchange has taken so far, by what rounds of a template agree in.
-
-    `descriptor` is `Descriptors.of`.
-    """
+    """The calls that one exchange has taken so far, by the values that rounds of a template share."""
 
     def __init__(
         self,
@@ -48,11 +42,7 @@ class Templates:
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
-        """The template of a call, and T.
-
-        Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does not take, except for
-        `num_tokens` and `padded_tokens`.
-        """
+        """The template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its token counts."""
         x, ids, weights, scales, _, layout, weight_rows, _, tag, aligned, extra = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
@@ -93,11 +83,8 @@ class Templates:
         aligned: bool | None,
         extra: Tensor | Literal["last"] | None,
     ) -> Call:
-        """A call without tokens, for `ExpertParallel.skip`.
-
-        What is None is as in the round of template `last`, and as in the config before the first round; so is an
-        `extra` that is "last".
-        """
+        """A call without tokens, for `ExpertParallel.skip`. None, and "last" for an `extra`, stand for the values of
+        the template `last`, before the first round for those of the config."""
         model = self._config.model
         first = (
             model.hidden_size,
@@ -128,7 +115,6 @@ class Templates:
         )
 
     def with_extra(self, call: Call, kind: Extra) -> Call:
-        """The call of a template with this `extra`, with the longer rows in place of x."""
         assert call.extra is not None
         x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
@@ -215,7 +201,6 @@ def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
 
 
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:
-    """Raises what `Templates.of` does."""
     x, ids, weights, scales = call.x, call.ids, call.weights, call.scales
     layout, weight_rows, aligned = call.layout, call.weight_rows, call.aligned
     model, capacity = config.model, config.capacity

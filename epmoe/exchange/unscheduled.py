@@ -48,7 +48,6 @@ class CopyInStream:
         self._copied.copy_(self._buffer, non_blocking=True)
 
     def read(self) -> bytes | None:
-        """What has come; None: nothing yet."""
         copied = self._bytes.raw
         return None if _UNWRITTEN in copied else copied
 
@@ -99,10 +98,7 @@ class Late(NamedTuple):
 
 
 class Watch:
-    """Looks whether kernels begin. It waits for none.
-
-    The state is copied on the stream of a launch, on that of a `poll`, and past all streams, as "signal.error" is.
-    """
+    """Looks whether kernels begin, by copies of the state on streams and past them. It waits for none."""
 
     def __init__(
         self, before_launch: CopyInStream, at_poll: CopyInStream, now: CopyInStream, errors: CopyInStream
@@ -174,11 +170,9 @@ class Watch:
 
 
 def _parsed(state: bytes) -> ctypes.Structure:
-    """`RoundState` of csrc/plan.h."""
     return layouts.struct("RoundState").from_buffer_copy(state)
 
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:
-    """The watch of a rank with these buffers, on a GPU."""
     state = views["state"]
     return Watch(CopyInStream(state), CopyInStream(state), CopyOfNow(state), CopyOfNow(views["signal.error"]))

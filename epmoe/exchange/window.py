@@ -68,11 +68,8 @@ class SharedMemoryWindow:
     def __init__(self, nbytes: int, peers: Peers, dead_at: int):
         """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
 
-        At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have ended.
-
-        Raises MemoryError where this rank has no room. Raises RuntimeError where the ranks are on several machines,
-        this process may open too few files, or a rank did not answer within `SOCKET_TIMEOUT_S`, or within half the
-        deadline of `peers` if that is shorter.
+        At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have ended. Raises
+        MemoryError where this rank has no room, and what `share_descriptors` raises.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
         with _enough_files(peers.size):

@@ -36,8 +36,7 @@ class NVLinkWindow:
         """Collective, in a step of `Peers.together`. Clears the window on all ranks before it returns.
 
         `dead_at` is that of `SharedMemoryWindow`. `empty_lines` are slices of the window's bytes that begin as 0xff,
-        where all other bytes begin as 0. Raises MemoryError where this rank has no room, and RuntimeError where this
-        GPU has no peer access to another GPU of the group.
+        not as 0. Raises MemoryError where this rank has no room, and RuntimeError where this GPU has no peer access.
         """
         check_room(nbytes, torch.cuda.mem_get_info(device)[0])
         peers.all_gather(None)  # all have room
@@ -80,11 +79,8 @@ class NVLinkWindow:
             self._store(self._words[self._rank : self._rank + 1], self._dead_at, dead)
 
     def _store(self, windows: list[Tensor], offset: int, value: int) -> None:
-        """Store a word into these windows.
-
-        The copies run on a stream of their own and from pinned memory, so by a copy engine: kernels of this rank that
-        wait for other ranks may hold all multiprocessors.
-        """
+        """Store a word into these windows by a copy engine, on a stream of its own and from pinned memory: kernels of
+        this rank that wait for other ranks may hold all multiprocessors."""
         place = next(self._stores) % len(self._stored)  # another store may be on its way
         word = self._stored[place : place + 1]
         word[0] = value

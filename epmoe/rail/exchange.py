@@ -65,7 +65,6 @@ class HierarchicalExchange(Exchange):
 
     @own_turn
     def dispatch_send(self, call: Call) -> Sent:
-        """Pack the slabs and start their transfer."""
         self.check()
         epoch = self.rounds.next_epoch()
         template, T = self.templates.of(call)
@@ -86,7 +85,6 @@ class HierarchicalExchange(Exchange):
 
     @own_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """Wait for the slabs of the other nodes, and dispatch their rows in the node."""
         self.check()
         self.rounds.permit(sent, "dispatch_recv", "sent")
         slabs, node = self._open_slabs(), self.node
@@ -124,14 +122,12 @@ class HierarchicalExchange(Exchange):
 
     @own_turn
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
-        """The send phase of the node's combine."""
         self.check_open(dispatched)
         self.rounds.permit(dispatched, "combine_send")
         self._send_back(rows, dispatched, out)
 
     @own_turn
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """Then the way back to the sources, and their sums."""
         self.check()
         self.rounds.permit(dispatched, "combine_recv")
         return self._sum(dispatched)
@@ -165,7 +161,6 @@ class HierarchicalExchange(Exchange):
         self.network.check()
 
     def check_rounds(self) -> None:
-        """It also raises EPOverflowError if a slab had too little room."""
         needed, overflow = self._take_needed(), self.node.take_overflow()
         if needed and self.slabs is not None:
             overflow = EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
@@ -196,10 +191,8 @@ class HierarchicalExchange(Exchange):
         return self.network.largest(number)
 
     def health(self, wait: bool) -> Health:
-        """What the node's ranks are sent, and on other nodes the rank of this rail.
-
-        Pairs are counted at their source. Seconds of waits for the network are not counted.
-        """
+        """Rows to the node's ranks and, on other nodes, to the rank of this rail. Pairs count at their source. Seconds
+        of waits for the network do not count."""
         health, peek = self.node.health(wait), self.network.peek
         counted = dict(zip(COUNTERS, peek("rail.total.counters"), strict=True))
         own = {name: counted[name] for name in _AT_SOURCE}
@@ -254,10 +247,8 @@ class HierarchicalExchange(Exchange):
     def _mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences) -> NoReturn:
         """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on this rail.
 
-        A rank tells its node of a mismatch on its rail by a call of another shape, so the other ranks of the node do
-        not learn what differs.
-
-        On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have begun theirs.
+        The node is told by a call of another shape, so its other ranks do not learn what differs. On CPUs the rail's
+        way back is as in any round: ranks that do not know of the mismatch have begun theirs.
         """
         epoch = self.rounds.count
         self.network.note_mismatch(ranks[0])
@@ -275,7 +266,6 @@ class HierarchicalExchange(Exchange):
         self.network.pending.append(slabs.last)
 
     def _take_needed(self) -> int:
-        """Rows that a slab lacked in rounds since the last call."""
         needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
         return needed
 
@@ -288,7 +278,6 @@ class HierarchicalExchange(Exchange):
         return mask
 
     def _check_padded_tokens(self, padded_tokens: int | None) -> None:
-        """Raises TypeError or ValueError for what cannot be the rows of a padded slab."""
         S = self.memory.rows_per_node
         if padded_tokens is None:
             return
@@ -308,5 +297,4 @@ class HierarchicalExchange(Exchange):
 
 
 def _no_descriptor(expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
-    """Calls inside of the nodes have descriptors of their own."""
     return torch.empty(0, dtype=torch.int64)

@@ -37,10 +37,7 @@ def connect_within(timeout_s: float | None) -> timedelta:
 
 
 class GlooRail:
-    """A `Rail` by all-to-all of torch.distributed, over a group of its own. The host waits for its transfers.
-
-    Its arguments are those of `Rail`.
-    """
+    """A `Rail` by all-to-all of torch.distributed, over a group of its own. The host waits for its transfers."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 

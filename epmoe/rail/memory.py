@@ -53,7 +53,6 @@ class RailMemory:
 
     @property
     def num_nodes(self) -> int:
-        """N"""
         return len(self.others) + 1
 
     def of_rail(self, node: int) -> int:

@@ -61,7 +61,6 @@ class Queued:
     device: torch.device
 
     def is_completed(self) -> bool:
-        """Whether it has ended. Not during the capture of a graph."""
         return self.event.query()
 
     def wait(self) -> None:
@@ -70,10 +69,7 @@ class Queued:
 
 
 class NcclRail:
-    """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph.
-
-    Its arguments are those of `Rail`.
-    """
+    """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph."""
 
     devices: ClassVar[tuple[str, ...]] = ("cuda",) if dist.is_nccl_available() else ()
 
@@ -111,7 +107,6 @@ class NcclRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
-        """The deadline is that of `watch`."""
         if self._ended:
             raise RailError("the rail is closed")
         begin, end = self._marks[transfer.returning]

@@ -1,7 +1,4 @@
-"""The network of one rank: its transfers to other nodes, and which ranks are missing, on its rail or within its node.
-
-The host waits for every transfer, as on CPUs. network_cuda.py has the network of a GPU.
-"""
+"""The network of one rank, whose host waits for every transfer, as on CPUs. network_cuda.py has that of a GPU."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ class Failure(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Network:
-    """A rail to the other nodes, with what has failed on it or in this node. A failure raises EPTimeoutError.
+    """A rail to the other nodes, and what has failed on it or in this node: every later call raises the `failure`.
 
-    `hosts` is a rail of all ranks of the group, for numbers of the hosts. Every later call raises the `failure`.
+    `hosts` is a rail of all ranks of the group, for numbers of the hosts.
     """
 
     node: NodeExchange
@@ -67,11 +64,8 @@ class Network:
             self.fail([])
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer that was started.
-
-        Raises EPTimeoutError, which names the missing ranks; the node is told of them. Raises RuntimeError if a signal
-        handler aborts the round meanwhile.
-        """
+        """Wait for a transfer that was started. Raises EPTimeoutError, of which the node is told, and RuntimeError if a
+        signal handler aborts the round meanwhile."""
         look = partial(self.look, self.rounds.state)
         try:
             self.rail.wait(transfer, look)
@@ -90,7 +84,6 @@ class Network:
         return self.views[name].tolist()
 
     def largest(self, number: int) -> Callable[[], int]:
-        """What `Exchange.largest` says, by the rail of the hosts."""
         self.check()
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
@@ -125,7 +118,6 @@ class Network:
         self.look_at_node()
 
     def look_at_node(self) -> None:
-        """Raise what the ranks of the node have reported."""
         if missing := self.node.missing():
             self.fail(self.reported() or self.memory.of_mask(missing))
 
@@ -136,10 +128,7 @@ class Network:
         raise AssertionError("check raises what was recorded")
 
     def record_failure(self, found: list[int]) -> None:
-        """Keep a failure of the rail for every later call, and tell the node and the rail which ranks are missing.
-
-        `found` are the missing ranks, if they are known.
-        """
+        """`keep_failure`, and tell the node and the rail which ranks are missing: `found`, if they are known."""
         missing = self.rail.missing(found)
         self.keep_failure(missing, "over the network")
         self.tell_node(missing[0])
@@ -201,7 +190,6 @@ class Network:
         return sum(1 << rank for rank in ranks)
 
     def close(self) -> None:
-        """Release both rails."""
         self.rail.close()
         self.hosts.close()
         self.pending.clear()

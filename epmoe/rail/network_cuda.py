@@ -57,7 +57,6 @@ class NetworkOnGPUs(Network):
             raise
 
     def wait(self, transfer: Transfer) -> None:
-        """Let the current stream wait for a transfer; the rail's thread has the deadline."""
         super().wait(transfer)
         self._last_stream = torch.cuda.current_stream(self.device)
 
@@ -110,7 +109,6 @@ class NetworkOnGPUs(Network):
             self._differing.value = self.memory.others.index(node) + 1
 
     def check(self) -> None:
-        """A mismatch is raised by every later call, too."""
         super().check()
         if number := self._differing.value:
             self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch

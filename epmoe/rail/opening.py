@@ -73,7 +73,6 @@ def load(device: torch.device) -> None:
 
 
 def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
-    """This rank's window, which the other ranks map. Collective, in a step of `Peers.together`."""
     dead_at = plan["signal.dead"].offset
     if device.type == "cpu":
         return SharedMemoryWindow(plan.window_bytes, peers, dead_at)

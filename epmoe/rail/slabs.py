@@ -75,7 +75,6 @@ class Slabs:
 
     @property
     def returning(self) -> bool:
-        """Whether the transfer of the partial rows is started."""
         return self._back is not None and bool(self._back.started)
 
     def pack(self, operands: tuple[Any, ...]) -> None:
@@ -128,16 +127,12 @@ class Slabs:
         return x, ids, weights, scales
 
     def no_rows(self) -> Tokens:
-        """No row of the call's shape, for the dispatch of the node."""
         x, ids, weights, scales = self.rows()
         return x[:0], ids[:0], weights[:0], None if scales is None else scales[:0]
 
     def smallest_rows(self) -> Tokens:
         """No row of the least D and K that a call may have, without `extra`: a mismatch to the ranks of the node, whose
-        rows are larger.
-
-        With that very D and K in the config the ranks of the node see no mismatch, and get sums without these rows.
-        """
+        rows are larger. With these D and K in the config they see no mismatch, and get sums without these rows."""
         x, ids, weights, scales = self.no_rows()
         D = self.memory.largest_block or 16 // self.wire.itemsize
         return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
@@ -154,9 +149,8 @@ class Slabs:
     def nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> Transfer:
         """Zeros in place of partial rows, where this rank does not read what the others send back.
 
-        `mismatch` is 0, or 1 + a rank of the group whose call differs: others may not know yet. Ranks of this rail
-        whose calls are `differing`, as far as this rank knows, get no row: those that they have room for may be
-        shorter.
+        `mismatch` is 0, or 1 + a rank of the group whose call differs. Known `differing` ranks of this rail get no row:
+        those that they have room for may be shorter.
         """
         zeros = like.new_zeros(self.slab_rows + sum(self.rows_of_nodes), self.D)
         nodes = [rank // self.memory.ranks_per_node for rank in differing]
@@ -183,8 +177,7 @@ class Slabs:
         return self._back
 
     def reports(self) -> tuple[list[int], list[int]]:
-        """Once the partial rows are here: the ranks of other nodes that have aborted the round, and the ranks of the
-        group whose calls differ, both as other nodes report them."""
+        """From the partial rows: the ranks that have aborted the round, and ranks of the group whose calls differ."""
         aborted, differing = list[int](), list[int]()
         end, G = 0, self.memory.ranks_per_node
         for node in self.memory.others if self.notes else ():

@@ -243,7 +243,6 @@ def check_slots(slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | N
 
 
 def check_limits(max_moves: int, goal: float) -> None:
-    """Raise ValueError where one of these arguments of `balance` is out of range."""
     if not is_int(max_moves) or not 0 <= max_moves <= _ANY:
         raise ValueError(f"`max_moves` must be an integer of at least 0, got {max_moves!r}")
     if not isinstance(goal, int | float) or not 1 <= goal < math.inf:
@@ -251,7 +250,6 @@ def check_limits(max_moves: int, goal: float) -> None:
 
 
 def _loads(loads: Tensor) -> Tensor:
-    """float64 [L, E]"""
     if not isinstance(loads, Tensor) or loads.dim() not in (1, 2) or not loads.numel() or loads.is_complex():
         raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
     loads = loads.detach().to("cpu", torch.float64).contiguous()
@@ -261,7 +259,6 @@ def _loads(loads: Tensor) -> Tensor:
 
 
 def _num_copies(slots_LP: Tensor, num_experts: int) -> Tensor:
-    """[L, E] copies of each expert."""
     counts = torch.zeros(len(slots_LP), num_experts + 1, dtype=torch.int64)
     return counts.scatter_add_(1, slots_LP.long() + 1, torch.ones_like(slots_LP, dtype=torch.int64))[:, 1:]
 

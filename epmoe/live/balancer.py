@@ -109,7 +109,6 @@ class Balancer:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin in a group whose words and loads begin."""
         self._generation = self._ep.generation
         self._counted = self._planned = 0  # of rank 0: the tick of the last plan, and its call of `replace`
         self._taken = self._recorded = 0  # calls of `replace`: the last one here, and that of the last `Step`
@@ -220,7 +219,6 @@ class Balancer:
                 self._plan()
 
     def _plan(self) -> None:
-        """Begin to plan for the loads since the last plan."""
         loads = self._live.loads()
         recent = (loads - self._last_loads).clamp(min=0)
         if not recent.any():
@@ -249,7 +247,6 @@ class Balancer:
         self.plan, self._planning, self._planned = plan, None, number
 
     def _take(self, number: int) -> None:
-        """Take up the plan of rank 0 with this number, which has arrived."""
         live, views = self._live, self._ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
         slots = live.mail.fetch(views["moves.planned_slots"])

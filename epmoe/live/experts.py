@@ -122,7 +122,6 @@ class LiveExperts:
         return moves
 
     def share(self, loads: Tensor) -> None:
-        """See `ExpertParallel.share`."""
         self._shared_loads = self._checked(loads)
         if self.moves is None or self.moves.done:
             self._share()
@@ -174,7 +173,6 @@ class LiveExperts:
             sharing.get()
 
     def _settle(self) -> None:
-        """See to the end of moves, once."""
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
@@ -227,12 +225,10 @@ class LiveExperts:
 
     @property
     def moved(self) -> int:
-        """Experts that have moved to this rank."""
         return self._earlier[0] + (0 if self.moves is None else self.moves.copied_experts)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of weights that have come to this rank."""
         return self._earlier[1] + (0 if self.moves is None else self.moves.copied_bytes)
 
     @property

@@ -39,13 +39,11 @@ class Mail:
 
     @property
     def window(self) -> Window:
-        """The window of this rank. Raises EPStateError after `close` and in a forked child."""
         if self._window is None:
             raise EPStateError(self._why_closed)
         return self._window
 
     def close(self, why: str = "this ExpertParallel is closed") -> None:
-        """Send nothing from now on: what sends raises EPStateError, which says why."""
         self._window = None
         self._why_closed = why
 
@@ -60,7 +58,6 @@ class Mail:
         self.window.put(rank, self._plan[name].offset + begin, source)
 
     def share(self, name: str, source: Tensor, begin: int = 0) -> None:
-        """`put` a tensor of the host into the windows of all ranks."""
         source = source.contiguous().view(-1)
         for rank in range(self.size):
             self.put(rank, name, source, begin)
@@ -83,7 +80,6 @@ class Mail:
         """Wait until what this rank has put and posted is there."""
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy within this rank."""
         with torch.inference_mode():  # weights that were loaded in it could not be written outside
             to.copy_(source)
 

@@ -126,12 +126,10 @@ class Moves:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that have come to this rank so far."""
         return _bytes_of(self._mine[: self._copied])
 
     @property
     def copied_experts(self) -> int:
-        """Experts that have come to this rank so far."""
         return sum(part.is_last for part in self._mine[: self._copied])
 
     @property
@@ -280,12 +278,10 @@ class Moves:
             self._pushed[to] = number + 1
 
     def _state(self) -> tuple[object, ...]:
-        """What changes when this rank or another one gets further."""
         words = [row[: Word.COUNTED] for row in self._words]  # those behind it are the balancer's
         return self.version, self._copied, *self._pushed, words
 
     def _pieces(self, layer: int, local: int, part: _Part) -> Iterator[Tensor]:
-        """The bytes of a slot from `part.begin` to `part.end`."""
         at = 0
         for tensor in self._tensors(layer, local):
             flat = tensor.view(-1).view(torch.uint8)
@@ -317,7 +313,6 @@ class Moves:
         return sizes
 
     def _post(self, word: Word, value: int, to: int | None = None) -> None:
-        """Write a word to one rank, or to all, unless it is there."""
         if self._told.get((word, to)) != value:
             self.mail.post(word, self.number << 32 | value, self._ranks if to is None else [to])
             self._told[word, to] = value
@@ -328,7 +323,6 @@ class Moves:
         return value if number == self.number else _NEWER if number > self.number else -1
 
     def _late(self, word: Word, least: int) -> list[int]:
-        """The ranks whose word has a smaller value."""
         return [rank for rank in self._ranks if self._value(rank, word) < least]
 
     def __repr__(self) -> str:

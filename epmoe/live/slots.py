@@ -63,7 +63,6 @@ def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
 
 
 def slots_of(table: Table, rank: int, config: EPConfig) -> Table:
-    """What a rank has of a table of all ranks."""
     S = config.placement.slots_per_rank or 0
     return [layer[rank * S : (rank + 1) * S] for layer in table]
 

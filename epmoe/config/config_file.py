@@ -129,7 +129,6 @@ def _text_of(path: Path) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """A parser's error in one line, with the line number where it is known."""
     mark = getattr(error, "problem_mark", None)
     line = getattr(error, "lineno", None)
     if mark is not None:
@@ -180,10 +179,7 @@ def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
 
 
 def explain(item: Any, known: Sequence[str]) -> str:
-    """One pydantic error in our words: the dotted key, what it must be, what it is.
-
-    `known` are the keys allowed at that place, for the hint about a misspelt one.
-    """
+    """One pydantic error in our words: the dotted key, what it must be, what it is. `known` keys give a hint."""
     last = item["loc"][-1] if item["loc"] else None
     key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(".") + "`"
     got = _REPR.repr(item["input"])

@@ -23,17 +23,11 @@ OPENING_ANSWER_S = 1.0  # like ANSWER_S, where a group did not open and processe
 
 @dataclass
 class Deadlines:
-    """How long a transfer may take, in seconds. The rails of an exchange share it with the exchange.
+    """How long a transfer may take, in seconds. The rails of an exchange share it with the exchange."""
 
-    Attributes:
-        first_s: in the first round, in which ranks may still load or compile.
-        later_s: in later rounds.
-        first: whether the host is in the first round.
-    """
-
-    first_s: float
+    first_s: float  # in the first round, in which ranks may still load or compile
     later_s: float
-    first: bool = True
+    first: bool = True  # the host is in the first round
 
     def of(self, returning: bool, first: bool = False) -> float:
         """Seconds for a transfer of tokens, or of `returning` sums. `first`: the first round is still under way."""

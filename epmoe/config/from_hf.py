@@ -195,16 +195,8 @@ REFUSED = {
 def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The sections `model`, `routing` and `experts` of a Hugging Face model, and the beginning of messages about it.
 
-    Args:
-        source: the argument of `EPConfig.from_hf`.
-        given: sections whose keys replace those of the model. The result has them too.
-
-    Returns:
-        All sections, and where they come from.
-
-    Raises:
-        TypeError: `source` is none of these.
-        ConfigError: as `EPConfig.from_hf` raises it, but the values are not checked.
+    Takes and raises as `EPConfig.from_hf`, but checks no values. Keys of the sections `given` replace those of the
+    model.
     """
     whole, where = _read(source)
     config = whole
@@ -254,7 +246,6 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _read(source: Any) -> tuple[dict[str, Any], str]:
-    """The model's keys, and where they come from."""
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
@@ -321,7 +312,6 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
 
 
 def _mapping(section: Any) -> dict[str, Any]:
-    """The keys that a section sets, given as a mapping or as an object of our own; else none."""
     if isinstance(section, Strict):
         return section.model_dump(exclude_unset=True)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -288,7 +288,6 @@ class Placement:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether the value is an integer; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -108,5 +108,4 @@ def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.de
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name in configurations and messages, such as bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -70,20 +70,11 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
     """Compile the native library, unless one is cached that was built from the same inputs.
 
     The CUDA kernels are compiled where nvcc is on the PATH: for a portable library always, at first use only if torch
-    has CUDA and `architectures` names some.
+    has CUDA and `architectures` names some. Returns the path of libepmoe.so; libepmoe_cuda.so lies in the same folder.
 
-    Args:
-        output_dir: where the library goes; by default a folder in the user's cache.
-        defines: preprocessor symbols; the tests build mutated libraries with them.
-        portable: a library that other machines load: without `-march=native`, and for the GPUs of
-            `WHEEL_ARCHITECTURES`.
-
-    Returns:
-        The path of libepmoe.so. libepmoe_cuda.so, if it was built, lies in the same folder.
-
-    Raises:
-        BuildError: no compiler, a ``TORCH_CUDA_ARCH_LIST`` that cannot be used, the compiler's own errors, a cache that
-            cannot be written or that other users can write into, or a lock held longer than ``LOCK_TIMEOUT_S``.
+    Tests build mutated libraries with `defines`. A `portable` library has no `-march=native`, and is for the GPUs of
+    `WHEEL_ARCHITECTURES`. Raises BuildError without a compiler, for a compiler's errors, a ``TORCH_CUDA_ARCH_LIST`` or
+    a cache that cannot be used, and after ``LOCK_TIMEOUT_S`` at a lock.
     """
     import torch
 
@@ -119,19 +110,10 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
 
 
 def architectures(portable: bool = False) -> tuple[str, ...]:
-    """The compute capabilities to compile for, such as ("8.0", "9.0+PTX").
+    """The compute capabilities to compile for, such as ("8.0", "9.0+PTX"), in ascending order, without repetitions.
 
     They are those of ``TORCH_CUDA_ARCH_LIST`` from 8.0 on; without it, those of ``WHEEL_ARCHITECTURES`` for a portable
-    library, otherwise of the GPUs that torch sees.
-
-    Args:
-        portable: as in `build`.
-
-    Returns:
-        In ascending order, without repetitions. Empty without a list where torch sees no GPU from 8.0 on.
-
-    Raises:
-        BuildError: the list cannot be read, or nothing in it is 8.0 or newer.
+    library, otherwise of the GPUs that torch sees, which may be none. Raises BuildError for a list that cannot be used.
     """
     import torch
 
@@ -151,14 +133,7 @@ def architectures(portable: bool = False) -> tuple[str, ...]:
 
 
 def problem_with_torch(version: str) -> str | None:
-    """Words for a user whose torch is outside `TRIED_TORCH`; None for every other torch.
-
-    Args:
-        version: the version of torch, such as "2.13.0+cpu".
-
-    Returns:
-        A sentence without a full stop.
-    """
+    """A sentence, without a full stop, for a user whose torch is outside `TRIED_TORCH`; None for every other torch."""
     oldest, newest = (".".join(map(str, tried)) for tried in TRIED_TORCH)
     if TRIED_TORCH[0] <= tuple(int(part) for part in version.split(".")[:2]) <= TRIED_TORCH[1]:
         return None
@@ -166,10 +141,8 @@ def problem_with_torch(version: str) -> str | None:
 
 
 def _rules(gpus: tuple[str, ...], portable: bool) -> str:
-    """The rules of `build.ninja`, whose commands run in a copy of csrc, so that they are the same in every checkout.
-
-    The environment has the folder of torch, and not the rules, since it differs by virtual environment.
-    """
+    """The rules of `build.ninja`, whose commands run in a copy of csrc and are the same in every checkout. The folder
+    of torch is in the environment, since it differs by virtual environment."""
     cxx = shlex.quote(_compiler())
     host = f"-ccbin={shlex.quote(os.environ['CXX'])}" if "CXX" in os.environ else ""
     native = "" if portable else "-march=native"
@@ -230,7 +203,6 @@ def _digest(*texts: str) -> str:
 
 
 def _files() -> dict[str, str]:
-    """The sources and what they include, as they are now: path in csrc → text."""
     root = csrc()
     paths = sorted(path for path in root.rglob("*") if path.suffix in {".cpp", ".cu", ".cuh", ".h"})
     return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
@@ -299,7 +271,6 @@ def _run_ninja(folder: Path, lock: int) -> None:
 
 
 def _check(path: Path, *, around: bool = False) -> None:
-    """Raise BuildError where `who_else` names somebody."""
     if who := who_else(path, around=around):
         raise BuildError(
             f"{path} {who}, who could put code there that this process would run: "
@@ -309,15 +280,10 @@ def _check(path: Path, *, around: bool = False) -> None:
 
 
 def who_else(path: Path, *, around: bool = False) -> str | None:
-    """Which other user, except root, owns `path` or can write into it, as the end of a sentence. It need not exist.
+    """Which other user, except root, owns `path` or can write into it, as the end of a sentence; None if there is none.
 
-    Args:
-        path: a folder whose contents this process trusts, or a file in it.
-        around: the folder that it is in. Its sticky bit keeps others from renaming what is not theirs, as in /tmp; and
-            root works in folders of users, as containers do that mount a home.
-
-    Returns:
-        None if there is none.
+    The path need not exist. `around`: a trusted folder is in it. Its sticky bit keeps others from renaming what is not
+    theirs, as in /tmp; and root works in folders of users, as containers do that mount a home.
     """
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -348,7 +314,6 @@ def _writers(found: os.stat_result) -> str | None:
 
 
 def _make_folder(path: Path) -> None:
-    """For the user alone, whatever the umask is."""
     for folder in reversed((path, *path.parents)):
         folder.mkdir(0o700, exist_ok=True)
 

@@ -57,11 +57,9 @@ class WireFormat:
         return D + (-(-items // self.block) * self.block if self.block else items)
 
     def num_scales(self, D: int) -> int:
-        """Scales of a row of D elements."""
         return -(-D // self.block) if self.block else 0
 
     def scale_bytes(self, D: int) -> int:
-        """Bytes of the scales of a row of D elements."""
         return self.num_scales(D) * self.scale.itemsize if self.scale else 0
 
 

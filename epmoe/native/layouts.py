@@ -47,7 +47,6 @@ def place(name: str, field: str) -> int:
 
 
 def _skip(fields: list[tuple[str, type]], begin: int, end: int) -> None:
-    """Fill the bytes between two fields."""
     if begin < end:
         fields.append((f"_{begin}", ctypes.c_char * (end - begin)))
 

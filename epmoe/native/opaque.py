@@ -39,9 +39,7 @@ class Registry(Generic[_Named]):
 
     A graph with a number of 0 or 1 would serve no other number, where torch makes one graph for several. New numbers
     therefore begin at 2. They are not used again: a CUDA graph that was recorded with one holds the windows behind it.
-
-    Args:
-        gone: what `find` raises, with `{}` for the number.
+    `find` raises `gone`, with the number for `{}`.
     """
 
     def __init__(self, gone: str) -> None:
@@ -67,7 +65,6 @@ class Registry(Generic[_Named]):
         return named
 
     def drop(self, number: int, named: _Named) -> None:
-        """Take the number from an object, unless another object has it."""
         if self._objects.get(number) is named:
             del self._objects[number]
 
@@ -112,16 +109,11 @@ Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
 
 
 class ModuleLayer:
-    """A module of a host framework, which `epmoe::module` runs. Copies of the module do not copy it.
+    """A module of a host framework, which `epmoe::module` runs as `forward`. Copies of the module do not copy it.
 
-    Args:
-        module: holds this object, and is not kept alive by it.
-        forward: what the operator runs.
-        name: the number follows from it, so that graphs that the framework keeps on disk find the layer in another
-            process. A later layer of the same name takes its place. By default, the number is a new one.
-
-    Attributes:
-        released: whether `release` was called. Graphs that look at it do not match any more then.
+    The module holds this object, and is not kept alive by it. The number follows from `name`, if given, so that graphs
+    that the framework keeps on disk find the layer in another process. A later layer of the same name takes its place.
+    Graphs that look at `released` do not match any more after `release`.
     """
 
     def __init__(self, module: object, forward: Forward, name: str | None = None) -> None:
@@ -132,7 +124,6 @@ class ModuleLayer:
         self.layer_id = _layers.add(self, number)
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
-        """`forward` of the module, as an operator."""
         y: Tensor = torch.ops.epmoe.module(x_TD, ids_TK, weights_TK, parameters, self.layer_id)
         return y
 

@@ -12,7 +12,6 @@ EXTRAS = {
 
 
 def sentence(purpose: str, package: str) -> str:
-    """What to tell a user: `purpose` needs `package`, and the command that installs it."""
     return f"{purpose} needs {package}: pip install 'epmoe[{EXTRAS[package]}]'"
 
 

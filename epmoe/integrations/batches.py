@@ -205,12 +205,10 @@ class SharedExpertParallel:
         return outputs[0] if own == 1 else torch.cat(outputs[:own])
 
     def poll(self) -> None:
-        """`ExpertParallel.poll`."""
         with _hinting():
             self.ep.poll()
 
     def close(self) -> None:
-        """`ExpertParallel.close`."""
         self.ep.close()
 
     def _has_more_rounds(self, taken: int, longest: int | None) -> bool:
@@ -278,7 +276,6 @@ class SharedExpertParallel:
                 taken += 1
 
     def _most_tokens(self, longest: int | None) -> int:
-        """The most tokens of a rank in a round."""
         return self._max_tokens if longest is None else min(longest, self._max_tokens)
 
     def _arrived(self, routed: Dispatched | Routed, most_pairs: int) -> Arrived:

@@ -48,16 +48,10 @@ _session: Session[ExpertParallel] = Session()
 
 
 def exchanged(mlp: Any) -> Any:
-    """The same `mlp` of a layer's spec, with `EpmoeMoELayer` for Megatron's MoELayer.
+    """A new `mlp` of a layer's spec, with `EpmoeMoELayer` for Megatron's MoELayer.
 
-    Args:
-        mlp: a ModuleSpec (0.16) or a partial (0.19) of MoELayer, as Megatron's functions for specs make it.
-
-    Returns:
-        A new one.
-
-    Raises:
-        TypeError: `mlp` is something else, such as a layer without experts.
+    `mlp` is a ModuleSpec (0.16) or a partial (0.19) of MoELayer, as Megatron's functions for specs make it. Raises
+    TypeError for anything else, such as a layer without experts.
     """
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
         return dataclasses.replace(mlp, module=EpmoeMoELayer)
@@ -67,21 +61,14 @@ def exchanged(mlp: Any) -> Any:
 
 
 class EpmoeTokenDispatcher(MoETokenDispatcher):
-    """Dispatch and combine of one MoE layer of Megatron.
+    """Dispatch and combine of one MoE layer of Megatron, with Megatron's arguments.
 
-    Layers with the same sizes share windows, which the first forward pass opens. They have room for as many tokens as
-    a rank brings then, or for as many as the environment says by EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
+    Layers with the same sizes share windows, which the first forward pass opens. They have room for as many tokens as a
+    rank brings then, or for as many as the environment says by EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
 
-    The stages also work without a layer, one after another from `dispatch_preprocess` to `combine_postprocess`, each
-    on all ranks. A stage without the one before it is a RuntimeError.
-
-    Args:
-        num_local_experts: how many experts this rank has.
-        config: Megatron's TransformerConfig.
-        pg_collection: Megatron's process groups.
-
-    Raises:
-        ValueError: the config has what epmoe does not do.
+    The stages also work without a layer, one after another from `dispatch_preprocess` to `combine_postprocess`, each on
+    all ranks. A stage without the one before it is a RuntimeError. Raises ValueError where the config has what epmoe
+    does not do.
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
@@ -99,11 +86,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     @contextmanager
     def taking_part(self, hidden_states: Tensor) -> Iterator[None]:
-        """Around a forward pass: an exception gives its round up, so that the other ranks learn of it.
-
-        Args:
-            hidden_states: [S, B, H] of this rank.
-        """
+        """Around a forward pass of [S, B, H]: an exception gives its round up, so that the other ranks learn of it."""
         H = self.config.moe_latent_size if getattr(self.config, "moe_latent_size", None) else hidden_states.shape[-1]
         T = hidden_states.shape[:-1].numel()
         exchange = self._open(hidden_states, H)
@@ -116,15 +99,9 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of the experts of each token, in ascending order, whatever the order of the probabilities.
 
-        The first call opens the windows and is collective.
-
-        Args:
-            hidden_states: [S, B, H].
-            routing_map: bool [T, E], of which a row has at most `moe_router_topk` true ones.
-            probs: [T, E].
-
-        Returns:
-            Tokens [T, H] and their probabilities [T, K], or [T, K · ETP].
+        The first call opens the windows and is collective. Takes hidden_states [S, B, H], a bool routing_map [T, E], of
+        which a row has at most `moe_router_topk` true ones, and probs [T, E]. Returns tokens [T, H] and their
+        probabilities [T, K], or [T, K · ETP].
         """
         self._open(hidden_states, hidden_states.shape[-1])
         self.hidden_shape = hidden_states.shape
@@ -164,7 +141,6 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return hidden_states, self._routed.tokens_per_expert.long().cpu(), probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts' outputs as they are."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
@@ -193,7 +169,6 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.wait_current_stream()
 
     def _open(self, hidden_states: Tensor, H: int) -> TrainingExchange:
-        """The exchange of this layer, for rows of width H. The first call makes it and is collective."""
         if self._exchange is None:
             T = hidden_states.shape[:-1].numel()
             ep = self._share(T, H, hidden_states.dtype, hidden_states.device)

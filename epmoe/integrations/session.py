@@ -29,22 +29,11 @@ def make_config(
     sections: dict[str, dict[str, Any]],
     from_environment: bool = False,
 ) -> EPConfig:
-    """The configuration of layers with these shapes.
+    """The configuration of layers with these shapes, by sections of `EPConfig`. Raises ConfigError, which names the
+    key.
 
-    Args:
-        num_experts: physical experts where the framework makes copies itself, otherwise logical experts.
-        top_k: experts per token.
-        hidden_size: D.
-        dtype: the dtype of rows.
-        ep_size: ranks.
-        sections: further keys of `EPConfig`, by section.
-        from_environment: whether variables `EPMOE_<SECTION>__<KEY>` override keys.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ConfigError: a key or its value is wrong; the message names the key.
+    `num_experts` are physical experts where the framework makes copies itself, otherwise logical experts.
+    `from_environment`: variables `EPMOE_<SECTION>__<KEY>` override keys.
     """
     model = {"num_experts": num_experts, "num_experts_per_tok": top_k, "hidden_size": hidden_size}
     values = sections | {
@@ -78,17 +67,8 @@ class Session(Generic[Entry]):
     ) -> Entry:
         """The entry of this group and these shapes. The first call makes it and is collective.
 
-        Args:
-            shapes: all that layers must have in common to share an entry.
-            group: the world by default; groups of the same ranks are one.
-            device: where all tensors are.
-            make: takes the number of ranks.
-
-        Returns:
-            The entry.
-
-        Raises:
-            RuntimeError: the first call is captured into a CUDA graph.
+        `shapes` are all that layers must have in common. `group` is the world by default; groups of the same ranks are
+        one. `make` takes the number of ranks. Raises RuntimeError if the first call is captured into a CUDA graph.
         """
         ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
         key = (shapes, ranks, device)
@@ -99,7 +79,6 @@ class Session(Generic[Entry]):
         return self._entries[key]
 
     def entries(self) -> tuple[Entry, ...]:
-        """Every entry, oldest first."""
         return tuple(self._entries.values())
 
     def poll(self) -> None:

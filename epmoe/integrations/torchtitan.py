@@ -32,11 +32,7 @@ _exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValu
 class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
     """dispatch and combine of torchtitan's routed experts. Scores apply in combine, in fp32.
 
-    Args:
-        config: its sizes are those of this rank's tokens; see `Config`.
-
-    Raises:
-        ValueError: a size is missing, or the experts do not divide by the ranks.
+    Raises ValueError if a size is missing, or the experts do not divide by the ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -99,16 +95,10 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Routed]:
-        """Send tokens to the ranks of their experts. Collective.
+        """Send tokens [T, D] with their scores and ids [T, K] to the ranks of their experts. Collective.
 
-        Args:
-            x_TD: [T, D].
-            topk_scores_TK: [T, K], with gradients.
-            topk_expert_ids_TK: [T, K].
-            num_local_tokens_per_expert_E: not needed.
-
-        Returns:
-            Rows [N, D] by local expert, int32 [e] their numbers, padding included, and what combine needs.
+        Returns rows [N, D] by local expert, int32 [e] their numbers, padding included, and the state for `combine`.
+        `num_local_tokens_per_expert_E` is not needed.
         """
         routed = self.exchange.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, num_rows=self._num_rows, tag=self.tag)
         return routed.rows, routed.expert_offsets.diff(), routed
@@ -153,5 +143,4 @@ class EpmoeSelectiveAC(SelectiveAC):
 
 @override(target=SelectiveAC.Config, description="keeps the rounds of epmoe's exchange")
 def selective_ac(cfg: SelectiveAC.Config) -> EpmoeSelectiveAC.Config:
-    """Take `EpmoeSelectiveAC`."""
     return derive(cfg, EpmoeSelectiveAC.Config)

@@ -83,7 +83,6 @@ def _payload(theirs: DeepEPv2Dispatcher) -> PayloadName:
 
 
 def _share(theirs: DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> ExpertParallel:
-    """The `ExpertParallel` of all layers with these shapes. The first call makes it and is collective."""
     tp_group = get_parallel().tp_group
 
     def make(ep_size: int) -> ExpertParallel:
@@ -119,11 +118,7 @@ def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName
 
 
 class EpmoeDispatcher(BaseDispatcher):
-    """Dispatch and combine of one MoE layer of SGLang. The host waits for no device, so a CUDA graph can capture both.
-
-    Args:
-        ep: of all layers with these shapes.
-    """
+    """Dispatch and combine of one MoE layer of SGLang. The host waits for no device, so a CUDA graph can hold both."""
 
     def __init__(self, ep: ExpertParallel) -> None:
         super().__init__()

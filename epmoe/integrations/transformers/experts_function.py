@@ -16,9 +16,9 @@ from epmoe.integrations.transformers.settings import share
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts function: this rank's tokens [T,D], expert ids and weights [T,K] → weighted outputs [T,D].
+    """This rank's tokens [T,D], expert ids and weights [T,K] → weighted outputs [T,D].
 
-    Its group is that of `configure(group=…)`, by default the world. A single process is a group of one.
+    The group is that of `configure(group=…)`, by default the world. A single process is a group of one.
     """
     if getattr(self, "_is_expert_parallel", False):  # transformers 5.17 does not set it
         raise ValueError(

@@ -58,18 +58,11 @@ def parameters_of(experts: Any) -> list[Tensor]:
 
 
 def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computation:
-    """What computes outputs of a rank's experts.
+    """The function that computes the experts `held` of a module over rows of a round.
 
-    Args:
-        experts: a module whose class has transformers' decorator `use_experts_implementation`.
-        parameters: what `parameters_of` returns.
-        held: the module's numbers of this rank's experts.
-
-    Returns:
-        The experts over rows of a round. Outputs of rows past the last segment are undefined.
-
-    Raises:
-        ValueError: the module is quantized in a way that epmoe does not take.
+    The module's class has transformers' decorator `use_experts_implementation`, and `parameters` are those of
+    `parameters_of`. Outputs of rows past the last segment are undefined. Raises ValueError for a module that is
+    quantized in a way that epmoe does not take.
     """
     local = local_parameters(parameters, held)
     if in_place.takes(experts):
@@ -95,16 +88,10 @@ def _by_swiglu(experts: GroupedExperts, parameters: list[Tensor], arrived: Arriv
 
 
 def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Outputs [n, D] of a rank's experts with plain weights.
+    """Outputs [n, D] of experts with plain weights, whose `parameters` are this rank's part.
 
-    Args:
-        experts: the module; see `computation`.
-        parameters: this rank's part of them.
-        rows_nD: fp32, fp16 or bf16 [n, D], expert by expert.
-        expert_offsets: int32 [e + 1], the first row of each segment. Rows past the last one may hold anything.
-
-    Returns:
-        Outputs in the dtype of the rows. Those of rows past the last segment are undefined.
+    Rows are fp32, fp16 or bf16 [n, D], expert by expert. Outputs have the dtype of the rows. Rows past the last segment
+    may hold anything, and their outputs are undefined.
     """
     ends = expert_offsets[1:]
     n = rows_nD.shape[0]

@@ -49,17 +49,10 @@ def takes(experts: Any) -> bool:
 
 
 def grouped(experts: Any, parameters: list[Tensor]) -> GroupedExperts:
-    """The experts in the memory of `parameters`, which may move from call to call, as FSDP moves them.
+    """The experts of a module that `takes` is true for, in the memory of `parameters`; valid until the next call.
 
-    Args:
-        experts: a module that `takes` is true for.
-        parameters: this rank's part of the module's: [e, 2F, D] and [e, D, F], and their scales with fp8.
-
-    Returns:
-        The experts of this rank, valid until the next call.
-
-    Raises:
-        ValueError: `GroupedExperts` do not take the quantized module.
+    They are this rank's part: [e, 2F, D] and [e, D, F], and their scales with fp8. They may move from call to call, as
+    FSDP moves them. Raises ValueError for a quantized module that `GroupedExperts` do not take.
     """
     layout: list[object] = [(p.dtype, p.device, p.shape, p.stride()) for p in parameters]
     if experts not in _made or _made[experts].layout != layout:
@@ -75,7 +68,6 @@ def grouped(experts: Any, parameters: list[Tensor]) -> GroupedExperts:
 
 
 def release() -> None:
-    """Let go of the memory of all modules; later calls make their experts anew."""
     _made.clear()
 
 

@@ -25,7 +25,6 @@ class Settings:
     keys: dict[str, Any] = field(default_factory=dict)
 
     def config(self, num_experts: int, top_k: int, hidden_size: int, dtype: torch.dtype, ep_size: int) -> EPConfig:
-        """The configuration of layers with these shapes. Raises ConfigError as `configure` does."""
         sections: dict[str, dict[str, Any]] = {"exchange": {}, "topology": {}, "capacity": {}}
         for key, value in self.keys.items():
             other = "topology" if key == "ranks_per_node" else "capacity"
@@ -93,10 +92,7 @@ def shared() -> tuple[SharedExpertParallel, ...]:
 def share(
     x_TD: Tensor, ids_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None = None
 ) -> SharedExpertParallel:
-    """The `SharedExpertParallel` of these shapes and this group, by default that of `configure`.
-
-    Raises what `Session.share` does.
-    """
+    """The `SharedExpertParallel` of these shapes and this group, by default that of `configure`: `Session.share`."""
     settings = _settings
     group = group or _settings.group
     device = x_TD.device

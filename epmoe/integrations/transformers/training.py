@@ -32,18 +32,8 @@ from epmoe.native.arguments import wants_gradients
 def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -> bool:
     """Whether autograd wants a backward pass. Ranks agree on it, since they run the same model.
 
-    Args:
-        experts: the module.
-        parameters: those that the call takes of it. A parametrization, such as PEFT's, makes tensors that require grad
-            of frozen parameters.
-        x: tokens.
-        weights: the weights of the router.
-
-    Returns:
-        Whether grad mode is on, and something requires grad.
-
-    Raises:
-        RuntimeError: it does, but the module is quantized.
+    `parameters` are those that the call takes of the module: a parametrization, such as PEFT's, makes tensors that
+    require grad of frozen parameters. Raises RuntimeError where the module is quantized.
     """
     if not wants_gradients(chain((x, weights), parameters, experts.parameters())):
         return False
@@ -56,16 +46,7 @@ def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -
 
 
 def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computation:
-    """What computes outputs of a rank's experts, with gradients.
-
-    Args:
-        experts: a module with plain weights; see `grouped.computation`.
-        parameters: what `parameters_of` returns.
-        held: the module's numbers of this rank's experts.
-
-    Returns:
-        The experts over rows of a round.
-    """
+    """The function of `grouped.computation`, with gradients, for a module with plain weights."""
     up, down, biases = weights_and_biases(experts, local_parameters(parameters, held))
     gemm = gemm_for(up.detach(), down.detach(), trained=True)
 

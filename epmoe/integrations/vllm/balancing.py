@@ -53,9 +53,7 @@ def placement_of(
 class Balancing:
     """A `Balancer` that ticks before each step of this engine, on its thread, and logs what it moves.
 
-    Args:
-        ep: an `ExpertParallel` with `placement.live`.
-        live: keys of `Balancer`, and of `placement`.
+    `live` has keys of `Balancer`, and of `placement`.
     """
 
     def __init__(self, ep: ExpertParallel, live: dict[str, Any]) -> None:
@@ -66,7 +64,6 @@ class Balancing:
         _open.append(self)
 
     def tick(self) -> None:
-        """One step of the engine."""
         self.balancer.tick()
         history = self.balancer.history
         if len(history) != self._logged:
@@ -79,7 +76,6 @@ class Balancing:
                 )  # fmt: skip
 
     def close(self) -> None:
-        """`Balancer.close`; later steps tick no more."""
         _open.remove(self)
         if not _open:
             del current_platform.set_additional_forward_context  # the class's own again

@@ -38,10 +38,7 @@ class Choice:
     @classmethod
     def of(cls, value: object) -> Choice | None:
         """From `true`, the name of a layout, or a mapping with `layout`, `live`, `metrics_port` and keys of `exchange`;
-        None: not chosen.
-
-        Raises ConfigError for another layout, for a `live` that is no mapping, and for `live` with another layout.
-        """
+        None: not chosen. Raises ConfigError where the attributes do not go together."""
         if value in (None, False, "", "0"):
             return None
         if value in (True, "1"):

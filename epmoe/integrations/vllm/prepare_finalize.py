@@ -40,13 +40,11 @@ class _Round(NamedTuple):
 
 
 class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
-    """Dispatch and combine of epmoe around vLLM's experts.
+    """Dispatch and combine of epmoe around vLLM's experts, in a `layout` of the module's table.
 
-    Args:
-        exchanges: by micro-batch; without DBO there is one.
-        layout: what the experts get; see the module.
-        overlap: in two phases, so that vLLM runs other work between them. Without, a phase is one kernel.
-        aligned: segments start at multiples of a number of rows, for the GEMM of layout "layer".
+    `exchanges` go by micro-batch; without DBO there is one. `overlap`: in two phases, so that vLLM runs other work
+    between them; otherwise a phase is one kernel. `aligned`: segments start at multiples of a number of rows, for the
+    GEMM.
     """
 
     def __init__(
@@ -99,10 +97,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return self.overlap
 
     def prepare(self, *arguments: Any, **named: Any) -> mk.PrepareResultType:
-        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights.
-
-        Takes the arguments of `_inputs`.
-        """
+        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
         ep, inputs, options, on_arrival = self._inputs(*arguments, **named)
         with ep.giving_up(self._tag):
             dispatched = ep.dispatch(*inputs, **options)
@@ -117,10 +112,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return lambda: received.append(ep.dispatch_recv(sent)), lambda: self._received(ep, received.pop(), *on_arrival)
 
     def finalize(self, output: Tensor, *arguments: Any, **named: Any) -> None:
-        """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens.
-
-        Takes the arguments of `_reduced`.
-        """
+        """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens."""
         ep, dispatched, outputs = self._round()
         if outputs is None:
             ep.combine_partial(self._reduced(*arguments, **named), dispatched, out=output)

@@ -107,7 +107,6 @@ class Sizes:
             ep.exchange.check()
 
     def close(self) -> None:
-        """`ExpertParallel.close` of every size."""
         if self.balancing is not None:
             self.balancing.close()
         for ep in self.exchanges:

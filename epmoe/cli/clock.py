@@ -18,16 +18,12 @@ class StageClock:
     """Wall time of one rank by stage, waiting for other ranks included.
 
     A stage that starts inside another one pauses it. The stages' times therefore add up to the time of the run.
-
-    Attributes:
-        seconds: by stage.
-        elapsed: seconds of `watch`, measured on their own.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         """Measure what runs on `device`: a clock of a GPU waits for it wherever a stage starts or ends."""
-        self.seconds: dict[str, float] = {}
-        self.elapsed = 0.0
+        self.seconds: dict[str, float] = {}  # by stage
+        self.elapsed = 0.0  # of `watch`, measured on its own
         self._device = torch.device(device)
         self._open: list[str] = []
         self._since = 0.0

@@ -143,15 +143,8 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
 def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     """Start one process for each rank, wait for them, and print at most one message.
 
-    Nothing is left behind: neither processes nor files.
-
-    Args:
-        config: of all ranks.
-        arguments: of `epmoe`, for each rank.
-
-    Returns:
-        The exit code: 0, that of the rank which failed first, or 128 plus the number of the signal that ended this
-        process.
+    `arguments` are those of `epmoe`, for each rank. Returns the exit code: 0, that of the rank which failed first, or
+    128 plus the number of the signal that ended this process. Neither processes nor files stay behind.
     """
     from torch.distributed.elastic.multiprocessing import SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -78,7 +78,6 @@ def about(configuration: Path, started: datetime) -> dict[str, str]:
 
 
 def machine() -> str:
-    """Processor, cores that this process may use, memory, GPUs and system."""
     found = facts.machine()
     cores = found["cores"]
     gpus = found["gpus"]
@@ -88,7 +87,6 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Versions of epmoe (with the commit of a checkout), Python, torch, and of what else is there."""
     found = facts.versions()
     if commit := facts.commit():
         short, _, dirty = commit.partition("-")
@@ -156,7 +154,6 @@ def caution(results: Sequence[Result]) -> str:
 
 
 def settings(config: EPConfig) -> str:
-    """The configuration in YAML, a line for each section."""
     lines = []
     for section, keys in config.model_dump(mode="json").items():
         values = [f"{key}: {without_folder(str(value))}" for key, value in keys.items() if value is not None]

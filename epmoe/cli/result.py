@@ -60,7 +60,6 @@ class Balancing:
 
     @property
     def num_moves(self) -> int:
-        """Moves of all plans."""
         return sum(moves for _, moves in self.moves)
 
     @property
@@ -132,7 +131,6 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether no check has failed."""
         return all(check.passed for check in self.checks)
 
     @property
@@ -147,18 +145,15 @@ class Result:
 
     @property
     def processes(self) -> str:
-        """The number of ranks, in words."""
         R = self.placement.ep_size
         return f"{R} process{'es' if R != 1 else ''}"
 
     @property
     def rows_moved(self) -> int:
-        """Rows between different ranks."""
         return sum(map(sum, self.traffic)) - self.rows_kept
 
     @property
     def rows_kept(self) -> int:
-        """Rows from a rank to itself."""
         return sum(row[rank] for rank, row in enumerate(self.traffic))
 
     @property
@@ -179,7 +174,6 @@ class Result:
 
     @property
     def loads(self) -> list[list[int]]:
-        """`load` by rank."""
         return by_rank(self.placement, self.load)
 
     @property

@@ -70,7 +70,6 @@ def summarise(results: Sequence[Result]) -> None:
 
 
 def summary_table(results: Sequence[Result]) -> Cells:
-    """One line for each of several runs."""
     checks = dict.fromkeys(check.what for result in results for check in result.checks)
     figures = ("one process", results[0].processes, "rows on the wire", "busiest rank", "busiest expert")
     columns = [textwrap.fill(column, 9) for column in ("model", *checks, *figures)]
@@ -136,7 +135,6 @@ def stage_table(result: Result) -> Cells:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of at least one value."""
     return sum(values) / len(values)
 
 

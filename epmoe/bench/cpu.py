@@ -1,8 +1,7 @@
 """Times rounds of `ExpertParallel` on the CPU against the same work over `all_to_all_single` of gloo, in one run.
 
 On several nodes ours sends a token once to each node that needs it, in slabs of T slots, as it is and as fp8. The
-(token, expert) pairs of `all_to_all_single` go straight to the ranks of their
-experts.
+(token, expert) pairs of `all_to_all_single` go straight to the ranks of their experts.
 
 All sides get the same tokens and the same routing, and take turns. The expert outputs are made beforehand, so that only
 dispatch and combine are timed.
@@ -65,7 +64,6 @@ def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> 
 
 
 def _variants(config: EPConfig) -> dict[str, EPConfig]:
-    """The configurations of our sides."""
     if config.topology.num_nodes == 1:
         return {"epmoe": config}
     sections = config.model_dump()

@@ -45,7 +45,6 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of epmoe, Python and torch; of CUDA and NCCL where torch has them, else None."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
         "epmoe": __version__,

@@ -66,10 +66,9 @@ def check(config: EPConfig) -> None:
 
 
 def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
-    """Measure each T. Collective.
+    """Measure each T. Collective; see `epmoe.bench.gpu.run`.
 
-    `advance` is called once for each T and precision. Raises ValueError as `check`, and RuntimeError if an output is
-    wrong; that of a peer leaves the peer out.
+    `advance` is called once for each T and precision. Raises ValueError as `check`.
     """
     check(job.config)
     device = torch.device("cuda", torch.cuda.current_device()) if job.on_gpus else torch.device("cpu")

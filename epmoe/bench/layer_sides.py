@@ -142,7 +142,6 @@ class WholeLayer(Side):
         return self.ep.route(self.logits_TE, self.bias_E)
 
     def sent(self) -> Dispatched:
-        """route and dispatch."""
         routing = self.routed()
         aligned = self.experts.alignment > 1
         tag = int(self.ep.config.placement.live)
@@ -161,7 +160,6 @@ class WholeLayer(Side):
         return [*self.received(dispatched), *self.real_rows(outputs_ND)]
 
     def received(self, d: Dispatched) -> list[Tensor]:
-        """The rows and scales of pairs."""
         return [rows for tensor in (d.rows, d.scales) if tensor is not None for rows in self.real_rows(tensor)]
 
     def real_rows(self, tensor_ND: Tensor) -> list[Tensor]:
@@ -227,7 +225,6 @@ class WholeLayer(Side):
         return (F.silu(gate) * up) @ weights("down").T
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, one after the other."""
         parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.ep.size)]
         dist.all_gather(parts, tensor.cpu().contiguous(), group=self.group)
         return torch.cat(parts).to(self.ep.device)

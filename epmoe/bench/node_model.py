@@ -64,8 +64,6 @@ class Spread(NamedTuple):
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a row on one way of a round."""
-
     node: int
     """between the ranks of a node"""
     experts: int

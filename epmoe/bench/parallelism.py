@@ -103,13 +103,8 @@ def better_than_ep(costs: dict[str, Cost]) -> str | None:
 
 
 class Comparison:
-    """The costs of a configuration's layouts on some GPU. Raises ValueError if the model does not know the case.
-
-    Args:
-        config: of one node, with `model.intermediate_size`.
-        gpu: constants.
-        fp8: weights and rows of dispatch in fp8, with scales; otherwise both have 2 bytes an element.
-    """
+    """The costs of a one-node configuration's layouts on some GPU. Raises ValueError for a case that the model
+    lacks."""
 
     def __init__(self, config: EPConfig, gpu: Gpu, fp8: bool) -> None:
         model = config.model
@@ -122,7 +117,7 @@ class Comparison:
         self.K = model.num_experts_per_tok
         self.D = model.hidden_size
         self.F = model.intermediate_size
-        self.element = 1 if fp8 else 2
+        self.element = 1 if fp8 else 2  # bytes, in weights and in rows of dispatch
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))

@@ -35,12 +35,10 @@ class Peer:
     The placement is linear, with as many experts on each rank and no copies. Every rank has at least one token. The
     methods may raise anything, even on one rank alone: the peer is then left out on all, with the first line of the
     error as the reason.
-
-    name: in tables. install: what to install, said where the library is absent.
     """
 
-    name: str
-    install: str
+    name: str  # in tables
+    install: str  # named where the library is absent
 
     def version(self) -> str:
         """The version that runs. Raises ImportError, where the library is absent or does not load."""
@@ -49,10 +47,7 @@ class Peer:
     def exchange(
         self, sample: Sample, payload: Payload, group: dist.ProcessGroup
     ) -> AbstractContextManager[ExchangeSide]:
-        """A side that exchanges the tokens of `sample`. Collective.
-
-        Raises LeftOut if the library has no such payload.
-        """
+        """A side that exchanges the tokens of `sample`. Collective. Raises LeftOut without such a payload."""
         raise NotImplementedError
 
     def layer(self, case: WholeLayer) -> AbstractContextManager[Callable[[], Tensor]]:
@@ -91,8 +86,6 @@ class Contest:
                     self._present[f"{peer.name} {version}".strip()] = peer
 
     def exchanges(self, sample: Sample, payload: Payload, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
-        """What `time` says of each exchange that takes this case, by name."""
-
         def checked(name: str, side: ExchangeSide) -> Side:
             side.name, side.exact = name, False  # rows may arrive in another order
             side.check()
@@ -104,8 +97,6 @@ class Contest:
         yield from self._measured(sample.placement, sample.tokens, payload, enter, checked, time)
 
     def layers(self, case: WholeLayer, precision: str, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
-        """What `time` says of each layer that takes this case, by name."""
-
         def checked(name: str, run: Callable[[], Tensor]) -> Side:
             poison([run()])
             case.check_output(name, run())
@@ -124,11 +115,7 @@ class Contest:
         checked: Callable[[str, Any], Side],
         time: Callable[[Side], _T],
     ) -> Iterator[tuple[str, _T]]:
-        """What `time` says of each peer that takes all steps.
-
-        Where a step fails, what was opened is left open on the ranks that could open it, since to close it is
-        collective.
-        """
+        """The results of `time` by peer. A failed step leaves open what was opened: to close it is collective."""
         E, R = placement.num_experts, placement.ep_size
         if E % R or placement != Placement.build(E, R):
             if self._present:
@@ -159,10 +146,7 @@ class Contest:
 
 
 def load(path: Path) -> list[Peer]:
-    """The peers of a driver, or of all drivers of a folder in the order of their names.
-
-    Raises ValueError if there are none.
-    """
+    """The peers of a driver, or of all drivers of a folder by their names. Raises ValueError if there are none."""
     files = [path] if path.suffix == ".py" else sorted(path.glob("[!_]*.py"))
     peers: list[Peer] = []
     for file in files:

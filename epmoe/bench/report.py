@@ -55,15 +55,11 @@ def microseconds(value: float) -> str:
 
 
 class Column(NamedTuple):
-    """One figure of every result.
+    """One figure of every result."""
 
-    key: of `Figures`. heading: in the table, which leaves out a column without one. unit: what the figure is, for the
-    JSON file; text has none. show: a figure as a cell.
-    """
-
-    key: str
-    heading: str
-    unit: str = ""
+    key: str  # of `Figures`
+    heading: str  # in the table, which leaves out a column without one
+    unit: str = ""  # of the figure, for the JSON file; text has none
     show: Callable[[Any], str] = str
 
 
@@ -137,7 +133,6 @@ class Report:
         draw(path, title, self.what, {"": lines})
 
     def _lines(self) -> dict[tuple[str, ...], list[tuple[int, float]]]:
-        """The plot's lines: points (T, µs) by the words that tell one line from the others."""
         texts = [column for column in self.columns if not column.unit]
         times = [column for column in self.columns if column.key in self.plotted]
         lines: dict[tuple[str, ...], list[tuple[int, float]]] = {}

@@ -17,15 +17,11 @@ from epmoe.service import ExpertParallel
 
 
 class Side:
-    """`out` takes rows to their experts, `back` brings their outputs home. Both are collective.
+    """`out` takes rows to their experts, `back` brings their outputs home. Both are collective."""
 
-    name: for messages. exact: whether all rounds give the same bits. head_start_ms: for how long a GPU sleeps before a
-    sample, while the host enqueues a round and the sample.
-    """
-
-    name: str
-    exact = True
-    head_start_ms = 1
+    name: str  # for messages
+    exact = True  # all rounds give the same bits
+    head_start_ms = 1  # a GPU sleeps before a sample, while the host enqueues a round and the sample
 
     def out(self) -> Any:
         """Start a round and return the handle for `back`."""
@@ -42,8 +38,6 @@ class Side:
 
 @dataclass(frozen=True)
 class Calls(Side):
-    """A side made of functions."""
-
     name: str
     out: Callable[[], Any]
     back: Callable[[Any], Tensor] = lambda given: given
@@ -82,7 +76,6 @@ class ExchangeSide(Side):
             self.check_output(self.back(handle))
 
     def check_output(self, y_TD: Tensor) -> None:
-        """Raise RuntimeError unless y is right."""
         self.sample.check(self.name, y_TD, self.expects, fp8=self.fp8)
 
 
@@ -177,16 +170,12 @@ class RowsAlone(Side):
 
 @dataclass(frozen=True)
 class SentPairs:
-    """The expert-major rows [N, D] of `AllToAll`, and what `back` needs to send their outputs back.
-
-    expert_offsets: [e + 1], the first row of each local expert. order: [T·K], the pair of each row that left. arrival:
-    [N], for each expert-major row its index among the arrived rows.
-    """
+    """The expert-major rows [N, D] of `AllToAll`, and all that `back` needs to send their outputs back."""
 
     rows: Tensor
-    expert_offsets: Tensor
-    order: Tensor
-    arrival: Tensor
+    expert_offsets: Tensor  # [e + 1], the first row of each local expert
+    order: Tensor  # [T·K], the pair of each row that left
+    arrival: Tensor  # [N], for each expert-major row its index among the arrived rows
     splits_out: list[int]
     splits_in: list[int]
 
@@ -239,7 +228,6 @@ class AllToAll(ExchangeSide):
         return SentPairs(rows, offsets, order, arrival, splits_out, splits_in)
 
     def back(self, handle: SentPairs) -> Tensor:
-        """y [T, D]: the sum over each token's experts of weight times output row."""
         rows_ND, weights_TK = self.given, self.sample.weights_TK
         T, K = weights_TK.shape
         back = self._rows("arrived", len(rows_ND), rows_ND)
@@ -267,7 +255,6 @@ class AllToAll(ExchangeSide):
 
 
 def slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
-    """The rows that arrived, by source."""
     counts_R = sample.rows_RR[:, sample.rank].tolist()
     return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]
 

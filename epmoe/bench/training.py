@@ -104,7 +104,6 @@ class Passes:
         return torch.autograd.grad(y, (self.x, self.weights), self.grad)
 
     def layer(self) -> Sequence[Tensor]:
-        """dispatch, experts and combine."""
         assert self.experts is not None
         routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="both", num_rows=self.num_rows)
         rows = self.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
@@ -112,7 +111,6 @@ class Passes:
         return torch.autograd.grad(y, (self.x, self.weights, *self.experts.parameters()), self.grad)
 
     def alone(self) -> Sequence[Tensor]:
-        """The experts on the same rows."""
         assert self.experts is not None and self.row_weights is not None
         rows = self.rows.requires_grad_()
         weights = self.row_weights.requires_grad_()

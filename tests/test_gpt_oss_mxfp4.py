@@ -19,6 +19,7 @@ import torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM, Mxfp4Config
 import epmoe
 from epmoe.local.quantize import dequantize_weights
+from epmoe.local.spread import local_view
 
 class Block(torch.nn.Module):  # as transformers' block returns it
     def __init__(self, layer):
@@ -49,8 +50,9 @@ for dtype in (torch.float32, torch.bfloat16):
                 layer = epmoe.MoELayer.from_safetensors(ep, folder, name, dtype=wanted, router_dtype=dtype)
                 experts = layer.experts
                 assert experts.w_down.dtype == wanted and experts.w_down.requires_grad != experts.is_quantized
+                rows = {"gate_up": local_view(experts.w_gate_up), "down": local_view(experts.w_down)}
                 for i, x in enumerate(ep.placement.logical_experts(rank)):
-                    for part, ours in (("gate_up", experts.w_gate_up[i]), ("down", experts.w_down[i])):
+                    for part, ours in ((name, of_rank[i]) for name, of_rank in rows.items()):
                         if experts.is_quantized:
                             ours = dequantize_weights(ours, getattr(experts, part + "_scales")[i], dtype)
                         assert torch.equal(ours, getattr(block.experts, part + "_proj")[x].T), (name, x, part)

@@ -221,8 +221,8 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
 
 // Weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32] of scales.
 void check_mxfp4(const Tensor& codes, const Tensor& scales) {
-  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && scales.scalar_type() == ScalarType::Byte &&
-                      codes.dim() == 3 && scales.dim() == 3 && codes.is_contiguous() && scales.is_contiguous() &&
+  STD_TORCH_CHECK(codes.element_size() == 1 && scales.element_size() == 1 && codes.dim() == 3 && scales.dim() == 3 &&
+                      codes.is_contiguous() && scales.is_contiguous() &&
                       reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && scales.size(0) == codes.size(0) &&
                       scales.size(1) == codes.size(1) && scales.size(2) * kMxfp4Group == 2 * codes.size(2),
                   "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
@@ -246,7 +246,7 @@ struct FewRowsWeights {
 
 FewRowsWeights few_rows_weights(const Tensor& weights, const std::optional<Tensor>& scales, int64_t e, int64_t n,
                                 int64_t k, WeightFormat format) {
-  constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn, ScalarType::Byte};
+  constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn, ScalarType::Float4_e2m1fn_x2};
   const bool packed = format == WeightFormat::kMxfp4;
   STD_TORCH_CHECK(weights.scalar_type() == kTypes[static_cast<int>(format)] && weights.is_contiguous() &&
                       weights.dim() == 3 && weights.size(0) == e && weights.size(1) == n &&
@@ -275,9 +275,9 @@ Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, con
                 const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert, bool interleaved,
                 double limit, double alpha, double up_offset, int64_t token_tiles) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
-  const WeightFormat format = down.scalar_type() == ScalarType::Byte ? WeightFormat::kMxfp4
-                              : dtype_of(down) == DType::kFloat8E4M3 ? WeightFormat::kFp8
-                                                                     : WeightFormat::kBf16;
+  const WeightFormat format = down.scalar_type() == ScalarType::Float4_e2m1fn_x2 ? WeightFormat::kMxfp4
+                              : dtype_of(down) == DType::kFloat8E4M3             ? WeightFormat::kFp8
+                                                                                 : WeightFormat::kBf16;
   const bool fp8 = format == WeightFormat::kFp8, packed = format == WeightFormat::kMxfp4;
   int64_t N = rows.size(0), D = rows.size(1), F = down.size(2) * (packed ? 2 : 1), e = segments.num_local_experts;
   int64_t step = fp8 ? kScaleBlock : packed ? kMxfp4Group : kScaleBlock / 2;

@@ -28,11 +28,11 @@ from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
-from epmoe.local.gemm.gemm import plain_shape
 from epmoe.local.given import given_to
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
 from epmoe.local.spread import is_spread, local_view
+from epmoe.local.weight_formats import plain_shape, take_rows
 from epmoe.native import opaque
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.service import ExpertParallel
@@ -205,7 +205,7 @@ class MoELayer(nn.Module):
             if isinstance(value, Tensor):
                 if value.shape[:1] != (E,):
                     raise ValueError(f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}")
-                full[name] = value.detach()[held].to(ep.device)
+                full[name] = take_rows(value, held).to(ep.device)
         return cls(ep, _on(ep.device, router_weight), GroupedExperts(**full), **of_layer)
 
     @classmethod

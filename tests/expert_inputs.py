@@ -9,11 +9,11 @@ from helpers import assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.local.quantize import dequantize_weights
 from epmoe.local.reference import swiglu_reference
+from epmoe.local.weight_formats import dequantize_weights
 
 E, D, F, BLOCK = 4, 256, 128, 128
-FP8, BF16, MXFP4 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
+FP8, BF16, MXFP4 = torch.float8_e4m3fn, torch.bfloat16, torch.float4_e2m1fn_x2
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 # Segments at multiples of 128, of 3, 0, 130 and 128 rows; the last 128 rows belong to nobody.
 OFFSETS, TOKENS, N = [0, 128, 128, 384, 512], [3, 0, 130, 128], 640
@@ -32,9 +32,10 @@ def random_mxfp4(e: int, n: int, k: int, *, seed: int, scales: tuple[int, int] =
     generator = torch.Generator().manual_seed(seed)
     one = 127 - round(torch.tensor(k).log2().item() / 2)
     codes = torch.randint(256, (e, n, k // 2), generator=generator, dtype=torch.uint8)
-    return codes, torch.randint(
+    powers = torch.randint(
         one + scales[0], one + scales[1] + 1, (e, n, k // 32), generator=generator, dtype=torch.uint8
     )
+    return codes.view(MXFP4), powers.view(torch.float8_e8m0fnu)
 
 
 def weights(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

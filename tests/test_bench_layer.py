@@ -16,6 +16,7 @@ from epmoe.bench import layer, layer_sides
 from epmoe.bench.layer_sides import Precision
 from epmoe.bench.report import Job
 from epmoe.config.config import EPConfig
+from epmoe.local.weight_formats import bits_of
 from epmoe.service import ExpertParallel
 
 TOKENS = (0, 1, 24)
@@ -99,8 +100,8 @@ def test_copies_of_an_expert_have_its_weights(precision):
     config = _config()
     first, second = (layer_sides.random_experts(config, rank, CPU, precision).state_dict() for rank in range(2))
     for name, tensor in first.items():
-        assert torch.equal(tensor[0].float(), second[name][-1].float())
-        assert not torch.equal(tensor[0].float(), tensor[1].float())
+        assert torch.equal(bits_of(tensor[0]), bits_of(second[name][-1]))
+        assert not torch.equal(bits_of(tensor[0]), bits_of(tensor[1]))
 
 
 @pytest.mark.parametrize(

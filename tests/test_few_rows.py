@@ -15,7 +15,8 @@ import epmoe
 from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, FewRowsOfMxfp4, most_rows
 from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
-from epmoe.local.quantize import dequantize_rows, dequantize_weights
+from epmoe.local.quantize import dequantize_rows
+from epmoe.local.weight_formats import dequantize_weights
 from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -129,7 +130,7 @@ def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
     got, want = rows.outputs(experts, rows_per_expert).double(), rows.wanted(experts)
     error = (got - want).norm(dim=1) / want.norm(dim=1)
     assert (error <= LIMITS[MXFP4]).all(), error.max()
-    experts.gate_up_scales[0, 0, 0] = 255  # NaN, and what lanes without a group would read
+    experts.gate_up_scales[0, 0, 0] = torch.nan  # as bits 255, and what lanes without a group would read
     again = rows.outputs(experts, rows_per_expert)
     assert again[rows.expert == 0].isnan().all()
     assert torch.equal(again[rows.expert != 0].double(), got[rows.expert != 0])
@@ -139,8 +140,8 @@ def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
 def test_every_code_and_every_scale_of_mxfp4_on_gpus(device):
     """Bitwise those of the CPU."""
     codes = torch.arange(16, dtype=torch.uint8)
-    weights = (codes | codes.flip(0) << 4).repeat(1, 256, 1)
-    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    weights = (codes | codes.flip(0) << 4).repeat(1, 256, 1).view(MXFP4)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).view(torch.float8_e8m0fnu)
     want = dequantize_weights(weights, scales, BF16)
     got = ops.dequantize_mxfp4(weights.to(device), scales.to(device)).cpu()
     assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 32
@@ -232,10 +233,10 @@ def test_which_calls_take_the_kernels(monkeypatch):
     )
     assert "bfloat16 or float8_e4m3fn, got torch.float32" in str(few.problem_with(gate_up.float(), down.float()))
     of_mxfp4 = FewRowsOfMxfp4()
-    packed = torch.zeros(2, 192, 80, dtype=MXFP4), torch.zeros(2, 160, 48, dtype=MXFP4)
+    packed = torch.empty(2, 192, 80, dtype=MXFP4), torch.empty(2, 160, 48, dtype=MXFP4)
     assert of_mxfp4.problem_with(*packed) is None
-    assert "uint8, got torch.float8" in str(of_mxfp4.problem_with(gate_up, down))
-    assert "float8_e4m3fn, got torch.uint8" in str(few.problem_with(*packed))
+    assert "float4_e2m1fn_x2, got torch.float8" in str(of_mxfp4.problem_with(gate_up, down))
+    assert "float8_e4m3fn, got torch.float4" in str(few.problem_with(*packed))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert "capability 9" in str(few.problem_with(gate_up, down)) and "capability 9" in str(
         of_mxfp4.problem_with(*packed)

@@ -18,7 +18,8 @@ import copy, logging, sys
 import torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM, Mxfp4Config
 import epmoe
-from epmoe.local.quantize import dequantize_weights
+from epmoe.local.weight_formats import dequantize_weights
+from epmoe.native.arguments import MXFP4
 from epmoe.local.spread import local_view
 
 class Block(torch.nn.Module):  # as transformers' block returns it
@@ -46,7 +47,7 @@ for dtype in (torch.float32, torch.bfloat16):
     with epmoe.ExpertParallel(config) as ep, torch.no_grad():
         for name, block in list(spread.named_modules()):
             if hasattr(block, "experts"):
-                wanted = torch.uint8 if dtype == torch.bfloat16 else dtype
+                wanted = MXFP4 if dtype == torch.bfloat16 else dtype
                 layer = epmoe.MoELayer.from_safetensors(ep, folder, name, dtype=wanted, router_dtype=dtype)
                 experts = layer.experts
                 assert experts.w_down.dtype == wanted and experts.w_down.requires_grad != experts.is_quantized

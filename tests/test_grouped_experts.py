@@ -8,6 +8,7 @@ from expert_inputs import BF16, FP8, MXFP4, OFFSETS, E, N, assert_right, gpt_oss
 from helpers import ON_GPUS, assert_close
 
 import epmoe
+from epmoe.local.weight_formats import bits_of
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -45,7 +46,7 @@ def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     assert list(before) == ["w_gate_up", "w_down", "gate_up_scales", "down_scales"]
     for key, tensor in experts.to(dtype).state_dict().items():
-        assert tensor.dtype == before[key].dtype and torch.equal(tensor.float(), before[key].float())
+        assert tensor.dtype == before[key].dtype and torch.equal(bits_of(tensor), bits_of(before[key]))
     assert experts.dtype == BF16 and not any(p.requires_grad for p in experts.parameters())
     assert_right(experts)
     assert repr(experts) == f"GroupedExperts(e=4, D=256, F=128, {name}, gemm='torch')"
@@ -72,10 +73,19 @@ def test_wrong_arguments(changed, error, message):
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"w_down": torch.zeros(4, 256, 40, dtype=MXFP4)}, ValueError, "must be multiples of 32, got 256 and 80"),
-        ({"w_gate_up": torch.zeros(4, 256, 256, dtype=MXFP4)}, ValueError, r"must be uint8 \[4, 256, 128\], got uint8"),
-        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be uint8 \[4, 256, 8\], got NoneType"),
-        ({"down_scales": torch.ones(4, 256, 4)}, TypeError, r"`down_scales` must be uint8 \[4, 256, 4\], got float32"),
+        ({"w_down": torch.zeros(4, 256, 64, dtype=torch.uint8)}, TypeError, "or float4_e2m1fn_x2 .*, got uint8"),
+        ({"w_down": torch.empty(4, 256, 40, dtype=MXFP4)}, ValueError, "must be multiples of 32, got 256 and 80"),
+        (
+            {"w_gate_up": torch.empty(4, 256, 256, dtype=MXFP4)},
+            ValueError,
+            r"must be float4_e2m1fn_x2 \[4, 256, 128\], got float4",
+        ),
+        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be float8_e8m0fnu \[4, 256, 8\], got NoneType"),
+        (
+            {"down_scales": torch.ones(4, 256, 4)},
+            TypeError,
+            r"`down_scales` must be float8_e8m0fnu \[4, 256, 4\], got float32",
+        ),
         ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
     ],
 )

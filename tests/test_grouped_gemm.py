@@ -20,7 +20,7 @@ from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.table import GEMMS
 from epmoe.local.gemm.torch_grouped import TorchGrouped
-from epmoe.local.quantize import dequantize_weights
+from epmoe.local.weight_formats import dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -150,7 +150,7 @@ def test_a_gemm_may_fuse_the_stage_for_some_calls(monkeypatch):
         (True, 8, BF16, 128, "GPUs of compute capability 9, got 8"),
         (True, 10, FP8, 128, "GPUs of compute capability 9, got 10"),
         (True, 9, FP8, 192, "multiples of 128"),
-        (True, 9, torch.float16, 128, "weights in bfloat16 or float8_e4m3fn or uint8, got"),
+        (True, 9, torch.float16, 128, "weights in bfloat16 or float8_e4m3fn or float4_e2m1fn_x2, got"),
     ],
 )
 def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, problem):

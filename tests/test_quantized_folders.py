@@ -15,8 +15,8 @@ pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
 import epmoe
-from epmoe.local.quantize import dequantize_weights
-from epmoe.local.weight_formats import dequantized
+from epmoe.local.weight_formats import dequantize_weights
+from epmoe.native.arguments import MXFP4
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -81,7 +81,9 @@ def truth(tensors: dict[str, Tensor], x: int) -> dict[str, Tensor]:
     parts = {}
     for name in PROJECTIONS:
         weight, scales = (t for key, t in tensors.items() if f".{x}.{name}." in key)
-        parts[name] = dequantized(weight, scales, torch.float32)
+        weight = weight if weight.dtype == FP8 else weight.view(MXFP4)
+        scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+        parts[name] = dequantize_weights(weight, scales, torch.float32)
     return {"gate_up": torch.cat([parts["gate_proj"], parts["up_proj"]]), "down": parts["down_proj"]}
 
 
@@ -141,13 +143,13 @@ def test_mxfp4_stays_as_it_is_where_gpus_have_kernels(tmp_path, caplog, monkeypa
     hidden = 160 if "96" in kind else D
     save_file(tensors | {f"{BLOCK}.gate.weight": randn(E, hidden)}, tmp_path / "model.safetensors")
     folder = epmoe.SafetensorsFolder(tmp_path)
-    got = folder.experts(BLOCK, [3, 1], dtype=torch.uint8)
+    got = folder.experts(BLOCK, [3, 1], dtype=MXFP4)
     monkeypatch.setattr("epmoe.checkpoint.safetensors_folder.on_hopper", lambda device: True)
     with caplog.at_level(logging.WARNING, "epmoe"):
         chosen = folder.experts(BLOCK, [3, 1])
     assert not caplog.records and chosen.keys() == got.keys()
-    assert all(torch.equal(chosen[name], got[name]) for name in got)
-    assert got["w_down"].dtype == got["down_scales"].dtype == torch.uint8
+    assert all(torch.equal(chosen[name].view(torch.uint8), got[name].view(torch.uint8)) for name in got)
+    assert (got["w_down"].dtype, got["down_scales"].dtype) == (MXFP4, torch.float8_e8m0fnu)
     wide = folder.experts(BLOCK, [3, 1], dtype=torch.float32)
     for part in ("gate_up", "down"):
         values = dequantize_weights(got[f"w_{part}"], got[f"{part}_scales"], torch.float32)
@@ -165,9 +167,9 @@ def test_weights_without_scales_are_cast_but_not_quantized(tmp_path):
     assert torch.equal(got["w_down"][0], tensors[f"{BLOCK}.experts.down_proj"][1].to(BF16))
     with pytest.raises(ValueError, match="must be fp8 with a scale for each block of 128 × 128"):
         folder.experts(BLOCK, [1], dtype=FP8)
-    with pytest.raises(ValueError, match="must be MXFP4 to be loaded in uint8"):
-        folder.experts(BLOCK, [1], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="must be MXFP4 to be loaded in float4_e2m1fn_x2"):
+        folder.experts(BLOCK, [1], dtype=MXFP4)
     with pytest.raises(
-        TypeError, match="`dtype` must be None, float32, float16, bfloat16, float8_e4m3fn, uint8, got torch.int8"
+        TypeError, match="`dtype` must be None, float32, float16, bfloat16, float8_e4m3fn, float4_e2m1fn_x2, got"
     ):
-        folder.experts(BLOCK, [1], dtype=torch.int8)
+        folder.experts(BLOCK, [1], dtype=torch.uint8)

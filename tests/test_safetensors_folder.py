@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 import epmoe
 from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE
 from epmoe.cli.demo.generate import saved_model
-from epmoe.local.quantize import dequantize_weights
+from epmoe.local.weight_formats import dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.peers import LeftOut, Peer
-from epmoe.local.quantize import dequantize_weights
+from epmoe.local.weight_formats import dequantize_weights
 
 
 class FlashInferLayer(Peer):

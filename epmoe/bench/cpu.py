@@ -42,7 +42,7 @@ def run(job: Job) -> Report:
     side is not the weighted sum over the token's experts.
     """
     config = job.config
-    if "fp8" in (config.exchange.payload, config.exchange.combine_payload):
+    if config.exchange.quantizes:
         raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows")
     with ExitStack() as stack:
         ours = {

@@ -61,7 +61,7 @@ def check(config: EPConfig) -> None:
     """Raise ValueError if `config` has no `model.intermediate_size`, or asks for fp8 rows; `Precision` decides."""
     if config.model.intermediate_size is None:
         raise ValueError("`model.intermediate_size` must be set, to the width of the experts")
-    if "fp8" in (config.exchange.payload, config.exchange.combine_payload):
+    if config.exchange.quantizes:
         raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: fp8 is one of the precisions")
 
 

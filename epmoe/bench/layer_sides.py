@@ -16,14 +16,12 @@ from epmoe.bench.sides import Calls, Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.gemm.gemm import on_hopper, plain_shape
+from epmoe.local.gemm.gemm import on_hopper
 from epmoe.local.gemm.table import choose
-from epmoe.local.quantize import dequantize_weights
 from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
-from epmoe.local.weight_formats import GROUP
-from epmoe.native.arguments import FP8, MXFP4
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, dequantize_weights, plain_shape
+from epmoe.native.arguments import FP8
 from epmoe.service import ExpertParallel
 
 # Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet of the H200 SXM (the
@@ -46,6 +44,9 @@ class Precision(StrEnum):
     """rows in the model's dtype, weights are MXFP4"""
 
 
+_FORMATS = {Precision.FP8: FP8_BLOCKS, Precision.MXFP4: MXFP4_GROUPS}  # of weights with scales
+
+
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
     """Why `precision` cannot be measured here, or None."""
     model = config.model
@@ -57,7 +58,8 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
         return "torch's GEMM is not batch invariant on GPUs" if invariant and on_gpu else None
     if model.dtype != "bfloat16":
         return f"it computes in bfloat16, and `model.dtype` is {model.dtype}"
-    step = {Precision.FP8: SCALE_BLOCK, Precision.MXFP4: GROUP}.get(precision, 1)
+    given = _FORMATS.get(precision)
+    step = 1 if given is None else given.block[1]
     if D % step or f % step:
         return f"D and F must be multiples of {step}, got {D} and {f}"
     if precision is Precision.MXFP4:
@@ -76,34 +78,31 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
     placement = config.place_experts()
     generator = torch.Generator(device)
-    fp8, mxfp4 = precision is Precision.FP8, precision is Precision.MXFP4
+    given = _FORMATS.get(precision)
     e = placement.num_local_experts(rank)
-    dtype = FP8 if fp8 else MXFP4 if mxfp4 else config.model.torch_dtype
+    dtype, packed = (config.model.torch_dtype, 1) if given is None else (given.codes, given.packed)
     shapes = _shapes(config)
-    weights = {
-        name: torch.empty(e, n, k // 2 if mxfp4 else k, dtype=dtype, device=device) for name, (n, k) in shapes.items()
-    }
+    weights = {name: torch.empty(e, n, k // packed, dtype=dtype, device=device) for name, (n, k) in shapes.items()}
     scales = {
-        name: torch.empty(e, n, k // GROUP, dtype=torch.uint8, device=device)
-        if mxfp4
-        else torch.empty(e, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), device=device)
+        name: torch.empty(given.scales_shape(e, n, k), dtype=given.scale, device=device)
         for name, (n, k) in shapes.items()
+        if given is not None
     }
     for i, logical in enumerate(placement.logical_experts(rank)):
         generator.manual_seed(logical)
         for name, (n, k) in shapes.items():
-            if mxfp4:
-                weights[name][i].random_(256, generator=generator)
+            if given is MXFP4_GROUPS:
+                weights[name][i].view(torch.uint8).random_(256, generator=generator)
                 middle = 127 - round(math.log2(k) / 2)  # about 1 / √k
-                scales[name][i].random_(middle - 3, middle, generator=generator)
+                scales[name][i].view(torch.uint8).random_(middle - 3, middle, generator=generator)
                 continue
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
-            if fp8:
+            if given is FP8_BLOCKS:
                 weights[name][i], scales[name][i] = quantized(drawn)
             else:
                 weights[name][i] = drawn
     gemm = "torch" if precision is Precision.PLAIN else "auto"
-    options: dict[str, Any] = {f"{name}_scales": scales[name] for name in shapes} if fp8 or mxfp4 else {}
+    options: dict[str, Any] = {f"{name}_scales": value for name, value in scales.items()}
     options |= {"gemm": gemm, "batch_invariant": config.experts.batch_invariant}
     experts = GroupedExperts(weights["gate_up"], weights["down"], **options)
     return experts.requires_grad_(False)
@@ -269,7 +268,8 @@ def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
 def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
     """fp8 [n, k] and a scale for each block of 128 × 128."""
     n, k = weights.shape
-    blocks = weights.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
+    rows, columns = FP8_BLOCKS.block
+    blocks = weights.view(n // rows, rows, k // columns, columns)
     scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
     return (blocks / scales[:, None, :, None]).view(n, k).to(FP8), scales
 

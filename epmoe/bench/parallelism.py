@@ -33,7 +33,7 @@ from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
 from epmoe.local.gemm.few_rows import most_rows
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.local.weight_formats import FP8_BLOCKS
 
 BATCHES = (1, 16, 128, 512, 1024, 4096)
 """T that are compared."""
@@ -123,7 +123,7 @@ class Comparison:
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
         self.alone = NodeModel(gpu.node, 1, Spread(self.K, 1.0))  # of one rank
         elements = 3 * self.D * self.F
-        self.expert_bytes = elements * self.element + (elements * 4 / SCALE_BLOCK**2 if fp8 else 0)
+        self.expert_bytes = elements * self.element + (elements * 4 / math.prod(FP8_BLOCKS.block) if fp8 else 0)
 
     def costs(self, T: int, load: float = 1.0) -> dict[str, Cost]:
         """The cost of "EP", "TP" and "replicas" with R·T tokens. `load`: rows of EP's busiest rank over the mean."""
@@ -200,13 +200,13 @@ class Comparison:
 
 def problem_with(config: EPConfig, fp8: bool) -> str | None:
     """Why the model does not know this case, or None."""
-    model = config.model
+    model, step = config.model, FP8_BLOCKS.block[1]
     if model.intermediate_size is None:
         return "`model.intermediate_size` must be set, to the width of the experts"
     if model.torch_dtype.itemsize != 2:
         return f"`model.dtype` must be bfloat16 or float16, got {model.dtype}"
     if config.topology.num_nodes > 1:
         return "`topology.ranks_per_node` must be unset: the comparison is of one node"
-    if fp8 and (model.hidden_size % SCALE_BLOCK or model.intermediate_size % SCALE_BLOCK):
-        return f"fp8 needs D and F that are multiples of {SCALE_BLOCK}"
+    if fp8 and (model.hidden_size % step or model.intermediate_size % step):
+        return f"fp8 needs D and F that are multiples of {step}"
     return None

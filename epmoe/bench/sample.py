@@ -11,6 +11,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.local.quantize import dequantize_rows
 from epmoe.local.simulate import Kind, simulate_routing
+from epmoe.native.formats import WIRE_FORMATS, PayloadName
 
 
 class Payload(StrEnum):
@@ -21,7 +22,7 @@ class Payload(StrEnum):
     FP8_BOTH = "fp8-both"
 
     @property
-    def wires(self) -> tuple[str, str]:
+    def wires(self) -> tuple[PayloadName, PayloadName]:
         """exchange.payload and exchange.combine_payload."""
         return "auto" if self is Payload.PLAIN else "fp8", "fp8" if self is Payload.FP8_BOTH else "auto"
 
@@ -109,9 +110,9 @@ class Sample:
 
 
 def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:
-    """Bytes of a row on the wire, rounded up to 16; an fp8 row includes its fp32 scales."""
-    row = hidden + 4 * (hidden // 128) if payload == "fp8" else hidden * dtype.itemsize
-    return -(-row // 16) * 16
+    """Bytes of a row on the wire and of its scales, rounded up to 16."""
+    wire = WIRE_FORMATS[payload]
+    return -(-(wire.row_bytes(hidden, dtype) + wire.scale_bytes(hidden)) // 16) * 16
 
 
 def ranks_needed(placement: Placement, ids_RTK: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Ours(ExchangeSide):
         super().__init__(name, sample)
         self.ep = ep
         self.padded_tokens = padded_tokens
-        self.fp8 = "fp8" in (ep.config.exchange.payload, ep.config.exchange.combine_payload)
+        self.fp8 = ep.config.exchange.quantizes
         self.tag = int(ep.config.placement.live)
         self.check()
 

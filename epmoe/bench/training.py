@@ -20,8 +20,7 @@ from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Calls
 from epmoe.bench.timing import round_us
 from epmoe.local.experts import GroupedExperts
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import PayloadName
+from epmoe.native.formats import TRAINING_FORMATS, PayloadName
 from epmoe.service import ExpertParallel
 from epmoe.training import TrainingExchange
 from epmoe.training.exchange import WeightsOn
@@ -120,8 +119,8 @@ class Passes:
     def check_all_to_all(self) -> None:
         """Raise RuntimeError unless it computes the gradients of the exchange, to the precision of its dtype."""
         limit = 64 * torch.finfo(self.x.dtype).eps
-        if self.payload == "fp8":
-            limit = max(limit, torch.finfo(FP8).eps)
+        if element := TRAINING_FORMATS[self.payload].element:
+            limit = max(limit, torch.finfo(element).eps)
         for got, want in zip(self.all_to_all(), self.exchanged("combine"), strict=True):
             if not torch.allclose(got, want, rtol=limit, atol=limit * float(want.abs().max() if len(want) else 0)):
                 raise RuntimeError("all-to-all: its gradients are not those of the exchange")

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from epmoe.local import weight_formats as formats
 from epmoe.local.gemm.gemm import on_hopper
+from epmoe.local.weight_formats import FORMATS, FP8_BLOCKS, MXFP4_GROUPS, bits_of, dequantize_weights, granularity
 from epmoe.native.arguments import FLOATS, FP8, MXFP4, dtype_name
-from epmoe.native.formats import SCALE_BLOCK
 from epmoe.native.package import sentence
 
 _log = logging.getLogger("epmoe")
@@ -214,7 +213,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             logical: the experts, in the order of the result: `Placement.logical_experts` of a rank for instance.
             device: of the result.
             dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded once; or fp8 e4m3
-                or uint8 for fp8 of blocks or MXFP4 as it is, on any device. None: the checkpoint's, but as above.
+                or float4_e2m1fn_x2 for fp8 of blocks or MXFP4 as it is, on any device. None: the checkpoint's, but as
+                above.
 
         Returns:
             Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the checkpoint has them.
@@ -227,14 +227,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 tensors and their dtypes and shapes. Or they are not fp8 of blocks or MXFP4, as `dtype` wants them.
             LookupError: the checkpoint has no expert of this number.
         """
-        if dtype not in (None, FP8, MXFP4, *FLOATS):
-            raise TypeError(f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, FP8, MXFP4)))}, got {dtype}")
+        if dtype not in (None, *FLOATS, *FORMATS):
+            raise TypeError(f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *FORMATS)))}, got {dtype}")
         block, router = self._find(block)
         E = self.shape(f"{block}.{router}.weight")[0]
         if outside := sorted({x for x in logical if not 0 <= x < E}):
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
         stored = self._stored(block, E)
-        if dtype in (FP8, MXFP4) and dtype != stored.native:
+        if dtype in FORMATS and dtype != stored.native:
             needed = "MXFP4" if dtype == MXFP4 else "fp8 with a scale for each block of 128 × 128"
             raise ValueError(
                 f"{self.path}: the experts of `{block}` must be {needed} to be loaded in {dtype_name(dtype)}"
@@ -279,36 +279,38 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def _expert(
         self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        padding = -stored.F % SCALE_BLOCK if dtype == FP8 else 0
+        padding = -stored.F % FP8_BLOCKS.block[1] if dtype == FP8 else 0
         out = {}
         for part in _PARTS:
             weights, scales, biases = (
-                [self._read(name, x).to(device) for name in stored.tensors.get(argument, ())]
-                for argument in (f"w_{part}", f"{part}_scales", f"{part}_bias")
+                [self._read(name, x, of_bytes).to(device) for name in stored.tensors.get(argument, ())]
+                for argument, of_bytes in (
+                    (f"w_{part}", MXFP4),
+                    (f"{part}_scales", MXFP4_GROUPS.scale),
+                    (f"{part}_bias", None),
+                )
             )
             if stored.transposed:
                 weights = [weight.t() for weight in weights]
             if dtype == FP8:
                 weights = [_padded(weight, padding, 0 if part == "gate_up" else 1) for weight in weights]
-                scales = [formats.scale_values(of_blocks) for of_blocks in scales]
-            elif dtype == MXFP4:
-                weights = [weight.view(MXFP4) for weight in weights]
-                scales = [of_groups.view(torch.uint8) for of_groups in scales]
-            elif dtype is not None and scales:
-                weights = [formats.dequantized(*pair, dtype) for pair in zip(weights, scales, strict=True)]
+            elif dtype in FLOATS and scales:
+                weights = [dequantize_weights(*pair, dtype) for pair in zip(weights, scales, strict=True)]
                 scales = []
-            out[f"w_{part}"] = torch.cat(weights).to(dtype)
+            out[f"w_{part}"] = _joined(weights).to(dtype)
             if scales:
-                out[f"{part}_scales"] = torch.cat(scales)
+                assert dtype is not None
+                out[f"{part}_scales"] = _joined(scales).to(FORMATS[dtype].scale)
             if biases:
                 biases = [pad(bias, (0, padding if part == "gate_up" else 0)) for bias in biases]
                 out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if scales else dtype)
         return out
 
-    def _read(self, name: str, x: int) -> Tensor:
-        """The tensor of expert x, which has a row for each row of a weight."""
+    def _read(self, name: str, x: int, of_bytes: torch.dtype | None) -> Tensor:
+        """The tensor of expert x, which has a row for each row of a weight. Bytes are in the dtype `of_bytes`."""
         tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
-        return tensor.flatten(1) if tensor.dim() == 3 else tensor
+        tensor = tensor.flatten(1) if tensor.dim() == 3 else tensor
+        return tensor.view(of_bytes) if of_bytes and tensor.dtype in (torch.uint8, torch.int8) else tensor
 
     def _find(self, *blocks: str) -> tuple[str, str]:
         """The name in the checkpoint of the first of these blocks that is there, and its router's."""
@@ -386,14 +388,16 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         if scales is None:
             raise self._refusal(weight, "without a `weight_scale_inv`")
         n, k = weight.of_expert(fused, packed)
-        shared = formats.granularity(scales.of_expert(fused), n, k)
-        in_groups = shared == (1, formats.GROUP)
+        shared = granularity(scales.of_expert(fused), n, k)
+        in_groups = shared == MXFP4_GROUPS.block
         if scales.dtype not in known or shared is None or not in_groups and (packed or scales.dtype == "U8"):
-            groups = f"{[n, k // formats.GROUP]} for {[n, k]}, one for each group of {formats.GROUP}"
-            blocks = f"{[-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)]} for {[n, k]}, one for each block of 128 × 128"
-            several = groups if packed else f"{blocks}, or one for each row, group of {formats.GROUP} or weight"
+            (_, *groups), (_, *blocks) = (each.scales_shape(1, n, k) for each in (MXFP4_GROUPS, FP8_BLOCKS))
+            several = (
+                f"{blocks} for {[n, k]}, one for each block of 128 × 128, or one for each row, group of 32 or weight"
+            )
+            several = f"{groups} for {[n, k]}, one for each group of 32" if packed else several
             raise self._refusal(scales, f"but scales must be {' or '.join(known)} {several}")
-        return MXFP4 if packed else FP8 if shared == (SCALE_BLOCK, SCALE_BLOCK) else None
+        return MXFP4 if packed else FP8 if shared == FP8_BLOCKS.block else None
 
     def _refusal(self, header: _Header, why: str) -> ValueError:
         return ValueError(f"{self._path(header.name)}: {header}, {why}")
@@ -439,6 +443,10 @@ def _of_all(patterns: Iterable[str], E: int) -> set[str]:
 
 def _some(names: Set[str]) -> str:
     return ", ".join(sorted(names)[:_MOST_NAMES]) + ("…" if len(names) > _MOST_NAMES else "")
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([bits_of(part) for part in parts]).view(parts[0].dtype)
 
 
 def _padded(weight: Tensor, by: int, dim: int) -> Tensor:

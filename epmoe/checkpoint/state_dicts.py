@@ -20,6 +20,7 @@ from epmoe.group.errors import EPStateError
 from epmoe.group.peers import Peers
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import is_spread
+from epmoe.local.weight_formats import take_rows
 from epmoe.service import ExpertParallel
 from epmoe.training.models import eps_of, expert_parallels
 
@@ -119,7 +120,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
         elif (id(value) in named.rows or is_spread(value)) and len(given) != len(value):
             raise ValueError(f"`{key}` must hold all {len(value)} experts, got {len(given)}")
         if id(value) in named.rows:
-            local[key] = given[value.held]
+            local[key] = take_rows(given, value.held)
         elif hasattr(value, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
 

@@ -18,7 +18,6 @@ from epmoe.bench.report import STDOUT, Benchmark, Job
 from epmoe.cli.console import UserError, check_output, command, console, launched_rank, log, print_table, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
-from epmoe.native.formats import PayloadName
 
 # Options, and those without which they go.
 _WITHOUT = {
@@ -99,7 +98,7 @@ def bench(
             raise UserError(
                 "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` is a multiple of 128"
             )
-        forward: PayloadName = "fp8" if payload == [gpu.Payload.FP8_OUT] else "auto"
+        forward = payload[0].wires[0] if payload else "auto"
         benchmark = partial(training.run, payload=forward)
         steps = len(counts)
     elif whole_layer:

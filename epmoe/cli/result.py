@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.health import COUNTERS, Health
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import WIRE_FORMATS
 
 _T = TypeVar("_T")
 STAGES = {
@@ -168,9 +168,9 @@ class Result:
         return self.rows_moved * self._row_bytes(self.config.exchange.combine_payload)
 
     def _row_bytes(self, payload: str) -> int:
-        """Bytes of one row's values on the wire; an fp8 row has a fp32 scale for each block of values."""
-        D = self.config.model.hidden_size
-        return D + 4 * -(-D // SCALE_BLOCK) if payload == "fp8" else D * self.config.model.torch_dtype.itemsize
+        """Bytes of one row's values on the wire, and of its scales."""
+        model, wire = self.config.model, WIRE_FORMATS[payload]
+        return wire.row_bytes(model.hidden_size, model.torch_dtype) + wire.scale_bytes(model.hidden_size)
 
     @property
     def loads(self) -> list[list[int]]:

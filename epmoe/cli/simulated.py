@@ -186,8 +186,7 @@ def live(config: EPConfig) -> EPConfig:
 
 def _tolerance(config: EPConfig) -> float:
     """The limit of `Measured.worst_error`: it allows for the rounding of rows' dtype, also inside the experts."""
-    fp8 = "fp8" in (config.exchange.payload, config.exchange.combine_payload)
-    return FP8_TOLERANCE if fp8 else TOLERANCE[config.model.dtype]
+    return FP8_TOLERANCE if config.exchange.quantizes else TOLERANCE[config.model.dtype]
 
 
 def require_memory(config: EPConfig) -> None:

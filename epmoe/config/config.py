@@ -205,6 +205,11 @@ class ExchangeConfig(Strict):
     num_sms: int | None = Field(default=None, ge=1)
     """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether rows travel in a format with scales, out or back."""
+        return any(WIRE_FORMATS[name].scale for name in (self.payload, self.combine_payload))
+
 
 class EPConfig(Strict):
     """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, `EPConfig.from_hf(model, ep_size=R)` or sections."""

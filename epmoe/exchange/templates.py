@@ -219,7 +219,9 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     element, scale = payload.element, payload.scale
     if element is None or scale is None:
         if scales is not None:
-            raise ValueError("`scales` need `exchange.payload: fp8`, the format in which their rows travel")
+            raise ValueError(
+                "`scales` need an `exchange.payload` with scales, such as fp8: the format in which their rows travel"
+            )
     elif scales is not None:
         dtypes = [element]
     elif getattr(x, "dtype", None) == element:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.gemm.gemm import Added, plain_shape
+from epmoe.local.gemm.gemm import Added
 from epmoe.local.gemm.table import GEMMS, choose
 from epmoe.local.spread import local_view
+from epmoe.local.weight_formats import plain_shape
 from epmoe.native.arguments import FLOATS, check_tensor, dtype_name
 
 NO_ADAPTER = -1

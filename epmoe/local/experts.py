@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.local.experts_gradients import train_experts
-from epmoe.local.gemm.gemm import Added, Gemm, Segments, Weights, plain_shape, product_dtype
+from epmoe.local.gemm.gemm import Added, Gemm, Segments, Weights
 from epmoe.local.gemm.gradients import choose_trained
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.spread import local_view
-from epmoe.local.weight_formats import GROUP
-from epmoe.native.arguments import FLOATS, FP8, MXFP4, check_tensor, dtype_name, refuse_tangents, wants_gradients
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.local.weight_formats import FORMATS, bits_of, plain_shape, product_dtype
+from epmoe.native.arguments import FLOATS, FP8, check_tensor, dtype_name, refuse_tangents, wants_gradients
+from epmoe.native.formats import format_of_rows
 
-DTYPES = (*FLOATS, torch.float64, FP8, MXFP4)
+DTYPES = (*FLOATS, torch.float64, *FORMATS)
 _UNALIGNED = (
     "fp8 weights are dequantized in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
     "and `alignment=dispatched.alignment`"
 )
-_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
+_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights have scales
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -81,12 +81,12 @@ class GroupedExperts(nn.Module):
 
     Args:
         w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows;
-            or MXFP4, uint8 [e, 2F, D/2]: a byte has two codes e2m1, the low four bits first. D and F are then multiples
-            of 32.
+            or MXFP4, float4_e2m1fn_x2 [e, 2F, D/2]: an item has two codes, the low four bits first; bytes become them
+            by `.view(torch.float4_e2m1fn_x2)`. D and F are then multiples of 32.
         w_down: [e, D, F], or [e, D, F/2] of MXFP4; same dtype and device.
-        gate_up_scales: with fp8 weights fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], one for each block of 128 × 128. With MXFP4 UE8M0
-            as uint8 [e, 2F, D/32], one for each 32 numbers of a row.
-        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉] with fp8 weights, uint8 [e, D, F/32] with MXFP4.
+        gate_up_scales: with fp8 weights fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], one for each block of 128 × 128. With MXFP4
+            float8_e8m0fnu [e, 2F, D/32], one for each 32 numbers of a row.
+        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉] with fp8 weights, float8_e8m0fnu [e, D, F/32] with MXFP4.
         gate_up_bias: [e, 2F] in the dtype of outputs, or None.
         down_bias: [e, D] in the dtype of outputs, or None.
         interleaved: gate and up rows alternate in `w_gate_up` and its bias.
@@ -141,31 +141,29 @@ class GroupedExperts(nn.Module):
         dtypes = [dtype for dtype in DTYPES if dtype == getattr(w_down, "dtype", None)]
         check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
         (e, D, f), device = plain_shape(w_down), w_down.device
-        packed = w_down.dtype == MXFP4
-        if packed and (D % GROUP or f % GROUP):
-            raise ValueError(f"D and F of MXFP4 weights must be multiples of {GROUP}, got {D} and {f}")
-        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D // 2 if packed else D), device)
+        given = FORMATS.get(w_down.dtype)
+        packed = 1 if given is None else given.packed
+        if given is not None and packed > 1 and (D % given.block[1] or f % given.block[1]):
+            raise ValueError(f"D and F of {given.name} must be multiples of {given.block[1]}, got {D} and {f}")
+        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D // packed), device)
         if gemm not in CHOICES:
             *names, last = map(repr, CHOICES)
             raise ValueError(f"`gemm` must be {', '.join(names)} or {last}, got {gemm!r}")
         super().__init__()
         self.w_gate_up, self.w_down = parameter(w_gate_up), parameter(w_down)
-        rows, columns = (1, GROUP) if packed else (SCALE_BLOCK, SCALE_BLOCK)  # that share a scale
-        scale, out = (torch.uint8 if packed else torch.float32,), (self.dtype,)
-        optional = {
-            "gate_up_scales": (gate_up_scales, scale, (e, -(-2 * f // rows), -(-D // columns))),
-            "down_scales": (down_scales, scale, (e, -(-D // rows), -(-f // columns))),
-            "gate_up_bias": (gate_up_bias, out, (e, 2 * f)),
-            "down_bias": (down_bias, out, (e, D)),
-        }
-        for name, (value, wanted, shape) in optional.items():
-            if value is not None or self.is_quantized and wanted is scale:
-                check_tensor(name, value, wanted, shape, device)
-            if value is not None and not self.is_quantized and wanted is scale:
-                raise ValueError(f"`{name}` must be None where the weights are {dtype_name(w_down.dtype)}")
-            self.register_parameter(name, None if value is None else parameter(value))
-            if value is not None and self.is_quantized:
-                getattr(self, name).requires_grad_(False)
+        for part, scales, bias, n, k in (
+            ("gate_up", gate_up_scales, gate_up_bias, 2 * f, D), ("down", down_scales, down_bias, D, f),
+        ):  # fmt: skip
+            if given is not None:
+                check_tensor(f"{part}_scales", scales, (given.scale,), given.scales_shape(e, n, k), device)
+            elif scales is not None:
+                raise ValueError(f"`{part}_scales` must be None where the weights are {dtype_name(w_down.dtype)}")
+            if bias is not None:
+                check_tensor(f"{part}_bias", bias, (self.dtype,), (e, n), device)
+            for name, value in ((f"{part}_scales", scales), (f"{part}_bias", bias)):
+                self.register_parameter(name, None if value is None else parameter(value))
+                if value is not None and given is not None:
+                    getattr(self, name).requires_grad_(False)
         self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
         self.averages_over = 1
         self._wanted, self._invariant = gemm, batch_invariant
@@ -179,7 +177,7 @@ class GroupedExperts(nn.Module):
     @property
     def is_quantized(self) -> bool:
         """Whether the weights have scales: fp8 or MXFP4, which serve only."""
-        return self.w_down.dtype in (FP8, MXFP4)
+        return self.w_down.dtype in FORMATS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -245,7 +243,8 @@ class GroupedExperts(nn.Module):
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
         N = rows_ND.shape[0]
         if scales is not None:
-            check_tensor("scales", scales, (torch.float32,), (N, D // SCALE_BLOCK), device)
+            wire = format_of_rows(D, scales.shape[-1] if isinstance(scales, Tensor) and scales.dim() else 0)
+            check_tensor("scales", scales, (wire.scale or torch.float32,), (N, D // wire.block), device)
         if tokens_per_expert is not None:
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
@@ -281,8 +280,9 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         e, D, f = plain_shape(self._weights(None).down)
-        dtype = "MXFP4" if self.w_down.dtype == MXFP4 else dtype_name(self.w_down.dtype)
-        return f"e={e}, D={D}, F={f}, {dtype}, gemm={self.gemm!r}"
+        given = FORMATS.get(self.w_down.dtype)
+        name = dtype_name(self.w_down.dtype) if given is None or given.packed == 1 else given.name
+        return f"e={e}, D={D}, F={f}, {name}, gemm={self.gemm!r}"
 
     def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights) -> Tensor:
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:
@@ -330,11 +330,13 @@ class GroupedExperts(nn.Module):
         )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        kept = {name: getattr(self, name).data for name in _KEEP_DTYPE} if self.is_fp8 else {}
-        super()._apply(fn, recurse)
-        for name, data in kept.items():
-            if (after := getattr(self, name)).dtype != data.dtype:
-                setattr(self, name, nn.Parameter(data.to(after.device), requires_grad=False))
+        quantized = [getattr(self, name) for name in _KEEP_DTYPE] if self.is_quantized else []
+
+        def apply(value: Tensor) -> Tensor:
+            kept = any(value is each for each in quantized)
+            return fn(bits_of(value)).view(value.dtype) if kept else fn(value)
+
+        super()._apply(apply, recurse)
         if self.dtype not in FLOATS:  # fp64, which serves only
             self.requires_grad_(False)
         self._choose()

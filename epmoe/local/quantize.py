@@ -7,11 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.local import weight_formats as formats
 from epmoe.native import ops
 from epmoe.native.arguments import (
     FLOATS,
-    MXFP4,
     check_forward_only,
     check_tensor,
     contiguous_rows,
@@ -19,7 +17,6 @@ from epmoe.native.arguments import (
     describe_fields,
     token_count,
 )
-from epmoe.native.formats import SCALE_BLOCK
 
 
 class Quantized(NamedTuple):
@@ -87,16 +84,6 @@ def quantize_fp8(
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, D/128]; D is a multiple of 128."""
-    return (rows.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(1).to(dtype)
-
-
-def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights [..., n, k] in `dtype`, rounded once: of fp8 in blocks of 128 × 128 with their scales fp32, or of MXFP4
-    as bytes [..., n, k/2] with scales as bytes [..., n, k/32]."""
-    if weights.dtype == MXFP4:
-        of_each = formats.scale_values(scales).repeat_interleave(formats.GROUP, -1)
-        return (formats.codes_of(weights) * of_each).to(dtype)
-    n, k = weights.shape[-2:]
-    scale_of_each = scales.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :].repeat_interleave(SCALE_BLOCK, -1)[..., :k]
-    return (weights.float() * scale_of_each).to(dtype)
+    """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, B], of which each has D / B elements of a row."""
+    blocks = rows.float().unflatten(1, (scales.shape[1], -1))
+    return (blocks * scales[..., None]).flatten(1).to(dtype)

@@ -1,58 +1,92 @@
-"""Weights of few bits, as checkpoints have them: codes (e4m3, pairs of e2m1) and scales of a weight, row, group or
-block, dequantized in any dtype. GPUs with kernels for MXFP4 keep it as it is, and fp8 of blocks stays everywhere.
+"""Weights of few bits: codes (e4m3, pairs of e2m1) with scales. A format that experts take is a row of `FORMATS`; any
+other format that checkpoints have is dequantized: a scale for each weight, row, group or block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.arguments import FP8, MXFP4
 
-GROUP = 32  # elements of a row that share a scale in the MX formats
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None:
-    """Rows and columns of a weight [n, k] (in elements) that share a scale, by the shape of its scales.
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the weights of experts lie. Products with them are bf16."""
 
-    (128, 128) for blocks, (n, k) for a whole weight, (1, k) for rows, (1, 32) for groups. None: no such shape.
-    """
+    name: str
+    codes: torch.dtype
+    packed: int
+    """Numbers in an item of `codes`."""
+    scale: torch.dtype
+    block: tuple[int, int]
+    """Rows and columns that share a scale."""
+
+    def scales_shape(self, e: int, n: int, k: int) -> tuple[int, int, int]:
+        """The shape of the scales of weights [e, n, k], in numbers."""
+        rows, columns = self.block
+        return e, -(-n // rows), -(-k // columns)
+
+
+FP8_BLOCKS = WeightFormat("fp8", FP8, 1, torch.float32, (128, 128))
+MXFP4_GROUPS = WeightFormat("MXFP4", MXFP4, 2, torch.float8_e8m0fnu, (1, 32))
+FORMATS = {each.codes: each for each in (FP8_BLOCKS, MXFP4_GROUPS)}
+"""The formats with scales, by the dtype of weights. Weights of any other dtype have none."""
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """The same memory as integers, which torch indexes, joins and leaves alone in casts, whatever the dtype is."""
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+
+
+def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of these rows, without gradients."""
+    return bits_of(values.detach())[list(rows)].view(values.dtype)
+
+
+def plain_shape(weights: Tensor) -> tuple[int, ...]:
+    """The shape of weights [e, n, k] in numbers."""
+    *shape, k = weights.shape
+    given = FORMATS.get(weights.dtype)
+    return *shape, k * given.packed if given else k
+
+
+def product_dtype(weights: Tensor) -> torch.dtype:
+    """The dtype of products with these weights."""
+    return torch.bfloat16 if weights.dtype in FORMATS else weights.dtype
+
+
+def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None:
+    """Rows and columns of a weight [n, k] (in numbers) that share a scale, by the shape of its scales: of blocks, a
+    whole weight, rows or groups. None: no such shape."""
     shape = list(scales)
-    if shape == [-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)]:
-        return SCALE_BLOCK, SCALE_BLOCK
-    if shape in ([], [1], [1, 1]):
-        return n, k
-    if shape in ([n], [n, 1]):
-        return 1, k
-    return (1, GROUP) if shape == [n, k // GROUP] and k % GROUP == 0 else None
+    for known in (FP8_BLOCKS.block, (n, k), (1, k), MXFP4_GROUPS.block):
+        parts = [-(-size // shared) for size, shared in zip((n, k), known, strict=True)]
+        if shape == parts or shape == parts[:1] and parts[1] == 1 or not shape and parts == [1, 1]:
+            return known
+    return None
 
 
 def codes_of(weight: Tensor) -> Tensor:
-    """Unscaled fp32 values [n, k] of e4m3 [n, k], or of pairs of e2m1 as bytes [n, k/2], the low four bits first."""
-    if weight.dtype == FP8:
+    """Unscaled fp32 values [..., n, k] of e4m3, or of pairs of e2m1 [..., n, k/2], the low four bits first."""
+    if weight.dtype != MXFP4:
         return weight.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=weight.device)
     pairs = weight.view(torch.uint8)
     return table[torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()]
 
 
-def scale_values(scales: Tensor) -> Tensor:
-    """fp32 scales of any float, or of UE8M0 as bytes."""
-    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
-
-
-def scale_of_each(scales: Tensor, n: int, k: int) -> Tensor:
-    """fp32 [n, k], the scale of each element. The shape of `scales` is one that `granularity` knows."""
-    rows, columns = granularity(scales.shape, n, k) or (n, k)
-    of_parts = scale_values(scales).reshape(-(-n // rows), -(-k // columns))
-    return of_parts.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-
-
-def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, k] in `dtype`: the product of code and scale in fp32, rounded once."""
-    codes = codes_of(weight)
-    return (codes * scale_of_each(scales, *codes.shape)).to(dtype)
+def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights [..., n, k] in `dtype`: the product of code and scale in fp32, rounded once. `scales`, in any float
+    dtype, have a shape that `granularity` knows."""
+    codes = codes_of(weights)
+    *before, n, k = codes.shape
+    rows, columns = granularity(scales.shape[len(before) :], n, k) or (n, k)
+    of_parts = scales.float().reshape(*before, -(-n // rows), -(-k // columns))
+    of_rows = of_parts.repeat_interleave(rows, -2)[..., :n, :]
+    return (codes * of_rows.repeat_interleave(columns, -1)[..., :k]).to(dtype)

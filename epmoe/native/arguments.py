@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
 FP8 = torch.float8_e4m3fn
-MXFP4 = torch.uint8
+MXFP4 = torch.float4_e2m1fn_x2
 """The dtype of weights in MXFP4: a byte has two codes e2m1, the low four bits first."""
 
 

@@ -77,6 +77,12 @@ TRAINING_FORMATS = {"auto": WIRE_FORMATS["auto"], "fp8": WIRE_FORMATS["packed_fp
 """The formats of training, by the `payload` of a `TrainingExchange`."""
 
 
+def format_of_rows(D: int, scales: int) -> WireFormat:
+    """The format of rows of D elements that come with so many scales each; "fp8" where no format has so many."""
+    scaled = [each for each in WIRE_FORMATS.values() if each.scale and not each.packed]
+    return next((each for each in scaled if each.block * scales == D), scaled[0])
+
+
 def payload_of(element: torch.dtype, block: int) -> PayloadName | None:
     """The name of the payload whose rows arrive as `element` with a scale for each `block` elements; None: no such."""
     name: PayloadName

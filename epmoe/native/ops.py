@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.native import build
-from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
+from epmoe.native.formats import WIRE_FORMATS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # by their number in csrc/types.h
 
@@ -159,7 +159,7 @@ def _(rows: Tensor, row_of_pair: Tensor, weights: Tensor, counts: Tensor | None)
 @torch.library.register_fake("epmoe::quantize_fp8")
 def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> tuple[Tensor, Tensor]:
     T, D = x.shape
-    scales = (1,) if per_tensor else (T, -(-D // SCALE_BLOCK))
+    scales = (1,) if per_tensor else (T, WIRE_FORMATS["fp8"].num_scales(D))
     return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
 
 
@@ -180,7 +180,7 @@ def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     N = gate_up.shape[0]
     F = gate_up.shape[1] // 2
     dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
-    scales = (-(-F // SCALE_BLOCK), (N + 3) // 4 * 4 if quantize else 0)
+    scales = (WIRE_FORMATS["fp8"].num_scales(F), (N + 3) // 4 * 4 if quantize else 0)
     return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
 
 

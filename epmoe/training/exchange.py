@@ -90,7 +90,7 @@ class TrainingExchange:
             if not isinstance(value, ExpertParallel):
                 raise TypeError(f"`{name}` must be an ExpertParallel, got {describe(value)}")
         if payload not in TRAINING_FORMATS:
-            raise ValueError(f"`payload` must be 'auto' or 'fp8', got {payload!r}")
+            raise ValueError(f"`payload` must be {' or '.join(map(repr, TRAINING_FORMATS))}, got {payload!r}")
         for key in ("payload", "combine_payload"):
             if (configured := getattr(ep.config.exchange, key)) != "auto":
                 raise ValueError(

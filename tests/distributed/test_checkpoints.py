@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from epmoe import EPStateError, ExpertParallel, MoELayer, checkpoint
 from epmoe.local.spread import is_spread, local_view
+from epmoe.local.weight_formats import take_rows
+from epmoe.native.arguments import MXFP4
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -60,7 +62,9 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
         shapes = {"w_gate_up": (2 * F, D // 2), "w_down": (D, F // 2), "gate_up_scales": (2 * F, D // 32)}
         shapes["down_scales"] = (D, F // 32)
         return tensors | {
-            name: torch.randint(100, 130, (E, *shape), generator=generator, dtype=torch.uint8)
+            name: torch.randint(100, 130, (E, *shape), generator=generator, dtype=torch.uint8).view(
+                MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu
+            )
             for name, shape in shapes.items()
         }
     if kind == "gpt_oss":
@@ -92,7 +96,7 @@ def assert_same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
 def assert_holds(layer: MoELayer, kind: str = "plain", seed: int = 0) -> None:
     """Each local expert has the weights of its logical expert, copies too."""
     held = layer.ep.placement.logical_experts(layer.ep.rank)
-    local = {n: t[held] if n.startswith("experts.") else t for n, t in expected(kind, seed).items()}
+    local = {n: take_rows(t, held) if n.startswith("experts.") else t for n, t in expected(kind, seed).items()}
     listed = list(range(E)) if is_spread(layer.experts.w_down) else held
     got = {name: local_view(value) for name, value in layer.state_dict().items()}
     assert_same_bits(got, local | {"_extra_state": torch.tensor(listed, dtype=torch.int32)})

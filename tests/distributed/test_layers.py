@@ -15,8 +15,8 @@ from helpers import ON_GPUS, assert_close, full_layer, poison_, randn
 
 from epmoe import GroupedExperts, MoELayer
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.local.quantize import dequantize_weights
 from epmoe.local.reference import moe_reference, route_reference
+from epmoe.local.weight_formats import dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 

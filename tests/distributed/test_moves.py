@@ -22,6 +22,7 @@ from epmoe import Dispatched, EPRefusedError, EPStateError, EPTimeoutError, Expe
 from epmoe.live import tables
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.moves import MOST_CALLS, Moves
+from epmoe.native.arguments import MXFP4
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -437,7 +438,12 @@ def test_experts_in_mxfp4_move(make, rank):
     codes = {"w_gate_up": (2 * D, D // 2), "w_down": (D, D // 2), "gate_up_scales": (2 * D, 1), "down_scales": (D, 1)}
     draw = generator(5)
     full = [
-        {name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8) for name, shape in codes.items()}
+        {
+            name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8).view(
+                MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu
+            )
+            for name, shape in codes.items()
+        }
         for _ in range(L)
     ]
     layers = [MoELayer.from_full(ep, randn(E, D, seed=layer), **given) for layer, given in enumerate(full)]
@@ -447,7 +453,8 @@ def test_experts_in_mxfp4_move(make, rank):
     ep.apply()
     for layer, local, expert in experts_of(ep):
         for name, whole in full[layer].items():
-            assert torch.equal(getattr(layers[layer].experts, name)[local].cpu(), whole[expert])
+            moved = getattr(layers[layer].experts, name)[local].cpu()
+            assert torch.equal(moved.view(torch.uint8), whole[expert].view(torch.uint8))
     for layer, y in zip(layers, before, strict=True):
         assert_close(layer(x), y, slack=4)
 

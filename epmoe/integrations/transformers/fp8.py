@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FLOATS, FP8, dtype_name
-from epmoe.native.formats import SCALE_BLOCK
 
 PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv")
 SILU = ("SiLU", "SiLUActivation")
+_BLOCK = FP8_BLOCKS.block
 
 
 def is_quantized(experts: Any) -> bool:
@@ -24,7 +25,7 @@ def check(experts: Any) -> None:
     """Raises ValueError unless `GroupedExperts` take the quantized module. The message names what they do not take."""
     if problem := _problem(experts):
         raise ValueError(
-            f"epmoe takes fp8 experts with scales of blocks of {SCALE_BLOCK} × {SCALE_BLOCK} or of whole weights, "
+            f"epmoe takes fp8 experts with scales of blocks of {_BLOCK[0]} × {_BLOCK[1]} or of whole weights, "
             f"dynamic activation scales and SwiGLU, but these have {problem}: load the checkpoint with "
             "`FineGrainedFP8Config(dequantize=True)`, or "
             'without epmoe, as by `ep_implementation="all_to_all"`'
@@ -44,8 +45,7 @@ def options(experts: Any, gate_up: Tensor, down: Tensor, up_scales: Tensor, down
 
 
 def _scales_for(weight: Tensor) -> list[int]:
-    """The shape of the scales of blocks of a weight [e, n, k]."""
-    return [len(weight), *(-(-size // SCALE_BLOCK) for size in weight.shape[1:])]
+    return list(FP8_BLOCKS.scales_shape(*weight.shape))
 
 
 def of_blocks(scales: Tensor, shape: Sequence[int]) -> Tensor:
@@ -65,7 +65,7 @@ def _problem(experts: Any) -> str | None:
         return f"activation scales of the kind {experts.activation_scheme!r}"
     if weights.dtype != FP8:
         return f"weights in {dtype_name(weights.dtype)}"
-    if block is not None and list(block) != [SCALE_BLOCK, SCALE_BLOCK]:
+    if block is not None and tuple(block) != _BLOCK:
         return f"blocks of {' × '.join(map(str, block))}"
     if scales not in (torch.float32, torch.float8_e8m0fnu):
         return f"scales in {dtype_name(scales)}"
@@ -75,7 +75,7 @@ def _problem(experts: Any) -> str | None:
         return "a soft cap on the gate"
     if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in SILU:
         return f"the activation {type(experts.act_fn).__name__}"
-    if block is None and F % SCALE_BLOCK:
+    if block is None and F % _BLOCK[0]:
         return f"F={F} and one scale for each of gate and up, whose rows share a block"
     up, down = experts.gate_up_proj, weights
     wanted = [[len(up), 2, 1], [len(down), 1, 1]] if block is None else [_scales_for(up), _scales_for(down)]

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.local.experts import GroupedExperts
+from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FLOATS, FP8
-from epmoe.native.formats import SCALE_BLOCK
 
 _PLAIN = ("TritonExperts", "DeepGemmExperts", "TritonOrDeepGemmExperts")  # which leave weights as loaded
 _PACKING = "CPUUnquantizedExperts"  # and its subclasses pack the weights; `layer.py` has those that were loaded
@@ -54,7 +54,7 @@ def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:
     if dtype in (FLOATS if on_cpu else (torch.bfloat16,)) and quant.quant_dtype is None:
         return None
     scales = {getattr(scale, "dtype", None) for scale in (quant.w1_scale, quant.w2_scale)}
-    if dtype == FP8 and list(quant.block_shape or ()) == [SCALE_BLOCK, SCALE_BLOCK] and scales == {torch.float32}:
+    if dtype == FP8 and tuple(quant.block_shape or ()) == FP8_BLOCKS.block and scales == {FP8_BLOCKS.scale}:
         return None  # also with scales that vLLM has made powers of two, for its DeepGEMM
     return f"{dtype} weights in blocks of {quant.block_shape} with scales in {', '.join(map(str, scales))}"
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import plain_shape, product_dtype
 from epmoe.local.gemm.loop import Loop
+from epmoe.local.weight_formats import plain_shape, product_dtype
 
 ROWS = 16
 """Of a block. Fewer rows read the weights more often, more rows compute more for an expert with one row."""

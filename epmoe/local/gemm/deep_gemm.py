@@ -19,10 +19,10 @@ from torch import Tensor
 
 from epmoe.config.config import ROW_BLOCKS
 from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_weights, problem_on_hopper
+from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8, MXFP4
-from epmoe.native.formats import SCALE_BLOCK
 
-_STEPS = {torch.bfloat16: 64, FP8: SCALE_BLOCK, MXFP4: 64}  # of which D and F are multiples
+_STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1], MXFP4: 64}  # of which D and F are multiples
 
 
 class DeepGemm(Gemm):

@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Segments, Weights, plain_rows, problem_on_hopper, product_dtype
+from epmoe.local.gemm.gemm import Gemm, Segments, Weights, plain_rows, problem_on_hopper
 from epmoe.local.quantize import quantize_fp8
+from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4
-from epmoe.native.formats import SCALE_BLOCK
 
 # Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
 _ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; then four
@@ -51,7 +51,10 @@ class FewRows(Gemm):
     needs_gpu = True
     takes_all_calls = False
     takes_fp8 = True
-    steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: SCALE_BLOCK}  # of which D and F are multiples
+    steps: ClassVar[dict[torch.dtype, int]] = {
+        torch.bfloat16: 64,
+        FP8: FP8_BLOCKS.block[1],
+    }  # of which D and F are multiples
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
@@ -93,7 +96,7 @@ class FewRowsOfMxfp4(FewRows):
 
     name = "few_rows_mxfp4"
     takes_fp8 = False
-    steps: ClassVar = {MXFP4: 32}
+    steps: ClassVar = {MXFP4: MXFP4_GROUPS.block[1]}
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
         return MOST_ROWS_OF_MXFP4

@@ -14,14 +14,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.local.quantize import dequantize_rows, dequantize_weights, quantize_fp8
+from epmoe.local.quantize import dequantize_rows, quantize_fp8
+from epmoe.local.weight_formats import FORMATS, dequantize_weights, plain_shape, product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4, dtype_name
 
 _HOPPER = 9  # of the compute capability
 
 Scaled = tuple[Tensor, Tensor | None]
-"""A tensor, and its scales: fp32 if it is fp8, bytes if it is MXFP4, else None."""
+"""A tensor, and the scales of its format, or None."""
 
 
 class Segments(NamedTuple):
@@ -53,8 +54,8 @@ class Weights(NamedTuple):
 
     gate_up: Tensor  # [e, 2F, D]; [e, 2F, D/2] in MXFP4
     down: Tensor  # [e, D, F]; [e, D, F/2] in MXFP4
-    gate_up_scales: Tensor | None  # fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8, uint8 [e, 2F, D/32] of MXFP4, else None
-    down_scales: Tensor | None  # fp32 [e, ⌈D/128⌉, ⌈F/128⌉] of fp8, uint8 [e, D, F/32] of MXFP4, else None
+    gate_up_scales: Tensor | None  # of `WeightFormat.scales_shape`, or None where the format has none
+    down_scales: Tensor | None
     gate_up_bias: Tensor | None  # [e, 2F]
     down_bias: Tensor | None  # [e, D]
     gating: tuple[bool, float, float, float]  # interleaved, limit, alpha, up_offset
@@ -151,7 +152,6 @@ def on_hopper(device: torch.device | str) -> bool:
 def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor, steps: dict[torch.dtype, int]) -> ValueError | None:
     """Why a library called `name`, for compute capability 9, does not take these weights, or None. `steps`: by dtype,
     of what all sizes must be multiples."""
-    kinds = {FP8: "fp8", torch.bfloat16: "bf16", MXFP4: "MXFP4"}
     if down.dtype not in steps:
         names = " or ".join(map(dtype_name, steps))
         return ValueError(f"{name} takes weights in {names}, got {down.dtype}")
@@ -161,7 +161,8 @@ def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor, steps: dict[torc
     sizes = (*plain_shape(gate_up)[1:], *plain_shape(down)[1:])
     step = steps[down.dtype]
     if any(size % step for size in sizes):
-        return ValueError(f"{name} takes {kinds[down.dtype]} weights of multiples of {step}, got {sizes}")
+        kind = FORMATS[down.dtype].name if down.dtype in FORMATS else dtype_name(down.dtype)
+        return ValueError(f"{name} takes {kind} weights of multiples of {step}, got {sizes}")
     if not (gate_up.is_contiguous() and down.is_contiguous()):
         return ValueError(f"{name} takes contiguous weights")
     return None
@@ -170,16 +171,6 @@ def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor, steps: dict[torc
 def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
     values, scales = rows
     return values if scales is None else dequantize_rows(values, scales, dtype)
-
-
-def product_dtype(weights: Tensor) -> torch.dtype:
-    return torch.bfloat16 if weights.dtype in (FP8, MXFP4) else weights.dtype
-
-
-def plain_shape(weights: Tensor) -> tuple[int, ...]:
-    """The shape [e, n, k] of weights, in numbers: a byte of MXFP4 has two."""
-    *shape, k = weights.shape
-    return *shape, 2 * k if weights.dtype == MXFP4 else k
 
 
 def plain_weights(weights: Scaled) -> Tensor:

@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, product_dtype
-from epmoe.local.quantize import dequantize_weights
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows
+from epmoe.local.weight_formats import dequantize_weights, product_dtype
 
 
 class Loop(Gemm):

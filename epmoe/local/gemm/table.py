@@ -10,10 +10,11 @@ from torch import Tensor
 from epmoe.local.gemm.blocks import Blocks
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows, FewRowsOfMxfp4
-from epmoe.local.gemm.gemm import Gemm, product_dtype
+from epmoe.local.gemm.gemm import Gemm
 from epmoe.local.gemm.hopper import Hopper
 from epmoe.local.gemm.loop import Loop
 from epmoe.local.gemm.torch_grouped import TorchGrouped
+from epmoe.local.weight_formats import product_dtype
 from epmoe.native.arguments import FP8
 
 GEMMS: dict[str, Gemm] = {

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_shape, plain_weights, product_dtype
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_weights
+from epmoe.local.weight_formats import plain_shape, product_dtype
 
 _STRIDE_BYTES = 16  # strides must be multiples of it; in a backward pass rows become columns
 

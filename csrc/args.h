@@ -171,6 +171,16 @@ struct GroupedGemmArgs {
   void* out;  // out: by rows [N, n], for weights [e, n, k]
 };
 
+// The operator invariant_linear: x [T, k] · weight [n, k]ᵀ, on GPUs, in one order of sums for any T.
+struct InvariantLinearArgs {
+  const void* x_Tk;  // contiguous, like all matrices
+  const void* weight_nk;
+  DType dtype;  // of all matrices
+  int64_t T, n, k;
+  float* parts;  // workspace [invariant_linear_parts, T, n], or null if there are 0
+  void* out_Tn;  // out
+};
+
 // The operators weighted_gates and weighted_gates_backward, for training: the gated activation times the weight of its
 // row. Letters as above. Gradients of weights read gaps, so gaps are not read here, and all outputs are 0 there.
 struct WeightedGatesArgs {

@@ -29,6 +29,8 @@ struct Api {
   int (*dequantize_mxfp4)(const DequantizeArgs& args, Stream stream);
   int (*few_rows)(const FewRowsArgs& args, Stream stream);
   int (*grouped_gemm)(const GroupedGemmArgs& args, Stream stream);
+  int64_t (*invariant_linear_parts)(int64_t T, int64_t n, int64_t k);
+  int (*invariant_linear)(const InvariantLinearArgs& args, Stream stream);
   int (*weighted_gates)(const WeightedGatesArgs& args, Stream stream);
   int (*unpack)(const UnpackArgs& args, Stream stream);
   int (*weighted_rows_backward)(const WeightedRowsArgs& args, Stream stream);

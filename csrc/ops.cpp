@@ -325,6 +325,28 @@ Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, con
   return out;
 }
 
+Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
+  int64_t T = x.size(0), n = weight.size(0), k = x.size(1);
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == k && x.is_contiguous() &&
+                      weight.is_contiguous() && dtype_of(x) == dtype_of(weight) && dtype_of(x) != DType::kFloat8E4M3,
+                  "x must be contiguous [T, k] and weight [n, k], in one dtype");
+  int64_t parts = cuda::library().api->invariant_linear_parts(T, n, k);
+  Tensor workspace = empty_like_device(x, {parts, T, n}, ScalarType::Float);
+  Tensor out = torch::stable::new_empty(x, {T, n});
+  InvariantLinearArgs args{
+      .x_Tk = x.data_ptr(),
+      .weight_nk = weight.data_ptr(),
+      .dtype = dtype_of(x),
+      .T = T,
+      .n = n,
+      .k = k,
+      .parts = parts ? static_cast<float*>(workspace.data_ptr()) : nullptr,
+      .out_Tn = out.data_ptr(),
+  };
+  launch_on_device_of(x, [&](const cuda::Api& api, cuda::Stream stream) { return api.invariant_linear(args, stream); });
+  return out;
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("route", TORCH_BOX(&route));
   library.impl("permute", TORCH_BOX(&permute));
@@ -342,6 +364,7 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   implement(library);
   library.impl("dequantize_mxfp4", TORCH_BOX(&dequantize_mxfp4));
   library.impl("few_rows", TORCH_BOX(&few_rows));
+  library.impl("invariant_linear", TORCH_BOX(&invariant_linear));
 }
 
 }  // namespace epmoe

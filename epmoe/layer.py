@@ -29,6 +29,7 @@ from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.given import given_to
+from epmoe.local.logits import router_logits
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
 from epmoe.local.spread import is_spread, local_view
@@ -38,7 +39,7 @@ from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, dtype_n
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.models import check_spread, problem_with, spread, unspread
-from epmoe.training.route import counted, scores
+from epmoe.training.route import counted
 
 _log = logging.getLogger("epmoe")
 
@@ -145,11 +146,11 @@ class MoELayer(nn.Module):
         if adapters is not None and (apply_router_weight_on_input or on_input or exchange is not None):
             odd = "exchange" if exchange is not None else "apply_router_weight_on_input"
             raise ValueError(f"`{odd}` must be unset with `adapters`")
-        by_block = isinstance(experts, GroupedExperts) and experts.batch_invariant and ep.device.type == "cpu"
-        if by_block and (problem := place_matters(router_weight.dtype, E, D)) is not None:
+        invariant = isinstance(experts, GroupedExperts) and experts.batch_invariant
+        if invariant and ep.device.type == "cpu" and (problem := place_matters(router_weight.dtype, E, D)) is not None:
             raise ValueError(f"`experts` must not be batch_invariant with this router: {problem}")
         super().__init__()
-        self._by_block = by_block  # the router's product
+        self._invariant = invariant  # so is the router's product
         self.ep = ep
         self.experts = experts
         self.adapters = held
@@ -384,8 +385,8 @@ class MoELayer(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`. They have gradients by torch's own rule."""
         with without_autocast(x.device):
-            if self._by_block:
-                return scores(x, self.router_weight, self.logit_bias, by_block=True)
+            if self._invariant:
+                return router_logits(x, self.router_weight, self.logit_bias, invariant=True)
             return F.linear(x.to(self.router_weight.dtype), self.router_weight, self.logit_bias)
 
     def run(
@@ -480,7 +481,7 @@ class MoELayer(nn.Module):
                 given_TK, weights_TK = (None, None) if routing is None else routing
             if given_TK is None or weights_TK is None:
                 with without_autocast(x.device):
-                    logits_TE = scores(x_TD, self.router_weight, self.logit_bias, by_block=self._by_block)
+                    logits_TE = router_logits(x_TD, self.router_weight, self.logit_bias, invariant=self._invariant)
                 ids_TK, weights_TK = counted(
                     exchange.number, logits_TE, ids=given_TK, bias=self.bias, num_tokens=num_tokens, **self._routing
                 )

@@ -19,6 +19,8 @@ cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream);
 cudaError_t dequantize_mxfp4(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream);
 cudaError_t grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
+int64_t invariant_linear_parts(int64_t T, int64_t n, int64_t k);
+cudaError_t invariant_linear(const InvariantLinearArgs& args, cudaStream_t stream);
 cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream);
 cudaError_t unpack(const UnpackArgs& args, cudaStream_t stream);
 cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t stream);

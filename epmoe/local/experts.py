@@ -94,8 +94,9 @@ class GroupedExperts(nn.Module):
         alpha: the activation is gate · sigmoid(alpha · gate); 1 is silu.
         up_offset: is added to up.
         gemm: which library GPUs use, see above.
-        batch_invariant: the bits of a row's output depend on nothing but the row, on CPUs with gradients, too. GPUs
-            then take DeepGEMM for all calls, and CPUs multiply blocks of 16 rows.
+        batch_invariant: the bits of a row's output, and of its gradient, depend on nothing but the row and its own
+            gradient. GPUs then take one GEMM for all calls, Hopper's for bf16 and DeepGEMM for fp8 and MXFP4, and CPUs
+            multiply blocks of 16 rows.
 
     For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are
     transposed, so pass `gate_up_proj.transpose(1, 2)`.
@@ -289,6 +290,11 @@ class GroupedExperts(nn.Module):
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
                 "gradients: run under torch.inference_mode() or torch.no_grad()"
+            )
+        if self._invariant and not GEMMS[self._trains_by].batch_invariant:
+            raise RuntimeError(
+                f"`experts` are batch_invariant, and {self._trains_by}, the GEMM of their gradients, is not: run under "
+                "torch.inference_mode() or torch.no_grad()"
             )
         if row_weights is not None:
             check_tensor("row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device)

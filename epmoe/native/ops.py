@@ -56,6 +56,8 @@ _library.define(
 # grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
 _library.define("hopper_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 _library.define("hopper_gemm_weights(Tensor grad, Tensor rows, Tensor ends) -> Tensor")
+# On GPUs, x [T, k] · weight [n, k]ᵀ → [T, n], in one order of sums for any T.
+_library.define("invariant_linear(Tensor x, Tensor weight) -> Tensor")
 # For training: the gated activation times the weight of its row, in rows of segments. Gaps become zeros.
 _GATES = (
     "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, Tensor? tokens_per_expert, bool interleaved, "
@@ -193,6 +195,11 @@ def _(codes: Tensor, scales: Tensor) -> Tensor:
 @torch.library.register_fake("epmoe::few_rows")
 def _(rows: Tensor, *_: object) -> Tensor:
     return rows.new_empty(rows.shape, dtype=torch.bfloat16)
+
+
+@torch.library.register_fake("epmoe::invariant_linear")
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 @torch.library.register_fake("epmoe::scales_by_block")

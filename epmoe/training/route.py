@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.blocks import linear
 from epmoe.local.route import Routing
 from epmoe.local.route import route as forward_only
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
@@ -56,36 +55,6 @@ def counted(
         top_groups, scores_per_group, float(routed_scaling_factor), id_dtype, number,
     )  # fmt: skip
     return Routing(ids, weights)
-
-
-class _Scores(torch.autograd.Function):
-    """Logits. A token whose logits get gradients of 0, such as padding, gives the weights none, whatever it holds."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, by_block: bool) -> Tensor:
-        ctx.save_for_backward(x_TD, weight)
-        return linear(x_TD.to(weight.dtype), weight, bias, by_block)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        by_x = by_weight = by_bias = None
-        if of_x:
-            by_x = (grad_TE @ weight).to(x_TD.dtype)
-        if of_weight:
-            x_TD = x_TD.to(weight.dtype)
-            by_weight = grad_TE.t() @ x_TD.where((grad_TE != 0).any(1, keepdim=True), 0.0)
-        if of_bias:
-            by_bias = grad_TE.sum(0)
-        return by_x, by_weight, by_bias, None
-
-
-def scores(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, by_block: bool = False) -> Tensor:
-    """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding does not touch.
-    `by_block`: a token's logits have the same bits in any batch, on CPUs."""
-    logits: Tensor = _Scores.apply(x_TD, weight, bias, by_block)
-    return logits
 
 
 @torch.library.custom_op("epmoe::train_route", mutates_args=())

@@ -1,4 +1,5 @@
-"""`experts.batch_invariant`: y of a token has the same bits in any batch, on any rank, with and without padding."""
+"""`experts.batch_invariant`: y of a token and its gradient have the same bits in any batch, on any rank, with and
+without padding."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from helpers import ON_GPUS, poison_, randn
 from torch import Tensor
 
 from epmoe import GroupedExperts, MoELayer
+from epmoe.local.spread import local_view
 
 E, K, D, F, M, TOKENS = 13, 4, 128, 96, 40, 200
 CASES = {
@@ -20,25 +22,36 @@ CASES = {
     "fp16": {"dtype": "float16", "placement": {"strategy": "round_robin"}},
 }
 
+TRAINED = {"fp32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}, "fp16": {"dtype": "float16"}}
+
 PAYLOADS = ("auto", "fp8")  # on GPUs
+
+
+def built(make_ep, device, case: dict, experts: int) -> MoELayer:
+    if device.type != "cpu":
+        pytest.skip("GPUs have tests of their own below")
+    ep = make_ep(experts=experts, top_k=K, hidden=D, max_tokens=M, timeout_s=60.0, **case)
+    dtype = ep.config.model.torch_dtype
+    gate_up, down = randn(experts, 2 * F, D, seed=1) / D**0.5, randn(experts, D, F, seed=2) / F**0.5
+    return MoELayer.from_full(ep, randn(experts, D, seed=3), gate_up.to(dtype), down.to(dtype), batch_invariant=True)
 
 
 @pytest.fixture(params=CASES)
 def layer(make_ep, device, request) -> MoELayer:
-    if device.type != "cpu":
-        pytest.skip("GPUs have tests of their own below")
-    ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=60.0, **CASES[request.param])
-    dtype = ep.config.model.torch_dtype
-    gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
-    return MoELayer.from_full(ep, randn(E, D, seed=3), gate_up.to(dtype), down.to(dtype), batch_invariant=True)
+    return built(make_ep, device, CASES[request.param], E)
 
 
-def drawn(random: Random, tokens: Tensor) -> tuple[Tensor, int, Tensor]:
+@pytest.fixture(params=TRAINED)
+def trained(make_ep, device, request, size) -> MoELayer:
+    return built(make_ep, device, TRAINED[request.param], 4 * size)
+
+
+def drawn(random: Random, tokens: Tensor, most: int = M) -> tuple[Tensor, int, Tensor]:
     """x [T, D] of drawn tokens, how many of them are real, and their numbers. Padding is NaN."""
-    T = random.choice((0, 1, random.randint(0, M), M))
+    T = random.choice((0, 1, random.randint(0, most), most))
     real = random.choice((T, random.randint(0, T)))
     numbers = torch.tensor([random.randrange(TOKENS) for _ in range(real)], dtype=torch.int64)
-    x = poison_(torch.empty(T, D, dtype=tokens.dtype))
+    x = poison_(tokens.new_empty(T, tokens.shape[1]))
     x[:real] = tokens[numbers]
     return x, real, numbers
 
@@ -60,9 +73,54 @@ def differing(layer: MoELayer, rank: int, rounds: int) -> int:
     return wrong
 
 
+def passed(layer: MoELayer, x: Tensor, grad: Tensor, real: int) -> tuple[Tensor, Tensor]:
+    """y of a forward pass, and the gradient of x, for the gradient `grad` of y."""
+    x = x.clone().requires_grad_()
+    y = layer(x, num_tokens=real)
+    y.backward(grad)
+    return y.detach(), x.grad
+
+
+def differing_trained(layer: MoELayer, rank: int, rounds: int) -> int:
+    """The same of y with gradients and of gradients of tokens, where y has the bits of serving. Gradients of weights
+    are those of an equal pass."""
+    model, most = layer.ep.config.model, layer.ep.config.capacity.max_num_tokens_per_rank
+    drawn_of = [randn(TOKENS, model.hidden_size, seed=seed).to(model.torch_dtype) for seed in (9, 10)]
+    tokens, grads = (each.to(layer.ep.device) for each in drawn_of)
+    wanted = torch.zeros(2, *tokens.shape, dtype=tokens.dtype)
+    for i in range(TOKENS):
+        mine = slice(i, i + (rank == 0))
+        wanted[:, mine] = torch.stack(passed(layer, tokens[mine], grads[mine], mine.stop - i)).cpu()
+    dist.broadcast(wanted, 0)
+    wanted = wanted.to(tokens.device)
+    random = Random(rank)
+    wrong = 0
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    for _ in range(rounds):
+        x, real, numbers = drawn(random, tokens, most)
+        grad = poison_(torch.empty_like(x))
+        grad[:real] = grads[numbers]
+        of_weights = []
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = None
+            y, x_grad = passed(layer, x, grad, real)
+            of_weights.append([weight.grad for weight in weights])
+        with torch.no_grad():
+            wrong += int((layer(x, num_tokens=real) != y).sum())
+        wrong += int((y[:real] != wanted[0, numbers]).sum()) + int((x_grad[:real] != wanted[1, numbers]).sum())
+        wrong += int(y[real:].count_nonzero()) + int(x_grad[real:].count_nonzero())
+        wrong += sum(not torch.equal(*map(local_view, both)) for both in zip(*of_weights, strict=True))
+    return wrong
+
+
 @pytest.mark.usefixtures("serving")
 def test_y_of_a_token_depends_on_no_other_token(layer, rank):
     assert differing(layer, rank, 40) == 0
+
+
+def test_gradients_of_a_token_depend_on_no_other_token(trained, rank):
+    assert differing_trained(trained, rank, 20) == 0
 
 
 @pytest.mark.slow
@@ -73,11 +131,17 @@ def test_100_000_drawn_batches(layer, rank, size):
     assert differing(layer, rank, -(-100_000 // (len(CASES) * size))) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_20_000_drawn_batches_with_gradients(trained, rank, size):
+    assert differing_trained(trained, rank, -(-20_000 // (len(TRAINED) * size))) == 0
+
+
 class OnGpus:
     """Batches on GPUs, eager and in replayed graphs, whose y is compared on the device.
 
-    Both protocols and both alignments of segments come, as T goes up to 1500. Logits are computed once, since the
-    product of the router is torch's.
+    Both protocols and both alignments of segments come, as T goes up to 1500.
     """
 
     most = 1500
@@ -99,17 +163,14 @@ class OnGpus:
             else:
                 weights[f"w_{name}"] = drawn.bfloat16()
         self.layer = MoELayer(ep, randn(E, D, seed=3).to(device), GroupedExperts(**weights, batch_invariant=invariant))
-        tokens = randn(TOKENS, D, seed=9).bfloat16()
-        logits = self.layer.logits(tokens.to(device)).cpu()
-        dist.broadcast(logits, 0)
-        self.tokens, self.logits = tokens.to(device), logits.to(device)
+        self.tokens = randn(TOKENS, D, seed=9).bfloat16().to(device)
         self.numbers = torch.zeros(self.most, dtype=torch.int64, device=device)
         self.real = torch.zeros((), dtype=torch.int32, device=device)
         self.differing = torch.zeros((), dtype=torch.int64, device=device)
         self.wanted = torch.zeros_like(self.tokens)
         for i in range(TOKENS):
             mine = slice(i, i + (ep.rank == 0))
-            self.wanted[mine] = self.layer(self.tokens[mine], routing=ep.route(self.logits[mine]))
+            self.wanted[mine] = self.layer(self.tokens[mine])
         alone = self.wanted.cpu()
         dist.broadcast(alone, 0)
         self.wanted.copy_(alone)
@@ -128,8 +189,7 @@ class OnGpus:
         numbers = self.numbers[:T]
         padding = (torch.arange(T, device=numbers.device) >= real)[:, None]
         x = self.tokens[numbers].masked_fill(padding, torch.nan)
-        routing = self.layer.ep.route(self.logits[numbers], num_tokens=real)
-        y = self.layer(x, real, routing=routing)
+        y = self.layer(x, real)
         wanted = self.wanted[numbers].masked_fill(padding, 0)
         self.differing += (y.view(torch.int16) != wanted.view(torch.int16)).sum()
 
@@ -158,7 +218,8 @@ class OnGpus:
 @pytest.mark.parametrize("batches", [1000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.long])])
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_y_of_a_token_depends_on_no_other_token_on_gpus(make_ep, device, size, payload, batches):
-    pytest.importorskip("deep_gemm")
+    if payload == "fp8":
+        pytest.importorskip("deep_gemm")
     assert OnGpus(make_ep, device, payload, invariant=True).count(-(-batches // (len(PAYLOADS) * size))) == 0
 
 
@@ -167,3 +228,16 @@ def test_y_of_a_token_depends_on_no_other_token_on_gpus(make_ep, device, size, p
 def test_other_bits_are_counted_on_gpus(make_ep, device):
     pytest.importorskip("deep_gemm")
     assert OnGpus(make_ep, device, "fp8", invariant=False).count(100) > 0
+
+
+@ON_GPUS
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("batches", [200, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.long])])
+def test_gradients_of_a_token_depend_on_no_other_token_on_gpus(make_ep, device, rank, size, batches):
+    """bf16: with experts of sizes in one tile and in several, and up to 1500 tokens of a rank."""
+    E, D, F = 16, 512, 256
+    ep = make_ep(experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=1500, timeout_s=60.0)
+    gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
+    layer = MoELayer.from_full(ep, randn(E, D, seed=3), gate_up.bfloat16(), down.bfloat16(), batch_invariant=True)
+    assert layer.experts.gemm == "hopper"
+    assert differing_trained(layer, rank, -(-batches // size)) == 0

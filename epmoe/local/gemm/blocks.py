@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.local.gemm.loop import Loop
@@ -55,34 +54,15 @@ def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
 
 @functools.cache
 def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
-    """Why the bits of a row [k] times weights [n, k]ᵀ depend on its place in a block; None if they do not. It
-    multiplies blocks of equal rows: no library documents the property, so the CPU's own is asked."""
+    """Why the bits of a row [k] times weights [n, k]ᵀ, or of its gradient, a row [n] times weights [n, k], depend on
+    its place in a block; None if they do not. It multiplies blocks of equal rows: no library documents the property, so
+    the CPU's own is asked."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)
-    for row in torch.randn(_DRAWS, 1, k, generator=generator, device="cpu").to(dtype):
-        product = row.expand(ROWS, k).contiguous() @ weights.T
-        if not torch.equal(product, product[:1].expand_as(product)):
-            return ValueError(
-                f"torch's product of [{ROWS}, {k}] and [{k}, {n}] in {dtype} has other bits in other rows"
-            )
+    for factor in (weights.T, weights):
+        for row in torch.randn(_DRAWS, 1, len(factor), generator=generator, device="cpu").to(dtype):
+            product = row.expand(ROWS, -1).contiguous() @ factor
+            if not torch.equal(product, product[:1].expand_as(product)):
+                shapes = f"[{ROWS}, {len(factor)}] and {list(factor.shape)}"
+                return ValueError(f"torch's product of {shapes} in {dtype} has other bits in other rows")
     return None
-
-
-@torch.library.custom_op("epmoe::linear_by_block", mutates_args=())
-def _linear_by_block(x: Tensor, weight: Tensor) -> Tensor:
-    out = x.new_empty(len(x), len(weight))
-    multiply_blocks(x, weight, out)
-    return out
-
-
-@_linear_by_block.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_block: bool) -> Tensor:
-    """`F.linear` of x [N, k], without gradients if `by_block`, which is for CPUs: rows then have bits of their own."""
-    if not by_block:
-        return F.linear(x, weight, bias)
-    out: Tensor = _linear_by_block(x, weight)
-    return out if bias is None else out + bias

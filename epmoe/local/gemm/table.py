@@ -43,14 +43,18 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
     """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
 
     A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
-    no GPU, and any other is that one on GPUs. With `batch_invariant` all are invariant. Warns of a library that is
+    no GPU, and any other is that one on GPUs. With `batch_invariant` it is one: where it can, the one that trains the
+    weights, so that calls with gradients have the bits of serving. Warns of a library that is
     installed but does not work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the
     wanted one, and ValueError where `batch_invariant` finds none.
     """
     chosen: list[str] = []
     problems: list[Exception] = []
     problem: Exception | None = None
-    for gemm in GEMMS.values():
+    gemms = list(GEMMS.values())
+    if batch_invariant:
+        gemms.sort(key=lambda gemm: not gemm.trains(gate_up, down))
+    for gemm in gemms:
         if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
             continue
         if batch_invariant and not gemm.batch_invariant:
@@ -58,7 +62,7 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
         problem = gemm.problem_with(gate_up, down)
         if problem is None:
             chosen.append(gemm.name)
-            if wanted == gemm.name or not gemm.needs_gpu:
+            if wanted == gemm.name or not gemm.needs_gpu or batch_invariant:
                 break
         elif wanted == gemm.name and gemm.needs_gpu:
             raise problem

@@ -1,0 +1,36 @@
+"""A router's logits and the gradients of tokens, in one order of sums: the same bits in any batch, with NaN beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_close, poison_, randn
+
+from epmoe.local.logits import router_logits
+
+E, D = 70, 520  # no multiples of a tile
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("E, D", [(E, D), (8, 2048), (128, 96)])
+def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
+    """On GPUs T goes through tiles of 8 and of 64 rows, and through blocks that have a part of a sum or all of it."""
+    most = 20_000 if device.type == "cuda" else 100
+    x, weight = randn(most, D, seed=1, dtype=dtype).to(device), randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
+    bias, grad = randn(E, seed=3, dtype=dtype).to(device), randn(most, E, seed=4, dtype=dtype).to(device)
+
+    def passed(first: int, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+        part = x[first : first + T].clone().requires_grad_()
+        found = router_logits(part, weight, bias, invariant=True)
+        found.backward(grad[first : first + T])
+        return found.detach(), part.grad
+
+    logits, by_x = passed(0, most)
+    assert_close(logits, x.double() @ weight.double().T + bias.double(), dtype, slack=8)
+    assert_close(by_x, grad.double() @ weight.double(), dtype, slack=8)
+    for first, T in ((0, 1), (3, 17), (7, 8), (1, 16), (20, 65), (most - 99, 99), (most // 2, most // 3)):
+        for got, want in zip(passed(first, T), (logits, by_x), strict=True):
+            assert torch.equal(got, want[first : first + T]), (first, T)
+    beside = torch.cat([poison_(torch.empty_like(x[:5])), x[:30]])
+    assert torch.equal(router_logits(beside, weight, bias, invariant=True)[5:], logits[:30])
+    assert router_logits(x[:0], weight, bias, invariant=True).shape == (0, E)

@@ -42,6 +42,7 @@ from epmoe.local.given import adapters_of, replay
 from epmoe.local.permute import Permuted, permute
 from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.local.recording import Routes, recording
+from epmoe.local.records import pack_routes, pad_routes
 from epmoe.local.route import Routing, route
 from epmoe.local.simulate import simulate_routing
 from epmoe.native import opaque as opaque
@@ -83,6 +84,8 @@ __all__ = [
     "balance",
     "finalize",
     "join_group",
+    "pack_routes",
+    "pad_routes",
     "permute",
     "quantize_fp8",
     "recording",

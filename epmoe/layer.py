@@ -583,7 +583,7 @@ class MoELayer(nn.Module):
             return x_TD, self.logits(x_TD), None
         ids, weights = routing
         if weights is None:
-            weights = counted(0, self.logits(x_TD), ids=ids, **self._routing).weights
+            ids, weights = counted(0, self.logits(x_TD), ids=ids, bias=self.bias, **self._routing)
         return x_TD, ids, weights
 
     def _checked(self, x: Tensor) -> Tensor:

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from epmoe.group.errors import EPStateError
+from epmoe.local.records import unpack_routes
 from epmoe.native.arguments import describe
 
 Routing = tuple[Tensor, Tensor | None]
 """ids [T, K] and weights [T, K]; None: those of the layer's own router"""
+Given = Routing | list[Routing] | Tensor | None
+"""of all calls of a layer, of each call, or ids [B, tokens, K] of which each call takes the next tokens"""
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}  # parts of names
 _KEY = "epmoe.given"  # of a node's metadata
 _counting = RLock()
@@ -31,23 +34,31 @@ _counting = RLock()
 class _Context:
     """What one `replay` or `adapters_of` gives to its layers. A graph of their calls keeps it alive."""
 
-    def __init__(self, layers: Mapping[Any, Routing | list[Routing] | None], adapter_ids: Tensor | None = None) -> None:
+    def __init__(self, layers: Mapping[Any, Given], adapter_ids: Tensor | None = None) -> None:
         self.layers, self.adapter_ids = layers, adapter_ids
-        self.calls = dict.fromkeys(layers, 0)  # so far
+        self.calls = dict.fromkeys(layers, 0)  # so far, or tokens of a sequence
         self.awaited = 0  # calls whose backward pass is still to come
         self.task = torch._C._current_graph_task_id()  # of the backward pass that it is made in, or −1
         self.outer = _contexts.get()
         _count(layers, 1)
         weakref.finalize(self, _count, layers, -1).atexit = False
 
-    def routing(self, layer: nn.Module, again: bool) -> Routing | None:
+    def routing(self, layer: nn.Module, again: bool, num_tokens: int) -> Routing | None:
         """That of the next call of a layer, or of the call that is made `again`."""
         given = self.layers[layer]
-        if not isinstance(given, list):
+        if given is None or isinstance(given, tuple):
             return given
         call = 0 if again else self.calls[layer]
-        if again and len(given) > 1:
+        by_token = isinstance(given, Tensor)
+        if again and (self.calls[layer] * len(given) != num_tokens if by_token else len(given) > 1):
             raise EPStateError(f"{_UNKNOWN}: give each forward pass a `replay` of its own")
+        if isinstance(given, Tensor):
+            end, rest = call + num_tokens // len(given), num_tokens % len(given)
+            if rest or end > given.shape[1]:
+                left = f"{given.shape[1] - call} tokens left, in each of {len(given)} sequences"
+                raise ValueError(f"`routes` has {left}, but a call of a layer has {num_tokens} in all")
+            self.calls[layer] = end
+            return given[:, call:end].flatten(0, 1), None
         if call == len(given):
             raise ValueError(f"`routes` has {call} calls of a layer, which is called once more")
         self.calls[layer] = call + 1
@@ -83,7 +94,7 @@ _last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Context]] = weakref.Wea
 
 
 @contextmanager
-def replay(model: nn.Module, routes: Mapping[str, Any]) -> Iterator[None]:
+def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor) -> Iterator[None]:
     """Within it each layer of a model takes these experts and weights, not those of its router.
 
     A checkpoint that computes a part of the model again, also after the context, takes them again. Other threads do not
@@ -93,7 +104,9 @@ def replay(model: nn.Module, routes: Mapping[str, Any]) -> Iterator[None]:
         model: whose layers are `MoELayer`s, in wrappers of torch or not; or a layer, whose name is then "".
         routes: what `recording` yields: for the name of each layer a list with the `Routes` of each call. A call may
             also have ids int32 or int64 [T, K] and weights [T, K], or ids alone, which the layer's own router weighs,
-            with gradients; and a layer one entry for all its calls.
+            with gradients; and a layer one entry for all its calls. Or records [tokens, layers, K] or [B, tokens,
+            layers, K] of ids alone, as `pack_routes` makes them: layers are in the order of the model, and each call
+            takes the next tokens of each sequence, as in `generate`. Tokens without a record take the router's choice.
 
     Yields:
         Nothing.
@@ -107,13 +120,28 @@ def replay(model: nn.Module, routes: Mapping[str, Any]) -> Iterator[None]:
             no `replay`, while the backward pass of one that had is still to come.
     """
     layers = {_plain(name): each for name, each in _layers_of(model).items()}
+    if isinstance(routes, Tensor):
+        context = _Context(_by_token(routes, list(layers.values())))
+    else:
+        context = _Context(_by_call(routes, layers))
+    with _within(context), saved_tensors_hooks(context.pack, context.unpack):
+        yield
+
+
+def _by_token(routes: Tensor, layers: list[Any]) -> dict[Any, Given]:
+    if not layers:
+        raise ValueError("`model` has no MoELayer")
+    model = layers[0].ep.config.model
+    ids = unpack_routes(routes, len(layers), model.num_experts, model.num_experts_per_tok, layers[0].ep.device)
+    return dict(zip(layers, ids, strict=True))
+
+
+def _by_call(routes: Mapping[str, Any], layers: dict[str, Any]) -> dict[Any, Given]:
     given = {_plain(name): value for name, value in routes.items()}
     if odd := sorted(layers.keys() ^ given.keys()):
         what = "is no layer of the model" if odd[0] in given else "has none"
         raise ValueError(f"`routes` must have one entry for each of {len(layers)} layers, but {odd[0]!r} {what}")
-    context = _Context({layers[name]: _checked(name, value, layers[name]) for name, value in given.items()})
-    with _within(context), saved_tensors_hooks(context.pack, context.unpack):
-        yield
+    return {layers[name]: _checked(name, value, layers[name]) for name, value in given.items()}
 
 
 @contextmanager
@@ -145,7 +173,7 @@ def given_to(layer: nn.Module, x: Tensor) -> tuple[Routing | None, Tensor | None
     if again:
         around = [context for context in _of_former_call(layer) if layer in context.layers]
     replays = [context for context in around if context.adapter_ids is None]
-    routing = replays[-1].routing(layer, again) if replays else None
+    routing = replays[-1].routing(layer, again, x.numel() // max(x.shape[-1], 1)) if replays else None
     if replays:
         _last[layer] = weakref.ref(replays[-1])
         if x.requires_grad and not again:

@@ -19,6 +19,8 @@ from epmoe.native.arguments import (
 )
 
 MAX_TOP_K_ON_CUDA = 32
+OWN_CHOICE = -2
+"""In given ids: a token whose first id is this takes the experts of its own scores."""
 
 
 class Routing(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epmoe.local.route import Routing
+from epmoe.local.route import OWN_CHOICE, Routing
 from epmoe.local.route import route as forward_only
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
 from epmoe.training.passes import find
@@ -27,8 +27,9 @@ def route(
     the logits gradients of 0; so does a score that is not finite under sigmoid.
 
     `ids`, int32 or int64 [T, K], take the place of the choice, such as those of a rollout. Other numbers than those of
-    experts get weights of 0. The choice's own weights may differ from these in the last bits. Without `ids` the result
-    has the bits of `epmoe.route`. There are no `counters`.
+    experts get weights of 0. A token whose first id is −2 takes its own choice. Where `ids` are the choice's own, as
+    without `ids`, weights have the bits of `epmoe.route`; other weights are right to the last bits. There are no
+    `counters`.
     """
     return counted(0, logits, top_k=top_k, ids=ids, num_tokens=num_tokens, **options)
 
@@ -76,13 +77,8 @@ def train_route(
     number: int,
 ) -> tuple[Tensor, Tensor]:
     """ids [T, K] and weights fp32 [T, K]."""
-    if ids is not None:
-        tokens = torch.arange(len(ids), device=ids.device)[:, None]
-        real = tokens < (num_real if num_tokens is None else num_tokens)
-        weights = _weights_of(logits, ids, real, scoring, renormalize, renormalize_epsilon)
-        return ids.where(real, logits.shape[1]), weights * routed_scaling_factor
-    counters = find(number).forward.exchange.views["health.counters"] if number else None
-    return forward_only(
+    counters = find(number).forward.exchange.views["health.counters"] if number and ids is None else None
+    chosen = forward_only(
         logits.detach(),
         top_k,
         bias=bias,
@@ -97,6 +93,13 @@ def train_route(
         id_dtype=id_dtype,
         counters=counters,
     )
+    if ids is None:
+        return chosen
+    tokens = torch.arange(len(ids), device=ids.device)[:, None]
+    real = tokens < (num_real if num_tokens is None else num_tokens)
+    ids = chosen.ids.where(ids[:, :1] == OWN_CHOICE, ids).where(real, logits.shape[1])
+    weights = _weights_of(logits, ids, real, scoring, renormalize, renormalize_epsilon) * routed_scaling_factor
+    return ids, chosen.weights.where((ids == chosen.ids).all(1, keepdim=True), weights)
 
 
 @train_route.register_fake

@@ -8,7 +8,7 @@ from helpers import assert_close, randn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from epmoe import ExpertParallel, MoELayer, recording, replay
+from epmoe import ExpertParallel, MoELayer, pack_routes, recording, replay
 from epmoe.training import fully_shard
 
 D, F, E, K, T, BLOCKS = 32, 16, 6, 2, 5, 2
@@ -41,12 +41,14 @@ class Model(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("ids_alone", [False, True])
 @pytest.mark.parametrize("again", ["non-reentrant", "reentrant"])
-def test_under_fsdp(make_ep, rank, again):
+def test_under_fsdp(make_ep, rank, again, ids_alone):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     x = randn(T + rank, D, seed=rank).to(ep.device)
     with torch.no_grad(), recording(rollout := Model(ep, 30, "no")) as record:
         want = rollout(x)
+    routes = pack_routes(record, E) if ids_alone else record
     gradients = []
     for kind in ("no", again):
         model = Model(ep, 40, kind)
@@ -54,12 +56,15 @@ def test_under_fsdp(make_ep, rank, again):
             fully_shard(block)
         fully_shard(model)
         given = x.clone().requires_grad_()
-        with replay(model, record):
+        with replay(model, routes), recording(model) as took:
             y = model(given)
-        assert_close(y.detach(), want)
+        if ids_alone:
+            assert all(torch.equal(took[name][0].ids, calls[0].ids) for name, calls in record.items())
+        else:
+            assert_close(y.detach(), want)
         y.square().mean().backward()
         gradients.append([given.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(gradients[0]) == len(gradients[1]) == 1 + 3 * BLOCKS
+    assert len(gradients[0]) == len(gradients[1]) == 1 + (3 + ids_alone) * BLOCKS
     for plain, twice in zip(*gradients, strict=True):
         plain, twice = (getattr(grad, "_local_tensor", grad) for grad in (plain, twice))
         assert torch.equal(plain, twice)

@@ -64,7 +64,6 @@ constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
 
 struct Gpu {
   int64_t multiprocessors;
-  int major;  // of the compute capability
 
   // Whether `count` multiprocessors are at most half of the GPU.
   bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
@@ -310,7 +309,7 @@ inline int64_t shared_bytes_per_block(const ExchangePlan& plan) {
   DispatchArgs args{};
   args.T = plan.ll_max_tokens + 1, args.D = kMaxChunkBytes, args.dtype = DType::kFloat32;
   args.K = 1, args.expert_major = args.send = args.receive = true;
-  int64_t dispatch = dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9}).shared_bytes;
+  int64_t dispatch = dispatch_launch(plan, args, Gpu{.multiprocessors = 2}).shared_bytes;
   return std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes;
 }
 

@@ -15,7 +15,7 @@ const ExchangePlan& plan_of(const Tensor& plan) {
 
 // A line for each field of DispatchLaunch and of CombineLaunch: the stage, the field and its value.
 std::string launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_t dtype, bool expert_major,
-                          bool send, bool receive, int64_t multiprocessors, int64_t major) {
+                          bool send, bool receive, int64_t multiprocessors) {
   DispatchArgs out{};
   out.dtype = static_cast<DType>(dtype);
   out.T = out.num_rows = T, out.D = D, out.K = static_cast<int32_t>(K);
@@ -23,7 +23,7 @@ std::string launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, i
   CombineArgs back{};
   back.rows = &back;  // not null: the round is not aborted
   back.T = T, back.D = D, back.expert_major = expert_major, back.send = send, back.receive = receive;
-  Gpu gpu{multiprocessors, static_cast<int>(major)};
+  Gpu gpu{multiprocessors};
   DispatchLaunch dispatch = dispatch_launch(plan_of(plan), out, gpu);
   CombineLaunch combine = combine_launch(plan_of(plan), back, out.dtype, gpu);
   std::string lines;

@@ -194,7 +194,7 @@ def compiled_variants(stage: str, folder) -> set[str]:
         words = r"Li(\d+)E|Lb([01])E|LNS_10WireFormatE(\d)E|(6__half|13__nv_bfloat16|v|f)"
         values = re.findall(words, arguments + "E")
         names = [n or b and ("false", "true")[int(b)] or w and WIRES[int(w)] or MANGLED[t] for n, b, w, t in values]
-        found.add(f"{stage}_kernel<{', '.join(names)}>")
+        found.add(f"{stage}_kernel<{{{', '.join(names[:-1])}}}, {names[-1]}>")
     return found
 
 

@@ -15,7 +15,6 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import ops
 
 H200_MULTIPROCESSORS = 132
-H200_MAJOR = 9
 
 
 class KernelLaunch(SimpleNamespace):
@@ -48,7 +47,7 @@ def launches(
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
     fields: dict[str, dict[str, int]] = {"dispatch": {}, "combine": {}}
-    for line in ops.launch_policy(_as_tensor(plan), *call, multiprocessors, H200_MAJOR).splitlines():
+    for line in ops.launch_policy(_as_tensor(plan), *call, multiprocessors).splitlines():
         stage, name, value = line.split()
         fields[stage][name] = int(value)
     dispatch, combine = fields["dispatch"], fields["combine"]

@@ -21,8 +21,6 @@ NUM_COUNTERS = 8
 # On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch sends the number of
 # tokens in 11 bits (`kLLTokenBits` in csrc/cuda/dispatch/block.cuh), so 2047 is the limit.
 LL_MAX_TOKENS = 1024
-# Tests force launches of the kernels by it, in plans to come; 0: csrc/launch_policy.h chooses.
-FORCED = {"dispatch_senders": 0, "combine_senders": 0, "combine_team": 0}
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
 # On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it has.
@@ -213,7 +211,8 @@ class MemoryPlan:
             combine_format=combine.number, x_stride_bytes=x_stride, combine_stride_bytes=combine_stride,
             scale_blocks=x_scales, combine_scale_blocks=combine_scales, most_local_experts=most, layers=layers,
             few_tokens=few_tokens, num_sms=config.exchange.num_sms or 2**31 - 1, ll_max_tokens=ll_tokens,
-            ll_row_stride_bytes=ll_row_stride, ll_sum_stride_bytes=ll_sum_stride, **FORCED,
+            ll_row_stride_bytes=ll_row_stride, ll_sum_stride_bytes=ll_sum_stride,
+            dispatch_senders=0, combine_senders=0, combine_team=0,  # csrc/launch_policy.h chooses
         )  # fmt: skip
         return cls(buffers, sizes)
 

@@ -9,8 +9,6 @@ from exchanges import expected_y, make_config, make_tokens, run_experts, run_rou
 from factors import all_pairs
 from helpers import ON_GPUS, assert_close, poison_
 
-from epmoe.exchange import memory
-
 CASES = all_pairs(
     {
         "max_tokens": [12, 70],
@@ -122,11 +120,11 @@ def test_long_rows_on_few_multiprocessors(make_ep, rank, size, ll_max_tokens, la
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("team", [0, 1, 16])
-def test_scales_not_a_multiple_of_16_bytes(make_ep, rank, size, team, layout, monkeypatch):
+def test_scales_not_a_multiple_of_16_bytes(make_ep, rank, size, team, layout):
     """fp8 in dispatch and combine, with 20 or 12 bytes of scales a row. On GPUs `team` warps send a row (0: policy)."""
     options = {"top_k": 6, "dtype": "bfloat16", "exchange": {"payload": "fp8", "combine_payload": "fp8"}}
-    monkeypatch.setitem(memory.FORCED, "combine_team", team)
     ep = make_ep(ll_max_tokens=8, hidden=640, max_tokens=60, **options)
+    ep.memory_plan().sizes["combine_team"] = team
     for D in (640, 384):
         calls = make_config(size, hidden=D, max_tokens=60, **options)
         check_round(ep, [make_tokens(calls, r, 60 - 3 * r, seed=D) for r in range(size)], layout, calls=calls)
@@ -135,11 +133,10 @@ def test_scales_not_a_multiple_of_16_bytes(make_ep, rank, size, team, layout, mo
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ll_max_tokens", [8, 256])
 @pytest.mark.parametrize("senders", [1, 1024])
-def test_any_number_of_send_blocks(make_ep, rank, size, senders, ll_max_tokens, layout, monkeypatch):
+def test_any_number_of_send_blocks(make_ep, rank, size, senders, ll_max_tokens, layout):
     """On GPUs one block sends, or as many as there are, so that no block only receives."""
-    for kernel in ("dispatch", "combine"):
-        monkeypatch.setitem(memory.FORCED, f"{kernel}_senders", senders)
     ep = make_ep(ll_max_tokens, top_k=6, hidden=1152, max_tokens=90)
+    ep.memory_plan().sizes.update(dispatch_senders=senders, combine_senders=senders)
     for seed in range(2):
         check_round(ep, [make_tokens(ep.config, r, 90 - 7 * r, seed=seed) for r in range(size)], layout)
 

@@ -66,13 +66,21 @@ __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* hea
   send_chunks<1, false, false, kFormat, T, kValues>(b, outgoing, head);
 }
 
-// kSendLines: lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol. kCoarse:
-// receivers also sum kSendLines lines at once, otherwise one, and senders have more pairs in flight. kOwn: receivers
-// make the sums for tokens of this rank, so that these do not travel. kValues: a value of each pair returns, too.
-template <int kSendLines, bool kCoarse, bool kOwn, WireFormat kFormat, typename T, bool kValues>
-__global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(kSendLines))
+// What a kernel is compiled for.
+struct Variant {
+  int send_lines;     // lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol
+  bool coarse;        // receivers also sum send_lines lines at once, otherwise one; senders have more pairs in flight
+  bool own;           // receivers make the sums for tokens of this rank, so that these do not travel
+  WireFormat format;  // of the sums
+  bool values;        // a value of each pair returns, too
+};
+
+template <Variant kVariant, typename T>
+__global__ void __launch_bounds__(threads_per_block(kVariant.send_lines), blocks_per_sm(kVariant.send_lines))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
-  constexpr bool kLL = kSendLines > 0;
+  constexpr int kSendLines = kVariant.send_lines;
+  constexpr bool kLL = kSendLines > 0, kCoarse = kVariant.coarse, kOwn = kVariant.own, kValues = kVariant.values;
+  constexpr WireFormat kFormat = kVariant.format;
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks], max_slots[2];
   __shared__ int32_t sink;
@@ -164,13 +172,16 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
 }
 
 template <WireFormat kFormat, typename T, bool kValues>
-auto* variant_of(int64_t send_lines, bool coarse, bool own) {
+auto variant_of(int64_t send_lines, bool coarse, bool own) {
   constexpr bool kCoarse = !wire(kFormat).has_scales();
-  return send_lines == 0   ? combine_kernel<0, false, false, kFormat, T, kValues>
-         : send_lines == 1 ? combine_kernel<1, false, false, kFormat, T, kValues>
-         : own             ? combine_kernel<kMaxSumLines, kCoarse, kCoarse, kFormat, T, kValues>
-         : coarse          ? combine_kernel<kMaxSumLines, kCoarse, false, kFormat, T, kValues>
-                           : combine_kernel<kMaxSumLines, false, false, kFormat, T, kValues>;
+  constexpr auto of = [](int lines, bool coarse, bool own) {
+    return Variant{.send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues};
+  };
+  return send_lines == 0   ? combine_kernel<of(0, false, false), T>
+         : send_lines == 1 ? combine_kernel<of(1, false, false), T>
+         : own             ? combine_kernel<of(kMaxSumLines, kCoarse, kCoarse), T>
+         : coarse          ? combine_kernel<of(kMaxSumLines, kCoarse, false), T>
+                           : combine_kernel<of(kMaxSumLines, false, false), T>;
 }
 // Rounds that return values have sums without scales.
 auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype, bool values) {
@@ -199,7 +210,7 @@ cudaError_t load_combine() {
 cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
+  CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors});
   CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team)};
   auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_format, dtype,
                               args.row_values_N != nullptr);

@@ -25,7 +25,8 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
     v[i] = chunk.at(i / kVectors) * kVectors + i % kVectors;
     inside[i] = chunk.inside(i / kVectors);
   }
-  constexpr int kDepth = kCoarse ? 4 : blocks_per_sm(N) == 1 ? 2 : 4 / kVectors;  // as the registers allow
+  // Pairs in flight, without spilling: 4 in coarse kernels, 2 where a block has a multiprocessor, otherwise 4 vectors.
+  constexpr int kDepth = kCoarse ? 4 : blocks_per_sm(N) == 1 ? 2 : 4 / kVectors;
   sum_pairs<T, kDepth>(b, pair, pair.kept(), v, inside, sum, prefetch);
   LineData lines[N];
 #pragma unroll

@@ -29,7 +29,7 @@ struct CallWords {
   __device__ __forceinline__ int32_t tag() const {
     return static_cast<int32_t>(size >> kSizeBits | shape >> kShapeBits << (32 - kSizeBits));
   }
-  // Not 0 where another call differs. Bits of both words; which does not matter.
+  // Nonzero if the calls differ; the bits have no meaning.
   __device__ __forceinline__ uint32_t differs(const CallWords& other) const {
     return ((shape ^ other.shape) & ~kMoreRounds) | (size ^ other.size) >> kSizeBits;
   }

@@ -69,15 +69,27 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
   return recv_chunks<kMaxLines<kFormat>, kFormat, false, kMultiplies>(b, first_incoming<kMaxLines<kFormat>>(b));
 }
 
-// kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
-// kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
-// they have scales. kFormat: of the payload. Source: the dtype that becomes kFormat; void where rows travel as they
-// are. kTrains: `to_caller`. kMultiplies: `outputs_ND`, of calls by the Simple protocol.
-template <int kRecvLines, bool kCoarse, WireFormat kFormat, typename Source,
-          int kBlocksPerSM = blocks_per_sm(kRecvLines), bool kTrains = false, bool kMultiplies = false>
-__global__ void __launch_bounds__(threads_bound(kRecvLines, kCoarse && !wire(kFormat).has_scales()), kBlocksPerSM)
+// What a kernel is compiled for.
+struct Variant {
+  int recv_lines;     // lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol
+  bool coarse;        // senders also move recv_lines lines at once, otherwise one
+  WireFormat format;  // of the payload
+  int blocks_per_sm;  // that fit at least
+  bool trains;        // `to_caller`
+  bool multiplies;    // `outputs_ND`, of calls by the Simple protocol
+
+  // Whether this rank's own rows stay where the caller has them.
+  EPMOE_HD constexpr bool skips_self() const { return coarse && !wire(format).has_scales(); }
+  EPMOE_HD constexpr int send_lines() const { return coarse ? recv_lines : 1; }
+};
+
+// Source: the dtype that becomes the format; void where rows travel as they are.
+template <Variant kVariant, typename Source>
+__global__ void __launch_bounds__(threads_bound(kVariant.recv_lines, kVariant.skips_self()), kVariant.blocks_per_sm)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
-  constexpr bool kLL = kRecvLines > 0, kSkipSelf = kCoarse && !wire(kFormat).has_scales();
+  constexpr int kRecvLines = kVariant.recv_lines, kSendLines = kVariant.send_lines();
+  constexpr bool kLL = kRecvLines > 0, kSkipSelf = kVariant.skips_self(), kMultiplies = kVariant.multiplies;
+  constexpr WireFormat kFormat = kVariant.format;
   // Simple: waiting for pairs costs more than registers. LL: longer code costs more.
   constexpr int kGroupsInFlight = kRecvLines == 1 ? 1 : kLL ? 2 : 4;
   __shared__ DispatchShared shared;
@@ -100,10 +112,9 @@ __global__ void __launch_bounds__(threads_bound(kRecvLines, kCoarse && !wire(kFo
                   send_offset,
                   send_offset + kernel.send_offset_entries,
                   send_offset + kernel.send_offset_entries + kernel.source_offset_entries,
-                  kTrains};
+                  kVariant.trains};
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
-  constexpr int kSendLines = kCoarse ? kRecvLines : 1;
   OutgoingChunk<kSendLines, kFormat, Source> outgoing(b, kLL ? first_outgoing(b.number, kernel.send_blocks) : 0,
                                                       num_chunks(kernel.row_bytes(), kSendLines));
   compute_now(&shared.sink, outgoing.t, outgoing.chunk.first);
@@ -158,7 +169,7 @@ __global__ void __launch_bounds__(threads_bound(kRecvLines, kCoarse && !wire(kFo
       ok = kLL ? recv_simple_sources_too<kFormat>(b) : recv_rows<kFormat, kMultiplies>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && kernel.args.zero_gaps) zero_gaps(b);
-    if (kTrains && kernel.args.zero_tail) zero_tail(b);
+    if (kVariant.trains && kernel.args.zero_tail) zero_tail(b);
   }
   if (leader && threadIdx.x == 0) {
     round->dispatch_epoch = b.wait.epoch;
@@ -174,15 +185,16 @@ __global__ void __launch_bounds__(threads_bound(kRecvLines, kCoarse && !wire(kFo
 template <WireFormat kFormat, typename Source, bool kTrains>
 auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
   constexpr int kMost = kMaxLines<kFormat>;
-  if (recv_lines == 0) return dispatch_kernel<0, false, kFormat, Source, 2, kTrains>;
+  constexpr auto of = [](int lines, bool coarse, int blocks) {
+    return Variant{
+        .recv_lines = lines, .coarse = coarse, .format = kFormat, .blocks_per_sm = blocks, .trains = kTrains};
+  };
+  if (recv_lines == 0) return dispatch_kernel<of(0, false, 2), Source>;
   if (recv_lines == 1)
-    return exclusive ? dispatch_kernel<1, false, kFormat, Source, 1, kTrains>
-                     : dispatch_kernel<1, false, kFormat, Source, 2, kTrains>;
+    return exclusive ? dispatch_kernel<of(1, false, 1), Source> : dispatch_kernel<of(1, false, 2), Source>;
   if (recv_lines == 2)
-    return coarse ? dispatch_kernel<2, true, kFormat, Source, 1, kTrains>
-                  : dispatch_kernel<2, false, kFormat, Source, 1, kTrains>;
-  return coarse ? dispatch_kernel<kMost, true, kFormat, Source, 1, kTrains>
-                : dispatch_kernel<kMost, false, kFormat, Source, 1, kTrains>;
+    return coarse ? dispatch_kernel<of(2, true, 1), Source> : dispatch_kernel<of(2, false, 1), Source>;
+  return coarse ? dispatch_kernel<of(kMost, true, 1), Source> : dispatch_kernel<of(kMost, false, 1), Source>;
 }
 // What a round of training asks of its kernel.
 enum class Training { kNone, kRows, kProducts };
@@ -192,7 +204,11 @@ auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat fo
   return with_format(format, [&](auto of) {
     auto of_source = [&]<typename Source>(Source*) {
       if constexpr (!wire(of).has_scales()) {
-        if (training == Training::kProducts) return dispatch_kernel<0, false, of, Source, 2, true, true>;
+        if (training == Training::kProducts) {
+          constexpr Variant kProducts{
+              .recv_lines = 0, .coarse = false, .format = of, .blocks_per_sm = 2, .trains = true, .multiplies = true};
+          return dispatch_kernel<kProducts, Source>;
+        }
         if (training == Training::kRows) return variant_of<of, Source, true>(recv_lines, coarse, exclusive);
       }
       return variant_of<of, Source, false>(recv_lines, coarse, exclusive);
@@ -225,7 +241,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
       if (cudaError_t error = load_kernels()) return error;
     loaded[device.index % Device::kMaxDevices] = true;
   }
-  DispatchLaunch policy = dispatch_launch(exchange.plan, args, {device.multiprocessors, device.major});
+  DispatchLaunch policy = dispatch_launch(exchange.plan, args, {device.multiprocessors});
   auto& progress = *reinterpret_cast<const Progress*>(exchange.status + 1);
   DispatchKernel kernel{.ex = exchange,
                         .args = args,

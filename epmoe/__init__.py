@@ -17,7 +17,7 @@ from epmoe.balance import balance
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
-from epmoe.exchange.handles import Dispatched, Sent
+from epmoe.exchange.handles import Dispatched, RoundShape, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.group.errors import (
@@ -76,6 +76,7 @@ __all__ = [
     "Permuted",
     "Placement",
     "Quantized",
+    "RoundShape",
     "Routes",
     "Routing",
     "SafetensorsFolder",

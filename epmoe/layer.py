@@ -8,7 +8,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from epmoe.checkpoint import state_dicts
 from epmoe.checkpoint.adapters import StoredAdapter, read_adapter
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
+from epmoe.exchange.extra import Extra
+from epmoe.exchange.handles import RoundShape
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError, EPTimeoutError
@@ -154,7 +155,6 @@ class MoELayer(nn.Module):
         self.ep = ep
         self.experts = experts
         self.adapters = held
-        self._no_adapters = torch.empty(0, dtype=torch.int32, device=ep.device) if held else None  # the `extra` of none
         self.shared = shared
         self.num_rows = num_rows
         self.apply_router_weight_on_input = bool(apply_router_weight_on_input or on_input)
@@ -322,7 +322,6 @@ class MoELayer(nn.Module):
         self,
         x: Tensor,
         num_tokens: int | Tensor | None = None,
-        padded_tokens: int | None = None,
         *,
         routing: tuple[Tensor, Tensor | None] | None = None,
         return_routing: bool = False,
@@ -336,8 +335,6 @@ class MoELayer(nn.Module):
             x: tokens in the dtype of the experts.
             num_tokens: rows at and past it are padding and yield zeros: an int or an int32 scalar tensor on the device.
                 With [B, T, D] it counts rows [B·T, D].
-            padded_tokens: see `ExpertParallel.dispatch`: with several nodes, as many rows as the largest call of this
-                round has.
             routing: ids int32 or int64 [T, K] and weights [T, K] in place of the router's, such as those of a rollout.
                 The weights may require grad; None: the router's own, of these experts.
             return_routing: whether to return `Routes`, too; eager calls only.
@@ -362,7 +359,7 @@ class MoELayer(nn.Module):
         if compiles and self.contexts:
             from epmoe.training.between_graphs import between_graphs
 
-            return between_graphs(self.forward, x, num_tokens, padded_tokens, routing=routing, adapter_ids=adapter_ids)
+            return between_graphs(self.forward, x, num_tokens, routing=routing, adapter_ids=adapter_ids)
         if torch.is_grad_enabled() and self._has_gradients(x):
             if compiles and (self.num_rows == "exact" or not fits_graphs()):  # whose rows inductor could not count
                 from epmoe.training.between_graphs import between_graphs
@@ -371,12 +368,12 @@ class MoELayer(nn.Module):
             else:
                 y, routes = self._with_gradients(x, num_tokens, routing)
         elif compiles:
-            y = opaque.moe(self, *self._routed(x, routing), num_tokens, padded_tokens, adapter_ids)
+            y = opaque.moe(self, *self._routed(x, routing), num_tokens, adapter_ids)
         else:
-            with self._giving_up(x, None if routing is None else routing[0]):
+            with self.ep.giving_up(self.tag, partial(self._shape, x, None if routing is None else routing[0])):
                 if self.contexts:
                     routing, adapter_ids = self._given(x, routing, adapter_ids)
-                y, routes = self._serve(*self._routed(x, routing), num_tokens, padded_tokens, adapter_ids)
+                y, routes = self._serve(*self._routed(x, routing), num_tokens, adapter_ids)
         y = y.view(x.shape)
         if y.dtype is not x.dtype:
             y = y.to(x.dtype)
@@ -395,7 +392,6 @@ class MoELayer(nn.Module):
         routing: Tensor,
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
-        padded_tokens: int | None = None,
         adapter_ids: Tensor | None = None,
     ) -> Tensor:
         """The layer behind its router, without gradients: tokens [T, D] → y [T, D] in the dtype of x. Collective.
@@ -403,8 +399,8 @@ class MoELayer(nn.Module):
         `routing` has logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K] with these
         weights [T, K]. Other arguments and errors are those of `forward`.
         """
-        with self._giving_up(x_TD, None if weights_TK is None else routing):
-            return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens, adapter_ids)[0]
+        with self.ep.giving_up(self.tag, partial(self._shape, x_TD, None if weights_TK is None else routing)):
+            return self._serve(x_TD, routing, weights_TK, num_tokens, adapter_ids)[0]
 
     def _serve(
         self,
@@ -412,7 +408,6 @@ class MoELayer(nn.Module):
         routing: Tensor,
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
-        padded_tokens: int | None,
         adapter_ids: Tensor | None,
     ) -> tuple[Tensor, Routes]:
         experts = self.experts
@@ -431,7 +426,7 @@ class MoELayer(nn.Module):
             self.recorder(routes)
         start = None if shared_experts is None else mark(x_TD.device)
         d = self.ep.dispatch(
-            x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
+            x_TD, ids_TK, weights_TK, num_tokens=num_tokens, tag=self.tag,
             apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned, extra=extra,
         )  # fmt: skip
         # Not before dispatch, whose blocks get multiprocessors first.
@@ -464,8 +459,7 @@ class MoELayer(nn.Module):
         grouped = isinstance(self.experts, GroupedExperts)
         weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
         given_TK, weights_TK = (None, None) if routing is None else routing
-        K = None if given_TK is None else given_TK.shape[-1]
-        with exchange.giving_up(self._dtype_of(x), weights_on=weights_on, tag=self.tag, top_k=K):
+        with exchange.giving_up(self.tag, weights_on, partial(self._shape, x, given_TK, trains=True)):
             refuse_tangents(x, self.router_weight)
             check_spread(self.ep, self.experts)
             if self.router_weight.dtype != self._router_dtype:
@@ -538,13 +532,13 @@ class MoELayer(nn.Module):
         """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by their parameters."""
         return getattr(x, "requires_grad", False) or any(value.requires_grad for value in self.parameters())
 
-    def _giving_up(self, x: object, ids: Tensor | None) -> AbstractContextManager[None]:
-        """`ExpertParallel.giving_up` of this layer's rounds, before x is known to fit; `ids` if they are given."""
-        model = self.ep.config.model
-        return self.ep.giving_up(
-            tag=self.tag, hidden_size=model.hidden_size, dtype=self._dtype_of(x), layout="expert",
-            top_k=model.num_experts_per_tok if ids is None else ids.shape[-1], aligned=self._aligned,
-            apply_router_weight_on_input=self.apply_router_weight_on_input, extra=self._no_adapters,
+    def _shape(self, x: object, ids: Tensor | None, trains: bool = False) -> RoundShape:
+        """That of a round whose x is not known to fit; `ids` if they are given."""
+        model, extra = self.ep.config.model, None if self.adapters is None else Extra(torch.int32, ())
+        top_k = model.num_experts_per_tok if ids is None else ids.shape[-1]
+        return RoundShape(
+            model.hidden_size, top_k, self._dtype_of(x), weight_rows=self.apply_router_weight_on_input,
+            aligned=self._aligned and not trains, extra=extra,
         )  # fmt: skip
 
     def _given(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import get_ident
-from typing import Any, Literal, Self, TypeVar
+from typing import Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -23,7 +23,7 @@ from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import EP, Move, Placement, is_int
 from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import Exchange, in_turn
-from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, Sent
+from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
@@ -334,7 +334,6 @@ class ExpertParallel(HoldsWindows):
         num_tokens: int | Tensor | None = None,
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
-        padded_tokens: int | None = None,
         tag: int = 0,
         aligned: bool = False,
         extra: Tensor | None = None,
@@ -357,8 +356,6 @@ class ExpertParallel(HoldsWindows):
             apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x, an fp32 product
                 rounded once to x's dtype; with an fp8 payload the row's scales are multiplied instead. combine then
                 adds without weights.
-            padded_tokens: rows of the slab that goes to each other node, by default `capacity.max_rows_per_node`; equal
-                on all ranks, which nothing checks, and at least the tokens of any. One node ignores it.
             tag: from 0 to 32767, equal on all ranks, which every rank checks: a number for the layer, so that ranks in
                 different layers get an error in place of one another's rows. A CUDA graph keeps the tag of its capture.
                 With `placement.live` from 1 to `placement.layers`: it chooses the layer's table.
@@ -381,8 +378,7 @@ class ExpertParallel(HoldsWindows):
         """
         return self.exchange.dispatch(
             new_call((
-                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned,
-                extra,
+                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra,
             ))
         )  # fmt: skip
 
@@ -396,7 +392,6 @@ class ExpertParallel(HoldsWindows):
         num_tokens: int | Tensor | None = None,
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
-        padded_tokens: int | None = None,
         tag: int = 0,
         aligned: bool = False,
         extra: Tensor | None = None,
@@ -409,8 +404,7 @@ class ExpertParallel(HoldsWindows):
         """
         return self.exchange.dispatch_send(
             new_call((
-                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned,
-                extra,
+                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra,
             ))
         )  # fmt: skip
 
@@ -486,27 +480,13 @@ class ExpertParallel(HoldsWindows):
         if dispatched is not None or self._exchange is not None:
             self.exchange.abort(dispatched)
 
-    def skip(
-        self,
-        *,
-        tag: int = 0,
-        hidden_size: int | None = None,
-        top_k: int | None = None,
-        dtype: torch.dtype | None = None,
-        layout: Layout | None = None,
-        apply_router_weight_on_input: bool | None = None,
-        padded_tokens: int | None = None,
-        aligned: bool | None = None,
-        extra: Tensor | Literal["last"] | None = "last",
-    ) -> None:
+    def skip(self, shape: RoundShape | None = None, *, tag: int = 0) -> None:
         """Take part in a round without tokens, and abort it: for a rank that raised before it called dispatch.
 
         Collective: it takes the place of dispatch and combine. The other ranks get through the round; as after `abort`
         they learn that this rank has aborted it. It waits for no rank, except after a round that was aborted.
 
-        Arguments are those of dispatch on the other ranks: `hidden_size` is D, `top_k` is K, `dtype` is that of x, and
-        `extra` has any T, or is None if the round has none. All but `tag` and `padded_tokens` are by default as in the
-        last round of this object, or as in the config before the first.
+        `shape` and `tag` are those of dispatch on the other ranks; the shape is by default `last_shape`.
 
         Raises what `dispatch` does for arguments, and for earlier calls that did not match or that ranks did not end in
         time. Raises RuntimeError where a round is open (`abort` closes it), this object is closed, or a call of this
@@ -515,23 +495,39 @@ class ExpertParallel(HoldsWindows):
         exchange = self.exchange
         if exchange.rounds.is_of_another():
             raise EPStateError("another thread has the round, so this one has none to skip")
-        call = exchange.templates.no_tokens(
-            exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input, aligned, extra
-        )
-        exchange.abort(exchange.dispatch_send(call._replace(padded_tokens=padded_tokens, tag=tag)))
+        exchange.abort(exchange.dispatch_send(exchange.templates.no_tokens(shape or self.last_shape, tag)))
 
-    def giving_up(self, tag: int, **shape: Any) -> AbstractContextManager[None]:
+    @property
+    def last_shape(self) -> RoundShape:
+        """The shape of this object's last round; before the first, that of the config."""
+        template = self.exchange.rounds.template
+        return RoundShape.of(self.config) if template is None else template.shape
+
+    def giving_up(
+        self, tag: int, shape: Callable[[], RoundShape | None] = lambda: None
+    ) -> AbstractContextManager[None]:
         """Within it a caller takes part in one round. An exception aborts the round, whether it was opened or not.
 
-        It raises nothing of the exchange in its place. `tag` and `shape` are arguments of `skip`.
+        It raises nothing of the exchange in its place. `tag` and what `shape` returns are arguments of `skip`.
         """
         exchange = self.exchange
 
         def skip() -> None:
             if exchange is self._exchange:  # not resumed or closed meanwhile
-                self.skip(tag=tag, **shape)
+                self.skip(shape(), tag=tag)
 
         return exchange.giving_up(skip)
+
+    def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
+        """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows, and no more.
+
+        All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`. One node ignores
+        it. A CUDA graph keeps the number of its capture, and a compiled call has that of the caller. Raises
+        RuntimeError within what torch.compile traces, and in a closed object.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("`at_most` must be outside of what torch.compile traces: call the compiled model in it")
+        return self.exchange.at_most(tokens)
 
     def new_tag(self, tag: int | None = None, owner: object = None) -> int:
         """A tag for one more layer, which no other layer of this object has. All ranks take the same ones.

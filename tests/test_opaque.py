@@ -109,5 +109,5 @@ def test_opcheck(ep):
     ids, weights = distinct_ids(6, E, K).to(ep.device), torch.full((6, K), 0.25, device=ep.device)
     for routing in ((randn(6, E).to(ep.device), None), (ids, weights)):
         for num_tokens in (None, real):
-            args = (x, *routing, num_tokens, 6, None if num_tokens is None else 6, ep.order, layer.layer_id)
+            args = (x, *routing, num_tokens, 6, ep.order, layer.layer_id)
             torch.library.opcheck(torch.ops.epmoe.moe.default, args)

@@ -76,15 +76,17 @@ def _variants(config: EPConfig) -> dict[str, EPConfig]:
 
 def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
     config = job.config
-    several = job.config.topology.num_nodes > 1
+    several = config.topology.num_nodes > 1
     sample = Sample(config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64)
-    padded = config.padded_tokens(tokens) if several else None
-    sides: list[ExchangeSide] = [Fused(ep, sample, name, padded) for name, ep in ours.items()]
     baseline = "pairs" if several else "gloo"
-    for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
-        sides.append(AllToAll(sample, job.group, name, keep_buffers=keep))
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
-    taken = measure_in_turns(sides, job.repeats, rounds, job.group, job.advance)
-    for side in sides:
-        side.check()
+    with ExitStack() as bounds:
+        for ep in ours.values():
+            bounds.enter_context(ep.at_most(tokens))
+        sides: list[ExchangeSide] = [Fused(ep, sample, name) for name, ep in ours.items()]
+        for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
+            sides.append(AllToAll(sample, job.group, name, keep_buffers=keep))
+        taken = measure_in_turns(sides, job.repeats, rounds, job.group, job.advance)
+        for side in sides:
+            side.check()
     return {side.name: of_side for side, of_side in zip(sides, taken, strict=True)}

@@ -84,26 +84,16 @@ class Ours(ExchangeSide):
 
     layout: Layout
 
-    def __init__(
-        self, ep: ExpertParallel, sample: Sample, name: str = "epmoe", padded_tokens: int | None = None
-    ) -> None:
+    def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe") -> None:
         super().__init__(name, sample)
         self.ep = ep
-        self.padded_tokens = padded_tokens
         self.fp8 = ep.config.exchange.quantizes
         self.tag = int(ep.config.placement.live)
         self.check()
 
     def out(self) -> Dispatched:
         sample = self.sample
-        return self.ep.dispatch(
-            sample.x_TD,
-            sample.ids_TK,
-            sample.weights_TK,
-            layout=self.layout,
-            padded_tokens=self.padded_tokens,
-            tag=self.tag,
-        )
+        return self.ep.dispatch(sample.x_TD, sample.ids_TK, sample.weights_TK, layout=self.layout, tag=self.tag)
 
 
 class Fused(Ours):

@@ -130,7 +130,7 @@ def network(config: EPConfig) -> Iterator[str]:
     limit = config.rows_per_node
     yield (
         f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and goes to each of them "
-        f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or the `padded_tokens` of a call. If these "
+        f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or as many as `ep.at_most` says. If these "
         f"are its tokens, slabs are {nodes / per_token:.2f} × as long as the rows in them."
     )
     if config.capacity.max_expert_rows is None:

@@ -266,10 +266,6 @@ class EPConfig(Strict):
         """S: rows that a rank may send to one node in one round."""
         return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
 
-    def padded_tokens(self, longest: int) -> int:
-        """The `padded_tokens` of a dispatch where the longest batch of a rank has `longest` tokens."""
-        return max(1, min(longest, self.rows_per_node))
-
     def of_node(self) -> Self:
         """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
 

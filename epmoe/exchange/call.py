@@ -24,7 +24,6 @@ class Call(NamedTuple):
     num_tokens: int | Tensor | None = None
     layout: Layout = "expert"
     weight_rows: bool = False  # `apply_router_weight_on_input`
-    padded_tokens: int | None = None
     tag: int = 0
     aligned: bool = False
     extra: Tensor | Extra | None = None  # an Extra: it lies behind the rows of x already

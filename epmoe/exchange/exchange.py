@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -146,6 +146,10 @@ class Exchange(ABC):
         carry whether a rank has more: see `RoundState.sending`.
         """
         return None
+
+    def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
+        """`ExpertParallel.at_most`, which only several nodes make use of."""
+        return nullcontext()
 
     def has_more_rounds(self) -> bool:
         """Whether any rank has more rounds after the last one, in which all sent it. On one node: see `largest`.

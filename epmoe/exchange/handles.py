@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NoReturn, SupportsIndex
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, SupportsIndex
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
+from epmoe.config.config import EPConfig
 from epmoe.exchange.extra import Extra
 from epmoe.native.arguments import describe_fields
 
@@ -27,35 +29,55 @@ class HoldsWindows:
         )
 
 
-class _Fields(HoldsWindows):
-    """Named values, some of which one layout lacks: reading one of these raises AttributeError.
+class RoundShape(NamedTuple):
+    """What calls of a round have in common on all ranks, besides the tag. Dtypes of ids and weights may differ."""
 
-    All rounds of one `RoundTemplate` have the same values, since the buffers never move.
-    """
+    hidden_size: int
+    """D"""
+    top_k: int
+    """K"""
+    dtype: torch.dtype
+    """of x"""
+    ids_dtype: torch.dtype = torch.int32
+    weights_dtype: torch.dtype = torch.float32
+    layout: Layout = "expert"
+    weight_rows: bool = False
+    """`apply_router_weight_on_input`"""
+    aligned: bool = False
+    extra: Extra | None = None
+    """dtype and shape of what travels behind each row"""
+
+    @classmethod
+    def of(cls, config: EPConfig, dtype: torch.dtype | None = None) -> RoundShape:
+        """That of the config, with x in `dtype` or the config's."""
+        model = config.model
+        return cls(model.hidden_size, model.num_experts_per_tok, dtype or model.torch_dtype)
+
+
+class _OfLayout(HoldsWindows):
+    """Values of which one layout has only some: reading another one raises AttributeError."""
+
+    __slots__ = ("_extra",)
 
     _name: ClassVar[str]  # as callers know it
-    _lacking: ClassVar[Layout]  # the layout that lacks some of the annotated attributes
+    _lacking: ClassVar[Layout]  # the layout that has only some
     _extra: Callable[[], Tensor] | None
-
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self.__dict__ = attributes
 
     @property
     def extra(self) -> Tensor | None:
         """[…, *shape], for each row the `extra` of its token; None in rounds without. Up to 12 bytes a token it is a
         view, as valid as the rows; above, each look makes a copy. What it holds where no token is, is undefined, as in
         the rows. Raises AttributeError with the other layout."""
-        read: Callable[[], Tensor] | None = self._extra
-        return None if read is None else read()
+        return None if self._extra is None else self._extra()
 
     def __getattr__(self, name: str) -> object:
-        if name in type(self).__annotations__ or name in ("extra", "_extra"):
+        if name in type(self).__slots__ or name in ("extra", "_extra"):
             name = name.removeprefix("_")
             raise AttributeError(f"`{self._name}.{name}` does not exist with layout={self._lacking!r}")
         raise AttributeError(name)
 
 
-class Received(_Fields):
+class Received(_OfLayout):
     """The rows that arrived, by source rank: `recv` of a `Dispatched`.
 
     Source r fills slots [0, counts[r]) of its slab in its own token order. In these slots a pair of another rank keeps
@@ -73,6 +95,8 @@ class Received(_Fields):
         extra: [R, M, …] as the sources gave it, or None.
     """
 
+    __slots__ = ("counts", "ids", "scales", "weights", "x")
+
     _name = "recv"
     _lacking = "expert"
     counts: Tensor
@@ -81,24 +105,32 @@ class Received(_Fields):
     ids: Tensor
     weights: Tensor
 
+    def __init__(self, counts: Tensor, slabs: tuple[Any, ...] = ()) -> None:
+        """`slabs` are the other values, with layout="rank"."""
+        self.counts = counts
+        if slabs:
+            self.x, self.scales, self.ids, self.weights, self._extra = slabs
+
     def __repr__(self) -> str:
-        return describe_fields(self, {name: value for name, value in self.__dict__.items() if name != "_extra"})
+        names = "counts", "x", "scales", "ids", "weights"
+        return describe_fields(self, {name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
 @dataclass(slots=True)
 class RoundTemplate:
-    """What rounds share whose calls agree in D, K, dtypes, layout, and in where the weights apply."""
+    """What rounds of one shape share, since the buffers never move."""
 
-    shape: tuple[Any, ...]  # D, K, dtypes of x, ids and weights, layout, where weights apply, whether aligned, `extra`
+    shape: RoundShape
     descriptor: Tensor  # of `Descriptors.of`
-    attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
+    values: tuple[Any, ...]  # of `Dispatched`: layout, dtype, hidden_size, recv
+    rows: tuple[Any, ...]  # of `Dispatched`, with layout="expert": rows, scales, offsets, counts, and reads `extra`
     small_alignment_tokens: int  # of the memory plan
     alignment: int  # of the round, where the call brings more tokens
     small_alignment: int  # and where it brings at most so many, whatever the other ranks bring
-    hidden_size: int  # D
     rows_per_token: float  # rows of an expert for each token of a rank, on average: R · K / P
     like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
-    extra: Extra | None = None  # what travels behind each row
+    rounds: ReferenceType[Any]  # the `RoundState` of the exchange that has made it
+    rank: int
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -120,14 +152,14 @@ class Sent(HoldsWindows):
         return describe_fields(self, {}, self.summary())
 
     def summary(self) -> str:
-        attributes = self.template.attributes
-        rounds = attributes["_rounds"]()
+        template = self.template
+        rounds, D, layout = template.rounds(), template.shape.hidden_size, template.shape.layout
         state = f"round {self.epoch} released" if rounds is None else rounds.describe(self.epoch)
-        shape = f"T={self.num_tokens}, D={self.template.hidden_size} {str(attributes['dtype']).removeprefix('torch.')}"
-        return f"rank {attributes['_rank']}, {state}, {shape}, layout={attributes['layout']!r}"
+        dtype = str(template.like.dtype).removeprefix("torch.")
+        return f"rank {template.rank}, {state}, T={self.num_tokens}, D={D} {dtype}, layout={layout!r}"
 
 
-class Dispatched(_Fields):
+class Dispatched(_OfLayout):
     """An open round, whose rows this rank's experts must compute: what `ep.dispatch` and `ep.dispatch_recv` return.
 
     All tensors are views of the exchange's buffers. They are valid until `combine`, `combine_partial` or `combine_send`
@@ -152,6 +184,11 @@ class Dispatched(_Fields):
         hidden_size: D of the call.
     """
 
+    __slots__ = (
+        "alignment", "dtype", "epoch", "expert_offsets", "hidden_size", "layout", "num_tokens", "recv", "rows",
+        "scales", "sent", "tokens_per_expert",
+    )  # fmt: skip
+
     _name = "dispatched"
     _lacking = "rank"
     rows: Tensor
@@ -171,11 +208,13 @@ class Dispatched(_Fields):
         """The round that `sent` opened."""
         template = sent.template
         tokens = sent.num_tokens
-        self.__dict__ = template.attributes.copy()
         self.sent = sent
         self.num_tokens = tokens
         self.epoch = sent.epoch
         self.alignment = template.small_alignment if tokens <= template.small_alignment_tokens else template.alignment
+        self.layout, self.dtype, self.hidden_size, self.recv = template.values
+        if template.rows:
+            self.rows, self.scales, self.expert_offsets, self.tokens_per_expert, self._extra = template.rows
 
     @property
     def segments(self) -> dict[str, Any]:

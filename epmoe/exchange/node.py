@@ -321,8 +321,8 @@ class NodeExchange(Exchange):
         rounds = self.rounds
         epoch = rounds.next_epoch()
         template, T = self.templates.of(call)
-        if template.extra is not None:
-            call = self.templates.with_extra(call, template.extra)
+        if template.shape.extra is not None:
+            call = self.templates.with_extra(call, template.shape.extra)
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
         if epoch == 2:  # no rank loads or compiles any more
             self.descriptors.set_timeout(self.config.exchange.timeout_s)
@@ -393,5 +393,5 @@ class NodeExchange(Exchange):
         It lies over the expert-major rows. A combine without rows does not read them, and other ranks write into them
         only after this rank has opened its next dispatch, a later kernel.
         """
-        D, dtype = sent.template.hidden_size, sent.template.like.dtype
+        D, dtype = sent.template.shape.hidden_size, sent.template.like.dtype
         return self._unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)

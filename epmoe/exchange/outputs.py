@@ -22,8 +22,7 @@ def refuse_layout(dispatched: Dispatched) -> NoReturn:
 def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Tensor:
     """The round's y [T, D]: `out`, or a new one. Raises TypeError or ValueError for an `out` that cannot be one."""
     if out is None:
-        template = dispatched.sent.template
-        return template.like.new_empty(dispatched.num_tokens, template.hidden_size)
+        return dispatched.sent.template.like.new_empty(dispatched.num_tokens, dispatched.hidden_size)
     shape = dispatched.sent.num_tokens, dispatched.hidden_size
     check_tensor("out", out, (dispatched.dtype,), shape, device)
     if not out.is_contiguous() or out.data_ptr() % 16:

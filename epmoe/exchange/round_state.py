@@ -174,7 +174,7 @@ class RoundState:
             order = f": {call} takes the rows first" if takes_rows else ""
             raise TypeError(f"`{name}` must be what {before} returned, got {describe(handle)}{order}")
         sent = handle.sent if isinstance(handle, Dispatched) else handle
-        if sent.template.attributes["_rounds"]() is not self:
+        if sent.template.rounds() is not self:
             raise EPStateError(
                 f"`{name}` belongs to another ExpertParallel, or to this one before `resume`: {call} takes the handle "
                 "that its own dispatch returned"

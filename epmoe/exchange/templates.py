@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
 from epmoe.exchange.extra import Extra, check_extra
-from epmoe.exchange.handles import Layout, Received, RoundTemplate
+from epmoe.exchange.handles import Received, RoundShape, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
 from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.native.formats import WIRE_FORMATS, WireFormat
@@ -33,7 +33,7 @@ class Templates:
         descriptor: Callable[[bool, bool, bool], Tensor],
     ) -> None:
         self._config, self._device, self._views, self._descriptor = config, device, views, descriptor
-        self._owner = {"_rounds": ref(rounds), "_rank": rank}
+        self._rounds, self._rank = ref(rounds), rank
         self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
         section = config.placement
         self._first_tag, self._last_tag = (1, section.layers) if section.live else (0, MAX_TAG)
@@ -43,7 +43,7 @@ class Templates:
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
         """The template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its token counts."""
-        x, ids, weights, scales, _, layout, weight_rows, _, tag, aligned, extra = call
+        x, ids, weights, scales, _, layout, weight_rows, tag, aligned, extra = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
         try:
@@ -69,49 +69,23 @@ class Templates:
         except (AttributeError, TypeError, ValueError):
             pass  # not even tensors of two dimensions: `_check` raises
         _check(self._config, self._device, call)
-        self._templates[key] = template = self._new(x, key)
+        self._templates[key] = template = self._new(RoundShape(*key))
         return template, T
 
-    def no_tokens(
-        self,
-        last: RoundTemplate | None,
-        hidden_size: int | None,
-        top_k: int | None,
-        dtype: torch.dtype | None,
-        layout: Layout | None,
-        weight_rows: bool | None,
-        aligned: bool | None,
-        extra: Tensor | Literal["last"] | None,
-    ) -> Call:
-        """A call without tokens, for `ExpertParallel.skip`. None, and "last" for an `extra`, stand for the values of
-        the template `last`, before the first round for those of the config."""
-        model = self._config.model
-        first = (
-            model.hidden_size,
-            model.num_experts_per_tok,
-            model.torch_dtype,
-            None,
-            None,
-            "expert",
-            False,
-            False,
-            None,
-        )
-        D, K, x_dtype, _, _, last_layout, last_weight_rows, last_aligned, kind = first if last is None else last.shape
-        D, K, x_dtype = hidden_size or D, top_k or K, dtype or x_dtype
-        x, payload = torch.empty(0, D, dtype=x_dtype, device=self._device), self._payload
-        scaled = x_dtype is payload.element
-        if isinstance(extra, str):
-            extra = None if kind is None else x.new_empty(0, *kind.shape, dtype=kind.dtype)
+    def no_tokens(self, shape: RoundShape, tag: int) -> Call:
+        """A call without tokens in a round of this shape."""
+        D, payload, extra = shape.hidden_size, self._payload, shape.extra
+        x = torch.empty(0, D, dtype=shape.dtype, device=self._device)
         return Call(
             x,
-            ids=x.new_empty(0, K, dtype=torch.int32),
-            weights=x.new_empty(0, K, dtype=torch.float32),
-            scales=x.new_empty(0, payload.num_scales(D), dtype=payload.scale) if scaled else None,
-            layout=layout or last_layout,
-            weight_rows=last_weight_rows if weight_rows is None else weight_rows,
-            aligned=last_aligned if aligned is None else aligned,
-            extra=None if extra is None else extra[:0],
+            ids=x.new_empty(0, shape.top_k, dtype=shape.ids_dtype),
+            weights=x.new_empty(0, shape.top_k, dtype=shape.weights_dtype),
+            scales=x.new_empty(0, payload.num_scales(D), dtype=payload.scale) if x.dtype is payload.element else None,
+            layout=shape.layout,
+            weight_rows=shape.weight_rows,
+            tag=tag,
+            aligned=shape.aligned,
+            extra=None if extra is None else x.new_empty(0, *extra.shape, dtype=extra.dtype),
         )
 
     def with_extra(self, call: Call, kind: Extra) -> Call:
@@ -119,49 +93,40 @@ class Templates:
         x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
 
-    def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
-        _, K, _, _, _, layout, weight_rows, aligned, extra = shape
+    def _new(self, shape: RoundShape) -> RoundTemplate:
+        D, K, x_dtype, _, _, layout, _, aligned, extra = shape
         aligned = aligned or self._always_aligned
-        views, D = self._views, x.shape[1]
+        views, sizes = self._views, self._sizes
         payload = self._payload
-        wire, scale = payload.dtype_of(x.dtype), payload.scale
-        y_dtype = self._config.model.torch_dtype if x.dtype is payload.element else x.dtype
-        width = D if extra is None else extra.width(D, payload, x.dtype)
-        wide, wide_blocks = payload.row_items(width, x.dtype), payload.num_scales(width)
-        items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
-        attributes: dict[str, Any] = {"layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
-        received: dict[str, Any] = {"counts": views["counts"]}
+        wire, scale = payload.dtype_of(x_dtype), payload.scale
+        y_dtype = self._config.model.torch_dtype if x_dtype is payload.element else x_dtype
+        width = D if extra is None else extra.width(D, payload, x_dtype)
+        items, blocks = payload.row_items(D, x_dtype), payload.num_scales(D)
+        held: tuple[Any, ...] = ()
         if layout == "expert":
-            rows = rows_as(views["rows"], wire, wide)
-            attributes |= {
-                "rows": rows[:, :items],
-                "scales": rows_as(views["row_scales"], scale, wide_blocks)[:, :blocks] if scale else None,
-                "_extra": None if extra is None else partial(extra.read, rows, items),
-                "expert_offsets": views["expert_offsets"],
-                "tokens_per_expert": views["tokens_per_expert"],
-            }
+            rows = rows_as(views["rows"], wire, payload.row_items(width, x_dtype))
+            scales = rows_as(views["row_scales"], scale, payload.num_scales(width))[:, :blocks] if scale else None
+            read_extra = None if extra is None else partial(extra.read, rows, items)
+            held = rows[:, :items], scales, views["expert_offsets"], views["tokens_per_expert"], read_extra
+            received = Received(views["counts"])
         else:
-            slabs = _slabs_as(views["recv.x"], wire, wide)
-            received |= {
-                "x": slabs[..., :items],
-                "_extra": None if extra is None else partial(extra.read, slabs, items),
-                "scales": _slabs_as(views["recv.scales"], scale, blocks) if scale else None,
-                "ids": _slabs_as(views["recv.ids"], torch.int32, K),
-                "weights": _slabs_as(views["recv.weights"], torch.float32, K),
-            }
-        attributes["recv"] = Received(received)
-        like = torch.empty(0, D, dtype=y_dtype, device=self._device)
+            slabs = _slabs_as(views["recv.x"], wire, payload.row_items(width, x_dtype))
+            scales = _slabs_as(views["recv.scales"], scale, blocks) if scale else None
+            pairs = _slabs_as(views["recv.ids"], torch.int32, K), _slabs_as(views["recv.weights"], torch.float32, K)
+            read_extra = None if extra is None else partial(extra.read, slabs, items)
+            received = Received(views["counts"], (slabs[..., :items], scales, *pairs, read_extra))
         return RoundTemplate(
             shape,
-            self._descriptor(layout == "expert", weight_rows, aligned),
-            attributes,
-            small_alignment_tokens=self._sizes["small_alignment_tokens"],
-            alignment=self._sizes["alignment"] if aligned else 1,
-            small_alignment=self._sizes["small_alignment"] if aligned else 1,
-            hidden_size=D,
+            self._descriptor(layout == "expert", shape.weight_rows, aligned),
+            values=(layout, y_dtype, D, received),
+            rows=held,
+            small_alignment_tokens=sizes["small_alignment_tokens"],
+            alignment=sizes["alignment"] if aligned else 1,
+            small_alignment=sizes["small_alignment"] if aligned else 1,
             rows_per_token=self._config.topology.ep_size * K / self._config.num_physical_experts,
-            like=like,
-            extra=extra,
+            like=torch.empty(0, D, dtype=y_dtype, device=self._device),
+            rounds=self._rounds,
+            rank=self._rank,
         )
 
 

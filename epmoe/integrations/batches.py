@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
 from epmoe.local.quantize import dequantize_rows
 from epmoe.native.arguments import check_forward_only
@@ -189,11 +189,13 @@ class SharedExpertParallel:
                     f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a "
                     "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
                 )
-            while not outputs or self._has_more_rounds(len(outputs), longest):
-                taken = len(outputs)
-                whole = own == 1 and not outputs  # three slices cost the host 5 µs
-                x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, trains, taken + 1 < own))
+            with self.ep.at_most(longest):
+                while not outputs or self._has_more_rounds(len(outputs), longest):
+                    taken = len(outputs)
+                    whole = own == 1 and not outputs  # three slices cost the host 5 µs
+                    x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
+                    more = taken + 1 < own
+                    outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, trains, more))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException as error:
@@ -238,8 +240,7 @@ class SharedExpertParallel:
                 if trains:
                     routed = self.exchange.dispatch(x, ids, weights, tag=tag, aligned=aligned)
                 else:
-                    padded = self._padded_tokens(longest)
-                    routed = ep.dispatch(x, ids, weights, padded_tokens=padded, tag=tag, aligned=aligned)
+                    routed = ep.dispatch(x, ids, weights, tag=tag, aligned=aligned)
             arrived = now()
             most_tokens = (ep.size - 1) * self._most_tokens(longest) + x.shape[0]
             outputs = experts(self._arrived(routed, most_tokens * ids.shape[1]))
@@ -252,9 +253,6 @@ class SharedExpertParallel:
         self.seconds["combine"] += now() - computed
         return y
 
-    def _padded_tokens(self, longest: int | None) -> int:
-        return self.ep.config.padded_tokens(self._most_tokens(longest))
-
     def _see_out(
         self, rounds_before: int, longest: int | None, tag: int, aligned: bool, trained: torch.dtype | None = None
     ) -> None:
@@ -266,13 +264,14 @@ class SharedExpertParallel:
         taken = self.ep.exchange.rounds.count - rounds_before
         if self.ep.exchange.failed or taken and not self.ep.exchange.rounds.opened_after(rounds_before):
             return
-        with suppress(RuntimeError):
+        with suppress(RuntimeError), self.ep.at_most(longest):
             while not taken or self._has_more_rounds(taken, longest):
                 with self.ep.exchange.rounds.sending(False if longest is None else None):
                     if trained is None:
-                        self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag, aligned=aligned)
+                        self.ep.skip(self.ep.last_shape._replace(aligned=aligned), tag=tag)
                     else:
-                        self.exchange.skip(trained, tag=tag, aligned=aligned)
+                        shape = RoundShape.of(self.ep.config, trained)._replace(aligned=aligned)
+                        self.exchange.skip(shape, tag=tag)
                 taken += 1
 
     def _most_tokens(self, longest: int | None) -> int:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epmoe.exchange.handles import RoundShape
 from epmoe.integrations.session import TRAINING_DEADLINES, Session, make_config
 from epmoe.native.package import __version__
 from epmoe.service import ExpertParallel
@@ -91,7 +92,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         T = hidden_states.shape[:-1].numel()
         exchange = self._open(hidden_states, H)
         most = exchange.ep.config.capacity.max_num_tokens_per_rank
-        with exchange.giving_up(hidden_states.dtype, tag=self._tag):
+        shape = functools.partial(RoundShape.of, exchange.ep.config, hidden_states.dtype)
+        with exchange.giving_up(self._tag, "combine", shape):
             if most < T:
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
             yield

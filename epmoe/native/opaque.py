@@ -86,7 +86,6 @@ class Layer(Protocol):
         routing: Tensor,
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
-        padded_tokens: int | None = None,
         adapter_ids: Tensor | None = None,
     ) -> Tensor:
         """Run a round. Raises what the exchange has reported.
@@ -96,7 +95,6 @@ class Layer(Protocol):
             routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
             num_tokens: real tokens.
-            padded_tokens: see `ExpertParallel.dispatch`.
             adapter_ids: the adapter of each token.
 
         Returns:
@@ -146,8 +144,8 @@ _layers = Registry[Any](
 )
 _library = torch.library.Library("epmoe", "FRAGMENT")
 _library.define(
-    "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, SymInt? padded_tokens, "
-    "Tensor(a!) order, SymInt layer_id, Tensor? adapter_ids=None) -> Tensor"
+    "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, Tensor(a!) order, "
+    "SymInt layer_id, Tensor? adapter_ids=None) -> Tensor"
 )
 _library.define("module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor")
 
@@ -181,14 +179,11 @@ def moe(
     routing: Tensor,
     weights_TK: Tensor | None,
     num_tokens: int | Tensor | None,
-    padded_tokens: int | None = None,
     adapter_ids: Tensor | None = None,
 ) -> Tensor:
     """`layer.run` as an operator, with its arguments: what a layer calls where `torch.compiler.is_compiling()`."""
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
-    return torch.ops.epmoe.moe(
-        x_TD, routing, weights_TK, scalar, num_rows, padded_tokens, layer.order, layer.layer_id, adapter_ids
-    )
+    return torch.ops.epmoe.moe(x_TD, routing, weights_TK, scalar, num_rows, layer.order, layer.layer_id, adapter_ids)
 
 
 def _moe(
@@ -197,14 +192,13 @@ def _moe(
     weights: Tensor | None,
     num_tokens: Tensor | None,
     num_rows: int,
-    padded_tokens: int | None,
     order: Tensor,
     layer_id: int,
     adapter_ids: Tensor | None = None,
 ) -> Tensor:
     rows = None if num_rows == x.shape[0] else num_rows
     layer: Layer = _layers.find(layer_id)
-    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, padded_tokens, adapter_ids)
+    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, adapter_ids)
 
 
 def _module(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], layer_id: int) -> Tensor:

@@ -7,13 +7,15 @@ y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
+from epmoe.config.placement import is_int
 from epmoe.exchange.call import Call
 from epmoe.exchange.exchange import Exchange, own_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
@@ -54,6 +56,7 @@ class HierarchicalExchange(Exchange):
             config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_descriptor
         )
         self.slabs: Slabs | None = None  # of the open round
+        self._most_tokens: int | None = None
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
         self._aborted: list[int] = []  # ranks of the group that aborted the last round
@@ -69,15 +72,14 @@ class HierarchicalExchange(Exchange):
         epoch = self.rounds.next_epoch()
         template, T = self.templates.of(call)
         self._check_dtype(call.x)
-        self._check_padded_tokens(call.padded_tokens)
         self.network.wait_for_pending()
         if epoch == 2:  # no rank loads or compiles any more
             self.network.deadlines.first = False
-        if template.extra is not None:
-            call = self.templates.with_extra(call, template.extra)
+        if template.shape.extra is not None:
+            call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
         sent = self.rounds.open(template, T, epoch, call.tag, None, ())
-        self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1)
+        self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1, self._most_tokens)
         slabs.pack(operands)
         self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
         self.network.start(slabs.out)
@@ -190,6 +192,17 @@ class HierarchicalExchange(Exchange):
         """A slab for another node has the same length on all ranks, so they agree on it."""
         return self.network.largest(number)
 
+    @contextmanager
+    def at_most(self, tokens: int | None) -> Iterator[None]:
+        if tokens is not None and (not is_int(tokens) or tokens < 0):
+            raise ValueError(f"`tokens` must be an int of at least 0, got {tokens!r}")
+        before = self._most_tokens
+        try:
+            self._most_tokens = tokens
+            yield
+        finally:
+            self._most_tokens = before
+
     def health(self, wait: bool) -> Health:
         """Rows to the node's ranks and, on other nodes, to the rank of this rail. Pairs count at their source. Seconds
         of waits for the network do not count."""
@@ -276,15 +289,6 @@ class HierarchicalExchange(Exchange):
         mask, _ = self.node.take_aborted()
         self._aborted = self.memory.of_mask(mask)
         return mask
-
-    def _check_padded_tokens(self, padded_tokens: int | None) -> None:
-        S = self.memory.rows_per_node
-        if padded_tokens is None:
-            return
-        if isinstance(padded_tokens, bool) or not isinstance(padded_tokens, int):
-            raise TypeError(f"`padded_tokens` must be an int, got {describe(padded_tokens)}")
-        if not 1 <= padded_tokens <= S:
-            raise ValueError(f"`padded_tokens` must be from 1 to {S}, the rows of a slab, got {padded_tokens}")
 
     def _check_dtype(self, x: Tensor) -> None:
         """Raises TypeError for rows that combine would bring back in another dtype: all rows reach a node quantized."""

@@ -31,15 +31,17 @@ class Slabs:
     """The slabs of one round, from dispatch to the sum. It hands back the transfers that are to run.
 
     It takes a call of dispatch that was checked, whose rows have their `extra`, and the epochs of the round and of the
-    node's round in which the rows will travel. `limit` names what sets `slab_rows`, the most rows of a slab.
+    node's round in which the rows will travel. No rank brings more than `most_tokens`. `limit` names what sets
+    `slab_rows`, the most rows of a slab.
     """
 
     inside: Dispatched  # the round of the node's exchange, once it is open
 
-    def __init__(self, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
+    def __init__(self, memory: RailMemory, call: Call, epoch: int, inside_epoch: int, most_tokens: int | None) -> None:
         self.memory, self.epoch, self.inside_epoch = memory, epoch, inside_epoch
-        self.slab_rows = slab_rows = call.padded_tokens or memory.rows_per_node
-        self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
+        S = memory.rows_per_node
+        self.slab_rows = slab_rows = S if most_tokens is None else max(1, min(most_tokens, S))
+        self.limit = "capacity.max_rows_per_node" if slab_rows == S else "at_most"
         self.layout, self.weight_rows, self.call_tag = call.layout, call.weight_rows, call.tag
         self.aligned = call.aligned
         self.K, width, dtype = call.ids.shape[1], call.x.shape[1], call.x.dtype
@@ -108,8 +110,8 @@ class Slabs:
         D, K, dtype, stamp = tag
         extra = self.memory.may_have_extra
         rows = (stamp - self.epoch * _PRIME) % 2**31
-        padded_tokens = rows if rows <= self.memory.rows_per_node else "of no round"
-        return call_of(D, K, dtype & 0xFF, extra=extra, padded_tokens=padded_tokens)
+        slab_rows = rows if rows <= self.memory.rows_per_node else "of another round"
+        return call_of(D, K, dtype & 0xFF, extra=extra, at_most=slab_rows)
 
     def rows(self) -> Tokens:
         """x, ids, weights and scales of all slabs, for the dispatch of the node: views of the slabs, in which the

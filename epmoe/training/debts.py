@@ -1,4 +1,4 @@
-"""Both directions of an exchange, under a number, and what its backward passes owe the other ranks.
+"""What backward passes owe the other ranks, and both directions of an exchange, which operators find by a number.
 
 A pass that an exception ends leaves a round open, or rounds of other ranks without this rank. It then aborts the open
 round, or takes part in the next one without tokens, so that the other ranks get an EPAbortedError and wait for nobody.
@@ -10,29 +10,55 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
+from torch import Tensor
 
+from epmoe.exchange.handles import RoundShape
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
 from epmoe.native.opaque import Registry
 from epmoe.service import ExpertParallel
-from epmoe.training.rounds import Rounds, Skipped
+from epmoe.training.rounds import BACKWARD, Rounds
+
+
+class Debt(NamedTuple):
+    """The backward round that combine's node of a graph opens."""
+
+    order: int  # of the forward round, among all
+    shape: RoundShape
+    tag: Tensor  # in host memory, one element
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A backward pass that runs."""
+
+    due: dict[int, Debt]  # by their order, the rounds that have not begun
+    round: int = -1  # the number of the last one that has
 
 
 class Directions:
+    """The rounds of both directions. `debts` are those of all exchanges whose backward passes use these windows."""
+
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
         self.forward = forward
         self.backward = backward
         self.number = _directions.add(self)
-        self._owed = _owed.setdefault(backward.ep, Owed())
+        self.debts = _debts.setdefault(backward.ep, BackwardDebts())
 
     @property
     def generation(self) -> int:
         """The generation of the group. Rows of one generation do not fit another."""
         return self.forward.ep.generation
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Rounds so far, forward and backward."""
+        return self.forward.exchange.rounds.count, self.backward.exchange.rounds.count
 
     def check_generation(self, generation: int) -> None:
         if generation != self.generation:
@@ -51,89 +77,73 @@ class Directions:
         finally:
             self.backward.exchange.rounds.trained += rounds.count - before
 
-    def remember(self, node: object, skipped: Skipped) -> int:
-        """Keep the backward round that combine's node of a graph opens, as long as the graph lives. `skipped` is how
-        this rank takes part in the round without tokens. Returns its place in the order of forward passes."""
-        order = next(_orders)
-        self._owed.nodes[node] = order, skipped
-        return order
+
+class BackwardDebts:
+    """The rounds that backward passes over the windows of one `ExpertParallel` owe the other ranks."""
+
+    def __init__(self) -> None:
+        self._debts: WeakKeyDictionary[Any, Debt] = WeakKeyDictionary()  # by combine's node, while its graph lives
+        self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # that run, by the engine's number
+        self._told = (-1, -1)  # the counts of rounds at which the other ranks last knew of an exception
+
+    def add(self, node: object, shape: RoundShape, tag: Tensor) -> int:
+        """Keep the backward round that a node of a graph opens. Returns its place in the order of forward passes."""
+        self._debts[node] = debt = Debt(next(_orders), shape, tag)
+        return debt.order
+
+    def drop(self, directions: Directions) -> None:
+        """The other ranks know of an exception of this rank, or have it, too: nobody owes the others a round."""
+        self._told = directions.counts
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Within it a round runs. Where all ranks get an error of it, none of them owes the others a round."""
+    def dropped_by_errors(self, directions: Directions) -> Iterator[None]:
+        """Within it a round runs. All ranks get an error of it."""
         try:
             yield
         except (EPAbortedError, EPMismatchError, EPTimeoutError):
-            self.note_told()
+            self.drop(directions)
             raise
 
-    def note_told(self) -> None:
-        """The other ranks know of an exception of this rank, or have it, too."""
-        self._owed.told = self._counts()
-
     @contextmanager
-    def of_pass(self, order: int) -> Iterator[None]:
+    def paying(self, directions: Directions, order: int) -> Iterator[None]:
         """Within it a backward pass, if one runs, opens the round of the forward round `order`."""
         number = torch._C._current_graph_task_id()
-        running = self._owed.passes.get(number) if number >= 0 else None
+        running = self._passes.get(number) if number >= 0 else None
         if running is None and number >= 0:
-            due = dict(entry for node, entry in self._owed.nodes.items() if is_of_pass(node))
-            running = self._owed.passes[number] = Pass(self, due)
-            torch.autograd.Variable._execution_engine.queue_callback(running)
+            running = self._passes[number] = self._begin(directions)
         if running is not None:
             running.due.pop(order, None)
         yield
         if running is not None:
-            running.round = self.backward.exchange.rounds.count
+            running.round = directions.backward.exchange.rounds.count
 
-    def _counts(self) -> tuple[int, int]:
-        return self.forward.exchange.rounds.count, self.backward.exchange.rounds.count
+    def _begin(self, directions: Directions) -> _Pass:
+        """The pass that runs. The engine calls `ended` at its end, and drops it where the pass raises."""
+        running = _Pass({debt.order: debt for node, debt in self._debts.items() if is_of_pass(node)})
 
-    def settle(self, ended: Pass) -> None:
+        def ended() -> None:
+            running.due.clear()
+            finish()  # a round is still open where nobody asked for the gradients of its tokens
+
+        finish = finalize(ended, self._settle, directions, running)
+        finish.atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+        return running
+
+    def _settle(self, directions: Directions, ended: _Pass) -> None:
         """Close the round that a pass has left open, or else take part in the next one that it owes."""
-        exchange = self.backward.exchange
-        rounds = exchange.rounds
-        if rounds.count != ended.round or exchange.failed:
-            return
-        owed = sorted(ended.due, reverse=True)
-        if self.forward.ep.device.type == "cpu":  # all ranks hear of an exception in the same round
-            owed = owed[: rounds.state == CLOSED and self._owed.told != self._counts()]
-        if rounds.state != CLOSED:
-            exchange.abort(None)
-        for order in owed:  # on GPUs hosts run ahead, and may have launched all rounds of the pass
-            self.backward.skip(ended.due[order])
-        self.note_told()
-
-
-class Owed:
-    """What the exchanges that share windows for backward passes know of these passes."""
-
-    def __init__(self) -> None:
-        # Nodes of combine in graphs that live: their order and backward round.
-        self.nodes: WeakKeyDictionary[Any, tuple[int, Skipped]] = WeakKeyDictionary()
-        self.passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()  # that run, by the engine's number
-        self.told = (-1, -1)  # the counts of rounds at which the other ranks last knew of an exception
-
-
-class Pass:
-    """A backward pass. The engine calls it at the end, and drops it where the pass raises."""
-
-    def __init__(self, directions: Directions, due: dict[int, Skipped]) -> None:
-        self._directions: Directions | None = directions
-        self.due = due  # by their order, the rounds that have not begun
-        self.round = -1  # the number of the last one that has
-
-    def __call__(self) -> None:
-        """The end: a round is still open where nobody asked for the gradients of its tokens."""
-        self.due.clear()
-        self.__del__()
-
-    def __del__(self) -> None:
-        directions = self._directions
-        self._directions = None
         with suppress(RuntimeError, ValueError):  # closed, which has told the other ranks; or another group
-            if directions is not None:
-                directions.settle(self)
+            backward, rounds = directions.backward, directions.backward.exchange.rounds
+            if rounds.count != ended.round or backward.exchange.failed:
+                return
+            owed = sorted(ended.due.values(), reverse=True, key=lambda debt: debt.order)
+            if backward.ep.device.type == "cpu":  # all ranks hear of an exception in the same round
+                owed = owed[: rounds.state == CLOSED and self._told != directions.counts]
+            if rounds.state != CLOSED:
+                backward.exchange.abort(None)
+            for debt in owed:  # on GPUs hosts run ahead, and may have launched all rounds of the pass
+                backward.skip(debt.shape, int(debt.tag), BACKWARD)
+            self.drop(directions)
 
 
 def is_of_pass(node: Any) -> bool:
@@ -144,7 +154,7 @@ def is_of_pass(node: Any) -> bool:
         return True
 
 
-_owed: WeakKeyDictionary[ExpertParallel, Owed] = WeakKeyDictionary()
+_debts: WeakKeyDictionary[ExpertParallel, BackwardDebts] = WeakKeyDictionary()
 _directions = Registry[Directions](
     "the TrainingExchange of this program or graph is gone: it must live as long as they do"
 )

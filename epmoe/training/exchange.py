@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
 
+from epmoe.exchange.handles import RoundShape
 from epmoe.group.errors import EPStateError
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, refuse_tangents, token_count
 from epmoe.native.formats import TRAINING_FORMATS, PayloadName
 from epmoe.service import ExpertParallel
+from epmoe.training.debts import Directions
 from epmoe.training.operators import train_combine, train_dispatch
-from epmoe.training.passes import Directions
-from epmoe.training.rounds import EXACT, Rounds, Skipped
+from epmoe.training.rounds import EXACT, FORWARD, ON_ROWS, Rounds
 
 WeightsOn = Literal["combine", "rows", "both"]
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
@@ -203,36 +203,25 @@ class TrainingExchange:
         return y
 
     @contextmanager
-    def giving_up(self, dtype: torch.dtype, **shape: Any) -> Iterator[None]:
-        """`ExpertParallel.giving_up` of a forward round: `dtype` and `shape` are arguments of `skip`."""
+    def giving_up(self, tag: int, weights_on: WeightsOn, shape: Callable[[], RoundShape]) -> Iterator[None]:
+        """`ExpertParallel.giving_up` of a forward round: what `shape` returns, and the others, are those of `skip`."""
         if torch.compiler.is_compiling():
             yield
             return
         try:
-            with self.ep.exchange.giving_up(partial(self.skip, dtype, **shape)):
+            with self.ep.exchange.giving_up(lambda: self.skip(shape(), weights_on=weights_on, tag=tag)):
                 yield
         except BaseException:
-            self._directions.note_told()
+            self._directions.debts.drop(self._directions)
             raise
 
-    def skip(
-        self,
-        dtype: torch.dtype,
-        *,
-        weights_on: WeightsOn = "combine",
-        tag: int = 0,
-        aligned: bool = False,
-        top_k: int | None = None,
-    ) -> None:
+    def skip(self, shape: RoundShape, *, weights_on: WeightsOn = "combine", tag: int = 0) -> None:
         """Take part in a forward round without tokens, and abort it, as `ExpertParallel.skip` does, with its errors.
 
-        Arguments are those of `dispatch` on the other ranks; `dtype` is that of x, and `top_k` is K, by default the
-        config's.
+        Arguments are those of `dispatch` on the other ranks.
         """
-        model = self.ep.config.model
-        shape = model.hidden_size, top_k or model.num_experts_per_tok, dtype
         with self._directions.numbering():
-            self._directions.forward.skip(Skipped(*shape, tag, aligned, weights_on == "rows", returns_values=False))
+            self._directions.forward.skip(shape, tag, ON_ROWS if weights_on == "rows" else FORWARD)
 
     @property
     def number(self) -> int:

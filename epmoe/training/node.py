@@ -56,7 +56,7 @@ def combine_with_values(
     """`NodeExchange.combine` of outputs [N, D] that also brings a value of each row, fp32 [N], contiguous, back to its
     pair. Returns y [T, D], and fp32 [T, K]: for each pair the value of its row, 0 where it has none. Collective."""
     sent = dispatched.sent
-    T, K = sent.num_tokens, sent.template.shape[1]
+    T, K = sent.num_tokens, sent.template.shape.top_k
     pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
     if not len(row_values):
         row_values = row_values.new_empty(1)

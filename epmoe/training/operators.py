@@ -21,13 +21,14 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
+from epmoe.exchange.handles import RoundShape
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
+from epmoe.training.debts import find, is_of_pass
 from epmoe.training.inductor import keep_order
-from epmoe.training.passes import find, is_of_pass
-from epmoe.training.rounds import EXACT, Pairs, Skipped
+from epmoe.training.rounds import BACKWARD, EXACT, FORWARD, ON_ROWS, Pairs
 
 
 @torch.library.custom_op("epmoe::train_dispatch", mutates_args=())
@@ -47,8 +48,8 @@ def train_dispatch(
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
     directions = find(number)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
-    with directions.noting(), directions.numbering():
-        arrived = directions.forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
+    with directions.debts.dropped_by_errors(directions), directions.numbering():
+        arrived = directions.forward.out(x, pairs, num_rows, ON_ROWS if on_rows else FORWARD)
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
     number_of_round = directions.backward.exchange.rounds.trained & MAX_TAG
@@ -81,7 +82,8 @@ def train_combine(
     number: int,
 ) -> Tensor:
     """y [T, D]. Closes the round. Its sums are weighted where `row_weights` are given, whose gradient they have."""
-    with (directions := find(number)).noting():
+    directions = find(number)
+    with directions.debts.dropped_by_errors(directions):
         return directions.forward.back(expert_rows)
 
 
@@ -114,8 +116,9 @@ def train_combine_backward(
     directions.check_generation(generation)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, int(link), aligned)
     outputs = None if expert_rows is None or row_weights is None else contiguous_rows(expert_rows)
-    with directions.noting(), directions.of_pass(order):
-        arrived = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True, outputs=outputs)
+    debts = directions.debts
+    with debts.dropped_by_errors(directions), debts.paying(directions, order):
+        arrived = directions.backward.out(grad_y, pairs, num_rows, BACKWARD, outputs)
     if ends_here:
         directions.backward.exchange.abort(None)
     none = grad_y.new_empty(0, dtype=torch.float32)
@@ -146,7 +149,7 @@ def train_dispatch_backward(
     """Gradients of x [T, D] and of the weights fp32 [T, K]. Closes the round."""
     directions = find(number)
     directions.check_generation(generation)
-    with directions.noting():
+    with directions.debts.dropped_by_errors(directions):
         return directions.backward.back_with_values(grad_rows, grad_row_weights.float().contiguous())
 
 
@@ -183,9 +186,8 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.num_rows = expert_rows.shape[0]
     ctx.generation = directions.generation
     ctx.dispatch = link.grad_fn
-    shape = expert_rows.shape[1], ids.shape[1], expert_rows.dtype
-    skipped = Skipped(*shape, link.detach(), ctx.aligned, adds_only=True, returns_values=True)
-    ctx.order = directions.remember(ctx, skipped)
+    shape = RoundShape(expert_rows.shape[1], ids.shape[1], expert_rows.dtype, aligned=ctx.aligned)
+    ctx.order = directions.debts.add(ctx, shape, link.detach())
 
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:

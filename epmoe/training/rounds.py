@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import MOST_PRODUCT_BYTES, PRODUCT_PARTS, CallerRows, Multiplied
-from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
 from epmoe.group.errors import EPStateError
@@ -38,16 +38,14 @@ class Pairs(NamedTuple):
     aligned: bool
 
 
-class Skipped(NamedTuple):
-    """A round of the other ranks, in which this rank has no tokens."""
+class Way(NamedTuple):
+    """What combine does in a round."""
 
-    hidden_size: int
-    top_k: int
-    dtype: torch.dtype  # of x
-    tag: int | Tensor  # a tensor in host memory has one element
-    aligned: bool
-    adds_only: bool  # see `Rounds.out`, also for the next one
-    returns_values: bool
+    adds_only: bool  # it adds without weights
+    returns_values: bool  # it brings a value of each pair back
+
+
+FORWARD, ON_ROWS, BACKWARD = Way(False, False), Way(True, False), Way(True, True)
 
 
 class TrainingRows(NamedTuple):
@@ -82,14 +80,12 @@ class Rounds:
         x: Tensor,
         pairs: Pairs,
         num_rows: int,
-        *,
-        adds_only: bool,
-        returns_values: bool,
+        way: Way,
         outputs: Tensor | None = None,
     ) -> TrainingRows:
         """Dispatch tokens [T, D] into memory of its own, of `num_rows` rows or as many as arrive. The round stays open.
-        Rows past the last segment are zeros. With `adds_only` combine adds without weights; with `returns_values` it
-        brings values back. With `outputs` [N, D] rows may arrive as products with their weights: see `TrainingRows`."""
+        Rows past the last segment are zeros. With `outputs` [N, D] rows may arrive as products with their weights: see
+        `TrainingRows`."""
         exchange = self.exchange
         e = self.ep.num_local_experts
         ids, weights, num_tokens, tag, aligned = pairs
@@ -99,9 +95,8 @@ class Rounds:
             rows=None if num_rows == EXACT else x.new_empty(N, width, dtype=dtype),
             expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
             tokens_per_expert=x.new_empty(e, dtype=torch.int32),
-            row_weights=None if returns_values else x.new_empty(N, dtype=torch.float32),
-            adds_only=adds_only,
-            returns_values=returns_values,
+            row_weights=None if way.returns_values else x.new_empty(N, dtype=torch.float32),
+            **way._asdict(),
             wire=self._wire,
             multiplies=None if outputs is None else self._multiplied(x, outputs),
         )
@@ -133,13 +128,10 @@ class Rounds:
             return None
         return Multiplied(outputs, x.new_zeros(len(outputs), PRODUCT_PARTS, dtype=torch.float32))
 
-    def skip(self, skipped: Skipped) -> None:
+    def skip(self, shape: RoundShape, tag: int, way: Way) -> None:
         """Take part in a round without tokens, and abort it."""
-        D, K, dtype, tag, aligned, adds_only, returns_values = skipped
-        x = torch.empty(0, D, dtype=dtype, device=self.ep.device)
-        ids = x.new_empty(0, K, dtype=torch.int32)
-        pairs = Pairs(ids, ids.float(), 0, int(tag), aligned)
-        self.out(x, pairs, EXACT, adds_only=adds_only, returns_values=returns_values)
+        none = self.exchange.templates.no_tokens(shape, tag)
+        self.out(none.x, Pairs(none.ids, none.weights, 0, tag, none.aligned), EXACT, way)
         self.exchange.abort(None)
 
     def back(self, rows: Tensor) -> Tensor:

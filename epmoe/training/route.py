@@ -10,7 +10,7 @@ from torch import Tensor
 from epmoe.local.route import OWN_CHOICE, Routing
 from epmoe.local.route import route as forward_only
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
-from epmoe.training.passes import find
+from epmoe.training.debts import find
 
 
 def route(

@@ -11,6 +11,7 @@ from exchanges import assert_y, given, make_tokens, run_experts, run_round
 from helpers import ON_GPUS
 
 import epmoe
+from epmoe.exchange.extra import Extra
 
 ID = torch.int16, ()
 WIDE = torch.int64, (3,)
@@ -81,7 +82,8 @@ def test_skip(make_ep, rank, size, how):
         sent = extra if with_one else None
         for skips in (False, True):
             if skips and rank == 0:
-                ep.skip(**({} if how == "last" else {"extra": sent}))
+                shape = ep.last_shape._replace(extra=None if sent is None else Extra.of(sent))
+                ep.skip(None if how == "last" else shape)
                 continue
             d = ep.dispatch(*given(ep, tokens), extra=sent)
             assert (d.extra is None) is not with_one

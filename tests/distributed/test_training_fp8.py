@@ -8,7 +8,7 @@ from factors import all_pairs
 from helpers import generator, poisoned_memory
 
 import epmoe
-from epmoe import EPMismatchError, EPOverflowError
+from epmoe import EPMismatchError, EPOverflowError, RoundShape
 from epmoe.training import TrainingExchange
 
 E, K, MOST = 9, 3, 40
@@ -97,7 +97,7 @@ def test_rows_without_room_and_rounds_given_up(make_ep, rank, size):
         ep.check()
     ep.exchange.drop_reports()
     if rank == size - 1:
-        exchange.skip(torch.float32)
+        exchange.skip(RoundShape.of(ep.config, torch.float32))
     else:
         exchange.dispatch(x, ids, weights, num_rows=768)
         ep.abort()

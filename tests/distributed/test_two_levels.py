@@ -111,16 +111,17 @@ def test_phases_and_micro_batches(make_ep, rank):
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_padded_tokens(make_ep, rank, size, device, nodes):
-    """A slab of as many slots as the call has tokens is enough; other numbers are refused before anything is sent."""
+def test_at_most_so_many_tokens(make_ep, rank, size, device, nodes):
+    """A slab of as many slots as the call has tokens is enough, and no slab is longer than S."""
     ep = make_ep(ranks_per_node=size // (nodes if device.type == "cpu" else 2))
     tokens = make_tokens(ep.config, rank, 1)
-    for n in (1, 5, 16):
-        d = ep.dispatch(*given(ep, tokens), padded_tokens=n)
-        assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
-    for n, error in ((0, ValueError), (17, ValueError), (True, TypeError), (2.0, TypeError)):
-        with pytest.raises(error, match="`padded_tokens` must be"):
-            ep.dispatch(*given(ep, tokens), padded_tokens=n)
+    for n, rows in ((1, 1), (5, 5), (16, 16), (17, 16), (None, 16)):
+        with ep.at_most(n):
+            assert_y(run_round(ep, tokens), ep.config, tokens)
+            assert ep.exchange.slabs.slab_rows == rows
+    for n in (-1, True, 2.0):
+        with pytest.raises(ValueError, match="`tokens` must be an int of at least 0"), ep.at_most(n):
+            pass
     with pytest.raises(ValueError, match="`x` has 17 tokens"):
         ep.dispatch(*given(ep, make_tokens(ep.config, rank, 17)))
     assert_y(run_round(ep, tokens), ep.config, tokens)
@@ -139,8 +140,8 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half):
     assert ep.health().dropped_pairs == 8
     few = make_tokens(ep.config, rank, 5)
     assert_y(run_round(ep, few), ep.config, few)
-    d = ep.dispatch(*given(ep, few), padded_tokens=5)
-    assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
+    with ep.at_most(5):
+        assert_y(run_round(ep, few), ep.config, few)
 
 
 def test_an_abort_drops_what_its_slabs_lacked(make_ep, rank, half):
@@ -217,10 +218,10 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
     ep = make_ep(ranks_per_node=ranks_per_node)
     tokens = make_tokens(ep.config, rank, 1)
     for _ in range(2):
-        with pytest.raises(epmoe.EPMismatchError) as error:
-            ep.dispatch(*given(ep, tokens), padded_tokens=padded[rank])
+        with pytest.raises(epmoe.EPMismatchError) as error, ep.at_most(padded[rank]):
+            ep.dispatch(*given(ep, tokens))
         first, *_ = error.value.differing_ranks
-        mine, theirs = error.value.differences.get("padded_tokens", (padded[rank], padded[first]))
+        mine, theirs = error.value.differences.get("at_most", (padded[rank], padded[first]))
         assert (mine, theirs) == (padded[rank], padded[first])
         assert error.value.differences or ranks_per_node == 2 and padded[rank] == padded[(rank + 2) % 4]
         assert_y(run_round(ep, tokens), ep.config, tokens)
@@ -275,8 +276,8 @@ def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, behin
     else:
         run_round(ep, tokens)
     few = make_tokens(ep.config, rank, 2, seed=1)
-    d = ep.dispatch(*given(ep, few), padded_tokens=2)
-    assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
+    with ep.at_most(2):
+        assert_y(run_round(ep, few), ep.config, few)
 
 
 def test_aborts_of_other_shapes(make_ep, rank, size, half):
@@ -415,17 +416,26 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, stage, aborts):
 
 @ON_THE_CPU
 @pytest.mark.usefixtures("forget_graphs")
-def test_a_layer_passes_padded_tokens_on(make_ep, rank):
+def test_layers_within_at_most(make_ep, rank):
     """Eager and compiled, with the bits of slabs of S rows; a slab that is too short is named."""
     ep = make_ep(ranks_per_node=2, experts=E, top_k=K, hidden=D)
     layer, _ = full_layer(ep)
     step = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2 + rank, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     want = layer(x)
-    assert torch.equal(layer(x, padded_tokens=5), want) and torch.equal(step(x, padded_tokens=5), want)
-    with pytest.raises(ValueError, match="`padded_tokens` must be from 1 to 16"):
-        layer(x, padded_tokens=17)
+    for n in (5, 7):  # one graph for both
+        with ep.at_most(n):
+            for call in (layer, step):
+                assert torch.equal(call(x), want)
+                assert ep.exchange.slabs.slab_rows == n
     everywhere = torch.randn(9, D, generator=torch.Generator().manual_seed(9)).to(ep.device)
-    with pytest.raises(epmoe.EPOverflowError, match="rows for one node, but padded_tokens is 1:"):
-        layer(everywhere, padded_tokens=1)
+    with pytest.raises(epmoe.EPOverflowError, match="rows for one node, but at_most is 1:"), ep.at_most(1):
+        layer(everywhere)
+
+    def within(x: torch.Tensor) -> torch.Tensor:
+        with ep.at_most(1):
+            return layer(x)
+
+    with pytest.raises(Exception, match="outside of what torch.compile traces"):
+        torch.compile(within, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(layer(x), want)

@@ -69,7 +69,7 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
   return recv_chunks<kMaxLines<kFormat>, kFormat, false, kMultiplies>(b, first_incoming<kMaxLines<kFormat>>(b));
 }
 
-// What a kernel is compiled for.
+// What a kernel is compiled for. nvcc takes no value of a class in a kernel's template, but the bits of one.
 struct Variant {
   int recv_lines;     // lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol
   bool coarse;        // senders also move recv_lines lines at once, otherwise one
@@ -81,12 +81,22 @@ struct Variant {
   // Whether this rank's own rows stay where the caller has them.
   EPMOE_HD constexpr bool skips_self() const { return coarse && !wire(format).has_scales(); }
   EPMOE_HD constexpr int send_lines() const { return coarse ? recv_lines : 1; }
+  constexpr uint32_t bits() const {
+    return recv_lines | coarse << 8 | trains << 9 | multiplies << 10 | blocks_per_sm << 12 |
+           static_cast<uint32_t>(format) << 16;
+  }
+  EPMOE_HD static constexpr Variant of(uint32_t bits) {
+    return {static_cast<int>(bits & 0xff),      (bits >> 8 & 1) != 0, static_cast<WireFormat>(bits >> 16),
+            static_cast<int>(bits >> 12 & 0xf), (bits >> 9 & 1) != 0, (bits >> 10 & 1) != 0};
+  }
 };
 
 // Source: the dtype that becomes the format; void where rows travel as they are.
-template <Variant kVariant, typename Source>
-__global__ void __launch_bounds__(threads_bound(kVariant.recv_lines, kVariant.skips_self()), kVariant.blocks_per_sm)
+template <uint32_t kBits, typename Source>
+__global__ void __launch_bounds__(threads_bound(Variant::of(kBits).recv_lines, Variant::of(kBits).skips_self()),
+                                  Variant::of(kBits).blocks_per_sm)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
+  constexpr Variant kVariant = Variant::of(kBits);
   constexpr int kRecvLines = kVariant.recv_lines, kSendLines = kVariant.send_lines();
   constexpr bool kLL = kRecvLines > 0, kSkipSelf = kVariant.skips_self(), kMultiplies = kVariant.multiplies;
   constexpr WireFormat kFormat = kVariant.format;
@@ -186,8 +196,8 @@ template <WireFormat kFormat, typename Source, bool kTrains>
 auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
   constexpr int kMost = kMaxLines<kFormat>;
   constexpr auto of = [](int lines, bool coarse, int blocks) {
-    return Variant{
-        .recv_lines = lines, .coarse = coarse, .format = kFormat, .blocks_per_sm = blocks, .trains = kTrains};
+    return Variant{.recv_lines = lines, .coarse = coarse, .format = kFormat, .blocks_per_sm = blocks, .trains = kTrains}
+        .bits();
   };
   if (recv_lines == 0) return dispatch_kernel<of(0, false, 2), Source>;
   if (recv_lines == 1)
@@ -207,7 +217,7 @@ auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat fo
         if (training == Training::kProducts) {
           constexpr Variant kProducts{
               .recv_lines = 0, .coarse = false, .format = of, .blocks_per_sm = 2, .trains = true, .multiplies = true};
-          return dispatch_kernel<kProducts, Source>;
+          return dispatch_kernel<kProducts.bits(), Source>;
         }
         if (training == Training::kRows) return variant_of<of, Source, true>(recv_lines, coarse, exclusive);
       }

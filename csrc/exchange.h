@@ -80,7 +80,7 @@ struct ExchangeDescriptor {
   int64_t to_caller, adds_only, returns_values, zero_tail;  // as in DispatchArgs
   int64_t row_weights, row_values, pair_values;             // addresses, as in DispatchArgs and CombineArgs
   int64_t outputs, outputs_stride_bytes, products;          // the same, of DispatchArgs
-  int64_t timeout_ns;                                       // of each wait
+  int64_t first_timeout_ns, timeout_ns;                     // of each wait of the first round, and of later rounds
   int64_t status;  // address of the Status, and on CUDA of the Progress behind it
 };
 

@@ -24,7 +24,14 @@ const ExchangeDescriptor& parsed(const Tensor& descriptor) {
   return d;
 }
 
-Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Tensor& scratch) {
+Progress& progress_of(const Exchange& exchange, const Tensor& like) {
+  return like.is_cuda() ? *reinterpret_cast<Progress*>(exchange.status + 1)
+                        : reinterpret_cast<RoundState*>(exchange.scratch + exchange.plan.state)->progress;
+}
+
+// `like` is a tensor of the call, and `opens` whether the call opens a round.
+Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Tensor& scratch, const Tensor& like,
+                     bool opens) {
   int64_t R = d.plan.R;
   pointer<uint8_t>(window, d.plan.combine_values, "window");
   Exchange exchange{
@@ -34,6 +41,7 @@ Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Te
       .status = reinterpret_cast<Status*>(d.status),
       .timeout_ns = d.timeout_ns,
   };
+  if (progress_of(exchange, like).phases + opens <= 4) exchange.timeout_ns = d.first_timeout_ns;  // four a round
   std::memcpy(exchange.peers_R, &d + 1, R * sizeof(char*));
   return exchange;
 }
@@ -51,21 +59,19 @@ void choose_layer(ExchangePlan& plan, int64_t tag, int64_t T) {
 // host what was launched; the CPU kernels note their phases themselves.
 template <typename Args, typename Launch>
 void launch_in_order(const Exchange& exchange, const Args& args, const Tensor& like, Launch&& launch) {
-  auto* progress = reinterpret_cast<Progress*>(exchange.status + 1);
+  Progress& progress = progress_of(exchange, like);
   launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) {
     int64_t this_stream = reinterpret_cast<int64_t>(stream) + 1;
-    int64_t last = std::exchange(progress->last_stream, this_stream);
+    int64_t last = std::exchange(progress.last_stream, this_stream);
     if (last && last != this_stream)
       if (int error = api.order_after(stream, reinterpret_cast<cuda::Stream>(last - 1))) return error;
     return launch(api, stream);
   });
-  progress->phases += args.send + args.receive;
+  progress.phases += args.send + args.receive;
 }
 
 void launch_dispatch(Exchange exchange, const DispatchArgs& args, const Tensor& x) {
-  auto* progress = x.is_cuda() ? reinterpret_cast<const Progress*>(exchange.status + 1)
-                               : &reinterpret_cast<const RoundState*>(exchange.scratch + exchange.plan.state)->progress;
-  choose_layer(exchange.plan, progress->tag, args.T);
+  choose_layer(exchange.plan, progress_of(exchange, x).tag, args.T);
   if (x.is_cuda())
     return launch_in_order(exchange, args, x, [&](const cuda::Api& api, cuda::Stream stream) {
       return api.dispatch(exchange, args, stream);
@@ -118,7 +124,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
                   "rows cannot be multiplied in this call");
   STD_TORCH_CHECK(!args.to_caller || !traits.has_scales(), "training needs rows without scales");
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;
-  launch_dispatch(exchange_of(d, window, scratch), args, x);
+  launch_dispatch(exchange_of(d, window, scratch, x, args.send), args, x);
 }
 
 template <Phase kPhase>
@@ -157,7 +163,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
     args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);
   }
-  launch_combine(exchange_of(d, window, scratch), args, y);
+  launch_combine(exchange_of(d, window, scratch, y, false), args, y);
 }
 
 // Words in windows of shared memory (cpu/words.h).

@@ -619,10 +619,10 @@ class ExpertParallel(HoldsWindows):
 
         From then on all ranks choose by the same tables, so that y has the same bits on every run.
 
-        Raises EPTimeoutError after `timeout_s`, by default `exchange.timeout_s`, or once a rank has ended. If the ranks
-        that it names are only late, rounds go on, and `apply` may be called again.
+        Raises EPTimeoutError after `timeout_s`, by default the deadline of a round, or once a rank has ended. If the
+        ranks that it names are only late, rounds go on, and `apply` may be called again.
         """
-        self._moving.finish(self.config.exchange.timeout_s if timeout_s is None else timeout_s)
+        self._moving.finish(timeout_s)
 
     def logical_experts(self, tag: int = 0) -> list[int]:
         """The logical experts of this rank's local experts, with `placement.live` those of the layer `tag` now, where

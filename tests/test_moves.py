@@ -12,6 +12,7 @@ import torch
 from slot_tables import draw_slots
 from torch import Tensor
 
+from epmoe.config.deadlines import Deadlines
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.moves import Moves
 from epmoe.live.waves import in_place, plan_waves
@@ -94,8 +95,8 @@ class Rank:
         self.reading = False
         self.waves = plan_waves(before, in_place(before, after, S), S)
         self.moves = Moves(
-            self, 1, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]], self.staging, 30.0,
-            self.switch, lambda *_: self.may_raise(),
+            self, 1, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]], self.staging,
+            Deadlines(30.0, 30.0, lambda: 0), self.switch, lambda *_: self.may_raise(),
         )  # fmt: skip
         self.interrupts = interrupts
 

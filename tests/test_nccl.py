@@ -35,7 +35,7 @@ class Watched:
         self.words = nccl._Words.from_address(self.memory.data_ptr())
         self.words.ways[1].started = self.words.ways[1].ended = 1  # the first round has ended
         self.exchange, self.closed = Watcher(), Event()
-        deadlines = Deadlines(FIRST_S, TIMEOUT_S, first=False)
+        deadlines = Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
         arguments = weakref.WeakMethod(self.exchange.on_late), self.memory, self.words, deadlines, self.closed
         self.thread = Thread(target=nccl._watch, args=arguments, daemon=True)
         self.thread.start()

@@ -11,6 +11,7 @@ The rank next to a fault must report first, since it knows who is missing. The o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 ANSWER_S = 0.4
@@ -21,14 +22,19 @@ LAST_CALL_S = 5.0  # after timeout_s, every rank that lives has raised and calls
 OPENING_ANSWER_S = 1.0  # like ANSWER_S, where a group did not open and processes may still start
 
 
-@dataclass
+@dataclass(frozen=True)
 class Deadlines:
-    """How long a transfer may take, in seconds. The rails of an exchange share it with the exchange."""
+    """How long the waits of one exchange may take, in seconds: every wait of its host asks it.
 
-    first_s: float  # in the first round, in which ranks may still load or compile
+    The operators of a node have both numbers, and count rounds themselves.
+    """
+
+    first_s: float
+    """until the second round opens: ranks may still load or compile"""
     later_s: float
-    first: bool = True  # the host is in the first round
+    opened: Callable[[], int]
+    """returns the number of rounds so far"""
 
-    def of(self, returning: bool, first: bool = False) -> float:
-        """Seconds for a transfer of tokens, or of `returning` sums. `first`: the first round is still under way."""
-        return (self.first_s if first or self.first else self.later_s) + RETURN_S * returning
+    def wait_s(self, *, returning: bool = False, first: bool = False) -> float:
+        """Of a wait, or over several nodes for `returning` sums. `first`: the first round is still under way."""
+        return (self.first_s if first or self.opened() <= 1 else self.later_s) + RETURN_S * returning

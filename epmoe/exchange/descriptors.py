@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.formats import WireFormat
 from epmoe.native.layouts import struct, words
@@ -61,18 +62,15 @@ class Descriptors:
     zeroes the rows between segments.
     """
 
-    def __init__(self, plan: MemoryPlan, status: int, windows: list[int], timeout_s: float, zero_gaps: bool) -> None:
-        self.timeout_s = timeout_s
+    def __init__(
+        self, plan: MemoryPlan, status: int, windows: list[int], deadlines: Deadlines, zero_gaps: bool
+    ) -> None:
+        first, later = (round(seconds * 1e9) for seconds in (deadlines.first_s, deadlines.later_s))
+        self._of_all = _SERVING | {"first_timeout_ns": first, "timeout_ns": later, "status": status}
         self._zero_gaps = zero_gaps
         self._plan = plan
-        self._status = status
         self._windows = windows
         self._made: dict[tuple[bool, ...], Tensor] = {}
-
-    def set_timeout(self, seconds: float) -> None:
-        self.timeout_s = seconds
-        for descriptor in self._made.values():
-            _fields(descriptor).timeout_ns = round(seconds * 1e9)
 
     def any(self) -> Tensor:
         return next(iter(self._made.values()))
@@ -81,12 +79,10 @@ class Descriptors:
         """That of calls with these flags: `aligned` rows begin each expert's segment at a multiple of the alignment."""
         flags = expert_major, weight_rows, aligned
         if flags not in self._made:
-            of_round = {
-                "expert_major": expert_major, "weight_rows": weight_rows, "zero_gaps": aligned and self._zero_gaps,
-                "timeout_ns": round(self.timeout_s * 1e9), "status": self._status,
-            }  # fmt: skip
+            zero_gaps = aligned and self._zero_gaps
+            of_round = {"expert_major": expert_major, "weight_rows": weight_rows, "zero_gaps": zero_gaps}
             plan = self._plan.as_ints(**{} if aligned else {"alignment": 1, "small_alignment": 1})
-            values = [*plan, *words("ExchangeDescriptor", _SERVING | of_round), *self._windows]
+            values = [*plan, *words("ExchangeDescriptor", self._of_all | of_round), *self._windows]
             self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._made[flags]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from epmoe.config.config import EPConfig
+from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import STAGES, Health
@@ -69,6 +70,7 @@ class Exchange(ABC):
     rank: int  # in the group
     global_ranks: list[int]  # [R]
     rounds: RoundState
+    deadlines: Deadlines
     templates: Templates
     thread: int = 0  # that is in a call, or 0
 
@@ -180,7 +182,7 @@ class Exchange(ABC):
 
     def _wait_or_refuse(self, caller: int) -> None:
         rounds = self.rounds
-        deadline = time.monotonic() + self.config.exchange.timeout_s
+        deadline = time.monotonic() + self.deadlines.wait_s()
         while self.thread not in (0, caller):
             if rounds.opener != caller or rounds.state == CLOSED or time.monotonic() > deadline:
                 rounds.turn_away(caller)

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from epmoe.config.config import EPConfig
+from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
@@ -78,10 +79,11 @@ class NodeExchange(Exchange):
         progress = self._status.data_ptr() + ctypes.sizeof(Status)
         if device.type == "cpu":
             progress = self.views["state"].data_ptr() + struct("RoundState").progress.offset
-        self.rounds = RoundState(Progress.from_address(progress))
-        timeout_s = config.exchange.warmup_timeout_s  # ranks may still load or compile
+        self.rounds = rounds = RoundState(Progress.from_address(progress))
+        times = config.exchange
+        self.deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, timeout_s, zero_gaps)
+        self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, self.deadlines, zero_gaps)
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
         self._totals = Totals(self.views)
         self._errors, self._counts = (Peek(self.views[name]) for name in ("signal.error", "recv.counts"))
@@ -180,7 +182,7 @@ class NodeExchange(Exchange):
         words.code = code
 
     def _late(self, launches: bool) -> Late | None:
-        rounds, timeout_s = self.rounds, self.descriptors.timeout_s
+        rounds, timeout_s = self.rounds, self.deadlines.wait_s()
         with suppress(RuntimeError), torch.cuda.device(self.device):  # of a GPU that has failed
             if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(blocking=False):
                 return None
@@ -276,7 +278,7 @@ class NodeExchange(Exchange):
         """What kernels may still write lives as long as the process, together with `owner`."""
         self.window.deaths.close()
         with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
-            if device_ends(self.device, self.descriptors.timeout_s):
+            if device_ends(self.device, self.deadlines.wait_s()):
                 return
         _written_to.append((self, owner))
 
@@ -287,7 +289,7 @@ class NodeExchange(Exchange):
                 self.check()
                 time.sleep(0)  # lets other threads run
             if self.rounds.has_more_rounds is None:
-                self.wait_for_device(self.config.exchange.warmup_timeout_s)
+                self.wait_for_device(self.deadlines.first_s)
                 self.check()
         elif self.rounds.has_more_rounds is None:  # until every rank has closed the last round
             arguments = torch.empty(0, 0, device="cpu"), None, *self.memory, self.descriptors.any()
@@ -324,8 +326,6 @@ class NodeExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
-        if epoch == 2:  # no rank loads or compiles any more
-            self.descriptors.set_timeout(self.config.exchange.timeout_s)
         return rounds.open(template, T, epoch, call.tag, template.descriptor, arguments)
 
     def received(self, sent: Sent) -> Dispatched:

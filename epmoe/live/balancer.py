@@ -159,7 +159,6 @@ class Balancer:
         if ep.rank == 0:
             self._planning = None
             live.mail.post(Word.LAST_PLAN, live.finishes % _CALLS << 32 | self._planned, range(ep.size))
-        timeout_s = ep.config.exchange.timeout_s if timeout_s is None else timeout_s
         last = 0
 
         def told() -> bool:
@@ -195,7 +194,7 @@ class Balancer:
         moves = self._live.moves
         return moves is None or moves.done
 
-    def _going_on(self, call: Callable[..., None], *arguments: float) -> None:
+    def _going_on(self, call: Callable[..., None], *arguments: float | None) -> None:
         """Call `poll` or `apply`, of which a plan that another rank has refused is no error."""
         try:
             call(*arguments)

@@ -109,7 +109,7 @@ class LiveExperts:
             raise ValueError(f"`weights` must be given, since no layer with tag {min(lacking)} has said where its are")
         moves = Moves(
             self.mail, number, self._S, waves, weights or self._registered, self._exchange.views["moves.staging"],
-            self._exchange.config.exchange.timeout_s, self._switch, self._hold,
+            self._exchange.deadlines, self._switch, self._hold,
         )  # fmt: skip
         tables_of = [self.slots, *(wave.slots for wave in waves)]
         versions = [
@@ -187,8 +187,8 @@ class LiveExperts:
             self.mail.post(Word.PLAN, self._untold << 32 | REFUSED, range(self._R))
             self._untold = None
 
-    def finish(self, timeout_s: float) -> None:
-        """Step until the moves are done. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds."""
+    def finish(self, timeout_s: float | None) -> None:
+        """Step until the moves are done; see `wait`."""
         if self._exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: experts move between rounds")
         self._refuse_within_a_step("apply")
@@ -199,9 +199,10 @@ class LiveExperts:
 
         self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
 
-    def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float) -> None:
-        """Wait until `done`. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds for `late`."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float | None) -> None:
+        """Wait until `done`. Raises EPTimeoutError once a rank has ended, or for `late` after `timeout_s`, by default
+        the deadline of a round."""
+        deadline = time.monotonic() + (self._exchange.deadlines.wait_s() if timeout_s is None else timeout_s)
         while not done():
             ended = [rank for rank in range(self._R) if self._exchange.dead() >> rank & 1]
             if ended or time.monotonic() > deadline:
@@ -233,7 +234,7 @@ class LiveExperts:
 
     @property
     def stalls(self) -> int:
-        """How often moves got no further within `exchange.timeout_s`."""
+        """How often moves got no further within the deadline of a round."""
         return self._earlier[2] + (0 if self.moves is None else self.moves.stalls)
 
     def experts(self, tag: int) -> list[int]:

@@ -28,6 +28,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from epmoe.config.deadlines import Deadlines
 from epmoe.group.errors import EPRefusedError
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail
@@ -73,7 +74,7 @@ class Moves:
         count: moves on all ranks, detours included.
         total_bytes: that come to this rank.
         refused_by: ranks that took no part in the call, or were given other arguments; then nothing has moved.
-        stalls: how often nothing has happened for `timeout_s`.
+        stalls: how often nothing has happened for the deadline of a round.
     """
 
     mail: Mail
@@ -86,8 +87,8 @@ class Moves:
     """of slots; tensors of slots of one layer have the same sizes"""
     staging: Tensor
     """uint8, in the window of this rank"""
-    timeout_s: float
-    """how long a move may take before it counts as stalled"""
+    deadlines: Deadlines
+    """`wait_s`: how long a move may take before it counts as stalled"""
     switch: Callable[[int], bool]
     """takes a version, and puts its tables into use: False if it cannot yet"""
     holds: Callable[[int, int, int], None]
@@ -198,7 +199,7 @@ class Moves:
         now = time.monotonic()
         if (state := self._state()) != self._seen:
             self._seen, self._progress = state, now
-        elif now - self._progress > self.timeout_s:
+        elif now - self._progress > self.deadlines.wait_s():
             self.stalls += 1
             self._progress = now
 

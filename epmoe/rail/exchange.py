@@ -51,7 +51,7 @@ class HierarchicalExchange(Exchange):
         self.views = network.views
         self.rank = network.rank
         self.global_ranks = network.global_ranks
-        self.rounds = network.rounds
+        self.rounds, self.deadlines = network.rounds, network.deadlines
         self.templates = Templates(
             config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_descriptor
         )
@@ -73,8 +73,6 @@ class HierarchicalExchange(Exchange):
         template, T = self.templates.of(call)
         self._check_dtype(call.x)
         self.network.wait_for_pending()
-        if epoch == 2:  # no rank loads or compiles any more
-            self.network.deadlines.first = False
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)

@@ -53,7 +53,7 @@ class GlooRail:
     def start(self, transfer: Transfer) -> None:
         if self._ended:
             raise RailError("the rail is closed")
-        timeout_s = self._deadlines.of(transfer.returning)
+        timeout_s = self._deadlines.wait_s(returning=transfer.returning)
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
         options.timeout, options.asyncOp = timedelta(seconds=timeout_s + NETWORK_SLACK_S), True
         arguments = transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
@@ -67,7 +67,7 @@ class GlooRail:
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """It polls, so that signal handlers of Python run."""
         (work,) = transfer.started
-        deadline = time.monotonic() + self._deadlines.of(transfer.returning)
+        deadline = time.monotonic() + self._deadlines.wait_s(returning=transfer.returning)
         polls, sleep_s = 0, _SLEEP_S
         while not work.is_completed():
             polls += 1

@@ -204,7 +204,7 @@ def _watch(
             if (counts.started, counts.ended) != seen[way]:
                 seen[way], since[way] = (counts.started, counts.ended), now
             elif counts.started != counts.ended:
-                late |= now - since[way] > deadlines.of(bool(way), first=not words.ways[1].ended)
+                late |= now - since[way] > deadlines.wait_s(returning=bool(way), first=not words.ways[1].ended)
         call = on_late()
         if call is None:
             return

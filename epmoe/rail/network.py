@@ -15,7 +15,6 @@ from epmoe.exchange.health import STAGES
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED, RETURNING, RoundState
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
-from epmoe.native.layouts import struct
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Rail, RailError, Transfer
 
@@ -37,20 +36,20 @@ class Failure(NamedTuple):
 class Network:
     """A rail to the other nodes, and what has failed on it or in this node: every later call raises the `failure`.
 
-    `hosts` is a rail of all ranks of the group, for numbers of the hosts.
+    `control` is a gloo group of all ranks, by which hosts agree on sizes.
     """
 
     node: NodeExchange
     memory: RailMemory
     rail: Rail
-    hosts: Rail
+    control: Rail
     global_ranks: list[int]
+    rounds: RoundState
     deadlines: Deadlines
 
     def __post_init__(self) -> None:
         self.device, self.rank = self.node.device, self.memory.of_rail(self.memory.node)
         self.views = self.node.views | self.memory.views
-        self.rounds = RoundState(struct("Progress")())
         self.failure: Failure | None = None
         self.pending: list[Transfer] = []  # of aborted rounds, which must end before the next round
 
@@ -92,12 +91,12 @@ class Network:
         def wait() -> int:
             try:
                 if not transfer.started:
-                    self.hosts.start(transfer)
-                self.hosts.wait(transfer, self.look_at_node)
+                    self.control.start(transfer)
+                self.control.wait(transfer, self.look_at_node)
             except RailError:
-                self.fail(self.hosts.missing([]))
+                self.fail(self.control.missing([]))
             except EPTimeoutError as error:  # which names more ranks; the others get their names
-                self.hosts.missing(error.missing_ranks)
+                self.control.missing(error.missing_ranks)
                 raise
             return max(number, int(transfer.received.max()))
 
@@ -191,5 +190,5 @@ class Network:
 
     def close(self) -> None:
         self.rail.close()
-        self.hosts.close()
+        self.control.close()
         self.pending.clear()

@@ -14,11 +14,13 @@ from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.launch_policy import shared_bytes_needed
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.round_state import RoundState
 from epmoe.exchange.window import SharedMemoryWindow, Window
 from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.board import RollCall
 from epmoe.group.peers import Peers
 from epmoe.native import ops
+from epmoe.native.layouts import struct
 from epmoe.rail.exchange import HierarchicalExchange
 from epmoe.rail.gloo import GlooRail, connect_within, gloo_group
 from epmoe.rail.memory import RailMemory
@@ -96,21 +98,22 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: 
     group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
     here = peers.global_ranks[node * G : (node + 1) * G]
     node_peers = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
-    deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s)
+    rounds = RoundState(struct("Progress")())
+    deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
     with ExitStack() as undo:
         of_rail = RollCall([m * G + local for m in range(N)], peers.rank, peers.size, name)
         rail = rail_of(config, device)(of_rail, deadlines, device, connect)
         undo.callback(rail.close)
         of_group = RollCall(list(range(peers.size)), peers.rank, peers.size, f"{name}/hosts")
-        hosts = GlooRail(of_group, deadlines, torch.device("cpu"), connect)
-        undo.callback(hosts.close)
+        control = GlooRail(of_group, deadlines, torch.device("cpu"), connect)
+        undo.callback(control.close)
         peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with node_peers.part():
             window = open_window(plan, node_peers, device)
         inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs
-        network = network_of(inside, memory, rail, hosts, peers.global_ranks, deadlines)
+        network = network_of(inside, memory, rail, control, peers.global_ranks, rounds, deadlines)
         exchange = HierarchicalExchange(config, inside, memory, network)
         undo.pop_all()
     return exchange

@@ -19,6 +19,7 @@ from slot_tables import draw_slots, times_slots, weighted_sum
 from torch import Tensor
 
 from epmoe import Dispatched, EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel, MoELayer
+from epmoe.config.deadlines import Deadlines
 from epmoe.live import tables
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.moves import MOST_CALLS, Moves
@@ -477,7 +478,7 @@ def test_apply_names_a_late_rank_and_goes_on_later(make, size, rank):
     slots, target = Slots(ep), draw_table(ep, seed=3)
     if rank:
         moves = ep.replace(target, slots.of)
-        moves.timeout_s = 0.05
+        moves.deadlines = Deadlines(0.05, 0.05, lambda: 2)
         with pytest.raises(EPTimeoutError, match=r"waited for rank\(s\) \[0\].*call `apply` again"):
             ep.apply(timeout_s=0.2)
         assert 1 <= moves.stalls <= 4 and moves.waits_for() == [0] and ep.live is not None

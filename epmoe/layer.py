@@ -26,13 +26,13 @@ from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.peers import Peers
 from epmoe.live.moves import SlotWeights
 from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters
-from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.given import given_to
 from epmoe.local.logits import router_logits
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
+from epmoe.local.side_stream import SideStream, record_point
 from epmoe.local.spread import is_spread, local_view
 from epmoe.local.weight_formats import plain_shape, take_rows
 from epmoe.native import opaque
@@ -424,13 +424,13 @@ class MoELayer(nn.Module):
         routes = Routes(ids_TK, weights_TK, logits_TE, None)
         if self.recorder is not None:
             self.recorder(routes)
-        start = None if shared_experts is None else mark(x_TD.device)
+        start = None if shared_experts is None else record_point(x_TD.device)
         d = self.ep.dispatch(
             x_TD, ids_TK, weights_TK, num_tokens=num_tokens, tag=self.tag,
             apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned, extra=extra,
         )  # fmt: skip
         # Not before dispatch, whose blocks get multiprocessors first.
-        shared = None if shared_experts is None else Beside(start, shared_experts, x_TD)
+        shared = None if shared_experts is None else SideStream(start, shared_experts, x_TD)
         segments: dict[str, Any] = {}
         if isinstance(experts, GroupedExperts):
             segments = d.segments

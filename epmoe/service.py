@@ -22,7 +22,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import EP, Move, Placement, is_int
 from epmoe.exchange.call import new_call
-from epmoe.exchange.exchange import Exchange, in_turn
+from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
@@ -227,7 +227,7 @@ class ExpertParallel(HoldsWindows):
         the RuntimeError; so does who enters during its call, or in a fork.
 
         A collective call of several steps holds its turn so from its start on, also over windows that it opens. A
-        context manager would not do, see `own_turn`.
+        context manager would not do, see `takes_turn`.
         """
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
@@ -567,7 +567,7 @@ class ExpertParallel(HoldsWindows):
         have the same between two moves, so one rank calls it. Raises EPStateError without `placement.live`."""
         write_slots(path, self._moving.slots)
 
-    @in_turn
+    @takes_turn_of_exchange
     def replace(self, slots: Tensor, weights: SlotWeights | None = None, *, loads: Tensor | None = None) -> Moves:
         """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.
 
@@ -595,7 +595,7 @@ class ExpertParallel(HoldsWindows):
         """
         return self._moving.replace(slots, weights, loads)
 
-    @in_turn
+    @takes_turn_of_exchange
     def share(self, loads: Tensor) -> None:
         """Divide the tokens of experts among their copies by these loads [layers, E], from a later `poll` on.
 
@@ -603,7 +603,7 @@ class ExpertParallel(HoldsWindows):
         """
         self._moving.share(loads)
 
-    @in_turn
+    @takes_turn_of_exchange
     def loads(self) -> Tensor:
         """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the start or `resume`.
 
@@ -613,7 +613,7 @@ class ExpertParallel(HoldsWindows):
         self._moving.mail.flush()
         return self._moving.loads()
 
-    @in_turn
+    @takes_turn_of_exchange
     def apply(self, timeout_s: float | None = None) -> None:
         """Wait until all moves are done and all shares in use. Collective: all ranks call it between the same rounds.
 
@@ -671,7 +671,7 @@ class ExpertParallel(HoldsWindows):
         exchange = self.exchange
         exchange.run(exchange.poll if self.live is None else self._poll)
 
-    @in_turn
+    @takes_turn_of_exchange
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`.
 

@@ -32,11 +32,11 @@ class Watcher:
 class Watched:
     def __init__(self) -> None:
         self.memory = torch.zeros(7, dtype=torch.int64)
-        self.words = nccl._Words.from_address(self.memory.data_ptr())
-        self.words.ways[1].started = self.words.ways[1].ended = 1  # the first round has ended
+        self.counts, self.told = nccl.words_of(self.memory)
+        self.counts[2] = self.counts[3] = 1  # the first round has ended
         self.exchange, self.closed = Watcher(), Event()
         deadlines = Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
-        arguments = weakref.WeakMethod(self.exchange.on_late), self.memory, self.words, deadlines, self.closed
+        arguments = weakref.WeakMethod(self.exchange.on_late), self.memory, deadlines, self.closed
         self.thread = Thread(target=nccl._watch, args=arguments, daemon=True)
         self.thread.start()
         self.began = time.monotonic()
@@ -73,20 +73,20 @@ def test_transfers_that_end_are_left_alone(watched):
     """Each starts anew, although at every look one is under way."""
     deadline = time.monotonic() + 3 * TIMEOUT_S
     while time.monotonic() < deadline:
-        watched.words.ways[0].started += 1
+        watched.counts[0] += 1
         time.sleep(TIMEOUT_S / 5)
-        watched.words.ways[0].ended += 1
-        watched.words.ways[1].started += 1
-        watched.words.ways[1].ended += 1
+        watched.counts[1] += 1
+        watched.counts[2] += 1
+        watched.counts[3] += 1
     time.sleep(2 * TIMEOUT_S)
     assert watched.exchange.lost_at is None
 
 
 def test_a_node_that_has_failed(watched):
     watched.memory[4] = 1
-    assert watched.words.stop_wanted == 1
+    assert watched.told.wanted == 1
     assert watched.lost_after() < TIMEOUT_S
-    watched.words.stopped = 1
+    watched.told.done = 1
     assert watched.memory[5] == 1
 
 

@@ -25,7 +25,7 @@ from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
-from epmoe.exchange.exchange import Exchange, own_turn
+from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import TIMEOUT, TOTALS, UNSCHEDULED, Health, Totals, raise_incomplete, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
@@ -94,25 +94,25 @@ class NodeExchange(Exchange):
         self._rows = None if rows.is_inference() else rows
         self.rows_key = "capacity.max_expert_rows"
 
-    @own_turn
+    @takes_turn
     def dispatch(self, call: Call) -> Dispatched:
         sent = self.opened(call)
         self.launch(ops.dispatch, sent.arguments, DISPATCHED)
         return self.received(sent)
 
-    @own_turn
+    @takes_turn
     def dispatch_send(self, call: Call) -> Sent:
         sent = self.opened(call)
         self.launch(ops.dispatch_send, sent.arguments, SENT)
         return sent
 
-    @own_turn
+    @takes_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         self.rounds.permit(sent, "dispatch_recv", "sent")
         self.launch(ops.dispatch_recv, sent.arguments, DISPATCHED)
         return self.received(sent)
 
-    @own_turn
+    @takes_turn
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
         if self.status.code:  # `check_open` alone would cost each round two calls more, as elsewhere here
             self.check_open(dispatched)
@@ -121,14 +121,14 @@ class NodeExchange(Exchange):
             refuse_layout(dispatched)
         return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
 
-    @own_turn
+    @takes_turn
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
         if self.status.code:
             self.check_open(dispatched)
         self.rounds.permit(dispatched, "combine_send")
         self._send_back(ops.combine_send, rows, dispatched, out, RETURNING)
 
-    @own_turn
+    @takes_turn
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         self.rounds.permit(dispatched, "combine_recv")
         y = self.rounds.y

@@ -34,7 +34,8 @@ from epmoe.exchange.handles import Dispatched, RoundTemplate, Sent
 from epmoe.group.errors import EPStateError
 from epmoe.native.arguments import describe
 
-CLOSED, SENT, DISPATCHED, RETURNING = range(4)
+_PHASES = 4
+CLOSED, SENT, DISPATCHED, RETURNING = range(_PHASES)
 # By state, the calls that it permits.
 PERMITTED = (
     ("dispatch", "dispatch_send"),
@@ -66,7 +67,7 @@ class RoundState:
     @property
     def count(self) -> int:
         """Rounds opened so far: the epoch of the last one."""
-        return self.progress.phases + 3 >> 2
+        return -(-self.progress.phases // _PHASES)  # an open round counts
 
     @property
     def phases(self) -> int:
@@ -81,7 +82,7 @@ class RoundState:
     def next_epoch(self) -> int:
         """The epoch of a round that a call is about to open. Raises EPStateError if a round is open."""
         phases = self.progress.phases
-        epoch: int = (phases >> 2) + 1
+        epoch: int = phases // _PHASES + 1
         if phases & 3:
             self.turn_away(get_ident())
             raise EPStateError(f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch")
@@ -150,7 +151,7 @@ class RoundState:
     @contextmanager
     def sending(self, has_more: bool | None) -> Iterator[None]:
         """Let the one dispatch within it also send whether this rank has more rounds: on all ranks, or on none."""
-        self.progress.more_rounds = 0 if has_more is None else self.count + 1 << 1 | has_more
+        self.progress.more_rounds = 0 if has_more is None else 2 * (self.count + 1) + has_more
         try:
             yield
         finally:
@@ -159,8 +160,8 @@ class RoundState:
     @property
     def has_more_rounds(self) -> bool | None:
         """Whether any rank has more rounds after the last one, in which all sent it; None: not known yet."""
-        word: int = self.progress.has_more_rounds
-        return bool(word & 1) if word >> 1 == self.count else None
+        epoch, has_more = divmod(self.progress.has_more_rounds, 2)
+        return bool(has_more) if epoch == self.count else None
 
     def describe(self, epoch: int) -> str:
         is_open = self.state != CLOSED and epoch == self.count

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config.placement import is_int
-from epmoe.exchange.exchange import Exchange, in_turn
+from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
 from epmoe.group.errors import EPRefusedError, EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Promise, Worker
@@ -115,7 +115,7 @@ class Balancer:
         self._planning: Promise[Plan] | None = None
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
-    @in_turn
+    @takes_turn_of_exchange
     def tick(self) -> None:
         """One step, between two rounds, on their stream. It polls, and waits for no rank and for no kernel.
 
@@ -145,7 +145,7 @@ class Balancer:
         if live.ticks % max(1, self._every // _LOOKS) == 0 and self._is_idle:
             self._look()
 
-    @in_turn
+    @takes_turn_of_exchange
     def finish(self, timeout_s: float | None = None) -> None:
         """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
 

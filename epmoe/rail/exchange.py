@@ -17,7 +17,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import is_int
 from epmoe.exchange.call import Call
-from epmoe.exchange.exchange import Exchange, own_turn
+from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import COUNTERS, Health, raise_incomplete
 from epmoe.exchange.mismatch import Differences
@@ -66,7 +66,7 @@ class HierarchicalExchange(Exchange):
         sent = self.dispatch_send(call)
         return self.dispatch_recv(sent)
 
-    @own_turn
+    @takes_turn
     def dispatch_send(self, call: Call) -> Sent:
         self.check()
         epoch = self.rounds.next_epoch()
@@ -77,13 +77,15 @@ class HierarchicalExchange(Exchange):
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
         sent = self.rounds.open(template, T, epoch, call.tag, None, ())
-        self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1, self._most_tokens)
+        self.slabs = slabs = Slabs(
+            self.memory, template.shape, call, epoch, self.node.rounds.count + 1, self._most_tokens
+        )
         slabs.pack(operands)
         self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
         self.network.start(slabs.out)
         return sent
 
-    @own_turn
+    @takes_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         self.check()
         self.rounds.permit(sent, "dispatch_recv", "sent")
@@ -95,7 +97,7 @@ class HierarchicalExchange(Exchange):
             if isinstance(opened := node.rounds.handle, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
                 slabs.inside = node.dispatch_recv(opened)
             else:  # the other ranks of the node notice a mismatch
-                rows, extra = (slabs.smallest_rows(), None) if differing else (slabs.rows(), slabs.extra)
+                rows, extra = (slabs.smallest_rows(), None) if differing else (slabs.rows(), slabs.shape.extra)
                 slabs.inside = node.dispatch(slabs.inside_call(rows, extra))
         except EPMismatchError as error:
             ranks = differing or self.memory.of_node(error.differing_ranks)
@@ -110,7 +112,7 @@ class HierarchicalExchange(Exchange):
         self.check_open(dispatched)
         return dispatched
 
-    @own_turn
+    @takes_turn
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
         """With layout="rank" the rows are G slabs, each of N·S rows."""
         self.check_open(dispatched)
@@ -120,13 +122,13 @@ class HierarchicalExchange(Exchange):
         self._send_back(rows, dispatched, out)
         return self._sum(dispatched)
 
-    @own_turn
+    @takes_turn
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         self.check_open(dispatched)
         self.rounds.permit(dispatched, "combine_send")
         self._send_back(rows, dispatched, out)
 
-    @own_turn
+    @takes_turn
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         self.check()
         self.rounds.permit(dispatched, "combine_recv")
@@ -145,7 +147,7 @@ class HierarchicalExchange(Exchange):
                 if not slabs.returning:
                     self.network.pending.append(slabs.last)
                 if self.node.rounds.count < slabs.inside_epoch:
-                    self.node.dispatch_send(slabs.inside_call(slabs.no_rows(), slabs.extra))
+                    self.node.dispatch_send(slabs.inside_call(slabs.no_rows(), slabs.shape.extra))
             self.node.abort(None)
             self._send_nothing_back(slabs, 1 << self.memory.local, 0, [])
         except EPTimeoutError:

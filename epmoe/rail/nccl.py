@@ -26,6 +26,7 @@ from epmoe.config.deadlines import Deadlines
 from epmoe.group.board import RollCall
 from epmoe.group.waiting import interruptible
 from epmoe.native import ops
+from epmoe.native.layouts import struct
 from epmoe.rail.rail import DeviceWords, RailError, Transfer
 
 _LOOK_S = 0.05  # between two looks at the counts
@@ -35,22 +36,11 @@ _NEVER = timedelta(days=7)  # torch's own deadline, which would come without nam
 _LEAVE_FAILURES_TO_US = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
-class _Way(Structure):
-    """Transfers in one direction, as the GPU counts them."""
-
-    _fields_ = (("started", c_int64), ("ended", c_int64))
-    started: int
-    ended: int
-
-
-class _Words(Structure):
-    """What the GPU and the host write for each other."""
-
-    _fields_ = (("ways", _Way * 2), ("stop_wanted", c_int64), ("stopped", c_int64), ("missed", c_int64))
-    ways: Array[_Way]  # out, back
-    stop_wanted: int  # from here on `RailStop` in csrc/rail.h
-    stopped: int
-    missed: int
+def words_of(shown: Tensor) -> tuple[Array[c_int64], Structure]:
+    """What the GPU and the host write for each other, in int64 [7]: transfers out that have started and that have
+    ended, those back, and a `RailStop` of csrc/rail.h."""
+    counts = (c_int64 * 4).from_address(shown.data_ptr())
+    return counts, struct("RailStop").from_address(shown[4:].data_ptr())
 
 
 @dataclass(frozen=True)
@@ -82,8 +72,8 @@ class NcclRail:
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which `_meet`, on another thread, may not know
-        self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()  # by `_Words`
-        self._words = _Words.from_address(shown.data_ptr())
+        self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()
+        self._counts, self._told = words_of(shown)
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
         self._device_words: DeviceWords | None = None
@@ -139,7 +129,7 @@ class NcclRail:
         Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
         """
         self._device_words = words
-        arguments = on_late, self._shown, self._words, self._deadlines, self._closed
+        arguments = on_late, self._shown, self._deadlines, self._closed
         self._watching = Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail")
         self._watching.start()
 
@@ -148,7 +138,7 @@ class NcclRail:
 
     def abort(self, missing: Sequence[int]) -> None:
         """The transfers of CUDA graphs end, too."""
-        self._words.missed = missing[0] + 1 if missing else 0
+        self._told.missed = missing[0] + 1 if missing else 0
         self._end(self._group.abort)
 
     def close(self) -> None:
@@ -156,7 +146,8 @@ class NcclRail:
         self._closed.set()
         if self._watching is not None:
             self._watching.join(_END_S)
-        idle = all(way.started == way.ended for way in self._words.ways)
+        out, out_ended, back, back_ended = self._counts
+        idle = (out, back) == (out_ended, back_ended)
         self._end(self._group.shutdown if idle else self._group.abort)
 
     def _stop_with(self, word: Tensor | None) -> Tensor | None:
@@ -168,7 +159,7 @@ class NcclRail:
             self._ended = True
             with suppress(RuntimeError):  # of a GPU that has failed
                 interruptible(call, _END_S)
-            self._words.stopped = 1
+            self._told.done = 1
 
 
 def nccl_group(name: str, rank: int, size: int) -> Any:
@@ -193,18 +184,18 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _watch(
-    on_late: WeakMethod[Callable[[], None]], shown: Tensor, words: _Words, deadlines: Deadlines, closed: Event
-) -> None:
-    """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the `words` alive."""
-    seen, since = [(0, 0), (0, 0)], [0.0, 0.0]
+def _watch(on_late: WeakMethod[Callable[[], None]], shown: Tensor, deadlines: Deadlines, closed: Event) -> None:
+    """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the words alive."""
+    counts, told = words_of(shown)
+    seen, since = [[0, 0], [0, 0]], [0.0, 0.0]
     while not closed.wait(_LOOK_S):
-        now, late = time.monotonic(), bool(words.stop_wanted)
-        for way, counts in enumerate(words.ways):
-            if (counts.started, counts.ended) != seen[way]:
-                seen[way], since[way] = (counts.started, counts.ended), now
-            elif counts.started != counts.ended:
-                late |= now - since[way] > deadlines.wait_s(returning=bool(way), first=not words.ways[1].ended)
+        now, late = time.monotonic(), bool(told.wanted)
+        for back in (False, True):
+            started, ended = way = counts[2 * back : 2 * back + 2]
+            if way != seen[back]:
+                seen[back], since[back] = way, now
+            elif started != ended:
+                late |= now - since[back] > deadlines.wait_s(returning=back, first=not counts[3])
         call = on_late()
         if call is None:
             return

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epmoe.exchange.call import Call
 from epmoe.exchange.extra import Extra
-from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native import ops
@@ -30,29 +30,32 @@ _PRIME = 1_000_003
 class Slabs:
     """The slabs of one round, from dispatch to the sum. It hands back the transfers that are to run.
 
-    It takes a call of dispatch that was checked, whose rows have their `extra`, and the epochs of the round and of the
-    node's round in which the rows will travel. No rank brings more than `most_tokens`. `limit` names what sets
-    `slab_rows`, the most rows of a slab.
+    It takes a call of dispatch that was checked, whose rows have their `extra`, the round's shape, and the epochs of
+    the round and of the node's round in which the rows will travel. No rank brings more than `most_tokens`. `limit`
+    names what sets `slab_rows`, the most rows of a slab.
     """
 
     inside: Dispatched  # the round of the node's exchange, once it is open
 
-    def __init__(self, memory: RailMemory, call: Call, epoch: int, inside_epoch: int, most_tokens: int | None) -> None:
-        self.memory, self.epoch, self.inside_epoch = memory, epoch, inside_epoch
+    def __init__(
+        self, memory: RailMemory, shape: RoundShape, call: Call, epoch: int, inside_epoch: int, most_tokens: int | None
+    ) -> None:
+        self.memory, self.shape, self.epoch, self.inside_epoch = memory, shape, epoch, inside_epoch
         S = memory.rows_per_node
         self.slab_rows = slab_rows = S if most_tokens is None else max(1, min(most_tokens, S))
         self.limit = "capacity.max_rows_per_node" if slab_rows == S else "at_most"
-        self.layout, self.weight_rows, self.call_tag = call.layout, call.weight_rows, call.tag
-        self.aligned = call.aligned
-        self.K, width, dtype = call.ids.shape[1], call.x.shape[1], call.x.dtype
-        self.extra = call.extra if isinstance(call.extra, Extra) else None
-        self.D = width if self.extra is None else width - self.extra.width(0, memory.payload, dtype)
+        self.call_tag, self.D, dtype = call.tag, shape.hidden_size, call.x.dtype
         self.wire = memory.payload.dtype_of(dtype)
         on_cpu = memory.device.type == "cpu"
         # A call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU it has
         # both: in the same round it differs if the lengths do.
         stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
-        self.tag = [width, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
+        self.tag = [
+            call.x.shape[1],
+            shape.top_k,
+            ops.DTYPES.index(dtype) | call.tag << 8,
+            stamp,
+        ]  # `RailTag` in csrc/rail.h
         self._back: Transfer | None = None
         self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
         self.rows_of_nodes = [slab_rows * one for one in memory.one_each()]
@@ -65,9 +68,10 @@ class Slabs:
 
     def inside_call(self, rows: Tokens, extra: Extra | None) -> Call:
         """The call of the node's dispatch, with `rows` or `no_rows` and their `extra`, or with `smallest_rows`."""
+        shape = self.shape
         return Call(
-            *rows, layout=self.layout, weight_rows=self.weight_rows, tag=self.call_tag,
-            aligned=self.aligned, extra=extra,
+            *rows, layout=shape.layout, weight_rows=shape.weight_rows, tag=self.call_tag, aligned=shape.aligned,
+            extra=extra,
         )  # fmt: skip
 
     @property
@@ -118,7 +122,7 @@ class Slabs:
         `extra` of a row lies behind it."""
         slot, rows = self.memory.slot, self._slabs()
         ids, weights = (
-            rows[:, begin : begin + 4 * self.K].view(dtype)
+            rows[:, begin : begin + 4 * self.shape.top_k].view(dtype)
             for begin, dtype in ((slot.ids, torch.int32), (slot.weights, torch.float32))
         )
         payload = self.memory.payload

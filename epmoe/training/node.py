@@ -7,7 +7,7 @@ from torch import Tensor
 
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import CallerRows, returning
-from epmoe.exchange.exchange import own_turn
+from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
@@ -24,7 +24,7 @@ def sms_of(device: torch.device) -> int:
     return max(int(torch.cuda.get_device_properties(device).multi_processor_count * _SHARE), 1)
 
 
-@own_turn
+@takes_turn
 def dispatch_into(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Dispatched:
     """`NodeExchange.dispatch` of expert-major rows into memory of the caller's, which outlives the round. Collective.
     The open round has the rows, offsets and counts of `into`. A kernel uses at most `num_sms` multiprocessors."""

@@ -67,7 +67,7 @@ class StoreRail:
         transfer.started.append(Messages(self.store, coming))
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
-        deadline = time.monotonic() + self.deadlines.of(transfer.returning)
+        deadline = time.monotonic() + self.deadlines.wait_s(returning=transfer.returning)
         while not transfer.started[0].is_completed():
             look()
             time.sleep(1e-4)

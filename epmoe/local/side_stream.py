@@ -10,7 +10,7 @@ from torch import Tensor
 _streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
+def record_point(device: torch.device) -> torch.cuda.Event | None:
     """The point that the current stream has reached; None on the CPU."""
     if device.type != "cuda":
         return None
@@ -19,7 +19,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-class Beside:
+class SideStream:
     """The call `work(x)` on another stream, behind the point `start` of the current one. On the CPU it runs at once.
     The result lies in memory of the other stream, whose next work starts behind a later point of the current stream. So
     nothing overwrites what the current stream still reads, also in replays of a graph that has captured both."""

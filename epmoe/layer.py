@@ -20,7 +20,6 @@ from epmoe.checkpoint.adapters import StoredAdapter, read_adapter
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import RoundShape
-from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.peers import Peers
@@ -37,6 +36,7 @@ from epmoe.local.spread import is_spread, local_view
 from epmoe.local.weight_formats import plain_shape, take_rows
 from epmoe.native import opaque
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, dtype_name, refuse_tangents
+from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.models import check_spread, problem_with, spread, unspread
@@ -184,7 +184,7 @@ class MoELayer(nn.Module):
         if held is not None or isinstance(experts, GroupedExperts) and experts.is_quantized:  # which serve only
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
-        self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
+        self.tag = ep.new_tag(None if layer_id is None else layer_id & constant("kMaxTag"), self)
         self._follow()
 
     @classmethod
@@ -741,7 +741,8 @@ def _weights_of(layer: MoELayer) -> SlotWeights:
 
 def _held(ep: ExpertParallel, layer_id: int | None) -> list[int]:
     """The logical experts to load for a layer that is about to be made. An empty slot gets any: nobody uses it."""
-    tag = layer_id & MAX_TAG if isinstance(layer_id, int) else ep.next_tag  # the constructor refuses what is no int
+    # The constructor refuses what is no int.
+    tag = layer_id & constant("kMaxTag") if isinstance(layer_id, int) else ep.next_tag
     return [max(expert, 0) for expert in ep.logical_experts(tag)]
 
 

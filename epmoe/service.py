@@ -27,7 +27,7 @@ from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape,
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
-from epmoe.exchange.round_state import CLOSED, MAX_TAG
+from epmoe.exchange.round_state import CLOSED
 from epmoe.group.checks import check_size, config_of, device_of, group_of
 from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
 from epmoe.group.join import JoinRequest, opening
@@ -43,6 +43,7 @@ from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slot
 from epmoe.local.adapters import ExpertAdapters
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
+from epmoe.native.layouts import constant
 from epmoe.rail.opening import load, open_exchange, prepare
 
 _Result = TypeVar("_Result")
@@ -540,7 +541,7 @@ class ExpertParallel(HoldsWindows):
         elif tag in self._tags and ((ref := self._tags[tag]) is None or ref() is not None):
             raise ValueError(
                 f"tag {tag} must belong to one layer, but another one of this ExpertParallel has it: the tag is "
-                f"`layer_id` modulo {MAX_TAG + 1}, or by default the next number that is free"
+                f"`layer_id` modulo {constant('kMaxTag') + 1}, or by default the next number that is free"
             )
         self._tags[tag] = None if owner is None else weakref.ref(owner)
         return tag
@@ -552,8 +553,8 @@ class ExpertParallel(HoldsWindows):
         tag = self._last_tag + 1
         while tag in self._tags:
             tag += 1
-        if tag > MAX_TAG:
-            raise ValueError(f"an ExpertParallel has tags for {MAX_TAG} layers, and all were taken")
+        if tag > (most := constant("kMaxTag")):
+            raise ValueError(f"an ExpertParallel has tags for {most} layers, and all were taken")
         return tag
 
     @property
@@ -758,7 +759,9 @@ class ExpertParallel(HoldsWindows):
         """In a forked child: drop the windows of the parent, and destroy nothing that the parent's threads use."""
         if self._owner is None:
             self._owner = os.getppid()
-        for kept in (self._exchange, self.group):
+        if self.live is not None:
+            self.live.mail.close(self._why_unusable())
+        for kept in (self._exchange, self.group, self.live):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # until the process ends
         self._exchange = self.group = None
 

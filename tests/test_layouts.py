@@ -9,10 +9,8 @@ import torch
 from helpers import alone
 
 import epmoe
-from epmoe.exchange.descriptors import MOST_PRODUCT_BYTES, PRODUCT_PARTS
 from epmoe.exchange.health import COUNTERS
 from epmoe.exchange.memory import LL_MAX_TOKENS, NUM_COUNTERS, RAIL_TAG_BYTES, SIGNAL_BYTES, MemoryPlan
-from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 from epmoe.native.layouts import constant, struct, words
 from epmoe.native.ops import DTYPES
@@ -72,8 +70,6 @@ def test_formats():
 
 def test_limits():
     """Dispatch on GPUs sends the number of LL tokens in so many bits."""
-    assert constant("kMaxTag") == MAX_TAG
-    assert constant("kProductParts") == PRODUCT_PARTS and constant("kMostProductBytes") == MOST_PRODUCT_BYTES
     assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")
 
 

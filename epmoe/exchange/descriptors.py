@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from ctypes import Structure
 from typing import NamedTuple
 
@@ -13,25 +14,14 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.formats import WireFormat
 from epmoe.native.layouts import struct, words
 
-PRODUCT_PARTS = 16  # `kProductParts` in csrc/exchange.h
-MOST_PRODUCT_BYTES = 32 * 1024  # `kMostProductBytes` in csrc/exchange.h
-
-_SERVING = dict.fromkeys(
-    (
-        "to_caller", "adds_only", "returns_values", "zero_tail", "row_weights", "row_values", "pair_values",
-        "outputs", "outputs_stride_bytes", "products",
-    ),
-    0,
-)  # fmt: skip
-
 
 class Multiplied(NamedTuple):
     """Rows that are gradients of weighted outputs: each becomes its product with its weight as it arrives."""
 
     outputs: Tensor
-    """[N, D], in x's dtype; rows of at most MOST_PRODUCT_BYTES, which start at multiples of 16 bytes"""
+    """[N, D], in x's dtype; rows of at most `kMostProductBytes`, which start at multiples of 16 bytes"""
     products: Tensor
-    """fp32 [N, PRODUCT_PARTS], zeros: a row's parts become the sum of its products with its outputs"""
+    """fp32 [N, `kProductParts`], zeros: a row's parts become the sum of its products with its outputs"""
 
 
 class CallerRows(NamedTuple):
@@ -66,7 +56,7 @@ class Descriptors:
         self, plan: MemoryPlan, status: int, windows: list[int], deadlines: Deadlines, zero_gaps: bool
     ) -> None:
         first, later = (round(seconds * 1e9) for seconds in (deadlines.first_s, deadlines.later_s))
-        self._of_all = _SERVING | {"first_timeout_ns": first, "timeout_ns": later, "status": status}
+        self._of_all = {"first_timeout_ns": first, "timeout_ns": later, "status": status}
         self._zero_gaps = zero_gaps
         self._plan = plan
         self._windows = windows
@@ -82,7 +72,8 @@ class Descriptors:
             zero_gaps = aligned and self._zero_gaps
             of_round = {"expert_major": expert_major, "weight_rows": weight_rows, "zero_gaps": zero_gaps}
             plan = self._plan.as_ints(**{} if aligned else {"alignment": 1, "small_alignment": 1})
-            values = [*plan, *words("ExchangeDescriptor", self._of_all | of_round), *self._windows]
+            fields = words("ExchangeDescriptor", defaultdict(int, self._of_all | of_round))  # nothing of training
+            values = [*plan, *fields, *self._windows]
             self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._made[flags]
 

@@ -43,7 +43,6 @@ PERMITTED = (
     ("combine", "combine_partial", "combine_send"),
     ("combine_recv",),
 )
-MAX_TAG = 32767  # `kMaxTag` in csrc/plan.h
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -14,9 +14,10 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
 from epmoe.exchange.extra import Extra, check_extra
 from epmoe.exchange.handles import Received, RoundShape, RoundTemplate
-from epmoe.exchange.round_state import MAX_TAG, RoundState
+from epmoe.exchange.round_state import RoundState
 from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.native.formats import WIRE_FORMATS, WireFormat
+from epmoe.native.layouts import constant
 
 
 class Templates:
@@ -36,7 +37,7 @@ class Templates:
         self._rounds, self._rank = ref(rounds), rank
         self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
         section = config.placement
-        self._first_tag, self._last_tag = (1, section.layers) if section.live else (0, MAX_TAG)
+        self._first_tag, self._last_tag = (1, section.layers) if section.live else (0, constant("kMaxTag"))
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}

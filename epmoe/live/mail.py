@@ -5,11 +5,8 @@ A word is an int64 that one rank writes and another reads. What was put before a
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Iterable
 from typing import cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,7 +32,6 @@ class Mail:
         self._plan, self._board = exchange.plan, exchange.views[_WORDS]
         self.rank, self.size = self._plan.sizes["rank"], self._plan.sizes["R"]
         self._row = self._plan[_WORDS].offset + 8 * self.rank * self._board.shape[1]
-        _open.add(self)
 
     @property
     def window(self) -> Window:
@@ -149,17 +145,3 @@ class MailOnGPU(Mail):
             on_device = source.pin_memory().to(self._uploads.device, non_blocking=True)
             self._uploads.synchronize()
         return on_device
-
-
-_open: WeakSet[Mail] = WeakSet()
-
-
-def _disown_all() -> None:
-    """In a forked child. What the parent's threads use is not destroyed."""
-    for mail in list(_open):
-        for kept in (mail, mail._window):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        mail.close(f"the ExpertParallel belongs to process {os.getppid()}, of which this process is a fork")
-
-
-os.register_at_fork(after_in_child=_disown_all)

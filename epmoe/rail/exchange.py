@@ -77,9 +77,8 @@ class HierarchicalExchange(Exchange):
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
         sent = self.rounds.open(template, T, epoch, call.tag, None, ())
-        self.slabs = slabs = Slabs(
-            self.memory, template.shape, call, epoch, self.node.rounds.count + 1, self._most_tokens
-        )
+        inside_epoch = self.node.rounds.count + 1
+        self.slabs = slabs = Slabs(self.memory, template.shape, call, epoch, inside_epoch, self._most_tokens)
         slabs.pack(operands)
         self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
         self.network.start(slabs.out)

@@ -15,8 +15,8 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
-from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native import ops
+from epmoe.native.layouts import constant
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Transfer
 
@@ -50,12 +50,8 @@ class Slabs:
         # A call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU it has
         # both: in the same round it differs if the lengths do.
         stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
-        self.tag = [
-            call.x.shape[1],
-            shape.top_k,
-            ops.DTYPES.index(dtype) | call.tag << 8,
-            stamp,
-        ]  # `RailTag` in csrc/rail.h
+        dtype_and_tag = ops.DTYPES.index(dtype) | call.tag << 8
+        self.tag = [call.x.shape[1], shape.top_k, dtype_and_tag, stamp]  # `RailTag` in csrc/rail.h
         self._back: Transfer | None = None
         self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
         self.rows_of_nodes = [slab_rows * one for one in memory.one_each()]
@@ -104,7 +100,7 @@ class Slabs:
         tags = first[:, memory.slot.tag : memory.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
         tagged = zip(self.memory.others, tags, strict=True)
         differing = {memory.of_rail(node): tag for node, tag in tagged if tag != self.tag}
-        calls = ((rank, tag[2] >> 8 & MAX_TAG) for rank, tag in differing.items())
+        calls = ((rank, tag[2] >> 8 & constant("kMaxTag")) for rank, tag in differing.items())
         other = next(((self.call_tag, rank, tag) for rank, tag in calls if tag != self.call_tag), None)
         by_what = next((differences(self._traits(self.tag), self._traits(tag)) for tag in differing.values()), {})
         return list(differing), other, by_what

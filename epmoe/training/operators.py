@@ -22,10 +22,10 @@ from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
 from epmoe.exchange.handles import RoundShape
-from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
+from epmoe.native.layouts import constant
 from epmoe.training.debts import find, is_of_pass
 from epmoe.training.inductor import keep_order
 from epmoe.training.rounds import BACKWARD, EXACT, FORWARD, ON_ROWS, Pairs
@@ -52,7 +52,7 @@ def train_dispatch(
         arrived = directions.forward.out(x, pairs, num_rows, ON_ROWS if on_rows else FORWARD)
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
-    number_of_round = directions.backward.exchange.rounds.trained & MAX_TAG
+    number_of_round = directions.backward.exchange.rounds.trained & constant("kMaxTag")
     return rows, offsets, tokens, row_weights, torch.full((1,), number_of_round, dtype=torch.float32, device="cpu")
 
 

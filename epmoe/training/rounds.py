@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import MOST_PRODUCT_BYTES, PRODUCT_PARTS, CallerRows, Multiplied
+from epmoe.exchange.descriptors import CallerRows, Multiplied
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
@@ -22,6 +22,7 @@ from epmoe.group.errors import EPStateError
 from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.formats import TRAINING_FORMATS, WireFormat
+from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
 from epmoe.training.node import combine_with_values, dispatch_into, sms_of
 
@@ -124,9 +125,9 @@ class Rounds:
         row_bytes, stride = (each * x.itemsize for each in (x.shape[1], outputs.stride(0)))
         if few or not x.is_cuda or self._wire.packed or outputs.dtype != x.dtype or not len(outputs):
             return None
-        if row_bytes > MOST_PRODUCT_BYTES or outputs.data_ptr() % 16 or stride % 16:
+        if row_bytes > constant("kMostProductBytes") or outputs.data_ptr() % 16 or stride % 16:
             return None
-        return Multiplied(outputs, x.new_zeros(len(outputs), PRODUCT_PARTS, dtype=torch.float32))
+        return Multiplied(outputs, x.new_zeros(len(outputs), constant("kProductParts"), dtype=torch.float32))
 
     def skip(self, shape: RoundShape, tag: int, way: Way) -> None:
         """Take part in a round without tokens, and abort it."""

@@ -26,7 +26,6 @@ from epmoe.exchange.outputs import refuse_layout, y_of
 from epmoe.exchange.round_state import SENT
 from epmoe.exchange.templates import Templates
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPOverflowError, EPTimeoutError
-from epmoe.native.arguments import describe, dtype_name
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.network import Network, Tags
 from epmoe.rail.slabs import Slabs
@@ -71,7 +70,6 @@ class HierarchicalExchange(Exchange):
         self.check()
         epoch = self.rounds.next_epoch()
         template, T = self.templates.of(call)
-        self._check_dtype(call.x)
         self.network.wait_for_pending()
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
@@ -288,15 +286,6 @@ class HierarchicalExchange(Exchange):
         mask, _ = self.node.take_aborted()
         self._aborted = self.memory.of_mask(mask)
         return mask
-
-    def _check_dtype(self, x: Tensor) -> None:
-        """Raises TypeError for rows that combine would bring back in another dtype: all rows reach a node quantized."""
-        dtype, element = self.config.model.torch_dtype, self.memory.payload.element
-        if element and x.dtype is not element and x.dtype is not dtype:
-            raise TypeError(
-                f"`x` must be {dtype} or {dtype_name(element)}, as rows reach the nodes as "
-                f"{self.memory.payload.name}, got {describe(x)}"
-            )
 
 
 def _no_descriptor(expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:

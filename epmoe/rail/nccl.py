@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import Array, Structure, c_int64
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any, ClassVar
@@ -41,21 +40,6 @@ def words_of(shown: Tensor) -> tuple[Array[c_int64], Structure]:
     ended, those back, and a `RailStop` of csrc/rail.h."""
     counts = (c_int64 * 4).from_address(shown.data_ptr())
     return counts, struct("RailStop").from_address(shown[4:].data_ptr())
-
-
-@dataclass(frozen=True)
-class Queued:
-    """A transfer in the queue of a stream. `event` happens when it has ended, well or not."""
-
-    event: torch.cuda.Event
-    device: torch.device
-
-    def is_completed(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        """Let the current stream wait for it; the host goes on."""
-        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class NcclRail:
@@ -117,11 +101,11 @@ class NcclRail:
             except RuntimeError as error:
                 raise RailError(str(error)) from error
             ops.rail_mark(*end, None, self._stop_with(missed), missed)
-            transfer.started.append(Queued(self._stream.record_event(), self._device))
+            transfer.started.append(self._stream.record_event())
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """The current stream waits, the host does not, and `watch` has the deadline."""
-        transfer.started[0].wait()
+        torch.cuda.current_stream(self._device).wait_event(transfer.started[0])
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
         """`on_late` is also called once the node's exchange has failed.
@@ -166,22 +150,14 @@ def nccl_group(name: str, rank: int, size: int) -> Any:
     """A group of a name that no other group has had; see `gloo_group`. It connects at its first transfer."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
-    with _environment(_LEAVE_FAILURES_TO_US):
-        return dist.ProcessGroupNCCL(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options)
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    before = {name: os.environ[name] for name in _LEAVE_FAILURES_TO_US if name in os.environ}
     try:
-        yield
+        os.environ.update(_LEAVE_FAILURES_TO_US)
+        return dist.ProcessGroupNCCL(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options)
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in _LEAVE_FAILURES_TO_US:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _watch(on_late: WeakMethod[Callable[[], None]], shown: Tensor, deadlines: Deadlines, closed: Event) -> None:

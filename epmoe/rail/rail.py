@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakMethod
 
 import torch
@@ -35,16 +35,6 @@ class RailError(RuntimeError):
     """A transfer failed or did not end in time: `Rail.missing` returns the ranks that did not take part."""
 
 
-class Work(Protocol):
-    """Slabs on their way: a `Work` of torch.distributed."""
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-
-    def wait(self) -> object:
-        """Raise RuntimeError if it has failed."""
-
-
 @dataclass(eq=False, slots=True)
 class Transfer:
     """The slabs of a transfer.
@@ -55,7 +45,7 @@ class Transfer:
         sent_rows: [N], the length of the slab to each node; 0 for the own node.
         received_rows: [N], the length of the slab from each node; 0 for the own node.
         returning: whether partial rows travel, which go back to the nodes of their tokens.
-        started: gets the work once it is started, so it is right after any interrupt.
+        started: gets what the rail waits for, once it is started, so it is right after any interrupt.
     """
 
     sent: Tensor
@@ -63,7 +53,7 @@ class Transfer:
     sent_rows: list[int]
     received_rows: list[int]
     returning: bool = False
-    started: list[Work] = field(default_factory=list)
+    started: list[Any] = field(default_factory=list)
 
 
 class Rail(Protocol):
@@ -93,7 +83,7 @@ class Rail(Protocol):
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
 
         Args:
-            transfer: the slabs; `transfer.started` gets the work, for `wait`.
+            transfer: the slabs; `transfer.started` gets what `wait` waits for.
 
         Raises:
             RailError: the network refuses the transfer.

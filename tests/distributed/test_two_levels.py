@@ -94,6 +94,14 @@ def test_fp8_rows_are_quantized_once(make_ep, rank, half, quantized_by_caller):
     assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
 
 
+def test_fp8_rows_return_in_the_dtype_of_the_config(make_ep, rank, half):
+    ep = make_ep(ranks_per_node=half, hidden=256, dtype="float32", exchange={"payload": "fp8"})
+    x, ids, weights = given(ep, tokens := make_tokens(ep.config, rank, 3))
+    with pytest.raises(TypeError, match=r"`x` must be float32 \[T, D\], got bfloat16"):
+        ep.dispatch(x.bfloat16(), ids, weights)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
 @ON_THE_CPU
 def test_phases_and_micro_batches(make_ep, rank):
     """Two micro-batches overlap; no call that sends waits for a rank."""

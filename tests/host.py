@@ -1,29 +1,35 @@
-"""A host of ranks that resume: it starts processes, and says what each of them runs, step by step."""
+"""A host of ranks that resume: it starts processes, and says what each of them runs, step by step.
+
+Ranks have the weights of their experts as rows, which multiply tokens. Experts stay where they are (`staying`), or move
+(`moving`).
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, dequantized, gains, make_config, make_tokens
+from exchanges import Tokens, assert_y, gains, given, make_config, make_tokens
+from launched import context
+from slot_tables import times_slots
 
 import epmoe
 from epmoe import Move, Placement
+from epmoe.live.layout import EMPTY
 
-EXPERTS = 8
+EXPERTS = 8  # that stay
+E, L, S = 4, 2, 3  # experts, layers, and slots of a rank, of experts that move
 FORM_S, RESUME_S = 20.0, 4.0  # deadlines of a process group and of `resume`
 SLACK_S = 5.0  # this machine may have fewer cores than ranks
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "epmoe"])
 
 
 class Host:
@@ -75,6 +81,10 @@ class Host:
         self.start(names, function, *arguments)
         return self.answers(names)
 
+    def play(self, names: list[int]) -> None:
+        """Rounds, which agree with the dense layer."""
+        self.succeed(names, play)
+
     def form(self, names: list[int]) -> None:
         """A process group over a file."""
         self.groups += 1
@@ -85,11 +95,25 @@ class Host:
         (port,) = self.do([names[0] if host is None else host], host_store, address)
         assert self.do(names, form_at, address, port, names) == [None] * len(names)
 
-    def begin(self, names: list[int], function: Callable, *arguments: object) -> None:
-        """Starts processes as a group, in which each runs the function."""
+    def begin(self, config: epmoe.EPConfig) -> list[int]:
+        """Starts the processes of a group, which plays."""
+        names = list(range(config.topology.ep_size))
         self.spawn(*names)
         self.form_at(names)
-        self.succeed(names, function, *arguments)
+        self.succeed(names, create, config)
+        self.play(names)
+        return names
+
+    def take_in(self, names: list[int], new: list[int], function: Callable, *arguments: object) -> list[list]:
+        """New ranks join, while the others call a function. Returns what it returns, and the experts of the new."""
+        self.spawn(*new)
+        self.start(new, come, self.folder)
+        self.start(names, function, self.folder, len(names) + len(new), *arguments)
+        return [self.answers(names), self.answers(new)]
+
+    def in_order(self, names: list[int]) -> list[int]:
+        """The processes by their ranks."""
+        return [name for _, name in sorted(zip(self.succeed(names, rank), names, strict=True))]
 
     def signal(self, name: int, number: int) -> None:
         os.kill(self.processes[name].pid, number)
@@ -100,7 +124,7 @@ def _serve(name: int, device: torch.device, pipe) -> None:
     if device.type == "cuda":
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of fewer GPUs than ranks
         torch.cuda.set_device(name % torch.cuda.device_count())
-    state = SimpleNamespace(name=name, device=device, ep=None, held=[])
+    state = SimpleNamespace(name=name, device=device, ep=None)
     while True:
         function, arguments = pipe.recv()
         try:
@@ -133,36 +157,107 @@ def form_at(state, address: str, port: int, names: list[int]) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(names))
 
 
-def create(state, config: epmoe.EPConfig) -> None:
-    state.ep = ep = epmoe.ExpertParallel(config, device=state.device)
-    state.held = ep.placement.logical_experts(ep.rank)
+def staying(placement: Placement, device: torch.device) -> epmoe.EPConfig:
+    exchange = {"warmup_timeout_s": RESUME_S if device.type == "cpu" else 4 * RESUME_S}
+    timeout_s = 1.0 if device.type == "cpu" else 5.0  # ranks may share GPUs by time slices
+    config = make_config(1, experts=EXPERTS, timeout_s=timeout_s, exchange=exchange)
+    return config.with_placement(placement)
+
+
+def spread(ranks: int, copies: int) -> Placement:
+    """Each expert on `copies` ranks in a row."""
+    owners = [(p + i) % ranks for i in range(copies) for p in range(EXPERTS)]
+    return Placement.build(EXPERTS, ranks, "explicit", owners, EXPERTS * (copies - 1))
+
+
+def moving(ranks: int, slots: int = S, file: Path | None = None) -> epmoe.EPConfig:
+    placement = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "slots": file and str(file)}
+    exchange = {"warmup_timeout_s": FORM_S}
+    return make_config(ranks, experts=E, top_k=2, timeout_s=5.0, placement=placement, exchange=exchange)
 
 
 def serve(host: Host, ranks: int = 4, copies: int = 2) -> list[int]:
-    """A group that has played."""
-    names = list(range(ranks))
-    host.begin(names, create, config_of(spread(ranks, copies), host.device))
-    assert host.do(names, play) == ["played"] * ranks
-    return names
+    """A group whose experts stay, and which has played."""
+    return host.begin(staying(spread(ranks, copies), host.device))
 
 
-def take(state, moves: Iterable[Move]) -> None:
-    """Brings the weights where they belong: `held` names the expert whose weights lie at each index."""
-    held = [*state.held, *[None] * EXPERTS][: state.ep.num_local_experts]
-    for move in moves:
-        held[move.local_index] = move.logical if move.source is None else state.held[move.source]
-    state.held = held
+def create(state, config: epmoe.EPConfig) -> None:
+    start(state, epmoe.ExpertParallel(config, device=state.device))
+
+
+def start(state, ep: epmoe.ExpertParallel) -> None:
+    """This rank has the weights that `ep` says are its own: `rows` [L, slots, D]."""
+    state.ep, state.rows = ep, torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size)
+    held = [(slot, expert, tag) for tag in tags(ep) for slot, expert in enumerate(ep.logical_experts(tag))]
+    take(state, [Move(slot, expert, None, tag) for slot, expert, tag in held if expert != EMPTY])
+    if ep.config.placement.live:
+        state.balancer = epmoe.Balancer(ep, every=3, weights=partial(weights, state))
+        state.balancer.tick()
+
+
+def come(state, folder: Path) -> list[list[int]]:
+    """A new rank joins. Returns the experts of each layer that it is to load."""
+    start(state, epmoe.join_group(folder, device=state.device, timeout_s=60))
+    return [state.ep.logical_experts(tag) for tag in tags(state.ep)]
+
+
+def tags(ep: epmoe.ExpertParallel) -> Iterable[int]:
+    return range(1, L + 1) if ep.config.placement.live else [0]
+
+
+def read(config: epmoe.EPConfig, tag: int, logical: int) -> torch.Tensor:
+    """The weights [D] of an expert; each layer has others."""
+    return gains(config, config.model.hidden_size)[logical] * 2.0**tag
+
+
+def weights(state, tag: int, slot: int) -> list[torch.Tensor]:
+    return [state.rows[tag - 1, slot]]
+
+
+def take(state, moves: Iterable[Move], loaded: list[tuple[int, int]] | None = None) -> None:
+    """Brings the weights where they belong. `loaded` gets (tag, expert) of what is read; what no slot holds is NaN."""
+    ep, before = state.ep, state.rows
+    state.rows = rows = torch.full((len(before), ep.num_local_experts, before.shape[2]), torch.nan, device=ep.device)
+    stay = min(before.shape[1], rows.shape[1])
+    rows[:, :stay] = before[:, :stay]
+    for slot, logical, source, tag in moves:
+        assert ep.logical_experts(tag)[slot] == logical and (tag in tags(ep)) and (source is None or not tag)
+        layer = max(tag - 1, 0)
+        rows[layer, slot] = read(ep.config, tag, logical) if source is None else before[layer, source]
+        if source is None and loaded is not None:
+            loaded.append((tag, logical))
+    for layer, tag in enumerate(tags(ep)):
+        rows[layer, [expert == EMPTY for expert in ep.logical_experts(tag)]] = torch.nan
 
 
 def resume(state, placement: Placement | None = None, spread_lost: bool = False) -> list[tuple]:
-    """Resumes and brings the weights where they belong: `held` names the expert whose weights lie at each index."""
+    """Resumes and brings the weights where they belong."""
     moves = state.ep.resume(placement=placement, spread_lost=spread_lost)
     take(state, moves)
-    assert not any(move.tag for move in moves)
     return [tuple(move[:3]) for move in moves]
 
 
-def play(state, rounds: int = 3) -> str:
+def go_on(state, folder: Path, min_ranks: int = 1, last_call_s: float = 3.0) -> list[tuple[int, int]]:
+    """Recovers. Returns (tag, expert) of what had to be loaded."""
+    loaded = list[tuple[int, int]]()
+    if state.device.type == "cuda":
+        last_call_s = 10.0  # ranks may share GPUs by time slices
+    load = partial(take, state, loaded=loaded)
+    epmoe.recover(state.ep, folder, load, min_ranks=min_ranks, max_ranks=4, last_call_s=last_call_s)
+    return loaded
+
+
+def resize(state, folder: Path, size: int, wait_s: float = 20.0, balanced: bool = False) -> list | bool:
+    """(tag, expert) of what had to be loaded; False on a rank that has left."""
+    loaded = list[tuple[int, int]]()
+    options = {"weights": partial(weights, state)} if state.ep.config.placement.live else {}
+    if balanced:
+        options["balancer"] = state.balancer
+    stays = epmoe.resize(state.ep, folder, size, partial(take, state, loaded=loaded), wait_s=wait_s, **options)
+    return stays and loaded
+
+
+def play(state, rounds: int = 2 * L) -> str:
     for seed in range(rounds):
         play_round(state, seed)
     return "played"
@@ -177,29 +272,30 @@ def play_round(
 ) -> None:
     """A round that agrees with the dense layer, by the weights that this rank holds, `but` for some pairs."""
     ep = state.ep
+    layer = seed % len(state.rows)
+    tag = tags(ep)[layer]
     tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=seed)
-    d = ep.dispatch(*(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)))
-    rows, ends = dequantized(d.rows, d.scales, d.dtype).clone(), d.expert_offsets.tolist()
-    for i, logical in enumerate(state.held):
-        rows[ends[i] : ends[i + 1]] *= gains(ep.config, rows.shape[1])[logical].to(rows)
+    d = ep.dispatch(*given(ep, tokens), tag=tag)
+    rows = times_slots(d, state.rows[layer])
     before_combine()
     y = ep.combine(rows, d)
     check_stream(ep)
-    assert_y(y, ep.config, but(tokens))
+    assert_y(y / 2.0**tag, ep.config, but(tokens))
 
 
 def check_stream(ep: epmoe.ExpertParallel) -> None:
-    """Checks as `ep.check` does, but waits for the current stream only: another kernel may hold the GPU."""
+    """Checks as `ep.check` does, but waits for the current stream only: another kernel may hold the GPU. Experts that
+    move get no further."""
     if ep.device.type == "cuda":
         ended = torch.cuda.Event()
         ended.record()
         while not ended.query():
-            ep.poll()
+            ep.exchange.poll()
             time.sleep(1e-3)
-    ep.poll()
+    ep.exchange.poll()
 
 
-def play_until_timeout(state, play=play) -> list[int]:
+def play_until_timeout(state) -> list[int]:
     """Returns the missing ranks."""
     while True:
         try:
@@ -208,17 +304,23 @@ def play_until_timeout(state, play=play) -> list[int]:
             return error.missing_ranks
 
 
-def lose(host: Host, names: list[int], victim: int, number: int = signal.SIGKILL, play=play) -> list[int]:
-    """One process of a group dies or stops. Returns the others, which play until they time out and name it."""
+def lose(host: Host, names: list[int], victim: int, number: int = signal.SIGKILL) -> list[int]:
+    """One process of a group dies or stops. Returns the others, which play until they time out, name it, and see who
+    is left."""
     alive = [name for name in names if name != victim]
-    host.start(alive, play_until_timeout, play)
+    host.start(alive, play_until_timeout)
     host.signal(victim, number)
     assert host.results(alive) == [[names.index(victim)]] * len(alive)
+    assert host.do(alive, survivors) == [[r for r, name in enumerate(names) if name != victim]] * len(alive)
     return alive
 
 
 def survivors(state) -> list[int]:
     return state.ep.survivors()
+
+
+def rank(state) -> int:
+    return state.ep.rank
 
 
 def describe(state) -> tuple[str, int, int]:
@@ -230,14 +332,53 @@ def mapped_windows() -> int:
     return sum("epmoe-window" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def config_of(placement: Placement, device: torch.device) -> epmoe.EPConfig:
-    exchange = {"warmup_timeout_s": RESUME_S if device.type == "cpu" else 4 * RESUME_S}
-    timeout_s = 1.0 if device.type == "cpu" else 5.0  # ranks may share GPUs by time slices
-    config = make_config(1, experts=EXPERTS, timeout_s=timeout_s, exchange=exchange)
-    return config.with_placement(placement)
+REACHED = {
+    "drop": lambda version, copied: version >= 0,
+    "copy": lambda version, copied: copied >= 1,
+    "add": lambda version, copied: version >= 1,
+}
+"""Stages of a move: experts are dropped, weights are copied, they are ready."""
 
 
-def spread(ranks: int, copies: int) -> Placement:
-    """Each expert on `copies` ranks in a row."""
-    owners = [(p + i) % ranks for i in range(copies) for p in range(EXPERTS)]
-    return Placement.build(EXPERTS, ranks, "explicit", owners, EXPERTS * (copies - 1))
+def begin_to_move(host: Host, names: list[int], stage: str, who: int) -> None:
+    """Each rank is to hold the experts after those that it holds, until process `who` has reached a stage."""
+    host.succeed(names, rotate)
+    deadline = time.monotonic() + 30
+    while not REACHED[stage](*host.succeed(names, poll)[names.index(who)]):
+        assert time.monotonic() < deadline
+
+
+def rotate(state) -> None:
+    slots = torch.where(state.ep.slots == EMPTY, EMPTY, (state.ep.slots + 1) % E)
+    state.moves = state.ep.replace(slots, partial(weights, state))
+
+
+def poll(state) -> tuple[int, int]:
+    """One step: its version, and bytes that have been copied here."""
+    state.ep.poll()
+    return state.moves.version, state.moves.copied_bytes
+
+
+def finish(state) -> None:
+    state.ep.apply()
+
+
+def balance(state) -> int:
+    """The balancer goes on, also one of an earlier group. Returns how often it has planned."""
+    for _ in range(30):
+        play(state)
+        state.balancer.tick()
+    state.balancer.finish()
+    return len(state.balancer.history)
+
+
+def table(state) -> list[list[int]]:
+    return state.ep.slots.tolist()
+
+
+def all_held(host: Host, names: list[int]) -> list[list[int]]:
+    """The table of slots: the same on all ranks, and with all experts."""
+    tables = host.succeed(names, table)
+    assert all(one == tables[0] for one in tables)
+    assert all(set(range(E)) <= set(layer) for layer in tables[0])
+    return tables[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ def make_layer(size: int = 1, experts: int = E, width: int = F) -> epmoe.MoELaye
         model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": size},
         capacity={"max_num_tokens_per_rank": 8},
-        exchange={"timeout_s": 2.0, "warmup_timeout_s": 5.0},
+        exchange={"timeout_s": 2.0, "warmup_timeout_s": 3.0},
     )
     ep = epmoe.ExpertParallel(config, device="cpu")
     weights = randn(experts, D), randn(experts, 2 * width, D), randn(experts, D, width)
@@ -135,17 +136,23 @@ def save_with_another(store: Path, rank: int, folder: Path) -> None:
     checkpoint.save(fill(make_layer(2), 2.0), folder)
 
 
+AT_A_TIME = 4  # a rank waits for another one that has died
+
+
 @pytest.mark.parametrize("victim", [slow(0), 1])
 def test_a_rank_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, victim):
-    folder, layer, found = tmp_path / "saved", make_layer(), []
-    checkpoint.save(fill(layer, 1.0), folder)
-    for number in itertools.count(1):
-        ranks = [
-            fork(partial(save_with_another, tmp_path / f"store-{number}", rank, folder), number * (rank == victim))
-            for rank in range(2)
-        ]
-        ended = [not died(rank) for rank in ranks][victim]
-        found.append(loaded(layer, folder))
+    layer, found, ended = make_layer(), [], False
+    checkpoint.save(fill(layer, 1.0), tmp_path / "saved")
+    for first in itertools.count(1, AT_A_TIME):
+        folders = {number: tmp_path / f"{number}" for number in range(first, first + AT_A_TIME)}
+        ranks = {}
+        for number, folder in folders.items():
+            shutil.copytree(tmp_path / "saved", folder)
+            saves = [partial(save_with_another, tmp_path / f"store-{number}", rank, folder) for rank in range(2)]
+            ranks[number] = [fork(save, number * (rank == victim)) for rank, save in enumerate(saves)]
+        for number, folder in folders.items():
+            ended |= not [died(rank) for rank in ranks[number]][victim]
+            found.append(loaded(layer, folder))
         if ended:
             break
     assert set(found) == {1.0, 2.0} and found == sorted(found) and len(found) > 3

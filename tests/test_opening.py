@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
-from host import SLACK_S, Host, create, play, resume
+from host import SLACK_S, Host, create, resume
 
 import epmoe
 import epmoe.rail.opening
@@ -115,7 +115,7 @@ def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, t
     assert time.monotonic() - started < DEADLINE_S
     assert [host.do([name], threads, most)[0] for name, most in zip(NAMES, before, strict=True)] == before
     assert host.do(NAMES, create, config_of(nodes)) == [None] * RANKS
-    assert host.do(NAMES, play) == ["played"] * RANKS
+    host.play(NAMES)
 
 
 def test_resume_again_in_the_same_store(host, nodes):
@@ -126,7 +126,7 @@ def test_resume_again_in_the_same_store(host, nodes):
         host.do([FAULTY], fail, "open_window", no_memory)
         assert all("MemoryError: rank 2" in error for error in host.do(NAMES, resume, placement))
     host.do(NAMES, resume, placement)
-    assert host.do(NAMES, play) == ["played"] * RANKS
+    host.play(NAMES)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["all meet", "one is apart"])

@@ -1,117 +1,106 @@
-"""`epmoe.recover` after a SIGKILL, and `join_group` of a new rank, over processes of this machine."""
+"""`epmoe.recover` after a SIGKILL, and `join_group` of a new rank, over processes of this machine.
+
+Experts stay where they are, or move: a rank is then killed in the middle of a move.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from helpers import long, slow
-from host import EXPERTS, context, lose, play, play_until_timeout, serve, take
+from helpers import ROOT, long, slow
+from host import (
+    EMPTY,
+    EXPERTS,
+    E,
+    Host,
+    L,
+    S,
+    all_held,
+    balance,
+    begin_to_move,
+    finish,
+    go_on,
+    lose,
+    moving,
+    play,
+    play_until_timeout,
+    read,
+    resume,
+    rotate,
+    serve,
+    take,
+    weights,
+)
+from launched import context
 
-from epmoe import join_group, recover, resize
+import epmoe
 from epmoe.group.peers import MissingRankError, Peers
-
-
-def go_on(state, folder: Path, min_ranks: int = 1) -> int:
-    """Recovers, and brings the weights where they belong; returns how many had to be loaded."""
-    loaded = 0
-
-    def load_weights(moves) -> None:
-        nonlocal loaded
-        loaded += sum(move.source is None for move in moves)
-        take(state, moves)
-
-    last_call_s = 3.0 if state.device.type == "cpu" else 10.0  # ranks may share GPUs by time slices
-    recover(state.ep, folder, load_weights, min_ranks=min_ranks, max_ranks=4, last_call_s=last_call_s)
-    return loaded
-
-
-def come(state, folder: Path) -> int:
-    state.ep = ep = join_group(folder, device=state.device, timeout_s=60)
-    state.held = ep.placement.logical_experts(ep.rank)
-    return len(state.held)
-
-
-def die(state) -> None:
-    signal.raise_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("dead", [0, 2])
 def test_kill_recover_join(host, dead):
     """One dies, three go on; then a new one joins them, between two rounds."""
     alive = lose(host, serve(host, copies=1), dead)
-    loaded = host.do(alive, go_on, host.folder)
-    assert all(isinstance(one, int) for one in loaded), loaded
-    assert sum(loaded) == EXPERTS // 4  # those of the dead rank
-    assert host.do(alive, play) == ["played"] * 3
-    host.spawn(4)
-    host.start([4], come, host.folder)
-    host.start(alive, go_on, host.folder, 4)
-    assert all(isinstance(one, int) for one in host.results([*alive, 4]))
-    assert host.do([*alive, 4], play) == ["played"] * 4
+    loaded = host.succeed(alive, go_on, host.folder)
+    assert sum(map(len, loaded)) == EXPERTS // 4  # those of the dead rank
+    host.play(alive)
+    host.take_in(alive, [4], go_on)
+    host.play([*alive, 4])
+
+
+def die(state) -> None:
+    signal.raise_signal(signal.SIGKILL)
 
 
 def test_another_dies_while_the_rest_recovers(host):
     """It never comes to the meeting, and nobody has heard of its end: the last call leaves it out."""
-    lose(host, serve(host, copies=2), 3)
+    lose(host, serve(host), 3)
     host.start([2], die)
-    results = host.do([0, 1], go_on, host.folder)
-    assert all(isinstance(one, int) for one in results), results
-    assert host.do([0, 1], play) == ["played"] * 2
+    host.succeed([0, 1], go_on, host.folder)
+    host.play([0, 1])
 
 
-def connect_late(state, late_s: float) -> None:
-    """The next process group takes this rank so much longer, as on a machine that is busy."""
-    connect = dist.init_process_group
+def go_on_late(state, folder: Path, how: str, late_s: float) -> None:
+    """As on a machine that is busy: torch takes this rank so much longer, or what it imports before it calls."""
+    if how == "connects":
+        connect = dist.init_process_group
 
-    def late(*arguments, **options) -> None:
-        dist.init_process_group = connect
-        time.sleep(late_s)
-        connect(*arguments, **options)
+        def late(*arguments, **options) -> None:
+            dist.init_process_group = connect
+            time.sleep(late_s)
+            connect(*arguments, **options)
 
-    dist.init_process_group = late
+        dist.init_process_group = late
+    until = time.monotonic() + late_s
+    while how == "calls" and time.monotonic() < until:
+        pass
+    go_on(state, folder)
 
 
-def test_a_rank_that_connects_late_is_not_given_up(host):
+@pytest.mark.parametrize("how", ["connects", "calls"])
+def test_a_rank_that_is_late_is_not_given_up(host, how):
     """Later than the last call: it lives, and says so."""
     alive = lose(host, serve(host, copies=1), 3)
-    host.do([1], connect_late, 5.0)
-    results = host.do(alive, go_on, host.folder)
-    assert all(isinstance(one, int) for one in results), results
-    assert host.do(alive, play) == ["played"] * 3
-
-
-def go_on_late(state, folder: Path, late_s: float) -> int:
-    """As one that imports what it needs on a busy machine."""
-    until = time.monotonic() + late_s
-    while time.monotonic() < until:
-        pass
-    return go_on(state, folder)
-
-
-def test_a_rank_that_calls_late_is_not_given_up(host):
-    alive = lose(host, serve(host, copies=1), 3)
-    host.start([1], go_on_late, host.folder, 5.0)
+    host.start([1], go_on_late, host.folder, how, 4.0)
     host.start([0, 2], go_on, host.folder)
-    results = host.results(alive)
-    assert all(isinstance(one, int) for one in results), results
-    assert host.do(alive, play) == ["played"] * 3
+    host.answers(alive)
+    host.play(alive)
 
 
 def spin() -> None:
     while True:
         pass
-
-
-def rank(state) -> int:
-    return state.ep.rank
 
 
 @pytest.mark.parametrize("cycles", [slow(3), long(25)])
@@ -123,14 +112,10 @@ def test_no_rank_that_lives_is_lost_on_a_busy_machine(host, cycles):
             process.start()
         for new in range(3, 3 + cycles):
             alive = lose(host, names, names[new % 3])
-            assert all(isinstance(one, int) for one in host.do(alive, go_on, host.folder))
-            host.spawn(new)
-            host.start([new], come, host.folder)
-            host.start(alive, go_on, host.folder, 3)
-            assert all(isinstance(one, int) for one in host.results([*alive, new]))
-            ranks = host.do([*alive, new], rank)
-            names = [name for _, name in sorted(zip(ranks, [*alive, new], strict=True))]
-            assert host.do(names, play) == ["played"] * 3
+            host.succeed(alive, go_on, host.folder)
+            host.take_in(alive, [new], go_on)
+            names = host.in_order([*alive, new])
+            host.play(names)
     finally:
         for process in busy:
             process.kill()
@@ -153,16 +138,10 @@ def lose_the_last_word(state) -> None:
 @pytest.mark.parametrize("joins", [False, True])
 def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
     """All try again, none is left out, and weights are loaded once: the others must not go on without it."""
-    names = lose(host, serve(host, copies=1), 3)
-    alive = [*names, 4] if joins else names
-    if joins:
-        host.spawn(4)
-        host.start([4], come, host.folder)
+    names, new = lose(host, serve(host, copies=1), 3), [4] * joins
     host.do([1], lose_the_last_word)
-    host.start(names, go_on, host.folder, len(alive))
-    results = host.results(alive)
-    assert all(isinstance(one, int) for one in results), results
-    assert host.do(alive, play) == ["played"] * len(alive)
+    host.take_in(names, new, go_on)
+    host.play([*names, *new])
 
 
 def play_on_another_thread_meanwhile(state, folder: Path, how: str) -> list[str]:
@@ -176,8 +155,8 @@ def play_on_another_thread_meanwhile(state, folder: Path, how: str) -> list[str]
 
     results = list[str]()
     if how == "recover":
-        recover(state.ep, folder, load_weights)
-    elif not resize(state.ep, folder, 2, load_weights):
+        epmoe.recover(state.ep, folder, load_weights)
+    elif not epmoe.resize(state.ep, folder, 2, load_weights):
         return []
     return [*results, play(state)]
 
@@ -193,7 +172,7 @@ def test_no_round_of_another_thread_before_the_weights_are_there(host, how):
 def fail_to_load(state, folder: Path) -> str:
     """What the call raises that cannot load its weights."""
     try:
-        recover(state.ep, folder, lambda moves: 1 / 0)
+        epmoe.recover(state.ep, folder, lambda moves: 1 / 0)
     except ZeroDivisionError:
         return repr(state.ep)
     return "it has not raised"
@@ -204,12 +183,114 @@ def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
     """The other ranks hear of it at once. They go on without this one, or with it, and it loads all its experts."""
     alive = lose(host, serve(host, ranks=3, copies=1), 2)
     host.start([1], fail_to_load, host.folder)
-    assert isinstance(host.do([0], go_on, host.folder)[0], int)
+    host.succeed([0], go_on, host.folder)
     assert "closed" in host.results([1])[0]
     assert host.do([0], play_until_timeout) == [[1]]
     if not again:
         host.signal(1, signal.SIGKILL)
         alive = [0]
-    loaded = host.do(alive, go_on, host.folder)
-    assert loaded == ([0, EXPERTS // 2] if again else [EXPERTS // 2])
-    assert host.do(alive, play) == ["played"] * len(alive)
+    loaded = host.succeed(alive, go_on, host.folder)
+    assert list(map(len, loaded)) == ([0, EXPERTS // 2] if again else [EXPERTS // 2])
+    host.play(alive)
+
+
+def die_while_experts_move(host: Host, stage: str) -> list[int]:
+    """Rank 2 of four is killed. Returns the others, which name it."""
+    names, victim = host.begin(moving(4)), 2
+    begin_to_move(host, names, stage, victim)
+    host.signal(victim, signal.SIGKILL)
+    alive = [name for name in names if name != victim]
+    for error in host.do(alive, finish):
+        assert "EPTimeoutError" in error and f"rank(s) [{victim}]" in error, error
+    return alive
+
+
+@pytest.mark.parametrize("stage", ["drop", slow("copy"), "add"])
+def test_a_rank_dies_while_experts_move(host, stage):
+    """Before they are dropped, while weights are copied, and when they are ready. The others resume by hand."""
+    alive = die_while_experts_move(host, stage)
+    host.form(alive)
+    assert host.succeed(alive, resume) == [[]] * 3
+    all_held(host, alive)
+    host.play(alive)
+    host.succeed(alive, rotate)
+    host.succeed(alive, finish)
+    host.play(alive)
+    plans = host.succeed(alive, balance)
+    assert plans[0] and plans == plans[:1] * 3
+    host.play(alive)
+
+
+@pytest.mark.parametrize("stage", [slow("drop"), "copy", slow("add")])
+def test_recover_and_join_while_experts_move(host, stage):
+    """One is killed in the middle of a move, three go on; a new rank comes, and gets experts from the others."""
+    alive = die_while_experts_move(host, stage)
+    assert host.succeed(alive, go_on, host.folder) == [[]] * 3  # survivors have copies of all
+    all_held(host, alive)
+    host.play(alive)
+    assert host.take_in(alive, [4], go_on) == [[[]] * 3, [[[EMPTY] * S] * L]]
+    names = [*alive, 4]
+    host.play(names)
+    plans = host.succeed(names, balance)
+    assert plans[0] and plans == plans[:1] * 4
+    slots = all_held(host, names)
+    assert all(set(layer[3 * S :]) != {EMPTY} for layer in slots)  # the balancer has filled the new rank's
+    host.succeed(names, fill)
+    assert EMPTY not in [expert for layer in all_held(host, names) for expert in layer]
+    host.play(names)
+    begin_to_move(host, names, stage, 0)
+    assert host.succeed(names, go_on, host.folder) == [[]] * 4  # nobody has died
+    all_held(host, names)
+    host.play(names)
+
+
+def fill(state) -> None:
+    """Leaves no slot empty."""
+    P = state.ep.slots.shape[1]
+    state.ep.replace((torch.arange(P) % E).expand(L, -1), partial(weights, state))
+    state.ep.apply()
+
+
+def two_of_three(host: Host) -> list[int]:
+    """Three ranks of two slots were there, and rank 1 is killed: the only copies of experts 2 and 3 are lost."""
+    return lose(host, host.begin(moving(3, 2)), 1)
+
+
+def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
+    alive = two_of_three(host)
+    host.form(alive)
+    for error in host.do(alive, resume):
+        assert error.startswith("ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)")
+    assert host.succeed(alive, go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
+    all_held(host, alive)
+    host.play(alive)
+    (last,) = lose(host, alive, 0)
+    assert host.succeed([last], go_on, host.folder) == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
+    assert len(all_held(host, [last])[0]) == E
+    host.play([last])
+
+
+def test_a_failed_attempt_loads_nothing(host):
+    """Rank 2 opens the group and rank 0 does not: what rank 2 would have loaded is loaded in the next attempt."""
+    alive = two_of_three(host)
+    host.do([0], lose_the_last_word)
+    assert host.succeed(alive, go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
+    host.play(alive)
+
+
+@pytest.mark.parametrize("name", ["load_weights", "load_slots"])
+def test_the_page_shows_it(host, name):
+    """Functions of docs/recovery.md, word by word."""
+    alive = lose(host, serve(host), 0) if name == "load_weights" else two_of_three(host)
+    host.succeed(alive, follow_the_page, host.folder, name)
+    host.play(alive)
+
+
+def follow_the_page(state, folder: Path, name: str) -> None:
+    (function,) = re.findall(rf"```python\n(def {name}.*?)```", (ROOT / "docs/recovery.md").read_text(), re.DOTALL)
+    fixed = name == "load_weights"
+    names = {"ep": state.ep, "w": state.rows[0] if fixed else state.rows}
+    names["read"] = partial(read, state.ep.config, *[0] * fixed)
+    exec(function, names)
+    epmoe.recover(state.ep, folder, names[name], last_call_s=3.0 if state.device.type == "cpu" else 10.0)
+    state.rows = names["w"][None] if fixed else names["w"]

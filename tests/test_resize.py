@@ -11,13 +11,25 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import test_recover
 import torch.distributed as dist
 from helpers import slow
-from host import EXPERTS, Host, lose, serve, take
-from host import play as play_fixed
-from test_moves_death import EMPTY, REACHED, L, S, balance, begin, create, play, poll
-from test_recover_live import come, expect_all_held, load_slots
+from host import (
+    EMPTY,
+    EXPERTS,
+    L,
+    S,
+    all_held,
+    balance,
+    begin_to_move,
+    come,
+    go_on,
+    lose,
+    moving,
+    resize,
+    serve,
+    survivors,
+    take,
+)
 
 import epmoe
 import epmoe.group.recovery
@@ -25,104 +37,50 @@ from epmoe.group.board import Board, Meeting
 from epmoe.group.store import OutlivingStore
 
 
-def resize(state, folder: Path, size: int, balanced: bool = False) -> list[tuple[int, int]] | bool:
-    """(tag, expert) of what had to be loaded; False on a rank that has left."""
-    loaded = list[tuple[int, int]]()
-    options = {"weights": lambda tag, slot: [state.rows[tag - 1, slot]], "wait_s": 20.0}
-    if balanced:
-        options["balancer"] = state.balancer
-    stays = epmoe.resize(state.ep, folder, size, partial(load_slots, state, loaded), **options)
-    return stays and loaded
-
-
-def grow(host: Host, names: list[int], *new: int) -> list[int]:
-    """New ranks come, whose slots are empty. Returns all names in rank order."""
-    size = len(names) + len(new)
-    host.spawn(*new)
-    host.start(list(new), come, host.folder)
-    assert host.succeed(names, resize, host.folder, size) == [[]] * len(names)
-    assert host.answers(list(new)) == [[[EMPTY] * S] * L] * len(new)
-    ranks = host.succeed([*names, *new], rank)
-    return [name for _, name in sorted(zip(ranks, [*names, *new], strict=True))]
-
-
-def rank(state) -> int:
-    return state.ep.rank
-
-
-def begin_to_move(host: Host, names: list[int], stage: str) -> None:
-    host.succeed(names, begin)
-    deadline = time.monotonic() + 30
-    while not REACHED[stage](*host.succeed(names, poll)[0]):
-        assert time.monotonic() < deadline
-
-
 @pytest.mark.parametrize("stage", ["copy", slow("drop"), slow("add")])
 def test_two_four_three_while_experts_move(host, stage):
     """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over."""
-    host.begin([0, 1], create, 2)
-    assert host.succeed([0, 1], play) == ["played"] * 2
-    begin_to_move(host, [0, 1], stage)
-    names = grow(host, [0, 1], 2, 3)
-    assert host.succeed(names, play) == ["played"] * 4
+    begin_to_move(host, host.begin(moving(2)), stage, 0)
+    assert host.take_in([0, 1], [2, 3], resize) == [[[]] * 2, [[[EMPTY] * S] * L] * 2]
+    names = host.in_order([0, 1, 2, 3])
+    host.play(names)
     assert host.succeed(names, balance)[0]  # the new ranks hold experts
-    begin_to_move(host, names, stage)
+    begin_to_move(host, names, stage, 0)
     assert host.succeed(names, resize, host.folder, 3) == [[], [], [], False]
-    expect_all_held(host, names[:3])
-    assert host.succeed(names[:3], play) == ["played"] * 3
+    all_held(host, names[:3])
+    host.play(names[:3])
     assert host.succeed(names[:3], balance)[0]
-    assert host.succeed(names[:3], resize, host.folder, 2, True) == [
-        [],
-        [],
-        False,
-    ]  # what the balancer has planned ends
-    expect_all_held(host, names[:2])
-    assert host.succeed(names[:2], play) == ["played"] * 2
+    expected = [[], [], False]  # what the balancer has planned ends
+    assert host.succeed(names[:3], resize, host.folder, 2, 20.0, True) == expected
+    all_held(host, names[:2])
+    host.play(names[:2])
 
 
 @pytest.mark.slow
 def test_a_rank_that_has_too_few_slots_loads(host):
     """Two ranks of two slots become one of four: what the other held is loaded."""
-    host.begin([0, 1], create, 2, 2)
+    host.begin(moving(2, 2))
     assert host.succeed([0, 1], resize, host.folder, 1) == [[(1, 2), (1, 3), (2, 2), (2, 3)], False]
-    assert host.succeed([0], play) == ["played"]
-
-
-def resize_fixed(state, folder: Path, size: int) -> int | bool:
-    """How many experts had to be loaded; False on a rank that has left."""
-    loaded = []
-
-    def load_weights(moves) -> None:
-        loaded.extend(move for move in moves if move.source is None)
-        take(state, moves)
-
-    return epmoe.resize(state.ep, folder, size, load_weights, wait_s=20) and len(loaded)
+    host.play([0])
 
 
 @pytest.mark.slow
 def test_experts_that_stay(host):
     """Without `placement.live` the experts of ranks that leave are loaded, and all are spread anew over new ranks."""
     names = serve(host, ranks=2, copies=1)
-    host.spawn(2)
-    host.start([2], test_recover.come, host.folder)
-    assert all(host.succeed(names, resize_fixed, host.folder, 3))
-    host.answers([2])
-    assert host.do([0, 1, 2], play_fixed) == ["played"] * 3
-    *loaded, left = host.succeed([0, 1, 2], resize_fixed, host.folder, 2)
-    assert left is False and EXPERTS // 3 <= sum(loaded) <= -(-EXPERTS // 3)
-    assert host.do([0, 1], play_fixed) == ["played"] * 2
+    assert all(host.take_in(names, [2], resize)[0])
+    host.play([0, 1, 2])
+    *loaded, left = host.succeed([0, 1, 2], resize, host.folder, 2)
+    assert left is False and EXPERTS // 3 <= sum(map(len, loaded)) <= -(-EXPERTS // 3)
+    host.play([0, 1])
 
 
 @pytest.mark.slow
 def test_fewer_come_than_were_asked_for(host):
     names = serve(host, ranks=2)
-    assert host.succeed(names, resize_at_once, host.folder) == [2, 2]
-    assert host.do(names, play_fixed) == ["played"] * 2
-
-
-def resize_at_once(state, folder: Path) -> int:
-    epmoe.resize(state.ep, folder, 3, partial(take, state), wait_s=0.1)
-    return state.ep.size
+    assert host.succeed(names, resize, host.folder, 3, 0.1) == [[], []]
+    assert host.succeed(names, survivors) == [[0, 1]] * 2
+    host.play(names)
 
 
 SOON_S, LATE_S = 8.0, 20.0  # a failed attempt costs far less than any deadline
@@ -166,7 +124,7 @@ def test_another_rank_dies_as_the_group_forms(host, where):
     begin = time.monotonic()
     assert host.do([0, 1], recover_late, host.folder) == [None] * 2
     assert time.monotonic() - begin < SOON_S
-    assert host.do([0, 1], play_fixed) == ["played"] * 2
+    host.play([0, 1])
 
 
 @pytest.mark.slow
@@ -178,9 +136,9 @@ def test_a_new_rank_dies_as_the_group_forms(host, where):
     host.do([*names, 2], import_this)
     host.start([2], come_or_die, host.folder, where)
     begin = time.monotonic()
-    assert all(isinstance(one, int) for one in host.do(names, resize_fixed, host.folder, 3))
+    host.succeed(names, resize, host.folder, 3)
     assert time.monotonic() - begin < SOON_S
-    assert host.do(names, play_fixed) == ["played"] * 2
+    host.play(names)
 
 
 def fail_to_form(state) -> None:
@@ -219,9 +177,9 @@ def resize_during_a_call(state, folder: Path) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def resize_on_a_thread(state, folder: Path, size: int) -> int | bool:
+def resize_on_a_thread(state, folder: Path, size: int) -> list | bool:
     with ThreadPoolExecutor(1) as other:
-        return other.submit(resize_fixed, state, folder, size).result()
+        return other.submit(resize, state, folder, size).result()
 
 
 def test_from_a_fork_and_from_other_threads(host):
@@ -233,14 +191,14 @@ def test_from_a_fork_and_from_other_threads(host):
     assert error.startswith("RuntimeError: another thread is in a call"), error
     assert not list(host.folder.glob("epmoe-board"))
     assert host.do(names, resize_on_a_thread, host.folder, 1)[1] is False
-    assert host.do([0], play_fixed) == ["played"]
+    host.play([0])
 
 
 class Interrupted(BaseException):
     """What a signal handler raises."""
 
 
-def resize_twice(state, folder: Path, where: str) -> int | bool:
+def resize_twice(state, folder: Path, where: str) -> list | bool:
     """A signal handler raises in the first call."""
 
     def handler(*_: object) -> None:
@@ -264,8 +222,8 @@ def resize_twice(state, folder: Path, where: str) -> int | bool:
     signal.signal(signal.SIGALRM, handler)
     setattr(owner, name, interrupted)
     with pytest.raises(Interrupted):
-        resize_fixed(state, folder, 2)
-    return resize_fixed(state, folder, 2)
+        resize(state, folder, 2)
+    return resize(state, folder, 2)
 
 
 @pytest.mark.parametrize("where", [slow("decides"), "opens"])
@@ -277,11 +235,10 @@ def test_a_signal_handler_raises(host, where):
     if where == "decides":
         time.sleep(0.5)
     begin = time.monotonic()
-    host.start([0, 2], resize_fixed, host.folder, 2)
-    results = host.results(names)
-    assert results[2] is False and all(isinstance(one, int) for one in results[:2]), results
+    host.start([0, 2], resize, host.folder, 2)
+    assert [one is False for one in host.answers(names)] == [False, False, True]
     assert time.monotonic() - begin < SOON_S
-    assert host.do(names[:2], play_fixed) == ["played"] * 2
+    host.play(names[:2])
 
 
 def go_on_counted(state, folder: Path) -> int:
@@ -293,7 +250,7 @@ def go_on_counted(state, folder: Path) -> int:
         form(*arguments)
 
     Meeting.connect = counted
-    test_recover.go_on(state, folder)
+    go_on(state, folder)
     return len(attempts)
 
 
@@ -301,11 +258,11 @@ def test_a_new_rank_that_died_while_it_waited(host):
     """The others ask it whether it is still there: an attempt with it would last until `warmup_timeout_s`."""
     names = lose(host, serve(host), 2)
     host.spawn(4)
-    host.start([4], test_recover.come, host.folder)
+    host.start([4], come, host.folder)
     board, deadline = Board(OutlivingStore(host.folder), "epmoe"), time.monotonic() + 30
     while not board.read("arrivals/1"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     host.signal(4, signal.SIGKILL)
     assert host.do(names, go_on_counted, host.folder) == [1] * 3
-    assert host.do(names, play_fixed) == ["played"] * 3
+    host.play(names)

@@ -9,29 +9,35 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from helpers import ROOT, slow
+from helpers import slow
 from host import (
+    EMPTY,
     EXPERTS,
     RESUME_S,
     SLACK_S,
-    Host,
-    config_of,
+    E,
+    L,
+    S,
+    all_held,
     create,
     describe,
+    finish,
     form,
     lose,
     mapped_windows,
+    moving,
     play,
     play_until_timeout,
     resume,
+    rotate,
     serve,
     spread,
+    staying,
     survivors,
+    table,
 )
 
 import epmoe
@@ -73,60 +79,35 @@ def exchange_objects(state) -> None:
     state.ep, state.other = state.other, state.ep
 
 
-def lose_one(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:
-    """`lose`; the others see who is left."""
-    alive = lose(host, names, dead, number)
-    assert host.do(alive, survivors) == [[r for r, name in enumerate(names) if name != dead]] * len(alive)
-    return alive
-
-
 @pytest.mark.parametrize("dead", [0, slow(2)])
 def test_the_rest_goes_on_after_a_death(host, dead):
     """Rank 0 has hosted the store of the first group."""
-    alive = lose_one(host, serve(host), dead)
+    alive = lose(host, serve(host), dead)
     host.form(alive)
     host.do(alive, expect_no_windows)
     moves = host.do(alive, resume)
     assert all(source is not None for of_rank in moves for _, _, source in of_rank), "weights of copies need no load"
-    assert host.do(alive, play) == ["played"] * 3
+    host.play(alive)
     for rank, (text, generation, windows) in enumerate(host.do(alive, describe)):
         assert f"rank {rank} of 3, generation 1, E=8" in text and generation == 1
         assert windows == (3 if host.device.type == "cpu" else 0)
-
-
-def test_the_page_shows_it(host):
-    """`epmoe.recover` with its `load_weights`, word by word."""
-    names = serve(host)
-    alive = lose_one(host, names, 0)
-    assert host.do(alive, follow_the_page, host.folder) == ["played"] * 3
-
-
-def follow_the_page(state, folder: Path) -> str:
-    page = (ROOT / "docs" / "recovery.md").read_text()
-    (load_weights,) = re.findall(r"```python\n(def load_weights.*?)```", page, re.DOTALL)
-    weights = torch.tensor(state.held)
-    names = {"epmoe": epmoe, "ep": state.ep, "w": weights, "read": lambda logical: torch.tensor(logical)}
-    exec(load_weights, names)
-    epmoe.recover(state.ep, folder, names["load_weights"], last_call_s=3.0)
-    state.held = names["w"].tolist()
-    return play(state)
 
 
 @pytest.mark.slow
 def test_two_deaths_one_after_the_other(host):
     alive = serve(host, copies=3)
     for dead in (3, 0):
-        alive = lose_one(host, alive, dead)
+        alive = lose(host, alive, dead)
         host.form(alive)
         host.do(alive, resume)
-        assert host.do(alive, play) == ["played"] * len(alive)
+        host.play(alive)
 
 
 def test_the_last_rank_needs_no_group(host):
-    alive = lose_one(host, serve(host, ranks=2), 0)
+    alive = lose(host, serve(host, ranks=2), 0)
     host.do(alive, leave_groups)
     host.do(alive, resume)
-    assert host.do(alive, play) == ["played"]
+    host.play(alive)
 
 
 def leave_groups(state) -> None:
@@ -135,7 +116,7 @@ def leave_groups(state) -> None:
 
 @pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])
 def test_a_second_death_during_resume(host, how):
-    alive = lose_one(host, serve(host, copies=3), 3)
+    alive = lose(host, serve(host, copies=3), 3)
     host.form(alive)
     rest, started = alive[:2], time.monotonic()
     if how == "in the windows":
@@ -149,11 +130,11 @@ def test_a_second_death_during_resume(host, how):
     assert time.monotonic() - started < 2 * RESUME_S + SLACK_S or host.device.type == "cuda"
     host.form(rest)
     host.do(rest, resume)
-    assert host.do(rest, play) == ["played"] * 2
+    host.play(rest)
 
 
 def test_ranks_that_disagree_all_hear_of_it(host):
-    alive = lose_one(host, serve(host, copies=3), 3)
+    alive = lose(host, serve(host, copies=3), 3)
     host.form(alive)
     old, new = spread(4, 3), spread(4, 3).without([3])
     for placements, message in [
@@ -166,12 +147,12 @@ def test_ranks_that_disagree_all_hear_of_it(host):
         for error in host.results(alive):
             assert re.match(f"ValueError: {message}", error), error
     host.do(alive, resume)
-    assert host.do(alive, play) == ["played"] * 3
+    host.play(alive)
 
 
 def test_survivors_with_different_views(host):
     """Each forms the group that it believes in. No group forms, all raise, and they agree once all have the report."""
-    alive = lose_one(host, serve(host, copies=3), 3)
+    alive = lose(host, serve(host, copies=3), 3)
     host.do([1], miss, 1 << 2)
     views = [set(view) for view in host.do(alive, survivors)]
     assert views == [{0, 1, 2}, {0, 1}, {0, 1, 2}]
@@ -183,14 +164,14 @@ def test_survivors_with_different_views(host):
     assert host.do(alive, survivors) == [[0, 1]] * 3
     host.form([0, 1])
     host.do([0, 1], resume)
-    assert host.do([0, 1], play) == ["played"] * 2
+    host.play([0, 1])
 
 
 def test_a_stopped_rank_that_comes_back(host):
     """It sees the latch and has no way into the new windows; later it may come back by the same call."""
     names = serve(host)
     host.start([3], play_until_timeout)
-    alive = lose_one(host, names, 3, signal.SIGSTOP)
+    alive = lose(host, names, 3, signal.SIGSTOP)
     host.form(alive)
     host.do(alive, resume)
     host.start(alive, play, 60)
@@ -201,7 +182,7 @@ def test_a_stopped_rank_that_comes_back(host):
     host.form(names)
     assert all("`placement` must be given" in error for error in host.do(names, resume)), "it counts as new"
     host.do(names, resume, spread(4, 2))
-    assert host.do(names, play) == ["played"] * 4
+    host.play(names)
 
 
 def test_a_group_grows(host):
@@ -210,30 +191,57 @@ def test_a_group_grows(host):
     new = spread(3, 2)
     host.spawn(2)
     host.form(names)
-    host.start([2], create, config_of(new, host.device))
+    host.start([2], create, staying(new, host.device))
     host.start([0, 1], resume)
     assert all("`placement` must be given" in error for error in host.results(names))
-    assert host.do([0, 1], play) == ["played"] * 2
-    host.start([2], create, config_of(new, host.device))
+    host.play([0, 1])
+    host.start([2], create, staying(new, host.device))
     host.start([0, 1], resume, new)
     moves = host.results(names)[:2]
     for rank, of_rank in enumerate(moves):
         before = {p for p in range(EXPERTS) if p % 2 == rank}
         after = {new.logical(p) for p in new.local_experts(rank)}
         assert {logical for _, logical, source in of_rank if source is None} == after - before
-    assert host.do(names, play) == ["played"] * 3
+    host.play(names)
     assert [generation for _, generation, _ in host.do(names, describe)] == [1] * 3
 
 
 @pytest.mark.parametrize("arguments", [(spread(4, 1).without([1], spread_lost=True),), slow((None, True))])
 def test_lost_experts_are_named(host, arguments):
-    alive = lose_one(host, serve(host, copies=1), 1)
+    alive = lose(host, serve(host, copies=1), 1)
     host.form(alive)
     for error in host.do(alive, resume):
         assert error.startswith("ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]")
     moves = host.do(alive, resume, *arguments)
     assert sorted(logical for of_rank in moves for _, logical, source in of_rank if source is None) == [1, 5]
-    assert host.do(alive, play) == ["played"] * 3
+    host.play(alive)
+
+
+def test_a_group_grows_whose_experts_move(host):
+    """Slots stay, and the new rank's are empty; ranks that disagree on lost experts all raise."""
+    host.begin(moving(2))
+    before = host.succeed([0, 1], table)[0]
+    host.spawn(2)
+    names = [2, 0, 1]
+    for spread_lost in (True, False):
+        host.form(names)
+        host.start([2], create, moving(3))
+        host.start([0], resume, None, spread_lost)
+        host.start([1], resume)
+        results = host.results(names)
+        assert spread_lost == all("the `spread_lost` of rank" in str(result) for result in results), results
+    assert host.succeed(names, table) == [[[EMPTY] * S + layer for layer in before]] * 3
+    host.play(names)
+
+
+def test_slots_begin_again_with_a_placement(host):
+    names = host.begin(moving(2))
+    host.succeed(names, rotate)
+    host.succeed(names, finish)
+    host.form(names)
+    assert list(map(len, host.succeed(names, resume, moving(2).place_experts()))) == [L * S] * 2
+    assert all_held(host, names) == [[p % E for p in range(2 * S)]] * L
+    host.play(names)
 
 
 def test_ranks_that_resume_different_objects_hear_of_it(host):
@@ -245,7 +253,7 @@ def test_ranks_that_resume_different_objects_hear_of_it(host):
     assert all("resume different ExpertParallels" in error for error in host.do(names, resume))
     host.do([0], exchange_objects)
     host.do(names, resume)
-    assert host.do(names, play) == ["played"] * 2
+    host.play(names)
 
 
 def test_torch_meets_over_peers():

@@ -198,7 +198,8 @@ GPU_PYTHON_VERSION ?= 3.12
 gpu-deps: setup
 	pip install --quiet --target .gpu-deps --upgrade --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	  -c constraints.txt pydantic pydantic-core annotated-types typing-extensions typing-inspection pyyaml \
-	  typer click shellingham annotated-doc rich markdown-it-py mdurl pygments prometheus_client ninja
+	  typer click shellingham annotated-doc rich markdown-it-py mdurl pygments prometheus_client ninja \
+	  starlette uvicorn anyio h11 idna
 
 # vLLM for CPUs, in an environment of its own: it pins other versions. torch comes first, as above. What vLLM brings for
 # pictures and sound is compiled for another torch and is not needed.

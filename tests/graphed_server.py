@@ -1,4 +1,4 @@
-"""examples/serve.py on GPUs: a step of a rank is a replay of a CUDA graph. It takes the arguments of examples/serve.py."""
+"""examples/serve.py on GPUs: a step of a rank is a replay of a CUDA graph."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def count(
             yield name, outcomes
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table. Returns whether anything was not as it should be."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="by default 3, on GPUs as many as there are")
     parser.add_argument("--nodes", type=int, choices=[1, 2], default=1, help="2: of two ranks, on the CPU")
     parser.add_argument("--kinds", nargs="*", default=[""], help="parts of their names")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     size = options.ranks or (torch.cuda.device_count() if cuda and device.type == "cuda" else 3)
     if options.nodes == 1:

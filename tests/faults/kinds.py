@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from faults import ranks
-from faults.ranks import EXPERTS
-from host import Host, play, resume
+from faults.ranks import EXPERTS, Seen
+from host import Host, resume
 
 from epmoe import Placement
 
@@ -41,13 +42,13 @@ class Kind:
 
 
 KINDS = {
-    "killed": Kind(ranks.on, ranks.on, signal.SIGKILL, at_once=True),
-    "stopped, and back": Kind(ranks.on, ranks.on, signal.SIGSTOP),
+    "killed": Kind(ranks.watch, ranks.watch, signal.SIGKILL, at_once=True),
+    "stopped, and back": Kind(ranks.watch, ranks.watch, signal.SIGSTOP),
     "slow by half the deadline": Kind(ranks.late, ranks.through, named=False),
     "exception in experts": Kind(ranks.raising, ranks.without, named=False),
     "out of memory in experts": Kind(ranks.full, ranks.without, named=False),
-    "left by an exception": Kind(ranks.quitting, ranks.on, at_once=True),
-    "corrupts the windows": Kind(ranks.mad, ranks.scribbled_on, named=None),
+    "left by an exception": Kind(ranks.quitting, ranks.watch, at_once=True),
+    "corrupts the windows": Kind(ranks.mad, partial(ranks.through, play=ranks.endure), named=None),
 }
 BUSY = {
     f"busy GPU, {n}, and away": Kind(
@@ -72,6 +73,23 @@ class Outcome:
     seconds: float = 0.0
     why: str = ""
 
+    def judge(self, seen: list[Seen], expected: bool, within_s: float, theirs: Sequence[Seen] = ()) -> None:
+        """Whether ranks have reported what they should, in time, and all devices work; `theirs`: of the victim."""
+        self.seconds, self.alive = max(one.seconds for one in seen), all(one.alive for one in [*seen, *theirs])
+        self.named = expected and self.seconds < within_s
+        if not (self.named and self.alive):
+            self.why = f" missing: {[one.missing for one in seen]}, {self.seconds:.1f} s"
+
+    @contextmanager
+    def service_resumes(self) -> Iterator[None]:
+        """Inside it the ranks go on."""
+        try:
+            yield
+            self.resumed = True
+        except (AssertionError, EOFError, OSError) as error:
+            self.hung = "does not answer" in str(error)
+            self.why += f" {type(error).__name__}: {error}"
+
 
 class Group:
     """Ranks that serve. Most faults leave their processes alive, and they resume; a new one replaces a dead one."""
@@ -86,7 +104,7 @@ class Group:
         self.host.spawn(*self.names)
         self.host.form(self.names)
         self.host.succeed(self.names, ranks.begin, self.full, self.deadline_s)
-        self.host.succeed(self.names, play)
+        self.host.play(self.names)
 
     def close(self) -> None:
         self.host.close()
@@ -96,27 +114,19 @@ class Group:
         victim, outcome = seed % self.size, Outcome()
         name = self.names[victim]
         others = [other for other in self.names if other != name]
-        try:
-            self.host.succeed(self.names, play)
+        with outcome.service_resumes():
+            self.host.play(self.names)
             self.host.start(others, kind.others, victim, seed)
             self.host.start([name], kind.victim, victim, seed)
             if kind.signal:
                 time.sleep(random.Random(seed).uniform(0, 0.05))  # at any moment of a round
                 self.host.signal(name, kind.signal)
             seen = self.host.answers(others)
-            theirs = self.host.answers([name]) if kind.signal is None else []
-            outcome.seconds = max(s.seconds for s in seen)
-            outcome.alive = all(s.alive for s in seen + theirs)
             expected = {True: [[victim]], False: [None]}.get(kind.named)
-            unexpected = [s.missing for s in seen if expected and s.missing not in expected]
             within_s = AT_ONCE_S if kind.at_once else self.deadline_s + NAMED_S
-            outcome.named = not unexpected and outcome.seconds < within_s
-            outcome.why = f"missing: {unexpected}, {outcome.seconds:.1f} s" if not outcome.named else ""
+            theirs = self.host.answers([name]) if kind.signal is None else []
+            outcome.judge(seen, not expected or all(one.missing in expected for one in seen), within_s, theirs)
             self._go_on(kind, victim, others)
-            outcome.resumed = True
-        except (AssertionError, EOFError, OSError) as error:
-            outcome.hung = "does not answer" in str(error)
-            outcome.why += f" {type(error).__name__}: {error}"
         return outcome
 
     def _go_on(self, kind: Kind, victim: int, others: list[int]) -> None:
@@ -125,7 +135,7 @@ class Group:
         if kind.signal:
             self.host.form(others)
             self.host.succeed(others, resume)
-            self.host.succeed(others, play)
+            self.host.play(others)
         if kind.signal == signal.SIGSTOP:
             self.host.signal(name, signal.SIGCONT)
             (seen,) = self.host.answers([name])
@@ -140,4 +150,4 @@ class Group:
         elif kind.named is not False:
             self.host.form(self.names)
             self.host.succeed(self.names, resume, self.full)
-        self.host.succeed(self.names, play)
+        self.host.play(self.names)

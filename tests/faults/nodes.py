@@ -21,7 +21,7 @@ import torch
 from faults import ranks
 from faults.kinds import NAMED_S, Outcome
 from faults.ranks import EXPERTS, Seen
-from host import Host, play, resume
+from host import Host, resume
 
 from epmoe import Placement
 
@@ -50,20 +50,15 @@ class Nodes:
         self.host, outcome = Host(folder, torch.device("cpu")), Outcome()
         self.random = random.Random(seed)
         try:
-            self._begin()
-            seen, expected, rest = kind(self, seed % RANKS)
-            outcome.seconds, outcome.alive = max(s.seconds for s in seen), all(s.alive for s in seen)
-            outcome.named = expected and outcome.seconds < DEADLINE_S + NAMED_S
-            outcome.why = "" if outcome.named else f" missing: {[s.missing for s in seen]}, {outcome.seconds:.1f} s"
-            if len(rest) < RANKS:
-                self.host.succeed(rest, stay)
-                self.host.form(rest)
-                self.host.succeed(rest, resume)
-            self.host.succeed(rest, play)
-            outcome.resumed = True
-        except (AssertionError, EOFError, OSError) as error:
-            outcome.hung = "does not answer" in str(error)
-            outcome.why += f" {type(error).__name__}: {error}"
+            with outcome.service_resumes():
+                self._begin()
+                seen, expected, rest = kind(self, seed % RANKS)
+                outcome.judge(seen, expected, DEADLINE_S + NAMED_S)
+                if len(rest) < RANKS:
+                    self.host.succeed(rest, stay)
+                    self.host.form(rest)
+                    self.host.succeed(rest, resume)
+                self.host.play(rest)
         finally:
             self.host.close()
             self._link("up")
@@ -75,7 +70,7 @@ class Nodes:
     def killed(self, victim: int) -> Verdict:
         """A rank is killed at any moment of a round. All others name it at once; the other node goes on alone."""
         others = [rank for rank in range(RANKS) if rank != victim]
-        self._play(ranks.on)
+        self._play(ranks.watch)
         self.host.signal(victim, signal.SIGKILL)
         seen = self.host.answers(others)
         at_once = max(s.seconds for s in seen) < NAMED_S
@@ -83,7 +78,7 @@ class Nodes:
 
     def cut(self, victim: int) -> Verdict:
         """The network fails for good. Each node names ranks of the other, and the first goes on alone."""
-        self._play(ranks.on)
+        self._play(ranks.watch)
         self._link("down")
         seen = self.host.answers(self._node(0, 1))
         expected = [{rank // G for rank in s.missing or ()} == {1 - at // G} for at, s in enumerate(seen)]
@@ -91,7 +86,7 @@ class Nodes:
 
     def cut_for_a_while(self, victim: int) -> Verdict:
         """The network fails, and is back within the deadline: a round takes long, and all end well."""
-        self._play(partial(ranks.watch_many, rounds=MANY))
+        self._play(partial(ranks.watch, rounds=MANY))
         self._link("down")
         time.sleep(DOWN_S)
         self._link("up")
@@ -115,7 +110,7 @@ class Nodes:
             self.host.succeed([name], enter, self.namespaces and self.namespaces[node], f"wire{node}")
         self.host.form_at(names[:RANKS], AGENT, "192.0.2.1" if self.namespaces else "127.0.0.1")
         self.host.succeed(names[:RANKS], ranks.begin, self.placement, DEADLINE_S, G)
-        self.host.succeed(names[:RANKS], play)
+        self.host.play(names[:RANKS])
 
     def _play(self, function: Callable) -> None:
         """Start rounds on all ranks. Returns at any moment of a round."""

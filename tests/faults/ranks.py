@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from busy import Holder
@@ -50,7 +51,7 @@ def works(device: torch.device) -> bool:
     return bool(torch.equal(eye @ eye, eye))
 
 
-def watch(state, rounds: int | None = None, play: Callable = play_round) -> Seen:
+def watch(state, victim: int, seed: int, rounds: int | None = None, play: Callable = play_round) -> Seen:
     """Plays rounds until one times out."""
     longest, n = 0.0, 0
     while n != rounds:
@@ -63,19 +64,8 @@ def watch(state, rounds: int | None = None, play: Callable = play_round) -> Seen
     return Seen(None, longest, works(state.device))
 
 
-def on(state, victim: int, seed: int) -> Seen:
-    """Rounds until the victim is missed."""
-    return watch(state)
-
-
-def through(state, victim: int, seed: int) -> Seen:
-    """Rounds that nothing harms."""
-    return watch(state, ROUNDS)
-
-
-def watch_many(state, victim: int, seed: int, rounds: int) -> Seen:
-    """So many rounds that nothing harms."""
-    return watch(state, rounds)
+through = partial(watch, rounds=ROUNDS)
+"""Rounds that nothing harms."""
 
 
 def late(state, victim: int, seed: int) -> Seen:
@@ -88,15 +78,17 @@ def late(state, victim: int, seed: int) -> Seen:
             time.sleep(state.deadline_s / 2)
         play_round(state, seed, before_combine=lambda: time.sleep(state.deadline_s / 2 if n == 4 else 0))
 
-    return watch(state, ROUNDS, play_late)
+    return through(state, victim, seed, play=play_late)
 
 
 def without(state, victim: int, seed: int) -> Seen:
     """Rounds of which the third lacks the experts of the victim, which gives it up."""
     turn = iter(range(ROUNDS))
-    return watch(
-        state, ROUNDS, lambda s, n: play_round(s, n, but=lambda t: lacking(s.ep, t, victim) if next(turn) == 2 else t)
-    )
+
+    def play(state, seed: int) -> None:
+        play_round(state, seed, but=lambda tokens: lacking(state.ep, tokens, victim) if next(turn) == 2 else tokens)
+
+    return through(state, victim, seed, play=play)
 
 
 def lacking(ep: ExpertParallel, tokens: Tokens, victim: int) -> Tokens:
@@ -107,46 +99,41 @@ def lacking(ep: ExpertParallel, tokens: Tokens, victim: int) -> Tokens:
     return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(owner == victim, 0.0), tokens.real)
 
 
-def raising(state, victim: int, seed: int) -> Seen:
-    """An expert raises in the third round, and this rank gives that round up."""
-
-    def fail() -> None:
-        raise LookupError
-
-    return giving_up(state, fail, LookupError)
+def no_memory(state) -> None:
+    torch.empty(1 << 50, dtype=torch.uint8, device=state.device)
 
 
-def full(state, victim: int, seed: int) -> Seen:
-    """An expert finds no memory in the third round."""
-    return giving_up(state, lambda: torch.empty(1 << 50, dtype=torch.uint8, device=state.device), RuntimeError)
+def error(state) -> None:
+    raise LookupError
 
 
-def giving_up(state, fail: Callable, kind: type[Exception]) -> Seen:
+def giving_up(state, victim: int, seed: int, fail: Callable, kind: type[Exception]) -> Seen:
+    """An expert fails in the third round, and this rank gives that round up."""
     turn = iter(range(ROUNDS))
 
     def play(state, seed: int) -> None:
         if next(turn) != 2:
             return play_round(state, seed)
         try:
-            play_round(state, seed, before_combine=fail)
+            play_round(state, seed, before_combine=lambda: fail(state))
         except epmoe.EPError:
             raise
         except kind:
             return state.ep.abort()
         raise AssertionError("the expert did not raise")
 
-    return watch(state, ROUNDS, play)
+    return through(state, victim, seed, play=play)
+
+
+raising = partial(giving_up, fail=error, kind=LookupError)
+full = partial(giving_up, fail=no_memory, kind=RuntimeError)
 
 
 def quitting(state, victim: int, seed: int) -> Seen:
     """An exception between dispatch and combine that nobody catches ends this rank's `with ExpertParallel(…)`."""
-
-    def fail() -> None:
-        raise LookupError
-
     with suppress(LookupError), state.ep:
         play_round(state, 0)
-        play_round(state, 1, before_combine=fail)
+        play_round(state, 1, before_combine=lambda: error(state))
     return Seen(None, 0.0, works(state.device))
 
 
@@ -165,11 +152,7 @@ def mad(state, victim: int, seed: int) -> Seen:
         scribble((1.0, 0.1, 0.01, 0.001)[seed % 4])
         endure(state, n, before_combine=lambda: scribble(0.01))
 
-    return watch(state, ROUNDS, play)
-
-
-def scribbled_on(state, victim: int, seed: int) -> Seen:
-    return watch(state, ROUNDS, endure)
+    return through(state, victim, seed, play=play)
 
 
 def endure(state, seed: int, **options: Callable) -> None:
@@ -194,7 +177,7 @@ def busy(state, multiprocessors: int) -> None:
 def busy_on(state, victim: int, seed: int, multiprocessors: int) -> Seen:
     """Then the victim stays away."""
     busy(state, multiprocessors)
-    return watch(state)
+    return watch(state, victim, seed)
 
 
 def busy_away(state, victim: int, seed: int, multiprocessors: int) -> Seen:

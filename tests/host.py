@@ -202,7 +202,7 @@ def come(state, folder: Path) -> list[list[int]]:
 
 
 def tags(ep: epmoe.ExpertParallel) -> Iterable[int]:
-    return range(1, L + 1) if ep.config.placement.live else [0]
+    return range(1, ep.config.placement.layers + 1) if ep.config.placement.live else [0]
 
 
 def read(config: epmoe.EPConfig, tag: int, logical: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed.checkpoint.state_dict", "pytest", "yaml", "epmoe"])
+context.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint.state_dict", "pytest", "yaml", "epmoe"])
 
 
 def start_server() -> None:

@@ -136,22 +136,20 @@ def save_with_another(store: Path, rank: int, folder: Path) -> None:
     checkpoint.save(fill(make_layer(2), 2.0), folder)
 
 
-AT_A_TIME = 4  # a rank waits for another one that has died
-
-
 @pytest.mark.parametrize("victim", [slow(0), 1])
 def test_a_rank_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, victim):
+    """The other rank waits for it until the deadline: four pairs of ranks at a time, each with a folder of its own."""
     layer, found, ended = make_layer(), [], False
     checkpoint.save(fill(layer, 1.0), tmp_path / "saved")
-    for first in itertools.count(1, AT_A_TIME):
-        folders = {number: tmp_path / f"{number}" for number in range(first, first + AT_A_TIME)}
-        ranks = {}
-        for number, folder in folders.items():
+    for first in itertools.count(1, 4):
+        pairs = []
+        for number in range(first, first + 4):
+            folder, store = tmp_path / f"saved-{number}", tmp_path / f"store-{number}"
             shutil.copytree(tmp_path / "saved", folder)
-            saves = [partial(save_with_another, tmp_path / f"store-{number}", rank, folder) for rank in range(2)]
-            ranks[number] = [fork(save, number * (rank == victim)) for rank, save in enumerate(saves)]
-        for number, folder in folders.items():
-            ended |= not [died(rank) for rank in ranks[number]][victim]
+            save = partial(save_with_another, store, folder=folder)
+            pairs.append((folder, [fork(partial(save, rank), number * (rank == victim)) for rank in range(2)]))
+        for folder, ranks in pairs:
+            ended |= not [died(rank) for rank in ranks][victim]
             found.append(loaded(layer, folder))
         if ended:
             break

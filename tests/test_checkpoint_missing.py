@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from exchanges import make_config
 from helpers import long, randn, slow
 from host import Host
 
@@ -22,16 +23,10 @@ from epmoe.training.models import expert_parallels
 E, D, F, WAIT_S = 6, 32, 16, 1.0
 
 
-def create(state) -> None:
-    config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
-        topology={"ep_size": 3},
-        placement={"live": True, "slots_per_rank": 2},
-        capacity={"max_num_tokens_per_rank": 8},
-    )
-    state.ep = ep = epmoe.ExpertParallel(config, device="cpu")
-    shorter = config.exchange.model_copy(update={"warmup_timeout_s": WAIT_S})  # after the start, which may take longer
-    ep.config = config.model_copy(update={"exchange": shorter})
+def create_layer(state) -> None:
+    ep = state.ep
+    shorter = ep.config.exchange.model_copy(update={"warmup_timeout_s": WAIT_S})  # the start may take longer
+    ep.config = ep.config.model_copy(update={"exchange": shorter})
     state.layer = epmoe.MoELayer.from_full(ep, randn(E, D), randn(E, 2 * F, D), randn(E, D, F)).requires_grad_(False)
 
 
@@ -84,9 +79,8 @@ CASES = [(what, how) for what in ("full", "offload", "save", "load") for how in 
 def test_a_rank_that_stays_away_is_named(tmp_path, what, how):
     """late: from the beginning; away: once all have agreed to begin."""
     with Host(tmp_path, torch.device("cpu")) as host:
-        host.spawn(0, 1, 2)
-        host.form_at([0, 1, 2])
-        host.succeed([0, 1, 2], create)
+        host.begin(make_config(3, experts=E, hidden=D, placement={"live": True, "slots_per_rank": 2}))
+        host.succeed([0, 1, 2], create_layer)
         if what == "load":
             assert host.do([0, 1, 2], run, "save", tmp_path) == ["save has ended"] * 3
         if how == "away":

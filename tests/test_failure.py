@@ -133,6 +133,9 @@ def test_a_killed_rank_is_named(host, stage, dead):
     if stage == "combine":
         host.succeed([dead], begin_a_round)
     kill(host, dead, others, (stage,))
+    host.form(others)
+    host.succeed(others, create, make_config(2))
+    host.play(others)  # a new group of the survivors starts afresh
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
@@ -196,15 +199,6 @@ def test_a_slow_rank_is_waited_for(host):
     time.sleep(2 * TIMEOUT_S)
     host.start([1], play, 1)
     assert host.answers(names) == ["played"] * 3
-
-
-def test_a_new_group_of_the_survivors_starts_afresh(host):
-    serve(host, timeout_s=LONG_S)
-    host.start([0, 1], survive)
-    kill(host, 2, [0, 1])
-    host.form([0, 1])
-    host.succeed([0, 1], create, make_config(2))
-    host.play([0, 1])
 
 
 @pytest.mark.parametrize("fault", ["dies", "dies in a round", "stops"])

@@ -237,11 +237,10 @@ def resume(state, placement: Placement | None = None, spread_lost: bool = False)
     return [tuple(move[:3]) for move in moves]
 
 
-def go_on(state, folder: Path, min_ranks: int = 1, last_call_s: float = 3.0) -> list[tuple[int, int]]:
+def go_on(state, folder: Path, min_ranks: int = 1) -> list[tuple[int, int]]:
     """Recovers. Returns (tag, expert) of what had to be loaded."""
     loaded = list[tuple[int, int]]()
-    if state.device.type == "cuda":
-        last_call_s = 10.0  # ranks may share GPUs by time slices
+    last_call_s = 3.0 if state.device.type == "cpu" else 10.0  # ranks may share GPUs by time slices
     load = partial(take, state, loaded=loaded)
     epmoe.recover(state.ep, folder, load, min_ranks=min_ranks, max_ranks=4, last_call_s=last_call_s)
     return loaded

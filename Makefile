@@ -145,7 +145,8 @@ torches:  ## what depends on torch, under its oldest and its newest version that
 	    torch==$$version 'setuptools>=77' ninja numpy pydantic pyyaml typer rich jinja2 pytest pytest-timeout hypothesis && \
 	    touch $$home/.ready; } || exit 1; \
 	  PYTHONPATH=. $$home/bin/python -m pytest -q -p no:cacheprovider -m 'not slow' \
-	    tests/test_ops.py tests/test_service.py tests/test_module.py tests/test_compile.py tests/test_opaque.py || exit 1; \
+	    tests/test_ops.py tests/test_service.py tests/test_mistakes.py tests/test_module.py tests/test_compile.py \
+    tests/test_opaque.py || exit 1; \
 	  PYTHONPATH=. $$home/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
 	    -m pytest -q -p no:cacheprovider -m 'not slow' tests/distributed/test_rounds.py || exit 1; done
 

@@ -331,59 +331,6 @@ def test_drifting_popularity():
     near, far = likeness(start, load(0.05)), likeness(start, load(1))
     assert near > 0.8 > far
     assert likeness(load(0.99), load(1)) > 0.8  # nothing jumps where one permutation follows another
-    with pytest.raises(ValueError, match="`step` must be a number of at least 0, got -1"):
-        simulate_routing("drift", 1, 8, 2, step=-1)
-
-
-GOOD = torch.tensor([0, 1, 2, 0], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"loads": torch.tensor([1.0, -1, 1])}, "`loads` must be finite and at least 0"),
-        ({"loads": torch.tensor([1.0, torch.nan, 1])}, "`loads` must be finite and at least 0"),
-        (
-            {"loads": torch.full((3,), 1e308, dtype=torch.float64)},
-            "`loads` must be finite and at least 0, and so must their sum",
-        ),
-        ({"loads": torch.ones(2, 2, 2)}, r"`loads` must be numbers \[L, E\] or \[E\], got float32 \[2, 2, 2\]"),
-        ({"slots": GOOD.float()}, r"`slots` must be int32 or int64 \[P\].* got float32 \[4\]"),
-        ({"slots": GOOD[:3]}, "`slots` must be int32 or int64 .* 2 ranks have as many"),
-        ({"slots": torch.tensor([0, 1, 3, 0])}, "`slots` must hold experts from 0 to 2, or −1"),
-        ({"slots": torch.tensor([0, 1, 1, 0])}, "`slots` must hold every expert: layer 0 has no expert 2"),
-        ({"slots": torch.tensor([0, 1, 2, 2])}, "not hold an expert twice on a rank: layer 0, rank 1, expert 2"),
-        ({"ep_size": 0}, "`ep_size` must be an integer of at least 1, got 0"),
-        ({"max_moves": -1}, "`max_moves` must be an integer of at least 0, got -1"),
-        ({"goal": 0.9}, "`goal` must be a number of at least 1, got 0.9"),
-        ({"most_copies": 0}, "`most_copies` must be an integer of at least 1, got 0"),
-    ],
-)
-def test_wrong_arguments_are_named(changed, message):
-    arguments = {"loads": torch.ones(3), "slots": GOOD, "ep_size": 2} | changed
-    with pytest.raises(ValueError, match=message):
-        epmoe.balance(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"shares": torch.ones(3)}, r"`shares` must be float64 \[4\], as `slots`"),
-        ({"source": 2}, "`source` must be a rank from 0 to 1, got 2"),
-        ({"most_copies": 1}, "`most_copies` must be at least 2"),
-    ],
-)
-def test_wrong_arguments_of_choices_are_named(changed, message):
-    arguments = {"slots": GOOD, "shares": torch.ones(4).double(), "source": 0, "ep_size": 2, "num_experts": 3}
-    with pytest.raises(ValueError, match=message):
-        choices(**arguments | changed)
-
-
-def test_wrong_arguments_of_fresh_are_named():
-    with pytest.raises(ValueError, match="`slots_per_rank` must give 9 experts a slot on 2 ranks, got 4"):
-        fresh(torch.ones(9), 2, 4)
-    with pytest.raises(ValueError, match="`ranks_per_node` must divide 2 ranks, got 3"):
-        fresh(torch.ones(9), 2, 5, ranks_per_node=3)
 
 
 SIZES = {

@@ -96,16 +96,3 @@ def test_its_state_dict_has_the_bias_of_the_logits(ep, block):
     del state["logit_bias"]
     with pytest.raises(RuntimeError, match='Missing key.*"logit_bias"'):
         other.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("logit_bias", "error", "message"),
-    [
-        (None, ValueError, "`logit_bias` must be given, since `routing.logit_bias` says that the logits have one"),
-        (torch.zeros(E - 1), ValueError, r"`logit_bias` must be float32 \[12\], got float32 \[11\]"),
-        (torch.zeros(E).half(), TypeError, r"`logit_bias` must be float32 \[12\], got float16 \[12\]"),
-    ],
-)
-def test_a_wrong_bias_of_the_logits_is_refused(ep, logit_bias, error, message):
-    with pytest.raises(error, match=message):
-        epmoe.MoELayer(ep, torch.zeros(E, D), lambda rows, offsets, scales: rows, logit_bias=logit_bias)

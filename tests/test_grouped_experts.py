@@ -56,51 +56,6 @@ def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be float32 \[4, 2, 2\], got NoneType"),
-        ({"down_scales": torch.ones(4, 2, 2)}, ValueError, r"`down_scales` must be float32 \[4, 2, 1\], got float32"),
-        ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
-        ({"gate_up_bias": torch.ones(4, 128, dtype=BF16)}, ValueError, r"`gate_up_bias` must be bfloat16 \[4, 256\]"),
-        ({"gemm": "cublas"}, ValueError, "`gemm` must be 'auto', 'torch', 'deep_gemm' or 'hopper', got 'cublas'"),
-    ],
-)
-def test_wrong_arguments(changed, error, message):
-    with pytest.raises(error, match=message):
-        epmoe.GroupedExperts(**weights(FP8, torch.device("cpu")) | changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"w_down": torch.zeros(4, 256, 64, dtype=torch.uint8)}, TypeError, "or float4_e2m1fn_x2 .*, got uint8"),
-        ({"w_down": torch.empty(4, 256, 40, dtype=MXFP4)}, ValueError, "must be multiples of 32, got 256 and 80"),
-        (
-            {"w_gate_up": torch.empty(4, 256, 256, dtype=MXFP4)},
-            ValueError,
-            r"must be float4_e2m1fn_x2 \[4, 256, 128\], got float4",
-        ),
-        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be float8_e8m0fnu \[4, 256, 8\], got NoneType"),
-        (
-            {"down_scales": torch.ones(4, 256, 4)},
-            TypeError,
-            r"`down_scales` must be float8_e8m0fnu \[4, 256, 4\], got float32",
-        ),
-        ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
-    ],
-)
-def test_wrong_arguments_of_mxfp4(changed, error, message):
-    with pytest.raises(error, match=message):
-        epmoe.GroupedExperts(**weights(MXFP4, torch.device("cpu")) | changed)
-
-
-def test_scales_of_weights_that_have_none():
-    given = weights(BF16, torch.device("cpu"))
-    with pytest.raises(ValueError, match="`gate_up_scales` must be None where the weights are bfloat16"):
-        epmoe.GroupedExperts(**given, gate_up_scales=torch.ones(4, 2, 2))
-
-
-@pytest.mark.parametrize(
     ("backend", "case"),
     [("inductor", "bf16"), *(("aot_eager", case) for case in ("bf16", "fp32", "fp8", "mxfp4", "gpt-oss"))],
 )

@@ -130,36 +130,3 @@ def test_strided_rows(device):
 
 
 X, IDS, MAP = torch.zeros(4, 16), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        ((X[0], IDS, MAP, 8), {}, r"`x` must be .*, got float32 \[16\]"),
-        ((X.double(), IDS, MAP, 8), {}, r"`x` must be .*, got float64 \[4, 16\]"),
-        ((X, IDS[:3], MAP, 8), {}, r"`ids` must be int32 or int64 \[4, K\], got int32 \[3, 2\]"),
-        ((X, IDS.float(), MAP, 8), {}, r"`ids` must be int32 or int64 \[4, K\], got float32 \[4, 2\]"),
-        ((X, IDS, MAP.long(), 8), {}, r"`expert_map` must be int32 \[P\], got int64 \[8\]"),
-        ((X, IDS, MAP, -1), {}, r"`num_local_experts` must be .*, got -1"),
-        ((X, IDS, MAP, 8), {"alignment": 0}, r"`alignment` must be .*, got 0"),
-        ((X, IDS, MAP, 8), {"max_rows": -1}, r"`max_rows` must be .*, got -1"),
-        (
-            (X, IDS, MAP, 8),
-            {"counts_R": torch.zeros(3, dtype=torch.int32)},
-            r"`x` must hold 3 slabs of equal size, got 4 slots",
-        ),
-        ((X, IDS, MAP, 8), {"counts_R": torch.zeros(2)}, r"`counts_R` must be int32 .*, got float32 \[2\]"),
-    ],
-)
-def test_error_messages(args, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        epmoe.permute(*args, **options)
-
-
-def test_refuses_rows_that_require_grad():
-    """Without the error, x would silently get no gradient."""
-    x = X.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match=r"forward only.*requires grad.*torch\.inference_mode"):
-        epmoe.permute(x, IDS, MAP, 8)
-    with torch.no_grad():
-        assert epmoe.permute(x, IDS, MAP, 8).tokens_per_expert.tolist() == [8] + 7 * [0]

@@ -93,29 +93,6 @@ def test_one_rank_has_no_foreign_expert():
     assert Placement.build(2, 2, "explicit", [1, 1]).sentinel(1) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 1), "`num_experts` must be an integer of at least 1, got 0"),
-        ((True, 1), "`num_experts` must be .* got True"),
-        ((4, 0), "`ep_size` must be .* got 0"),
-        ((4, 2, "linear", None, -1), "`num_redundant_experts` must be .* got -1"),
-        ((4, 2, "spiral"), "`strategy` must be 'linear', 'round_robin' or 'explicit', got 'spiral'"),
-        ((4, 2, "explicit"), "`assignment` must be given with strategy 'explicit'"),
-        ((4, 2, "linear", [0, 0, 1, 1]), "`assignment` must be given with .* got 'linear' with one"),
-        ((4, 2, "explicit", [0, 1]), "`assignment` must be 4 ranks, one per physical expert, got 2"),
-        ((4, 2, "explicit", [0, 1, 2, 0]), r"`assignment\[2\]` must be a rank from 0 to 1, got 2"),
-        ((4, 2, "explicit", [0, 1, -1, 0]), r"`assignment\[2\]` must be a rank from 0 to 1, got -1"),
-        ((2, 2, "linear", None, 1, [0]), "`copied_experts` may be given with strategy 'explicit' only, got 'linear'"),
-        ((2, 2, "explicit", [0, 1, 1], 1, [0, 1]), "`copied_experts` must be 1 experts, got 2"),
-        ((2, 2, "explicit", [0, 1, 1], 1, [2]), r"`copied_experts\[0\]` must be an integer from 0 to 1, got 2"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Placement.build(*arguments)
-
-
 @pytest.mark.parametrize("call", ["expert_map", "sentinel", "local_experts", "num_local_experts"])
 def test_a_wrong_rank_is_named(call):
     with pytest.raises(ValueError, match="`rank` must be an integer from 0 to 1, got 2"):

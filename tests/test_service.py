@@ -1,10 +1,15 @@
-"""ExpertParallel in one process: where it may run, what it refuses, and the fields of its handles. The exchange between
-ranks: tests/distributed."""
+"""ExpertParallel in one process: where it may run, what it takes, its handles, and what it says of itself.
+
+The exchange between ranks: tests/distributed. Wrong calls: test_mistakes.py. Several threads: test_threads.py.
+"""
 
 from __future__ import annotations
 
+import copy
 import errno
+import io
 import os
+import pickle
 import random
 import signal
 from functools import partial
@@ -12,8 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import alone
+from helpers import alone, distinct_ids, full_layer, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
@@ -61,147 +65,27 @@ def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises():
             loss.backward()
 
 
-@pytest.mark.parametrize("x", [torch.randn(1 + 2 * 64)[1:].view(2, 64), torch.randn(3, 65)[:1, :64]])
-def test_rows_may_start_anywhere(x):
-    """Rows that are contiguous but do not start at multiples of 16 bytes."""
-    with epmoe.ExpertParallel(alone()) as ep:
-        d = ep.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1))
-        assert torch.equal(ep.combine(d.rows, d), x)
+NO_IDS, NO_WEIGHTS = torch.empty(2, 0, dtype=torch.int32).t(), torch.empty(2, 0).t()
+EMPTY = torch.empty(0, 128), torch.empty(0, 4, dtype=torch.int32), torch.empty(0, 4)
 
 
-def test_a_single_row_may_have_any_stride():
-    with epmoe.ExpertParallel(alone()) as ep:
-        x = torch.randn(2, 65)[:1, :64]
-        d = ep.dispatch(x, torch.zeros(2, 3, dtype=torch.int32)[:1, :1], torch.ones(2, 5)[:1, :1])
-        assert torch.equal(ep.combine(d.rows, d), x)
-
-
-def test_ids_of_no_token_may_have_any_strides():
-    with epmoe.ExpertParallel(alone()) as ep:
-        no_ids, no_weights = torch.empty(2, 0, dtype=torch.int32).t(), torch.empty(2, 0).t()
-        d = ep.dispatch(torch.empty(64, 0).t(), no_ids, no_weights)
-        assert ep.combine(d.rows, d).shape == (0, 64)
-
-
-@pytest.mark.parametrize("step", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
-def test_no_tokens_may_lie_apart_within_a_row(step):
-    """torch calls a tensor of 0 rows contiguous, whatever the stride within a row."""
-    dtypes, lengths = (torch.float32, torch.int32, torch.float32), (64, 2, 2)
+@pytest.mark.parametrize(
+    ("x", "ids", "weights"),
+    [
+        (torch.randn(1 + 2 * 64)[1:].view(2, 64), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)),
+        (torch.randn(2, 65)[:1, :64], torch.zeros(2, 3, dtype=torch.int32)[:1, :1], torch.ones(2, 5)[:1, :1]),
+        (torch.empty(64, 0).t(), NO_IDS, NO_WEIGHTS),
+        # torch calls a tensor of 0 rows contiguous, whatever the stride within a row
+        *([t[:, :: 2 if i == apart else 1][:, : (64, 2, 2)[i]] for i, t in enumerate(EMPTY)] for apart in range(3)),
+    ],
+)
+def test_rows_may_start_anywhere(x, ids, weights):
+    """Not only at multiples of 16 bytes; a row alone and no row may have any stride. combine needs used rows only."""
     with epmoe.ExpertParallel(alone()) as ep:
         for _ in range(2):  # the second call finds its template
-            sliced = (
-                torch.empty(0, n * s, dtype=dtype)[:, ::s] for n, s, dtype in zip(lengths, step, dtypes, strict=True)
-            )
-            d = ep.dispatch(*sliced)
-            assert ep.combine(d.rows, d).shape == (0, 64)
-
-
-def test_too_few_expert_rows():
-    with epmoe.ExpertParallel(alone()) as ep:
-        x = torch.randn(3, 64)
-        d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
-        with pytest.raises(ValueError, match="`expert_rows` must hold at least 5 rows, got 4"):
-            ep.combine(d.rows[:4], d)
-        assert torch.equal(ep.combine(d.rows[:5], d), x * torch.tensor([[2.0], [2.0], [1.0]]))
-
-
-T, K, D, M = 5, 4, 64, 16
-X, IDS, WEIGHTS = torch.zeros(T, D), torch.zeros(T, K, dtype=torch.int32), torch.ones(T, K)
-TOO_MANY = {"x": torch.zeros(M + 3, D), "ids": IDS.new_zeros(M + 3, K), "weights": torch.ones(M + 3, K)}
-IDS_OF_5 = r"`ids` must be int32 or int64 \[5, K\], got"
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"x": X.double()}, TypeError, r"`x` must be .*float32.* \[T, D\], got float64 \[5, 64\]"),
-        ({"x": X.int()}, TypeError, r"`x` must be .*float32.* \[T, D\], got int32 \[5, 64\]"),
-        ({"x": X[0]}, ValueError, r"`x` must be .* \[T, D\], got float32 \[64\]"),
-        ({"x": torch.zeros(T, 128)}, ValueError, r"`x` must be float32 \[T, 64\].*, got float32 \[5, 128\]"),
-        ({"x": X[:, :63]}, ValueError, r"`x` must be float32 \[T, 64\].*16 bytes, got float32 \[5, 63\]"),
-        ({"x": X.clone().requires_grad_()}, RuntimeError, r"forward only.*torch\.inference_mode"),
-        ({"x": X.to("meta")}, ValueError, "`x` must be on cpu, got meta"),
-        ({"x": X.numpy()}, TypeError, "`x` must be .*, got ndarray"),
-        ({"ids": IDS[:4]}, ValueError, rf"{IDS_OF_5} int32 \[4, 4\]"),
-        ({"ids": IDS[0]}, ValueError, rf"{IDS_OF_5} int32 \[4\]"),
-        ({"ids": IDS.repeat(1, 2)}, ValueError, r"`ids` must be int32 or int64 \[5, 1\.\.4\], got int32 \[5, 8\]"),
-        ({"ids": WEIGHTS, "weights": IDS}, TypeError, rf"{IDS_OF_5} float32 \[5, 4\]"),
-        ({"ids": IDS.short()}, TypeError, rf"{IDS_OF_5} int16 \[5, 4\]"),
-        ({"weights": WEIGHTS[:, :3]}, ValueError, r"`weights` must be .* \[5, 4\], got float32 \[5, 3\]"),
-        ({"weights": WEIGHTS.double()}, TypeError, r"`weights` must be .* \[5, 4\], got float64 \[5, 4\]"),
-        ({"weights": WEIGHTS.to("meta")}, ValueError, "`weights` must be on cpu, got meta"),
-        ({"weights": WEIGHTS.flatten()}, ValueError, r"`weights` must be .* \[5, 4\]"),
-        ({"weights": None}, TypeError, "`weights` must be .*, got NoneType"),
-        ({"layout": "token"}, ValueError, r"`layout` must be 'expert' or 'rank', got 'token'"),
-        ({"num_tokens": 2.0}, TypeError, r"`num_tokens` must be an int or .*, got float"),
-        ({"num_tokens": torch.ones(2)}, TypeError, r"`num_tokens` must be int32 \[1\], got float32 \[2\]"),
-        (TOO_MANY, ValueError, r"19 tokens, but capacity\.max_num_tokens_per_rank is 16: set it to at least 19"),
-    ],
-)
-def test_a_wrong_call_is_refused(changed, error, message):
-    """Twice: a call like one that has passed skips most checks, but none that could still fail."""
-    with epmoe.ExpertParallel(alone(top_k=K, max_tokens=M)) as ep:
-        for _ in range(2):
-            with pytest.raises(error, match=message):
-                ep.dispatch(**{"x": X, "ids": IDS, "weights": WEIGHTS} | changed)
-            d = ep.dispatch(X, IDS, WEIGHTS)
-            with pytest.raises(RuntimeError, match="round . is still open"):
-                ep.dispatch(X, IDS, WEIGHTS)
-            ep.combine(d.rows, d)
-
-
-def test_rows_of_the_shape_that_dispatch_returned_are_still_checked():
-    with epmoe.ExpertParallel(alone()) as ep:
-        x = torch.randn(3, 64)
-        d = ep.dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
-        for bad, error, message in [
-            (d.rows.double(), TypeError, r"`expert_rows` must be float32 \[N, 64\], got float64"),
-            (d.rows[:, :32], ValueError, r"`expert_rows` must be float32 \[N, 64\], got float32"),
-            (d.rows[0], ValueError, r"`expert_rows` must be float32 \[N, 64\], got float32 \[64\]"),
-            (d.rows.to("meta"), ValueError, "`expert_rows` must be on cpu, got meta"),
-            (d.rows.clone().requires_grad_(), RuntimeError, "forward only"),
-            (d.rows.numpy(), TypeError, "`expert_rows` must be .*, got ndarray"),
-        ]:
-            with pytest.raises(error, match=message):
-                ep.combine(bad, d)
-        unaligned = torch.empty(d.rows.numel() + 1)[1:].view_as(d.rows).copy_(d.rows)
-        assert torch.equal(ep.combine(unaligned, d), x)
-
-
-CONFIG = alone()
-ON_THE_CPU, BY_NVLINK = (alone(exchange={"transport": transport}) for transport in ("shared_memory", "nvlink"))
-IS_A_PATH = "`config` must be an EPConfig or the path of its file, got"
-IS_A_GROUP = "`group` must be a process group of torch.distributed, got"
-NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to other processes
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments", "error", "message"),
-    [
-        (CONFIG.model_dump(), {}, TypeError, rf"{IS_A_PATH} dict: use EPConfig\(\*\*config\)"),
-        (None, {}, TypeError, f"{IS_A_PATH} NoneType"),
-        (CONFIG.model, {}, TypeError, f"{IS_A_PATH} ModelConfig"),
-        (CONFIG, {"group": "cpu"}, TypeError, f"{IS_A_GROUP} str"),
-        (CONFIG, {"group": [0]}, TypeError, f"{IS_A_GROUP} list"),
-        (CONFIG, {"group": NO_MEMBER}, ValueError, "this process is no member of `group`"),
-        (CONFIG, {"device": "gpu"}, ValueError, "`device` must be cpu or cuda with .*='auto', got gpu"),
-        (CONFIG, {"device": {"type": "cpu"}}, TypeError, "`device` must be a torch.device or its name, got dict"),
-        (ON_THE_CPU, {"device": "cuda"}, ValueError, "`device` must be cpu with .*'shared_memory', got cuda"),
-        (BY_NVLINK, {"device": "cpu"}, ValueError, "`device` must be cuda with exchange.transport='nvlink', got cpu"),
-        (alone(64, topology={"ep_size": 33}), {"device": "cuda"}, ValueError, "ep_size` must be at most 32 on GPUs"),
-        (alone(experts=64, top_k=33), {"device": "cuda"}, ValueError, "per_tok` must be at most 32 on GPUs, got 33"),
-        (alone(topology={"ep_size": 2}), {}, ValueError, "equal the size of the group, 1, got 2; torch.distributed is"),
-    ],
-)
-def test_wrong_arguments_of_the_constructor(config, arguments, error, message):
-    with pytest.raises(error, match=message):
-        epmoe.ExpertParallel(config, **arguments)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_no_gpu():
-    with pytest.raises(ValueError, match="torch finds no GPU here"):
-        epmoe.ExpertParallel(alone(exchange={"transport": "nvlink"}))
+            d = ep.dispatch(x, ids, weights)
+            unaligned = torch.empty(d.rows.numel() + 1)[1:].view_as(d.rows).copy_(d.rows)
+            assert torch.equal(ep.combine(unaligned[: d.expert_offsets[-1]], d), x)
 
 
 def test_another_gpu_is_another_device():
@@ -299,31 +183,6 @@ def test_fp8_travels_in_whole_blocks():
         assert torch.allclose(ep.combine(d.rows, d), x, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("payload", ["auto", "fp8"])
-def test_fields_by_layout(payload):
-    """A field of the other layout raises by name; `scales` is None without an fp8 payload."""
-    fields = {"rows", "scales", "expert_offsets", "tokens_per_expert"}, {"x", "scales", "ids", "weights"}
-    inputs = torch.randn(2, 128), torch.tensor([[0], [1]]), torch.ones(2, 1)
-    with epmoe.ExpertParallel(alone(hidden=128, exchange={"payload": payload})) as ep:
-        for layout, here in (("expert", 0), ("rank", 1)):
-            d = ep.dispatch(*inputs, layout=layout)
-            handles = d, d.recv
-            owner, absent = ("dispatched", "recv")[1 - here], handles[1 - here]
-            assert all(hasattr(handles[here], name) for name in fields[here])
-            scales = handles[here].scales
-            if payload == "fp8":
-                assert (scales.dtype, scales.shape[-1]) == (torch.float32, 1)
-            else:
-                assert scales is None
-            for name in fields[1 - here]:
-                with pytest.raises(AttributeError, match=f"`{owner}.{name}` does not exist with layout='{layout}'"):
-                    getattr(absent, name)
-            with pytest.raises(AttributeError, match="^row$"):
-                _ = d.row
-            assert d.recv.counts.tolist() == [2]
-            ep.abort(d)
-
-
 def test_too_few_files(monkeypatch):
     def memfd_create(*_):
         raise OSError(errno.EMFILE, "Too many open files")
@@ -331,3 +190,111 @@ def test_too_few_files(monkeypatch):
     monkeypatch.setattr(os, "memfd_create", memfd_create)
     with pytest.raises(RuntimeError, match=r"may not open more files \(its limit is \d+\).*ulimit -n"):
         epmoe.ExpertParallel(alone())
+
+
+E, D, K, M = 12, 64, 3, 16
+CONFIG = alone(E, K, D, max_tokens=M)
+
+
+@pytest.fixture
+def ep():
+    with epmoe.ExpertParallel(CONFIG) as ep:
+        yield ep
+
+
+def inputs(T: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 1 / K)
+
+
+def assert_works(ep: epmoe.ExpertParallel) -> None:
+    """Nothing was sent: the next round is complete."""
+    x, ids, weights = inputs()
+    d = ep.dispatch(x, ids, weights)
+    torch.testing.assert_close(ep.combine(d.rows, d), x)
+
+
+@pytest.mark.parametrize("as_path", [False, True])
+def test_a_path_for_a_config(tmp_path, as_path):
+    path = tmp_path / "one.json"
+    path.write_text(CONFIG.model_dump_json(exclude_none=True))
+    with epmoe.ExpertParallel(path if as_path else str(path)) as ep:
+        assert ep.config == CONFIG
+        assert_works(ep)
+    with pytest.raises(epmoe.ConfigError, match="missing.yaml: no such configuration file"):
+        epmoe.ExpertParallel(tmp_path / "missing.yaml" if as_path else str(tmp_path / "missing.yaml"))
+
+
+@pytest.mark.parametrize("launched", ["1", "2"])
+def test_a_group_of_one_under_a_launcher_of_several(launched, monkeypatch, recwarn):
+    """torchrun without init_process_group."""
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    epmoe.ExpertParallel(CONFIG).close()
+    assert ["no experts are spread" in str(each.message) for each in recwarn] == [True] * (launched == "2")
+
+
+def test_repr_of_results_says_shapes():
+    """Values would have to be fetched from the device."""
+    x, ids, weights = inputs()
+    assert repr(epmoe.Routing(ids, weights)) == "Routing(ids int32 [5, 3], weights float32 [5, 3])"
+    assert repr(epmoe.quantize_fp8(x)) == "Quantized(q float8_e4m3fn [5, 64], scales float32 [5, 1])"
+    tables = "expert_offsets int32 [13], tokens_per_expert int32 [12], row_of_pair int32 [5, 3], counts None"
+    permuted = epmoe.permute(x, ids, torch.arange(E, dtype=torch.int32), E)
+    assert repr(permuted) == f"Permuted(rows float32 [15, 64], {tables})"
+
+
+def test_repr_of_an_expert_parallel_and_its_handles(ep):
+    """Each says the state of its round, and shapes: values would have to be fetched from the device."""
+    of_ep, of_round = "rank 0 of 1, E=12 K=3 D=64 float32, M=16, cpu", "T=5, D=64 float32, layout='expert'"
+    assert repr(ep) == f"ExpertParallel({of_ep}, round 0 closed)"
+    sent = ep.dispatch_send(*inputs())
+    assert repr(sent) == f"Sent(rank 0, round 1 awaits dispatch_recv, {of_round})"
+    d, state = ep.dispatch_recv(sent), "round 1 awaits combine or combine_partial or combine_send"
+    assert repr(ep) == f"ExpertParallel({of_ep}, {state})"
+    rows = "rows float32 [48, 64], scales None, expert_offsets int32 [13], tokens_per_expert int32 [12]"
+    assert repr(d) == f"Dispatched(rank 0, {state}, {of_round}, {rows})"
+    assert repr(d.recv) == "Received(counts int32 [1])"
+    ep.combine(d.rows, d)
+    later = ep.dispatch(*inputs(), layout="rank")
+    assert repr(d).startswith("Dispatched(rank 0, round 1 closed, T=5,")
+    slabs = "counts int32 [1], x float32 [1, 16, 64], scales None, ids int32 [1, 16, 3], weights float32 [1, 16, 3]"
+    assert repr(later).endswith(f"layout='rank', recv Received({slabs}))")
+    ep.close()
+    assert repr(ep) == f"ExpertParallel({of_ep}, closed)"
+    assert repr(later).startswith("Dispatched(rank 0, round 2 released, T=5,")
+
+
+@pytest.mark.parametrize(
+    "copies", [pickle.dumps, copy.deepcopy, copy.copy, lambda value: torch.save(value, io.BytesIO())]
+)
+def test_what_holds_windows_cannot_be_pickled_or_copied(ep, copies):
+    sent = ep.dispatch_send(*inputs())
+    d = ep.dispatch_recv(sent)
+    for value in (ep, sent, d, d.recv):
+        name = type(value).__name__
+        want = f"{name} cannot be pickled or copied: it holds windows of this process; each process makes its own"
+        with pytest.raises(TypeError, match=want):
+            copies(value)
+    ep.combine(d.rows, d)
+    assert_works(ep)
+
+
+def test_a_refused_transform_of_torch_func_leaves_nothing_behind(ep):
+    """Also before the first round, whose views later rounds take."""
+    layer, x = full_layer(ep)[0], inputs()[0]
+
+    def dispatch(x: torch.Tensor) -> torch.Tensor:
+        return ep.dispatch(x, *inputs(1)[1:]).rows
+
+    refused = (
+        lambda: torch.func.vmap(dispatch)(x[:, None]),
+        lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        lambda: torch.func.vmap(layer)(x[:, None]),
+        lambda: torch.func.jvp(layer, (x,), (x,)),
+    )
+    for call in refused:
+        for grad_mode in (True, False):
+            with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), pytest.raises(RuntimeError):
+                call()
+    assert_works(ep)
+    with torch.inference_mode(False), torch.enable_grad():
+        layer(x.clone()).sum().backward()

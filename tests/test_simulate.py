@@ -97,21 +97,3 @@ def test_adversarial_logits(dtype):
 def test_no_tokens(kind):
     ids, weights = simulate_routing(kind, 0, E, K)
     assert ids.shape == weights.shape == (0, K)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        (("poisson", 1, 8, 2), {}, "`kind` must be one of uniform, zipf, .* got 'poisson'"),
-        (("uniform", -1, 8, 2), {}, "`num_tokens`.* got -1, 8"),
-        (("uniform", 1, 8, 9), {}, "`top_k` must be 1 to 8.* got 9"),
-        (("uniform", 1, 8, 0), {}, "`top_k` must be 1 to 8.* got 0"),
-        (("uniform", 1, 8, 2), {"id_dtype": torch.int16}, "`id_dtype` must be torch.int32 or torch.int64"),
-        (("group_limited", 1, 8, 2), {"num_expert_groups": 3}, "`num_expert_groups` must divide 8"),
-        (("group_limited", 1, 8, 5), {"top_groups": 4}, "`top_k` must be 1 to 4.* got 5"),
-        (("hot_rank", 1, 8, 2), {"hot_rank": 4}, "`rank` must be an integer from 0 to 3, got 4"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
-        simulate_routing(*arguments, **options)

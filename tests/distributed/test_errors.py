@@ -3,43 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
-from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_round, slab_shape
+from exchanges import assert_y, make_config, make_tokens, run_round
 
 import epmoe
 
 K, D, M = 4, 64, 16
-
-
-def test_combine_of_the_other_layout(make_ep, rank, size):
-    ep = make_ep(top_k=K, hidden=D, max_tokens=M)
-    tokens = make_tokens(ep.config, rank, 7)
-    d = ep.dispatch(*given(ep, tokens))
-    with pytest.raises(ValueError, match="layout='expert' ends with combine"):
-        ep.combine_partial(torch.zeros(size, M, D, device=ep.device), d)
-    assert_y(ep.combine(rows := run_experts(ep, d), d), ep.config, tokens)
-    d = ep.dispatch(*given(ep, tokens), layout="rank")
-    with pytest.raises(ValueError, match="layout='rank'.*combine_partial"):
-        ep.combine(rows, d)
-    with pytest.raises(AttributeError, match=r"`dispatched.rows` does not exist with layout='rank'"):
-        _ = d.rows
-    slabs, slots = slab_shape(ep.config)
-    want = rf"`partial` must be float32 \[{slabs}, {slots}, 64\], got float32 \[{slabs}, 7, 64\]"
-    with pytest.raises(ValueError, match=want):
-        ep.combine_partial(d.recv.x[:, :7], d)
-    ep.abort(d)
-
-
-def test_weights_on_input_need_the_expert_layout(make_ep, rank, size):
-    ep = make_ep()
-    tokens = make_tokens(ep.config, rank, 3)
-    inputs = given(ep, tokens)
-    for dispatch in (ep.dispatch, ep.dispatch_send):
-        with pytest.raises(ValueError, match=r"`apply_router_weight_on_input` .* must be False with layout='rank'"):
-            dispatch(*inputs, layout="rank", apply_router_weight_on_input=True)
-        with pytest.raises(TypeError, match=r"`apply_router_weight_on_input` must be a bool, got str"):
-            dispatch(*inputs, apply_router_weight_on_input="yes")
 
 
 def test_group(rank, size, device):

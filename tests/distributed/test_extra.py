@@ -92,35 +92,6 @@ def test_skip(make_ep, rank, size, how):
     assert rank == 0 or y.shape == tokens.x.shape
 
 
-def test_what_is_refused(make_ep, rank):
-    ep, without = make_ep(**HAS_ROOM), make_ep()
-    x, ids, weights = given(ep, tokens := make_tokens(ep.config, rank, 6))
-    number = torch.zeros(6, dtype=torch.int16, device=ep.device)
-    for given_to, extra, error, says, options in [
-        (without, number, ValueError, "from 1 to 0 bytes a token, as `capacity.extra_bytes` says, got 2", {}),
-        (ep, number[:5], ValueError, r"`extra` must be \[6, …\], a row for each token, got int16 \[5\]", {}),
-        (ep, number[0], ValueError, r"got int16 \[\]", {}),
-        (ep, number[:, None].expand(6, 13), ValueError, "from 1 to 24 bytes a token.*, got 26", {}),
-        (ep, number[:, None][:, :0], ValueError, "got 0", {}),
-        (ep, [0] * 6, TypeError, "`extra` must be a tensor", {}),
-        (ep, number.float().requires_grad_(), RuntimeError, "requires grad", {}),
-        (ep, number.to("meta"), ValueError, "`extra` must be on", {}),
-        (ep, number, ValueError, "`extra` must be None with apply", {"apply_router_weight_on_input": True}),
-    ]:
-        for _ in range(2):
-            with pytest.raises(error, match=says):
-                given_to.dispatch(x, ids, weights, extra=extra, **options)
-        d = ep.dispatch(x, ids, weights, extra=number, layout="rank")
-        with pytest.raises(AttributeError, match=r"`dispatched.extra` does not exist with layout='rank'"):
-            _ = d.extra
-        assert "extra" not in repr(d.recv)
-        ep.abort(d)
-    d = ep.dispatch(x, ids, weights, extra=number)
-    with pytest.raises(AttributeError, match=r"`recv.extra` does not exist with layout='expert'"):
-        _ = d.recv.extra
-    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
-
-
 @ON_GPUS
 @pytest.mark.parametrize("kind", [ID, WIDE])
 @pytest.mark.parametrize("layout", ["expert", "rank"])

@@ -157,8 +157,10 @@ WRONG = {
     "int32": (lambda x: x.int(), TypeError, r"got int32 \[9, 32\]"),
     "bf16": (lambda x: x.bfloat16(), TypeError, r"got bfloat16 \[9, 32\]: the experts take float32"),
     "columns": (lambda x: x[:, 1:], ValueError, r"got float32 \[9, 31\]"),
+    "columns of a batch": (lambda x: x[None, :, 1:], ValueError, r"got float32 \[1, 9, 31\]"),
     "device": (lambda x: x.to("meta"), ValueError, "must be on"),
-    "many": (lambda x: x.repeat(2, 1), ValueError, "has 18 tokens"),
+    "many": (lambda x: x.repeat(2, 1), ValueError, "has 18 tokens, but capacity.max_num_tokens_per_rank is 16"),
+    "many of a batch": (lambda x: x.repeat(2, 1).view(2, 9, D), ValueError, "has 18 tokens, but capacity.max_num"),
 }
 
 
@@ -172,7 +174,9 @@ def test_a_wrong_x_on_one_rank(bench, wrong, dtype):
         make = (lambda x: x.float()) if wrong == "bf16" else make
     layer, other, x = bench.layer(dtype=dtype), bench.layer(seed=5), bench.x(dtype=dtype)
     for _ in range(2):
+        sent = bench.ep.health().rows_sent
         bench.fails(lambda: bench.y(layer, make(x) if bench.rank == GIVER else x), error, message)
+        assert bench.rank != GIVER or bench.ep.health().rows_sent == sent
         bench.y(other, bench.x())
     with torch.no_grad():
         want = layer(x)

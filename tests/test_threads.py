@@ -1,0 +1,189 @@
+"""Calls of one `ExpertParallel` from several threads: one thread at a time, and a refused one harms only itself.
+
+While experts move: tests/test_live.py.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import pytest
+import torch
+from helpers import alone, distinct_ids, randn
+
+import epmoe
+from epmoe.exchange.round_state import RoundState
+from epmoe.native import ops
+
+pytestmark = pytest.mark.usefixtures("serving")
+
+E, D, K, M = 12, 64, 3, 16
+CONFIG = alone(E, K, D, max_tokens=M)
+
+
+@pytest.fixture
+def ep():
+    with epmoe.ExpertParallel(CONFIG) as ep:
+        yield ep
+
+
+def inputs(T: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 1 / K)
+
+
+def assert_works(ep: epmoe.ExpertParallel) -> None:
+    """Nothing was sent: the next round is complete."""
+    x, ids, weights = inputs()
+    d = ep.dispatch(x, ids, weights)
+    torch.testing.assert_close(ep.combine(d.rows, d), x)
+
+
+def test_a_second_thread_in_a_call(ep, monkeypatch):
+    """Calls of one `ExpertParallel` from several threads must be ordered; every one that is not is refused."""
+    inside, go_on = threading.Event(), threading.Event()
+    dispatch = ops.dispatch
+
+    def slow_dispatch(*arguments):
+        inside.set()
+        assert go_on.wait(30)
+        dispatch(*arguments)
+
+    monkeypatch.setattr(ops, "dispatch", slow_dispatch)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(ep.dispatch(*inputs())))
+    thread.start()
+    assert inside.wait(30)
+    want = "another thread is in a call of this ExpertParallel: one thread at a time"
+    for call in (
+        lambda: ep.dispatch(*inputs()),
+        lambda: ep.dispatch_send(*inputs()),
+        lambda: ep.combine(torch.zeros(60, D), None),
+        lambda: ep.route(randn(5, E)),
+    ):
+        with pytest.raises(RuntimeError, match=want):
+            call()
+    assert ep.health().timeouts == 0 and "round" in repr(ep)  # what only reads is open to every thread
+    go_on.set()
+    thread.join()
+    monkeypatch.undo()
+    x, *_ = inputs()
+    torch.testing.assert_close(ep.combine(got[0].rows, got[0]), x)  # a thread may hand a round on
+    assert_works(ep)
+
+
+def test_a_refused_call_leaves_the_expert_parallel_to_other_threads(ep):
+    with pytest.raises(TypeError):
+        ep.dispatch(None, None, None)
+    thread = threading.Thread(target=assert_works, args=[ep])
+    thread.start()
+    thread.join()
+    assert sum(ep.health().tokens_per_expert) == 5 * K  # the other thread's round is complete
+
+
+def test_a_refused_thread_costs_another_no_round(ep, monkeypatch):
+    """The thread with the open round waits for the call that is about to be refused."""
+    inside, go_on, next_epoch = threading.Event(), threading.Event(), RoundState.next_epoch
+    x, *routing = inputs()
+    d = ep.dispatch(x, *routing)
+
+    def slow_next_epoch(self):
+        inside.set()
+        assert go_on.wait(30)
+        return next_epoch(self)
+
+    def refused():
+        with pytest.raises(epmoe.EPStateError, match="round 1 is still open"):
+            ep.dispatch(x, *routing)
+
+    monkeypatch.setattr(RoundState, "next_epoch", slow_next_epoch)
+    thread = threading.Thread(target=refused)
+    thread.start()
+    assert inside.wait(30)
+    timer = threading.Timer(0.05, go_on.set)
+    timer.start()
+    torch.testing.assert_close(ep.combine(d.rows, d), x)
+    for ends in (thread, timer):
+        ends.join()
+    assert_works(ep)
+
+
+@pytest.mark.parametrize("during", ["a call", "a round"])
+def test_what_follows_a_refusal_harms_no_round(ep, monkeypatch, during):
+    """Neither `abort`, as after any exception, nor a layer that gives its round up, nor `skip`."""
+    x, *routing = inputs()
+    dispatch, errors = ops.dispatch, []
+
+    def refused():
+        try:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="another thread is in a call|still open"):
+                    ep.dispatch(x, *routing)
+                ep.abort()
+                with pytest.raises(RuntimeError, match="another thread is in a call|still open"), ep.giving_up(0):
+                    ep.dispatch(x, *routing)
+                with pytest.raises(RuntimeError, match="another thread"):
+                    ep.skip()
+        except BaseException as error:
+            errors.append(error)
+
+    def on_a_thread():
+        thread = threading.Thread(target=refused)
+        thread.start()
+        thread.join()
+
+    def interrupted(*arguments):
+        on_a_thread()
+        dispatch(*arguments)
+
+    if during == "a call":
+        monkeypatch.setattr(ops, "dispatch", interrupted)
+    d = ep.dispatch(x, *routing)
+    monkeypatch.undo()
+    if during == "a round":
+        on_a_thread()
+    torch.testing.assert_close(ep.combine(d.rows, d), x)
+    assert not errors and ep.health().aborted_rounds == [0] and ep.health().rounds == 1
+    assert_works(ep)
+
+
+def test_the_round_of_a_thread_that_has_ended_can_be_aborted(ep):
+    thread = threading.Thread(target=lambda: ep.dispatch(*inputs()))
+    thread.start()
+    thread.join()
+    with pytest.raises(epmoe.EPStateError, match="round 1 is still open"):
+        ep.dispatch(*inputs())
+    ep.abort()
+    assert_works(ep)
+
+
+def test_threads_without_order_get_errors_and_no_wrong_result(ep):
+    """A refused call changes nothing and may be repeated; every round that completes is right."""
+    wrong, refused = [], set()
+
+    def repeat_until_accepted(call, *arguments):
+        while True:
+            try:
+                return call(*arguments)
+            except RuntimeError as error:
+                refused.add(re.sub(r"\d+", "n", str(error)))
+                time.sleep(1e-5)  # otherwise this loop would keep the interpreter to itself for 5 ms
+
+    def play(seed: int) -> None:
+        for n in range(100):
+            x = torch.full((4, D), float(seed * 1000 + n))
+            d = repeat_until_accepted(ep.dispatch, x, *inputs(4)[1:])
+            y = repeat_until_accepted(ep.combine, d.rows, d)
+            wrong.extend([] if torch.allclose(y, x) else [n])
+
+    threads = [threading.Thread(target=play, args=[seed]) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and repr(ep).endswith("round 300 closed)")
+    assert refused <= {
+        "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls",
+        "round n is still open: call combine, or abort on all ranks, before dispatch",
+    }

@@ -94,13 +94,13 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 
 # The rate is that of the network between the two. Most of NODE_TESTS are the tests of one node, over two.
 RATE ?= 1gbit
-NODE_TESTS = two_levels two_machines exchange graphs phases rounds aborts given_up errors fp8_rows \
+NODE_TESTS = two_levels two_machines exchange graphs phases rounds mistakes fp8_rows \
   layers compile transformers transformers_static
 two-machines: export EPMOE_TEST_RANKS_PER_NODE := 2
 two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
 	tests/two_machines.sh $(RATE) $(PYTEST) $(NODE_TESTS:%=tests/distributed/test_%.py)
 
-nodes: NODE_TESTS = two_levels two_machines exchange phases aborts given_up errors layers fp8_rows
+nodes: NODE_TESTS = two_levels two_machines exchange phases mistakes layers fp8_rows
 nodes: two-machines  ## the quicker half of them
 
 # SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not

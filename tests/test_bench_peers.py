@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from launched import ROOT, torchrun
-from typer.testing import CliRunner
 
 from epmoe.bench import gpu, layer, peers
 from epmoe.bench.peers import Payload, Peer
 from epmoe.bench.report import Job
 from epmoe.bench.timing import Times
-from epmoe.cli import app
 from epmoe.config.config import EPConfig
 
 DRIVERS = ROOT / "benchmarks" / "peers"
@@ -154,22 +152,6 @@ def test_a_folder_without_drivers(tmp_path: Path) -> None:
         peers.load(tmp_path)
     with pytest.raises(ValueError, match="is no Python file"):
         peers.load(tmp_path / "driver.py")
-
-
-@pytest.mark.parametrize(
-    ("transport", "options", "message"),
-    [
-        ("auto", ["--eager"], "`--eager` is for GPUs"),
-        ("nvlink", ["--eager", "--layer"], "`--layer` goes without `--side`, `--payload` and `--eager`"),
-        ("auto", ["--peers", "."], "`--peers` is for GPUs or for `--layer`"),
-        ("auto", ["--layer", "--peers", "none"], "`--peers`: none holds no driver"),
-    ],
-)
-def test_bad_options(transport: str, options: list[str], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(_config(exchange={"transport": transport}).model_dump_json())
-    result = CliRunner().invoke(app, ["bench", str(path), *options])
-    assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Ranks that die, stall or leave: the others name them, at once or at the deadline, and nothing is left behind.
 
 The tests start their own processes, since torchrun would end the survivors. Rounds that go on after an exception:
-tests/distributed/test_exceptions.py.
+tests/distributed/test_mistakes.py.
 """
 
 from __future__ import annotations

@@ -25,6 +25,9 @@ capacity: {max_num_tokens_per_rank: 16}
 """
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)) + "model: *a40\n"
 RANKS = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+NVLINK = {"EPMOE_EXCHANGE__TRANSPORT": "nvlink"}
+GOES_WITHOUT = "`--layer` goes without `--side`, `--payload` and `--eager`"
+WIDTH = {"EPMOE_MODEL__INTERMEDIATE_SIZE": "64"}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -97,6 +100,23 @@ FLAGS = [
     Wrong("bench good.yaml --plot plot.jpg", "`--plot` must end in .png or .svg or .pdf, got plot.jpg"),
     Wrong("bench good.yaml --side fused", "`--side` is for GPUs"),
     Wrong("bench good.yaml --routing adversarial", "`--routing` must not be adversarial"),
+    *(
+        Wrong(
+            f"run good.yaml --model all {option}",
+            f"`{option.split()[0]}` is for the rounds of the layer, and `--model`",
+        )
+        for option in ("--routing uniform", "--tokens 8", "--balance")
+    ),
+    Wrong("bench good.yaml --tokens 17", "`--tokens` must be at most `capacity.max_num_tokens_per_rank` = 16, got 17"),
+    Wrong("bench good.yaml --layer", "`--layer`: `model.intermediate_size` must be set, to the width of the experts"),
+    Wrong("bench good.yaml --layer --payload plain", GOES_WITHOUT, NVLINK),
+    Wrong("bench good.yaml --layer --eager", GOES_WITHOUT, NVLINK | WIDTH),
+    Wrong("bench good.yaml --payload fp8-out", "wants `model.hidden_size` to be a multiple of 128", NVLINK),
+    Wrong("bench good.yaml --side gloo", "'gloo' is not one of", NVLINK),
+    Wrong("bench good.yaml --eager", "`--eager` is for GPUs"),
+    Wrong("bench good.yaml --peers .", "`--peers` is for GPUs or for `--layer`"),
+    Wrong("bench good.yaml --layer --peers none", "`--peers`: none holds no driver", WIDTH),
+    Wrong("plan good.yaml --json plan.yaml", "`--json` must end in .json, got plan.yaml"),
 ]
 ENVIRONMENT = [
     Wrong("run good.yaml", "environment variable RANK must be a number, got 'abc'", {"RANK": "abc"}),
@@ -107,10 +127,10 @@ ENVIRONMENT = [
     Wrong("run good.yaml", "RANK must be below WORLD_SIZE, 2, got 2", RANKS | {"RANK": "2"}),
     Wrong("run good.yaml", "but torchrun started 3 processes", RANKS | {"RANK": "0", "WORLD_SIZE": "3"}),
     Wrong("plan good.yaml", "`topology.ep_size` must be a valid integer", {"EPMOE_TOPOLOGY__EP_SIZE": "many"}),
-    Wrong("bench good.yaml", "nvlink wants a GPU for each of 2 ranks", {"EPMOE_EXCHANGE__TRANSPORT": "nvlink"}),
+    Wrong("bench good.yaml", "nvlink wants a GPU for each of 2 ranks", NVLINK),
     Wrong(
         "run good.yaml",
-        "this configuration needs ",
+        "lower `capacity.max_num_tokens_per_rank`",
         {"EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK": str(2**20), "EPMOE_MODEL__HIDDEN_SIZE": "65536"},
     ),
 ]

@@ -58,7 +58,7 @@ def make_config(
         placement=placement or {},
         routing=routing or {},
         capacity={"max_num_tokens_per_rank": max_tokens, "gap_rows": "zero"} | (capacity or {}),
-        # What other ranks hear of a round that one gives up is in test_given_up.py. The other tests look at their sums.
+        # What other ranks hear of a round that one gives up is in test_mistakes.py. The other tests look at their sums.
         # A deadline in a test is short, and a busy machine may need longer for the first round.
         exchange={"timeout_s": timeout_s, "warmup_timeout_s": max(2.0, 2 * timeout_s), "on_abort": "zeros"}
         | (exchange or {}),
@@ -315,3 +315,14 @@ def first_round(ep: ExpertParallel, num_tokens: int, layout: str = "expert") -> 
     tokens = make_tokens(ep.config, ep.rank, num_tokens)
     assert_y(run_round(ep, tokens, layout), ep.config, tokens)
     return tokens
+
+
+def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int, sent: bool = False) -> Tokens:
+    """`tokens` without their pairs on the experts of `rank`, or of its node, if that is the way there and back.
+
+    With `sent`, it gave the round up only after it had sent its sums to the ranks of its own node.
+    """
+    owner, G = torch.tensor(ep.placement.owners)[tokens.ids.long()], ep.config.topology.ranks_here
+    by_it = rank % G == ep.rank % G and rank != ep.rank
+    gone = owner // G == rank // G if by_it else (owner == rank) & (not sent)
+    return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(gone, 0.0), tokens.real)

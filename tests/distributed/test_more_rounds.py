@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, gains, make_config, make_tokens, nodes_of
+from exchanges import Tokens, assert_y, gains, make_config, make_tokens, nodes_of, without_rank
 from helpers import ON_GPUS, ON_THE_CPU
-from test_exceptions import LONG_S, within, without_rank
-from test_signals import ctrl_c
 from torch import Tensor
+from waits import LONG_S, ctrl_c, within
 
 from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, given, make_tokens, run_round
 from helpers import ON_GPUS, poison_
-from test_exceptions import within
 from test_graphs import capturable_experts
+from waits import within
 
 from epmoe import EPOrderError, EPTimeoutError, ExpertParallel
 

@@ -12,28 +12,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, expected_y, first_round, given, make_tokens, run_experts, run_round
+from exchanges import assert_y, expected_y, first_round, given, make_tokens, run_experts, run_round, without_rank
 from helpers import ON_GPUS, ON_THE_CPU
-from test_exceptions import AT_ONCE_S, within, without_rank
+from waits import AT_ONCE_S, ctrl_c, within
 
 import epmoe
-
-
-@contextmanager
-def ctrl_c(after_s: float = 0.3) -> Iterator[None]:
-    """Somebody presses Ctrl-C in the meantime, and the KeyboardInterrupt comes at once."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun may have left another
-    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-    with within(after_s + AT_ONCE_S), pytest.raises(KeyboardInterrupt):
-        timer.start()
-        yield
-    timer.join()
 
 
 @ON_THE_CPU

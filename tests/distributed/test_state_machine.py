@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_fused_experts
+from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_fused_experts, without_rank
 from helpers import ON_THE_CPU
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from test_exceptions import without_rank
 
 from epmoe import EPTimeoutError, ExpertParallel
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT

@@ -14,7 +14,7 @@ from factors import all_pairs
 from helpers import RANKS_SHARE_GPUS, full_layer
 from test_layers import D, E, K
 from test_phases import given
-from test_signals import ctrl_c
+from waits import ctrl_c
 
 import epmoe
 from epmoe.rail.gloo import GlooRail

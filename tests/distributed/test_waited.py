@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from exchanges import first_round, given, make_tokens, run_experts
 from helpers import ON_THE_CPU, RANKS_SHARE_GPUS
-from test_signals import ctrl_c
+from waits import ctrl_c
 
 import epmoe
 

@@ -1,0 +1,491 @@
+"""What goes wrong on one rank among several, or on all: the rank keeps its error and waits for nobody, the others hear
+of it or miss its experts, and the next round is whole.
+
+Deadlines are 300 s here, so that a test which passes has not run into one. Mistakes of every kind of layer:
+test_guarantees.py. Signals: test_signals.py. Wrong arguments: tests/test_mistakes.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import (
+    Tokens,
+    assert_y,
+    first_round,
+    given,
+    make_config,
+    make_tokens,
+    poison,
+    run_experts,
+    run_fused_experts,
+    run_round,
+    without_rank,
+)
+from helpers import ON_GPUS, ON_THE_CPU, full_layer, randn
+from test_layers import D, E, K
+from test_training_layers import make_layers
+from torch import Tensor
+from waits import AT_ONCE_S, LONG_S, ctrl_c, within
+
+import epmoe
+from epmoe import EPAbortedError, EPMismatchError, EPOverflowError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe.native import ops
+
+pytestmark = pytest.mark.usefixtures("serving")
+
+RAISE = {"on_abort": "raise"}  # the default of the product, not of `make_ep`
+GIVER = 1  # the rank that gives rounds up
+
+
+def needs_one_node(ep: ExpertParallel, why: str) -> None:
+    if ep.config.topology.num_nodes > 1:
+        pytest.skip(why)
+
+
+def hears_of(ep: ExpertParallel, call: Callable[[], object], epoch: int) -> None:
+    """`call` is a round that `GIVER` gives up. On GPUs the host may have to wait for the kernel."""
+    with pytest.raises(EPAbortedError, match=rf"round {epoch}: rank\(s\) \[{GIVER}\] aborted the round") as caught:
+        call()
+        ep.check()
+    assert (caught.value.ranks, caught.value.epoch) == ([GIVER], epoch)
+
+
+STATES = ["skipped", "dispatch_send", "dispatch_recv", "combine_send"]
+"""How far a rank is in a round that it gives up."""
+
+
+def give_up(ep: ExpertParallel, tokens: Tokens, layout: str, state: str) -> None:
+    """A second abort does nothing."""
+    if state == "skipped":
+        return ep.skip()
+    handle = ep.dispatch_send(*given(ep, tokens), layout=layout)
+    if state != "dispatch_send":
+        handle = ep.dispatch_recv(handle)
+    if state == "combine_send":
+        ep.combine_send((run_fused_experts if layout == "rank" else run_experts)(ep, handle), handle)
+    for _ in range(2):
+        ep.abort()
+    with pytest.raises(ValueError, match=f"round {handle.epoch} is closed"):
+        ep.abort(handle)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("on_abort", ["raise", "zeros"])
+@pytest.mark.parametrize("state", STATES)
+def test_a_rank_gives_a_round_up(make_ep, rank, size, state, on_abort, layout):
+    """The others hear of it or get sums without its experts, and the next round is whole."""
+    ep = make_ep(timeout_s=LONG_S, exchange={"on_abort": on_abort})
+    sent = state == "combine_send"
+    if sent and on_abort == "raise":
+        needs_one_node(ep, "sums of other nodes have yet to travel")
+    ep.abort()  # no round is open
+    first_round(ep, 9, layout)
+    for n in (2, 4):
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
+        poison(ep)
+        if rank == GIVER:
+            give_up(ep, tokens, layout, state)
+        elif on_abort == "raise" and not sent:
+            hears_of(ep, lambda tokens=tokens: run_round(ep, tokens, layout), epoch=n)
+        else:  # a rank that has returned its sums gives nothing up
+            assert_y(run_round(ep, tokens, layout), ep.config, without_rank(ep, tokens, GIVER, sent=sent))
+        assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+    ep.check()
+    if ep.config.topology.num_nodes == 1:
+        assert ep.health().aborted_rounds == [2 * (r == GIVER and not sent) for r in range(size)]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_all_ranks_give_a_round_up(make_ep, rank, state):
+    ep = make_ep(timeout_s=LONG_S, exchange=RAISE)
+    for n in range(3):
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
+        poison(ep)
+        give_up(ep, tokens, "expert", state)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+    ep.check()
+
+
+class Fragile(torch.nn.Module):
+    """Experts that raise `error` when it is set, or return too few columns."""
+
+    def __init__(self, experts: Callable) -> None:
+        super().__init__()
+        self.inner, self.error = experts, None
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if isinstance(self.error, BaseException):
+            raise self.error
+        return self.inner(*inputs)[:, : -1 if self.error else None]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError, "columns"])
+@pytest.mark.parametrize("on_abort", ["raise", "zeros"])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_experts_that_fail(make_ep, rank, size, kind, on_abort, everywhere):
+    """The caller gets the experts' error unchanged. The other ranks end the round, and the next rounds are whole."""
+    error = kind if isinstance(kind, str) else kind("no luck")  # of this test: its traceback holds the windows
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange={"on_abort": on_abort})
+    layer, _ = full_layer(ep)
+    layer.experts = fragile = Fragile(layer.experts)
+    x = randn(9, D, seed=rank).to(ep.device)
+    whole = layer(x)
+    for n in (2, 4):
+        fragile.error = error if everywhere or rank == GIVER else None
+        with within(20.0):
+            if kind == "columns" and fragile.error:
+                with pytest.raises(ValueError, match="`expert_rows` must be"):
+                    layer(x)
+            elif fragile.error:
+                with pytest.raises(kind) as caught:
+                    layer(x)
+                assert caught.value is error
+            elif on_abort == "raise":
+                hears_of(ep, lambda: layer(x), epoch=n)
+            else:
+                assert layer(x).isfinite().all()
+            fragile.error = None
+            assert torch.equal(layer(x), whole)
+    ep.check()
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(make_ep, rank, size, ranks_per_node):
+    """One error tells of both."""
+    options = {"timeout_s": LONG_S, "exchange": RAISE, "capacity": {"max_expert_rows": 4 * size}}
+    ep = make_ep(experts=size, top_k=size, ranks_per_node=ranks_per_node, **options)
+    tokens, few = make_tokens(ep.config, rank, 16), make_tokens(ep.config, rank, 2)
+    for each in (tokens, few):
+        each.ids[:] = torch.arange(size)  # so that all ranks get all rows
+    for n in (1, 3):
+        d = ep.dispatch(*given(ep, tokens))
+        if rank == GIVER:
+            ep.abort()
+        else:
+            with pytest.raises(EPOverflowError, match=f"needed {16 * size}") as caught:
+                ep.combine(run_experts(ep, d), d)
+            assert f"round {n}: rank(s) [{GIVER}] aborted the round" in caught.value.__notes__[0]
+        assert_y(run_round(ep, few), ep.config, few)
+    ep.check()
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("tags", [(3, 4), (0, 32767), (511, 512), (127, 1151)])
+def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
+    """No rank gets rows of another layer: all hear of both tags, in every bit of which they may differ."""
+    ep = make_ep(timeout_s=LONG_S, exchange=RAISE)
+    tokens, (mine, other) = make_tokens(ep.config, rank, 9), (tags if rank == GIVER else tags[::-1])
+    run = {"expert": (ep.combine, run_experts), "rank": (ep.combine_partial, run_fused_experts)}[layout]
+
+    def tagged(tag: int) -> Tensor:
+        d = ep.dispatch(*given(ep, tokens), layout=layout, tag=tag)
+        return run[0](run[1](ep, d), d)
+
+    for tag in tags:
+        assert_y(tagged(tag), ep.config, tokens)
+    witness = next(r for r in range(size) if (r == GIVER) != (rank == GIVER))
+    named = f"this rank's tag is {mine}, that of rank {witness} is {other}"
+    if ep.config.topology.num_nodes > 1:  # a rank of another node may tell of it, which brings no rows then
+        named = f"this rank's tag is {mine}, that of rank . is {other}|brought another"
+    with pytest.raises(EPMismatchError, match=named):
+        tagged(mine)
+        ep.check()
+    if ep.device.type == "cpu":
+        assert_y(tagged(7), ep.config, tokens)
+    dist.barrier()
+
+
+def test_abort_waits_for_nobody(ep, rank, size):
+    """Rank 0 aborts before the other ranks have even called dispatch."""
+    tokens = make_tokens(ep.config, rank, 9)
+    for n in range(3):
+        if rank == 0:
+            with within(AT_ONCE_S if n else 30.0):  # on GPUs the first call loads the kernels
+                ep.dispatch_send(*given(ep, tokens))
+                ep.abort()
+        dist.barrier()
+        if rank != 0:
+            assert_y(run_round(ep, tokens), ep.config, without_rank(ep, tokens, 0))
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+def test_an_abort_takes_nothing_from_the_round_before(ep, rank, size):
+    """Rank 0 is done with a round and gives the next one up, while the others have yet to add up its sums of the first.
+
+    Headers hold the counts of two rounds: with one count, that of the abort would hide the sums that lie there.
+    """
+    needs_one_node(ep, "a round ends on all nodes together: combine_recv brings the sums back to other nodes")
+    for n in range(4):
+        tokens = make_tokens(ep.config, rank, 16, seed=n)
+        d = ep.dispatch(*given(ep, tokens))
+        ep.combine_send(run_experts(ep, d), d)
+        if rank == 0:
+            assert_y(ep.combine_recv(d), ep.config, tokens)
+            ep.dispatch_send(*given(ep, tokens))
+            ep.abort()
+        dist.barrier()
+        if rank != 0:
+            assert_y(ep.combine_recv(d), ep.config, tokens)
+            assert_y(run_round(ep, tokens), ep.config, without_rank(ep, tokens, 0))
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+def test_ranks_that_abort_at_random(ep, rank, size):
+    """80 rounds without a barrier, in which each rank gives up where it likes; rounds that none gives up are right."""
+    choice = torch.randint(0, 12, (80, size), generator=torch.Generator().manual_seed(3)).tolist()
+    for n, stops in enumerate(choice):
+        tokens = make_tokens(ep.config, rank, (5 * n * (rank + 1)) % 17, seed=n)
+        if stops[rank] < 3:
+            give_up(ep, tokens, "expert", STATES[1 + stops[rank]])
+            continue
+        y = run_round(ep, tokens)
+        for other, stop in enumerate(stops):
+            if stop < 3:
+                tokens = without_rank(ep, tokens, other, sent=stop == 2)
+        assert_y(y, ep.config, tokens)
+    ep.check()
+
+
+@ON_THE_CPU
+def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
+    """The next dispatch of the rank that aborted waits for them, up to its deadline."""
+    ep = make_ep(timeout_s=0.4)
+    tokens, topology = make_tokens(ep.config, rank, 9), ep.config.topology
+    awaited = range(topology.ranks_here, size, topology.ranks_here) if topology.num_nodes > 1 else range(1, size)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    if rank == 0:
+        ep.dispatch_send(*given(ep, tokens))
+        ep.abort()
+        for _ in range(2):
+            with within(0.4 + AT_ONCE_S), pytest.raises(EPTimeoutError, match="combine of round 2") as caught:
+                ep.dispatch(*given(ep, tokens))
+            assert caught.value.missing_ranks == [*awaited]
+    dist.barrier()
+
+
+def out_of_memory(*args: object, **options: object) -> None:
+    raise torch.cuda.OutOfMemoryError("out of memory")
+
+
+def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
+    """Every allocation of torch fails, from before combine until the round is closed."""
+    tokens = first_round(ep, 16)
+    for call in ("dispatch_send", "dispatch"):
+        d = getattr(ep, call)(*given(ep, tokens))
+        rows = run_experts(ep, d) if call == "dispatch" else None
+        with monkeypatch.context() as patch:
+            for owner, names in ((torch, ("empty", "zeros", "empty_like")), (torch.Tensor, ("new_empty", "clone"))):
+                for name in names:
+                    patch.setattr(owner, name, out_of_memory)
+            if rows is not None:
+                with pytest.raises(torch.cuda.OutOfMemoryError):
+                    ep.combine(rows, d)
+            ep.abort()
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+    ep.check()
+
+
+@ON_GPUS
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_abort_on_a_gpu_that_is_full(make_ep, rank, size, device, payload):
+    ep = make_ep(hidden=256, top_k=1, dtype="float32", exchange={"payload": payload}, timeout_s=LONG_S)
+    tokens = make_tokens(ep.config, rank, 16)
+    d = ep.dispatch(*given(ep, tokens))
+    before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+    ep.abort(d)
+    assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
+    run_round(ep, tokens)
+    ep.check()
+
+
+@pytest.mark.parametrize("call", ["dispatch", "dispatch_send"])
+def test_a_refused_call_may_be_repeated(ep, rank, size, call, monkeypatch):
+    """One rank's call is refused for its arguments, then by the operator itself. No round is open, and none is lost."""
+    needs_one_node(ep, "the network has this rank's rows before the operator runs: the round is given up")
+    tokens = first_round(ep, 9)
+    inputs = given(ep, tokens)
+    if rank == size - 1:
+        with pytest.raises(TypeError, match="`x` must be"):
+            getattr(ep, call)(inputs[0].double(), *inputs[1:])
+        with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
+            patch.setattr(ops, call, out_of_memory)
+            getattr(ep, call)(*inputs)
+        ep.abort()  # there is nothing to abort
+    d = getattr(ep, call)(*inputs)
+    assert d.epoch == 2
+    d = d if call == "dispatch" else ep.dispatch_recv(d)
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+    ep.check()
+
+
+@pytest.mark.parametrize("in_a_round", [False, True])
+def test_leaving_by_an_exception_releases_the_others(ep, rank, size, in_a_round):
+    """Their waits, of up to 300 s, end at once and name rank 0. More of it: tests/test_failure.py."""
+    needs_one_node(ep, "tests/test_failure.py has it")
+    tokens = first_round(ep, 9)
+    if rank == 0:
+        with within(AT_ONCE_S), pytest.raises(LookupError), ep:
+            if in_a_round:
+                ep.dispatch(*given(ep, tokens))
+            raise LookupError
+    else:
+        with within(AT_ONCE_S), pytest.raises(EPTimeoutError, match="left the group") as caught:
+            run_round(ep, tokens)
+            ep.check()
+        assert caught.value.missing_ranks == [0]
+    dist.barrier()
+
+
+@ON_GPUS
+def test_leaving_ends_this_ranks_own_kernels(ep, rank, size, device):
+    """They wait for ranks that do not come, for up to 300 s, and freeing the window would wait for them."""
+    tokens = first_round(ep, 9)
+    if rank == 0:
+        with within(AT_ONCE_S):
+            with pytest.raises(LookupError), ep:
+                ep.dispatch(*given(ep, tokens))
+                raise LookupError
+            torch.cuda.synchronize()
+    dist.barrier()
+
+
+class Steps:
+    """Forward and backward passes of a layer, with the gradients of x and of the parameters."""
+
+    def __init__(self, make_ep: Callable[..., ExpertParallel], rank: int) -> None:
+        ep = make_ep(experts=6, top_k=2, hidden=32, routing={"renormalize": True}, exchange=RAISE)
+        needs_one_node(ep, "training needs a group of one node")
+        (self.layer,) = make_layers(ep, num_layers=1)
+        self.rank = rank
+        with torch.enable_grad():
+            self.want = self.run()
+
+    def forward(self, seed: int = 0) -> Tensor:
+        """The loss of one call."""
+        self.layer.zero_grad()
+        self.x = randn(9 + self.rank, 32, seed=10 * seed + self.rank).requires_grad_()
+        return self.layer(self.x).square().sum()
+
+    def gradients(self) -> list[Tensor]:
+        return [self.x.grad, *(parameter.grad.clone() for parameter in self.layer.parameters())]
+
+    def run(self) -> list[Tensor]:
+        """A step that nothing disturbs."""
+        self.forward().backward()
+        return self.gradients()
+
+    def assert_right(self, gradients: list[Tensor]) -> None:
+        assert all(map(torch.equal, gradients, self.want))
+
+
+@ON_THE_CPU
+@torch.enable_grad()
+def test_ctrl_c_ends_a_backward_pass(make_ep, rank, size, device):
+    """The other ranks learn it from their own backward pass. The next step is whole on all ranks."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    steps = Steps(make_ep, rank)
+    loss = steps.forward(seed=1)
+    if rank == 0:
+        with ctrl_c():
+            loss.backward()
+    dist.barrier()
+    if rank != 0:
+        with pytest.raises(EPAbortedError, match=r"rank\(s\) \[0\] aborted the round"):
+            loss.backward()
+    steps.assert_right(steps.run())
+
+
+@ON_THE_CPU
+@torch.enable_grad()
+def test_another_thread_is_refused_during_a_backward_pass(make_ep, rank, size, device):
+    """Its call costs the backward pass nothing."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    steps = Steps(make_ep, rank)
+    loss, store, refused = steps.forward(), dist.distributed_c10d._get_default_store(), []
+
+    def call() -> None:
+        time.sleep(0.3)  # the backward pass waits by now
+        try:
+            with torch.no_grad():
+                steps.layer(steps.x)
+        except RuntimeError as error:
+            refused.append(str(error))
+        store.set("go", "")
+
+    if rank != 0:
+        store.wait(["go"])
+    else:
+        thread = threading.Thread(target=call)
+        thread.start()
+    loss.backward()
+    if rank == 0:
+        thread.join()
+        assert len(refused) == 1 and "another thread is in a call" in refused[0]
+    steps.assert_right(steps.gradients())
+    dist.barrier()
+    store.delete_key("go")
+
+
+@ON_THE_CPU
+@torch.enable_grad()
+def test_a_forked_child_runs_no_backward_pass(make_ep, rank, device):
+    steps = Steps(make_ep, rank)
+    loss = steps.forward()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            loss.backward()
+        except EPStateError as error:
+            code = 0 if "of which this process is a fork" in str(error) else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    loss.backward()
+    steps.assert_right(steps.gradients())
+
+
+def test_group(rank, size, device):
+    with pytest.raises(
+        ValueError, match=rf"topology\.ep_size must equal the size of the group, {size}, got {size + 1}"
+    ):
+        ExpertParallel(make_config(size + 1), device=device)
+    lonely = dist.new_group(list(range(size)), backend="cuda:gloo")
+    with pytest.raises(ValueError, match=r"`group` must have a CPU backend, got .*cuda:gloo.*cpu:gloo,cuda:nccl"):
+        ExpertParallel(make_config(size), group=lonely, device=device)
+    M, theirs = (9, 8) if rank == 0 else (8, 9)
+    differs = rf"the config of rank {rank} differs from that of rank\(s\) .*"
+    with pytest.raises(ValueError, match=rf"{differs}`capacity.max_num_tokens_per_rank` is {M} here and {theirs} on"):
+        ExpertParallel(make_config(size, max_tokens=8 + (rank == 0)), device=device)
+    sections = make_config(size).model_dump() | {"experts": {"limit": 7.0} if rank == 0 else {}}
+    with pytest.raises(ValueError, match=rf"{differs}`experts.limit` is {sections['experts'].get('limit')} here and"):
+        ExpertParallel(epmoe.EPConfig(**sections), device=device)
+
+
+def test_a_subgroup_numbers_its_own_ranks(rank, size, device):
+    """The first ranks and the last two ranks are separate groups."""
+    parts = [part for part in (list(range(size - 2)), [size - 2, size - 1]) if part]
+    for members, group in [(part, dist.new_group(part)) for part in parts]:
+        if rank not in members:
+            continue
+        with ExpertParallel(make_config(len(members)), group=group, device=device) as ep:
+            assert ep.rank == members.index(rank)
+            tokens = make_tokens(ep.config, ep.rank, 9)
+            assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+def test_no_room_for_the_windows(rank, size, device):
+    """More memory than the machine has: an error on every rank before anything is mapped."""
+    huge = make_config(size, hidden=65536, max_tokens=2**20)
+    with pytest.raises(MemoryError, match=r"rank \d: .*bytes.*max_num_tokens_per_rank"):
+        ExpertParallel(huge, device=device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo as dynamo
-from helpers import ON_GPUS, alone, full_layer, randn
+from helpers import ON_GPUS, alone, full_layer, randn, slow
 from torch import Tensor, nn
 
 import epmoe
@@ -21,8 +21,9 @@ GRAPHS = 3  # for T ≥ 2, 0 and 1
 pytestmark = pytest.mark.usefixtures("forget_graphs")
 
 
-@pytest.fixture(params=["eager", "aot_eager", "inductor"])
+@pytest.fixture(params=[slow("eager"), "aot_eager", "inductor"])
 def backend(request, device):
+    """aot_eager traces what eager traces, and then more of it."""
     if request.param == "inductor" and device.type == "cpu" and not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler")
     return request.param

@@ -5,13 +5,12 @@ Over several ranks: tests/distributed/test_layers.py.
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 
 import pytest
 import torch
-from helpers import FLOATS, alone, assert_close, poison_, randn
+from helpers import FLOATS, alone, assert_close, randn
 from torch.utils.checkpoint import checkpoint
 
 import epmoe
@@ -20,17 +19,6 @@ from epmoe.local.reference import moe_reference, route_reference
 pytestmark = pytest.mark.usefixtures("serving")
 
 E, F, D, K, M = 12, 32, 64, 3, 40
-CASTS = {
-    "to": (lambda layer: layer.to(torch.bfloat16), torch.bfloat16),
-    "to a tensor's": (
-        lambda layer: layer.to(torch.zeros((), dtype=torch.float16, device=layer.ep.device)),
-        torch.float16,
-    ),
-    "bfloat16": (lambda layer: layer.bfloat16(), torch.bfloat16),
-    "half": (lambda layer: layer.half(), torch.float16),
-    "type": (lambda layer: layer.type(torch.bfloat16), torch.bfloat16),
-    "of the model around it": (lambda layer: torch.nn.Sequential(layer).half()[0], torch.float16),
-}
 
 
 ROUTING = {"scoring": "sigmoid", "renormalize": True, "num_expert_groups": 4, "top_groups": 2}
@@ -75,28 +63,6 @@ def test_equals_the_dense_layer(ep, dtype):
     for T in (M, 1, 0):
         x = randn(T, D, dtype=dtype, seed=T).to(ep.device)
         assert_close(layer(x), want(layer, x), slack=4)
-
-
-def test_padding_yields_zeros_whatever_it_holds(ep):
-    layer, x = make_layer(ep), randn(M, D).to(ep.device)
-    poison_(x[7:])
-    for num_tokens in (7, torch.tensor(7, dtype=torch.int32, device=ep.device)):
-        y = layer(x, num_tokens=num_tokens)
-        assert_close(y[:7], want(layer, x[:7]))
-        assert y[7:].eq(0).all()
-
-
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_cast_keeps_router_and_bias_in_fp32(ep, cast, bias):
-    """As serving stacks do: the choice of experts needs fp32. The experts are cast."""
-    layer = make_layer(ep, bias)
-    router_weight = layer.router_weight.clone()
-    cast_layer, dtype = CASTS[cast][0](layer), CASTS[cast][1]
-    assert cast_layer is layer and layer.experts.dtype == dtype
-    assert torch.equal(layer.router_weight, router_weight) and layer.router_weight.dtype == torch.float32
-    assert layer.bias is None or layer.bias.dtype == torch.float32
-    assert_works(layer, dtype)
 
 
 def test_a_router_in_another_dtype_keeps_it(ep):
@@ -209,19 +175,6 @@ def test_torchs_checkpoint_in_one_process(ep, tmp_path):
         assert torch.equal(second(x), first(x))
 
 
-def test_deepcopy_copies_weights_and_shares_the_exchange(ep):
-    model = torch.nn.Sequential(make_layer(ep), make_layer(ep))
-    x = randn(7, D).to(ep.device)
-    y = model(x)
-    twin = copy.deepcopy(model)
-    assert twin[0] is not twin[1] and twin[0].ep is twin[1].ep is ep
-    assert torch.equal(twin(x), y)
-    for tensor in twin.state_dict().values():
-        tensor.zero_()
-    assert twin(x).eq(0).all() and torch.equal(model(x), y)
-    assert_works(twin[0].bfloat16(), torch.bfloat16)
-
-
 @pytest.mark.parametrize("save", [pickle.dumps, lambda layer: torch.save(layer, io.BytesIO())])
 def test_a_whole_layer_cannot_be_pickled(ep, save):
     with pytest.raises(TypeError, match=r"it holds windows of this process.*Save a layer by its `state_dict\(\)`"):
@@ -241,15 +194,6 @@ def test_batches_of_sequences(ep, shape):
     y = layer(x, num_tokens=real).view(-1, D)
     assert_close(y[:real], want(layer, x.view(-1, D)[:real]), slack=4)
     assert y[real:].eq(0).all()
-
-
-def test_x_of_the_smaller_dtype_needs_experts_of_it(ep):
-    """x in bf16 may go through an exchange of fp32, which only has bytes to spare, but not through fp32 experts."""
-    layer = make_layer(ep)
-    x = randn(4, D, dtype=torch.bfloat16).to(ep.device)
-    with pytest.raises(TypeError, match="the experts take float32"):
-        layer(x)
-    assert_close(layer.bfloat16()(x), want(layer, x), slack=4)
 
 
 def test_x_for_experts_of_the_user(ep):

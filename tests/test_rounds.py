@@ -4,7 +4,6 @@ next one, and the names of its stages in a profile. Rounds of several ranks are 
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -91,18 +90,6 @@ def test_an_abort_without_a_handle_leaves_no_trace(ep):
         assert_next_round_is_whole(ep)
     ep.close()
     ep.abort()  # a closed ExpertParallel has no round
-
-
-def test_experts_that_ctrl_c_ends(ep):
-    def experts(*args: object) -> torch.Tensor:
-        signal.raise_signal(signal.SIGINT)
-        return torch.zeros(0)
-
-    layer = epmoe.MoELayer(ep, torch.ones(8, 64), experts)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            layer(torch.ones(4, 64))
-        assert_next_round_is_whole(ep)
 
 
 def test_a_combine_that_its_operator_refuses_may_be_repeated(ep, monkeypatch):

@@ -11,7 +11,8 @@ import time
 
 import pytest
 import torch
-from helpers import alone, distinct_ids, randn
+from helpers import randn
+from test_service import CONFIG, D, E, K, assert_works, inputs
 
 import epmoe
 from epmoe.exchange.round_state import RoundState
@@ -19,25 +20,11 @@ from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, D, K, M = 12, 64, 3, 16
-CONFIG = alone(E, K, D, max_tokens=M)
-
 
 @pytest.fixture
 def ep():
     with epmoe.ExpertParallel(CONFIG) as ep:
         yield ep
-
-
-def inputs(T: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 1 / K)
-
-
-def assert_works(ep: epmoe.ExpertParallel) -> None:
-    """Nothing was sent: the next round is complete."""
-    x, ids, weights = inputs()
-    d = ep.dispatch(x, ids, weights)
-    torch.testing.assert_close(ep.combine(d.rows, d), x)
 
 
 def test_a_second_thread_in_a_call(ep, monkeypatch):

@@ -94,11 +94,19 @@ def test_the_page_shows_the_script():
     assert blocks and all(unindented(code) in script for code in blocks)
 
 
-def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
+@pytest.fixture(scope="module")
+def alone() -> Curve:
+    """Six steps of one process."""
+    [curve] = train(1, "--steps 6")
+    assert len(curve) == 6
+    return curve
+
+
+def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path, alone):
     """Under DDP and FSDP, with recomputed activations, and where 3 ranks go on with what 4 have saved: their 8
     sequences and experts are 3, 3 and 2."""
     sharded = "--parallel fsdp --checkpoint-activations"
-    alone, recomputed, _ = train(1, "--steps 6", f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new")
+    recomputed, _ = train(1, f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new")
     first, of_four, *_ = train(
         4, f"--steps 3 --save {tmp_path}/ddp", f"--steps 3 {sharded} --save {tmp_path}/fsdp",
         f"--steps 0 --save {tmp_path}/new_ddp", f"--steps 0 --save {tmp_path}/new_fsdp --parallel fsdp",
@@ -107,7 +115,6 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
         3, f"--steps 6 --resume {tmp_path}/ddp", f"--steps 6 --resume {tmp_path}/fsdp --parallel fsdp",
         "--steps 3 --parallel fsdp",
     )  # fmt: skip
-    assert len(alone) == 6
     for got in (recomputed, first, of_four, of_three):
         assert_same(got, alone[:3])
     for got in (resumed, resharded):
@@ -118,10 +125,9 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
         assert_all_close(got, new, tolerance=0)
 
 
-def test_replicas_of_the_experts_have_the_numbers_of_one_process(tmp_path):
+def test_replicas_of_the_experts_have_the_numbers_of_one_process(tmp_path, alone):
     """2 × 2 ranks; saved there, resumed on 4 ranks with other replicas, and on 2."""
     ddp, fsdp = "--replicas 2", "--replicas 2 --parallel fsdp"
-    [alone] = train(1, "--steps 6")
     first, second, resumed, resharded = train(
         4, f"--steps 3 {ddp} --save {tmp_path}/ddp", f"--steps 3 {fsdp} --save {tmp_path}/fsdp",
         f"--steps 6 --resume {tmp_path}/ddp --parallel fsdp", f"--steps 6 {ddp} --resume {tmp_path}/fsdp",

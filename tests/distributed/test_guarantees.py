@@ -278,13 +278,26 @@ def test_a_rank_whose_call_is_of_another_kind(bench):
         bench.ep.check()
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16), lambda m: m.half()])
-def test_casts_reach_the_experts_only(bench, cast):
-    options = {"bias": randn(E, seed=1), "logit_bias": randn(E, seed=2)}
-    layer = cast(nn.Sequential(bench.layer(**options)))[0]
+CASTS = {
+    "to": (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+    "to a tensor's": (lambda m: m.to(next(m.parameters()).new_zeros((), dtype=torch.float16)), torch.float16),
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
+    "half": (lambda m: m.half(), torch.float16),
+    "type": (lambda m: m.type(torch.bfloat16), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("of_a_model", [False, True])
+def test_casts_reach_the_experts_only(bench, cast, of_a_model):
+    """As serving stacks do: the choice of experts needs fp32."""
+    layer = bench.layer(bias=randn(E, seed=1), logit_bias=randn(E, seed=2))
+    router_weight = layer.router_weight.detach().clone()
+    make, dtype = CASTS[cast]
+    assert (make(nn.Sequential(layer))[0] if of_a_model else make(layer)) is layer
+    assert torch.equal(layer.router_weight, router_weight) and layer.experts.dtype == dtype
     assert layer.router_weight.dtype == layer.bias.dtype == layer.logit_bias.dtype == torch.float32
-    x = bench.x(dtype=layer.experts.dtype)
-    assert bench.y(layer, x).dtype == layer.experts.dtype != torch.float32
+    assert bench.y(layer, bench.x(dtype=dtype)).dtype == dtype
 
 
 def test_autocast(bench):

@@ -176,7 +176,7 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     f"experts of {MXFP4}": [
         ({"w_down": torch.zeros(4, 256, 64, dtype=torch.uint8)}, TypeError, "or float4_e2m1fn_x2 .*, got uint8"),
         ({"w_down": torch.empty(4, 256, 40, dtype=MXFP4)}, ValueError, "must be multiples of 32, got 256 and 80"),
-        ({"w_gate_up": torch.empty(4, 256, 256, dtype=MXFP4)}, ValueError, r"2 \[4, 256, 128\], got float4"),
+        ({"w_gate_up": torch.empty(4, 256, 256, dtype=MXFP4)}, ValueError, r"e2m1fn_x2 \[4, 256, 128\], got float4"),
         ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be float8_e8m0fnu \[4, 256, 8\], got NoneType"),
         ({"down_scales": torch.ones(4, 256, 4)}, TypeError, r"`down_scales` must be float8_e8m0fnu \[4, 256, 4\], got"),
         ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),

@@ -94,49 +94,33 @@ def test_the_page_shows_the_script():
     assert blocks and all(unindented(code) in script for code in blocks)
 
 
-@pytest.fixture(scope="module")
-def alone() -> Curve:
-    """Six steps of one process."""
-    [curve] = train(1, "--steps 6")
-    assert len(curve) == 6
-    return curve
-
-
-def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path, alone):
+def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
     """Under DDP and FSDP, with recomputed activations, and where 3 ranks go on with what 4 have saved: their 8
-    sequences and experts are 3, 3 and 2."""
-    sharded = "--parallel fsdp --checkpoint-activations"
-    recomputed, _ = train(1, f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new")
-    first, of_four, *_ = train(
+    sequences and experts are 3, 3 and 2. The same with replicas of the experts on 2 × 2 ranks: saved there, resumed on
+    4 ranks with other replicas, and on 2."""
+    sharded, replicas = "--parallel fsdp --checkpoint-activations", "--replicas 2"
+    alone, recomputed, _ = train(1, "--steps 6", f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new")
+    first, of_four, _, _, *of_replicas, resumed_replicas, resharded_replicas = train(
         4, f"--steps 3 --save {tmp_path}/ddp", f"--steps 3 {sharded} --save {tmp_path}/fsdp",
         f"--steps 0 --save {tmp_path}/new_ddp", f"--steps 0 --save {tmp_path}/new_fsdp --parallel fsdp",
+        f"--steps 3 {replicas} --save {tmp_path}/2_ddp",
+        f"--steps 3 {replicas} --parallel fsdp --save {tmp_path}/2_fsdp",
+        f"--steps 6 --resume {tmp_path}/2_ddp --parallel fsdp", f"--steps 6 {replicas} --resume {tmp_path}/2_fsdp",
     )  # fmt: skip
     resumed, resharded, of_three = train(
         3, f"--steps 6 --resume {tmp_path}/ddp", f"--steps 6 --resume {tmp_path}/fsdp --parallel fsdp",
         "--steps 3 --parallel fsdp",
     )  # fmt: skip
-    for got in (recomputed, first, of_four, of_three):
+    [of_two] = train(2, f"--steps 6 --resume {tmp_path}/2_fsdp")
+    assert len(alone) == 6 and len(of_replicas) == 2
+    for got in (recomputed, first, of_four, of_three, *of_replicas):
         assert_same(got, alone[:3])
-    for got in (resumed, resharded):
+    for got in (resumed, resharded, resumed_replicas, resharded_replicas, of_two):
         assert_same(got, alone[3:])
     new, *of_ranks = (saved(tmp_path / name, tmp_path / "file") for name in ("new", "new_ddp", "new_fsdp"))
     assert sum(".experts." in name for name in new) == 2 * 2
     for got in of_ranks:  # DDP and FSDP have left each expert as it was
         assert_all_close(got, new, tolerance=0)
-
-
-def test_replicas_of_the_experts_have_the_numbers_of_one_process(tmp_path, alone):
-    """2 × 2 ranks; saved there, resumed on 4 ranks with other replicas, and on 2."""
-    ddp, fsdp = "--replicas 2", "--replicas 2 --parallel fsdp"
-    first, second, resumed, resharded = train(
-        4, f"--steps 3 {ddp} --save {tmp_path}/ddp", f"--steps 3 {fsdp} --save {tmp_path}/fsdp",
-        f"--steps 6 --resume {tmp_path}/ddp --parallel fsdp", f"--steps 6 {ddp} --resume {tmp_path}/fsdp",
-    )  # fmt: skip
-    [of_two] = train(2, f"--steps 6 --resume {tmp_path}/fsdp")
-    for got in (first, second):
-        assert_same(got, alone[:3])
-    for got in (resumed, resharded, of_two):
-        assert_same(got, alone[3:])
 
 
 @pytest.mark.slow

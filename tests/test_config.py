@@ -65,12 +65,7 @@ model = {num_experts = 16, num_experts_per_tok = 4, hidden_size = 64}
 [topology]
 ep_size = 4
 """
-FILES = {
-    "c.yaml": YAML,
-    "c.yml": YAML,
-    "c.toml": TOML,
-    "c.json": json.dumps({"model": MODEL, "topology": TOPOLOGY}),
-}
+FILES = {"c.yaml": YAML, "c.yml": YAML, "c.toml": TOML, "c.json": json.dumps({"model": MODEL, "topology": TOPOLOGY})}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -88,10 +83,7 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"exchange": {"timeout_s": True}}, "`exchange.timeout_s` must be a valid number, got True"),
         ({"exchange": {"timeout_s": float("inf")}}, "`exchange.timeout_s` must be a finite number"),
         ({"exchange": {"timeout_s": 600}}, "`exchange.warmup_timeout_s` must be at least .* = 600"),
-        (
-            {"exchange": {"payload": "fp8"}},
-            "`exchange.payload` must be auto where .* no multiple of 128",
-        ),
+        ({"exchange": {"payload": "fp8"}}, "`exchange.payload` must be auto where .* no multiple of 128"),
         ({"experts": {"limit": 0}}, "`experts.limit` must be greater than 0, got 0"),
         ({"experts": {"alpha": -1.0}}, "`experts.alpha` must be greater than 0, got -1.0"),
         ({"experts": {"up_offset": float("nan")}}, "`experts.up_offset` must be a finite number"),
@@ -100,19 +92,10 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"model": {"num_expert": 8}}, "`model.num_expert` is not a known key; did you mean `num_experts`?"),
         ({"colour": {}}, "`colour` is not a known key; use model, topology, routing"),
         ({"hardware": {"put_us": 30.0}}, "`hardware` is not a known key; use model, topology, .* exchange$"),
-        (
-            {"model": {"num_experts_per_tok": 17}},
-            "`model.num_experts_per_tok` must be .* = 16, got 17",
-        ),
+        ({"model": {"num_experts_per_tok": 17}}, "`model.num_experts_per_tok` must be .* = 16, got 17"),
         ({"model": {"hidden_size": 60}}, "`model.hidden_size` must be a multiple of 8, so that a bfloat16"),
-        (
-            {"routing": {"num_expert_groups": 3}},
-            "`routing.num_expert_groups` must be a divisor .* = 16",
-        ),
-        (
-            {"routing": {"num_expert_groups": 8}},
-            "`routing.top_groups` must be from 2 to 8, .* got 1",
-        ),
+        ({"routing": {"num_expert_groups": 3}}, "`routing.num_expert_groups` must be a divisor .* = 16"),
+        ({"routing": {"num_expert_groups": 8}}, "`routing.top_groups` must be from 2 to 8, .* got 1"),
         ({"routing": {"top_groups": 2}}, "`routing.top_groups` must be from 1 to 1"),
         ({"topology": {"ranks_per_node": 3}}, "`topology.ranks_per_node` must be a divisor of .* = 4, got 3"),
         ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be at most 64 on one node, got 65"),
@@ -126,10 +109,7 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             "`placement.assignment` must be given with strategy 'explicit'.* none",
         ),
         ({"placement": {"assignment": [0] * 16}}, "`placement.assignment` must be given .* got 'linear' with one"),
-        (
-            {"placement": {"strategy": "explicit", "assignment": [0]}},
-            "`placement.assignment` must be 16 .* 1",
-        ),
+        ({"placement": {"strategy": "explicit", "assignment": [0]}}, "`placement.assignment` must be 16 .* 1"),
         (
             {"placement": {"strategy": "explicit", "assignment": [0] * 15 + [4]}},
             r"`placement.assignment\[15\]` must be a rank from 0 to 3, got 4",
@@ -185,11 +165,7 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
     [
         ("EPMOE_TOPOLOGY__SIZE", "2", "EPMOE_TOPOLOGY__SIZE: `topology` has no key `size`"),
         ("EPMOE_TOPOLGY__EP_SIZE", "2", "EPMOE_TOPOLGY__EP_SIZE: no section `topolgy`"),
-        (
-            "EPMOE_TOPOLOGY__EP_SIZE",
-            "yes",
-            "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE",
-        ),
+        ("EPMOE_TOPOLOGY__EP_SIZE", "yes", "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE"),
         ("EPMOE_TOPOLOGY__EP_SIZE", "[", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: "),
         (
             "EPMOE_TOPOLOGY__EP_SIZE",
@@ -260,12 +236,7 @@ def test_the_schema_documents_every_key():
         assert all(key["description"] for key in section["properties"].values())
 
 
-@given(
-    experts=st.integers(1, 64),
-    top_k=st.integers(1, 64),
-    groups=st.integers(1, 16),
-    top_groups=st.integers(1, 16),
-)
+@given(experts=st.integers(1, 64), top_k=st.integers(1, 64), groups=st.integers(1, 16), top_groups=st.integers(1, 16))
 def test_config_is_accepted_exactly_if_routing_is_possible(experts, top_k, groups, top_groups):
     sections = {
         "model": {"num_experts": experts, "num_experts_per_tok": top_k},

@@ -57,7 +57,7 @@ def epmoe(command: str, folder: Path, **variables: str) -> subprocess.CompletedP
 
 def test_run_starts_its_ranks_itself(alone: Path, config: Path) -> None:
     """By name and outside the tree, with another number of ranks than the file has."""
-    done = epmoe("run cpu_demo --nproc 2 --steps 1 --report report.html", config.parent)
+    done = epmoe("run cpu_demo --nproc 2 --steps 1 --tokens 8 --report report.html", config.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert done.stdout.count("✓ error against the dense fp64 reference") == 1

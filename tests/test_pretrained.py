@@ -161,11 +161,7 @@ def narrow(experts: epmoe.GroupedExperts) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            lambda model: setattr(model.model.layers[1].mlp, "shared", None),
-            ValueError,
-            "must have .*shared_experts.d",
-        ),
+        (lambda model: setattr(model.model.layers[1].mlp, "shared", None), ValueError, "must have .*shared_experts.d"),
         (lambda model: model.register_buffer("other", torch.ones(1)), ValueError, "has no tensor for `other`"),
         (lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(3))), ValueError, r"is \[64, 64\], b"),
         (
@@ -173,11 +169,7 @@ def narrow(experts: epmoe.GroupedExperts) -> None:
             ValueError,
             r"\[64, 64\]",
         ),
-        (
-            lambda model: narrow(model.model.layers[1].mlp.experts),
-            ValueError,
-            r"D and F: .*, 16\), got .*, 32\)",
-        ),
+        (lambda model: narrow(model.model.layers[1].mlp.experts), ValueError, r"D and F: .*, 16\), got .*, 32\)"),
         (lambda model: model.lm_head.to(torch.float8_e4m3fn), TypeError, "`lm_head.weight` must be dequantized"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from epmoe import __version__
-from epmoe.cli import app
+from epmoe.cli import app, simulated
 from epmoe.cli.console import console, human_bytes, human_seconds, print_table, sparkline
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
@@ -146,6 +147,23 @@ def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
     assert "T = 0: no tokens, so nothing was checked" in result.output
     result = epmoe("bench", path, "--repeats", 1, "--tokens", 1, "--json", "-")
     assert json.loads(result.stdout)["benchmark"] == "gloo", "the figures alone"
+
+
+def test_a_failed_check_is_exit_code_1(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(simulated.TOLERANCE, "float32", 0.0)
+    result = epmoe("run", write(tmp_path, topology={"ep_size": 1}), "--steps", 1)
+    assert result.exit_code == 1 and "✗ error against the dense fp64 reference" in result.output
+
+
+def test_a_benchmark_without_a_terminal_tells_of_each_case(
+    one_rank: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, topology={"ep_size": 1}, model={"intermediate_size": 64})
+    result = epmoe("bench", path, "--layer", "--tokens", 1, "--tokens", 16, "--repeats", 1, "--json", "-")
+    assert result.exit_code == 0, result.output
+    lines = re.findall(r"^ *[\d.]+ s  (\d+) tokens, plain: layer [\d.]+ µs, ", capfd.readouterr().err, re.MULTILINE)
+    assert lines == ["1", "16"]
+    assert json.loads(result.stdout)["benchmark"] == "layer"
 
 
 def test_run_says_what_travelled(one_rank: None, tmp_path: Path) -> None:

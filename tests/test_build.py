@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launched import ROOT, run_fresh, run_python
+from launched import ROOT, run_python
 
 from epmoe.native import build, ops
 
@@ -516,12 +516,12 @@ NEWER_TORCH = (
 
 
 def test_a_newer_torch_is_one_warning():
-    run = run_fresh(NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
+    run = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
     assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
     assert run.stderr.count("was tried with torch 2.11 to 2.14 (2.12 untested); this is torch 2.15.0") == 1
-    run = run_fresh("import torch; torch.__version__ = '2.15.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
+    run = run_python("-c", "import torch; torch.__version__ = '2.15.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
     assert run.stderr.count("this is torch 2.15.0 (EPMOE_UNTRIED_TORCH=1 silences this)") == 1
-    silenced = run_fresh(NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1")
+    silenced = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1")
     assert (silenced.returncode, silenced.stdout, silenced.stderr) == (0, "ok\n", "")
 
 

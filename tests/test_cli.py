@@ -166,6 +166,15 @@ def test_a_benchmark_without_a_terminal_tells_of_each_case(
     assert json.loads(result.stdout)["benchmark"] == "layer"
 
 
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -> None:
+    sections = {"topology": {"ep_size": 1}, "model": {"hidden_size": 128, "dtype": "bfloat16"}}
+    placement = {"strategy": "round_robin", "num_redundant_experts": 3}
+    path = write(tmp_path, **sections, placement=placement, exchange={"payload": payload, "combine_payload": payload})
+    result = epmoe("run", path, "--steps", 2)
+    assert result.exit_code == 0 and "✓ error against" in result.output, result.output
+
+
 def test_run_says_what_travelled(one_rank: None, tmp_path: Path) -> None:
     result = epmoe("run", write(tmp_path, topology={"ep_size": 1}), "--steps", 2, "--tokens", 5)
     assert result.exit_code == 0, result.output

@@ -61,7 +61,8 @@ def test_experts_move_while_the_layer_runs(config: Path, tmp_path: Path) -> None
     assert f"{said[0]} took" in report.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("payload", [slow("auto"), "fp8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_other_dtypes_copies_and_idle_ranks(config: Path, payload: str) -> None:
     model = {"dtype": "bfloat16"}
     placement = {"strategy": "round_robin", "num_redundant_experts": 3}

@@ -35,6 +35,8 @@ from epmoe.group.errors import (
 from epmoe.group.recovery import recover
 from epmoe.layer import MoELayer
 from epmoe.live.balancer import Balancer
+from epmoe.live.receiver import WeightReceiver
+from epmoe.live.versions import WeightSender
 from epmoe.local.adapters import ExpertAdapters, LoRA
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
@@ -81,6 +83,8 @@ __all__ = [
     "Routing",
     "SafetensorsFolder",
     "Sent",
+    "WeightReceiver",
+    "WeightSender",
     "adapters_of",
     "balance",
     "finalize",

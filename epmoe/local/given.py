@@ -119,7 +119,7 @@ def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor) -> Iterator[Non
             forward pass had several calls of the layer, or other hooks of saved tensors within the context; or it had
             no `replay`, while the backward pass of one that had is still to come.
     """
-    layers = {_plain(name): each for name, each in _layers_of(model).items()}
+    layers = layers_of(model)
     if isinstance(routes, Tensor):
         context = _Context(_by_token(routes, list(layers.values())))
     else:
@@ -157,7 +157,7 @@ def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"`ids` must be a tensor of integers [T], [B, T] or [B], got {describe(ids)}")
-    layers = [layer for layer in _layers_of(model).values() if layer.adapters is not None]
+    layers = [layer for layer in layers_of(model).values() if layer.adapters is not None]
     if not layers:
         raise ValueError("`model` has no MoELayer with `adapters`")
     with _within(_Context(dict.fromkeys(layers), ids)):
@@ -207,8 +207,9 @@ def _within(context: _Context) -> Iterator[None]:
         _contexts.reset(token)
 
 
-def _layers_of(model: nn.Module) -> dict[str, Any]:
-    return {name: each for name, each in model.named_modules() if hasattr(each, "contexts")}
+def layers_of(model: nn.Module) -> dict[str, Any]:
+    """The `MoELayer`s of a model, by their names without wrappers of torch."""
+    return {_plain(name): each for name, each in model.named_modules() if hasattr(each, "contexts")}
 
 
 def _plain(name: str) -> str:

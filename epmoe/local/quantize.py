@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native import ops
 from epmoe.native.arguments import (
     FLOATS,
+    FP8,
     check_forward_only,
     check_tensor,
     contiguous_rows,
@@ -81,6 +84,18 @@ def quantize_fp8(
     check_forward_only(x)
     scalar, rows = token_count(num_tokens, x.shape[0], x.device)
     return Quantized(*ops.quantize_fp8(contiguous_rows(x), scalar, rows, granularity == "tensor"))
+
+
+def quantize_weights(weights: Tensor) -> Quantized:
+    """fp8 values [n, k] of weights [n, k], and their scales fp32 [⌈n/128⌉, ⌈k/128⌉], one for each block of 128 × 128,
+    by the rule of `quantize_fp8`. Values are finite."""
+    (n, k), (rows, columns), most = weights.shape, FP8_BLOCKS.block, torch.finfo(FP8).max
+    padded = F.pad(weights.float(), (0, -k % columns, 0, -n % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    largest = blocks.abs().amax((1, 3))
+    scales = torch.where(largest > 0, (largest / most).clamp(min=2.0**-126), 1.0)
+    values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k]
+    return Quantized(values.clamp(-most, most).to(FP8), scales)
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

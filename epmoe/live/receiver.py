@@ -1,0 +1,269 @@
+"""`WeightReceiver`: a server takes versions of its weights from a trainer of other ranks, between two rounds.
+
+    rank 0   the newest version: TARGET           all are staged: flip behind round n: VERSION, then ROUND
+    rank r   maps and copies it beside the rounds: STAGED        the first tick behind a later round: flip
+
+Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1. A rank that is
+behind round n + 1 has got tokens of rank 0 in it, so it sees the words; and a rank that is not does not flip.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from epmoe.config.config import EPConfig
+from epmoe.exchange.exchange import Exchange, in_turn
+from epmoe.exchange.round_state import CLOSED
+from epmoe.group.collective import naming, peers_of
+from epmoe.group.errors import EPStateError
+from epmoe.group.member import Member
+from epmoe.group.waiting import Promise, Worker
+from epmoe.live.versions import Version, computes, layers_to_hand_over, map_version, newest_version, own_folder
+from epmoe.local.quantize import quantize_weights
+from epmoe.local.spread import local_view
+from epmoe.native import ops
+from epmoe.native.arguments import FLOATS, FP8
+
+_log = logging.getLogger("epmoe")
+_LOOK_S = 0.005  # between two looks into the folder
+_TARGET, _ROUND, _VERSION, _STAGED = range(4)  # words; one of the last kind for each rank
+_NONE = -1  # a version, or a round
+_SCALES = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}
+
+Tensors = dict[str, Tensor]
+
+
+class Serving(Member, Protocol):
+    """What a `WeightReceiver` uses of an `ExpertParallel`."""
+
+    config: EPConfig
+    device: torch.device
+    live: Any
+
+    def logical_experts(self, tag: int = 0) -> list[int]: ...
+
+
+class WeightReceiver:
+    """Takes the versions that `WeightSender`s of a trainer leave in a folder. All ranks make one, and call `tick`.
+
+    The trainer has any number of ranks and any placement; experts come from it in fp32, fp16 or bf16, and become what
+    this model has: the same, or fp8 in blocks. A version reaches all ranks between the same two rounds. What fails
+    before, such as a trainer that dies, leaves the version that serves.
+
+    Making one is collective. It loads the newest version, if there is one, before it returns. Make a new one after
+    `resume`, `recover` and `resize`.
+
+    Args:
+        ep: of the model, on CPUs, without `placement.live`.
+        model: whose layers are the trainer's by their names.
+        folder: the trainer's.
+        spare: whether ranks have memory for a second set of their experts. A thread then fills it while rounds go on,
+            and a flip swaps the two. Without it, a flip copies the weights, and lasts as long as that.
+        dense: takes the other weights of a version at the flip, by name, on all ranks. If it raises, so does `tick`,
+            and this rank has weights of two versions: end it.
+
+    Attributes:
+        version: that serves; −1: the weights that the model had.
+        pause_s: how long the last flip took, callback included.
+        problem: why the last version was not taken, or None. The next one is.
+
+    Raises:
+        ValueError: `ep` has GPUs or experts that move, the model has other experts, or a version does not fit; on all
+            ranks.
+        PermissionError: another user owns the folder, or can write into it.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
+    """
+
+    def __init__(
+        self,
+        ep: Serving,
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        *,
+        spare: bool = True,
+        dense: Callable[[Tensors], object] | None = None,
+    ) -> None:
+        self._ep, self._generation, self._dense = ep, ep.generation, dense
+        self.version, self.pause_s, self.problem = _NONE, 0.0, None
+        self._target = _NONE
+        self._staging: Promise[Version] | None = None
+        self._staged: Version | None = None
+        self._looked = 0.0
+        with naming("WeightReceiver", [ep]), (peers := peers_of(ep)).together():
+            if ep.device.type != "cpu" or ep.live is not None:
+                raise ValueError("`ep` must have CPUs, and experts that stay where they are, to receive weights")
+            self._layers, self._folder = layers_to_hand_over(model), own_folder(folder)
+            self._spare = None if not spare else {name: _like(weights) for name, weights in self._weights().items()}
+            self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
+            newest = peers.all_gather(newest_version(self._folder))[0]
+            if newest != _NONE:
+                self._flip(self._stage(newest))
+        self._target = self.version
+        self._worker = Worker("epmoe-weights")
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange of `ep`."""
+        exchange: Exchange = self._ep.exchange
+        return exchange
+
+    @in_turn
+    def tick(self) -> bool:
+        """One step between two forward passes, which all ranks call between the same rounds. It waits for no rank.
+
+        Returns:
+            Whether this call has flipped to a version: on all ranks it is this one.
+
+        Raises EPStateError in an open round, and where the group has changed; and what `dense` raises.
+        """
+        ep, rounds = self._ep, self.exchange.rounds
+        if ep.generation != self._generation:
+            raise EPStateError("the group has changed: make a new WeightReceiver on all ranks")
+        if rounds.state != CLOSED:
+            raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
+        target, behind, version, *staged = ops.read_words(self._words).tolist()
+        flips = self._staged is not None and version == self._staged.number and 0 <= behind < rounds.count
+        if flips:
+            assert self._staged is not None
+            self._flip(self._staged)
+            self._staged = None
+        self._go_on(target)
+        if ep.rank == 0 and version <= self.version:  # no flip is to come
+            self._decide(target, staged, rounds.count)
+        return flips
+
+    def close(self) -> None:
+        """End the thread, and let go of what is mapped. The version that serves stays."""
+        self._worker.close()
+        self._staged = self._staging = None
+
+    def _go_on(self, target: int) -> None:
+        """Stage the version that rank 0 has named, on the thread, and say so once it is."""
+        if self._staging is not None:
+            if not self._staging.done:
+                return
+            staging, self._staging = self._staging, None
+            if staging.error is None:
+                self._staged, self.problem = staging.get(), None
+                self._post(_STAGED + self._ep.rank, self._target)
+            else:
+                self.problem = staging.error
+                _log.warning("version %d of the weights is not taken: %s", self._target, staging.error)
+                self._post(_STAGED + self._ep.rank, _failed(self._target))
+        if target > self._target:
+            self._target, self._staged = target, None
+            self._staging = self._worker.submit(partial(self._stage, target))
+
+    def _decide(self, target: int, staged: list[int], round_number: int) -> None:
+        """Rank 0 lets all ranks flip, or names another version."""
+        if target > self.version and all(each == target for each in staged):
+            self._post(_VERSION, target)
+            self._post(_ROUND, round_number)
+        elif target <= self.version or _failed(target) in staged:
+            now = time.monotonic()
+            if now - self._looked >= _LOOK_S:
+                self._looked = now
+                if (newest := newest_version(self._folder)) > max(target, self.version):
+                    self._post(_TARGET, newest)
+
+    def _stage(self, number: int) -> Version:
+        """Map a version, and copy it where there is memory. Raises ValueError where it does not fit."""
+        version = map_version(self._folder, number)
+        for name, weights in self._weights().items():
+            _check(name, version, self._layers[name].experts, weights, self._held(name))
+        if self._spare is not None:
+            self._copy(version, self._spare)
+        return version
+
+    def _flip(self, version: Version) -> None:
+        start = time.perf_counter()
+        if self._spare is None:
+            self._copy(version, self._weights())
+        else:
+            for name, weights in self._weights().items():
+                spare = self._spare[name]
+                for each, weight in weights.items():
+                    weight.data, spare[each] = spare[each], weight.data
+        if self._dense is not None:
+            self._dense(version.dense)
+        self.version = version.number
+        self.pause_s = time.perf_counter() - start
+
+    @torch.inference_mode()
+    def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
+        for name in self._layers:
+            places = {expert: (part.weights, i) for part in version.experts[name] for i, expert in enumerate(part.held)}
+            for local, expert in enumerate(self._held(name)):
+                weights, i = places[expert]
+                for each, values in weights.items():
+                    if (target := to[name][each][local]).dtype == FP8:
+                        quantized = quantize_weights(values[i])
+                        target.copy_(quantized.q)
+                        to[name][_SCALES[each]][local].copy_(quantized.scales)
+                    else:
+                        target.copy_(values[i])
+
+    def _weights(self) -> dict[str, Tensors]:
+        return {name: _weights_of(layer.experts) for name, layer in self._layers.items()}
+
+    def _held(self, name: str) -> list[int]:
+        """The logical experts of this rank's rows."""
+        return self._ep.logical_experts(self._layers[name].tag)
+
+    def _post(self, word: int, value: int) -> None:
+        ops.post_word(self._words.view(torch.uint8), 8 * word, value)
+
+
+def _failed(version: int) -> int:
+    return -2 - version
+
+
+def _weights_of(experts: Any) -> Tensors:
+    """This rank's rows of the parameters, whose memory a flip changes. Raises ValueError for what nobody makes."""
+    if experts.is_quantized and not experts.is_fp8 or experts.dtype not in FLOATS:
+        raise ValueError(f"`model` must have experts in fp32, fp16, bf16 or fp8 to receive weights, got {experts}")
+    with torch.no_grad():
+        return {name: local_view(value) for name, value in experts.named_parameters()}
+
+
+def _like(weights: Tensors) -> Tensors:
+    with torch.inference_mode(next(iter(weights.values())).is_inference()):
+        return {name: torch.empty_like(weight) for name, weight in weights.items()}
+
+
+def _check(name: str, version: Version, experts: Any, weights: Tensors, held: list[int]) -> None:
+    parts = version.experts.get(name, [])
+    sent = {expert for part in parts for expert in part.held}
+    shapes = {each: tuple(value.shape[1:]) for each, value in weights.items() if each not in _SCALES.values()}
+    if lacking := sorted(set(held) - sent):
+        raise ValueError(f"version {version.number} has no expert(s) {lacking[:8]} of {name!r}")
+    for part in parts:
+        got = {each: tuple(value.shape[1:]) for each, value in part.weights.items()}
+        if got != shapes or part.computes != computes(experts):
+            wanted = f"{shapes} that compute {computes(experts)}"
+            raise ValueError(f"experts of {name!r} must have {wanted}, got {got} that compute {part.computes}")
+
+
+def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
+    """int64 [count], `_NONE` each, in memory of all ranks that no file names any more."""
+    path = ""
+    if peers.rank == 0:
+        handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes([255]) * 8 * count)
+    path = peers.all_gather(path)[0]
+    words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
+    peers.all_gather(None)  # all have mapped it
+    if peers.rank == 0:
+        os.unlink(path)
+    return words

@@ -1,0 +1,158 @@
+"""Weights that a trainer of some ranks hands over to a server of others, while it serves: each token's outputs, through
+two layers and their routers, are those of one version."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import make_config
+from helpers import randn
+from torch import Tensor, nn
+
+import epmoe
+from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
+from epmoe.local.quantize import quantize_weights
+
+E, K, D, F, M, TOKENS, LAYERS = 12, 3, 128, 128, 32, 40, 2
+KINDS = {
+    "spare": ("float32", False, {}),
+    "no spare, other placement": ("float32", False, {"placement": {"strategy": "round_robin"}}),
+    "bf16 to fp8": ("bfloat16", True, {}),
+}
+
+
+class Model(nn.Module):
+    """Layers with the weights of a version."""
+
+    def __init__(self, ep: ExpertParallel, version: int, fp8: bool = False) -> None:
+        super().__init__()
+        dtype, self.layers = ep.config.model.torch_dtype, nn.ModuleList()
+        for i in range(LAYERS):
+            router, gate_up, down = weights(version, i)
+            full = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}
+            if fp8:
+                pairs = {name: [quantize_weights(w) for w in value] for name, value in full.items()}
+                full = {name: torch.stack([q for q, _ in pair]) for name, pair in pairs.items()}
+                for name, pair in pairs.items():
+                    full[f"{name.removeprefix('w_')}_scales"] = torch.stack([scales for _, scales in pair])
+            self.layers.append(MoELayer.from_full(ep, router, **full, batch_invariant=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def take_routers(self, dense: dict[str, Tensor]) -> None:
+        for i, layer in enumerate(self.layers):
+            with torch.inference_mode():
+                layer.router_weight.copy_(dense[f"router.{i}"])
+
+
+def weights(version: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    seed = 10 * version + 3 * layer
+    sizes = (E, D), (E, 2 * F, D), (E, D, F)
+    return tuple(randn(*shape, seed=seed + i) / shape[-1] ** 0.5 for i, shape in enumerate(sizes))
+
+
+@pytest.fixture
+def folder(size) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as made:
+        named = [made]
+        dist.broadcast_object_list(named, 0)
+        yield Path(named[0])
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def side(rank: int, size: int, trainers: int, dtype: str, sections: dict) -> Iterator[tuple[ExpertParallel, bool]]:
+    """The `ExpertParallel` of the first ranks, who train, or of the others."""
+    groups = [dist.new_group(list(ranks), backend="gloo") for ranks in (range(trainers), range(trainers, size))]
+    trains = rank < trainers
+    config = make_config(
+        trainers if trains else size - trainers, experts=E, top_k=K, hidden=D, dtype=dtype, max_tokens=M,
+        timeout_s=60.0, **{} if trains else sections,
+    )  # fmt: skip
+    with ExpertParallel(config, groups[not trains]) as ep:
+        yield ep, trains
+
+
+def send(model: Model, sender: WeightSender, version: int) -> None:
+    """A step of the trainer, whose weights become those of a version."""
+    routers = {}
+    for i, layer in enumerate(model.layers):
+        router, gate_up, down = weights(version, i)
+        held = layer.ep.logical_experts(layer.tag)
+        for parameter, full in ((layer.experts.w_gate_up, gate_up), (layer.experts.w_down, down)):
+            getattr(parameter.data, "_local_tensor", parameter.data).copy_(full[held])
+        routers[f"router.{i}"] = router
+    sender.send(version, routers if layer.ep.rank == 0 else None)
+
+
+def wait_for(folder: Path, version: int) -> None:
+    """So that this version is not passed over, which nothing but this test minds."""
+    deadline = time.monotonic() + 50
+    while not (folder / f"seen{version}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def served(ep: ExpertParallel, model: Model, receiver: WeightReceiver, folder: Path, last: int, fp8: bool, least: int):
+    """Serve until the last version; the tokens that were served, and the elements that are no version's."""
+    numbers, tokens = range(last + 1), randn(TOKENS, D, seed=9).to(ep.config.model.torch_dtype)
+    wanted = []
+    for version in numbers:
+        one = Model(ep, version, fp8)
+        wanted.append(torch.cat([one(part) for part in tokens.split(M)]))
+    random, count, wrong, longest = Random(ep.rank), 0, 0, 0.0
+    while receiver.version < last or count < least:
+        if receiver.tick():
+            longest = max(longest, receiver.pause_s)
+            (folder / f"seen{receiver.version}").touch()
+        drawn = [random.randrange(TOKENS) for _ in range(random.choice((0, 1, M // 2, M)))]
+        wrong += int((model(tokens[drawn]) != wanted[max(receiver.version, 0)][drawn]).sum())
+        count += M // 2  # on average, the same on all ranks
+    return wrong, longest
+
+
+def hand_over(rank: int, size: int, folder: Path, trainers: int, kind: str, last: int, least: int) -> None:
+    dtype, fp8, sections = KINDS[kind]
+    with side(rank, size, trainers, dtype, sections) as (ep, trains), torch.inference_mode(not trains):
+        model = Model(ep, 0, fp8 and not trains)
+        if trains:
+            sender = WeightSender(model, folder, keep=2)
+            dist.barrier()
+            for version in range(1, last + 1):
+                send(model, sender, version)
+                if version % 5 or version == last:  # else the next one overtakes it
+                    wait_for(folder, version)
+            assert len([*folder.glob(f"v*.{ep.rank}-of-*")]) == 2, "what nobody needs is removed"
+        else:
+            dist.barrier()
+            receiver = WeightReceiver(ep, model, folder, spare="no spare" not in kind, dense=model.take_routers)
+            wrong, longest = served(ep, model, receiver, folder, last, fp8, least)
+            receiver.close()
+            assert wrong == 0 and receiver.problem is None
+            assert longest < 5
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trainers", [1, -1])
+def test_a_token_meets_one_version(rank, size, folder, kind, trainers):
+    if size < 2:
+        pytest.skip("a trainer and a server have a rank each")
+    hand_over(rank, size, folder, trainers % size, kind, last=6, least=2000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_10_000_tokens_while_50_versions_pass(rank, size, folder, kind):
+    hand_over(rank, size, folder, -(-size // 2), kind, last=50, least=10_000)

@@ -16,7 +16,14 @@ SLOW = {"recover_after_a_kill"}  # 9 s
 
 
 def test_none_is_forgotten():
-    elsewhere = {"generate", "train", "serve", "serve_front", "serve_rank"}  # test_generate.py, test_train_script.py, …
+    elsewhere = {
+        "generate",
+        "rl",
+        "train",
+        "serve",
+        "serve_front",
+        "serve_rank",
+    }  # test_generate.py, test_train_script.py, …
     assert EXAMPLES.keys() | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

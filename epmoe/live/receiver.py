@@ -94,7 +94,8 @@ class WeightReceiver:
         dense: Callable[[Tensors], object] | None = None,
     ) -> None:
         self._ep, self._generation, self._dense = ep, ep.generation, dense
-        self.version, self.pause_s, self.problem = _NONE, 0.0, None
+        self.version, self.pause_s = _NONE, 0.0
+        self.problem: BaseException | None = None
         self._target = _NONE
         self._staging: Promise[Version] | None = None
         self._staged: Version | None = None
@@ -105,11 +106,32 @@ class WeightReceiver:
             self._layers, self._folder = layers_to_hand_over(model), own_folder(folder)
             self._spare = None if not spare else {name: _like(weights) for name, weights in self._weights().items()}
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
-            newest = peers.all_gather(newest_version(self._folder))[0]
-            if newest != _NONE:
+            if (newest := peers.all_gather(newest_version(self._folder))[0]) != _NONE:
                 self._flip(self._stage(newest))
         self._target = self.version
         self._worker = Worker("epmoe-weights")
+
+    def load(self, version: int, timeout_s: float = 60.0) -> None:
+        """Wait for a version, and take it or a newer one before this returns. Collective, between the same rounds.
+
+        For loops in which a rollout must have the weights of the last step. Raises TimeoutError, or RuntimeError on
+        other ranks, where the version does not come in time; and what `tick` and making a receiver raise.
+        """
+        self._check_state()
+        deadline = time.monotonic() + timeout_s
+        with naming("load", [self._ep]), (peers := peers_of(self._ep)).together():
+            while (newest := peers.all_gather(newest_version(self._folder))[0]) < version:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"version {version} of the weights did not come within {timeout_s} s")
+                time.sleep(_LOOK_S)
+            while self._staging is not None and not self._staging.done:  # it writes where this version goes
+                time.sleep(_LOOK_S)
+            self._staging = self._staged = None
+            if newest > self.version:
+                staged = self._stage(newest)
+                peers.all_gather(None)  # all have it, or none takes it
+                self._flip(staged)
+                self._target = newest
 
     @property
     def exchange(self) -> Exchange:
@@ -126,11 +148,8 @@ class WeightReceiver:
 
         Raises EPStateError in an open round, and where the group has changed; and what `dense` raises.
         """
+        self._check_state()
         ep, rounds = self._ep, self.exchange.rounds
-        if ep.generation != self._generation:
-            raise EPStateError("the group has changed: make a new WeightReceiver on all ranks")
-        if rounds.state != CLOSED:
-            raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
         target, behind, version, *staged = ops.read_words(self._words).tolist()
         flips = self._staged is not None and version == self._staged.number and 0 <= behind < rounds.count
         if flips:
@@ -146,6 +165,13 @@ class WeightReceiver:
         """End the thread, and let go of what is mapped. The version that serves stays."""
         self._worker.close()
         self._staged = self._staging = None
+
+    def _check_state(self) -> None:
+        rounds = self.exchange.rounds
+        if self._ep.generation != self._generation:
+            raise EPStateError("the group has changed: make a new WeightReceiver on all ranks")
+        if rounds.state != CLOSED:
+            raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
     def _go_on(self, target: int) -> None:
         """Stage the version that rank 0 has named, on the thread, and say so once it is."""

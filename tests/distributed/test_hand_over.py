@@ -17,7 +17,6 @@ from exchanges import make_config
 from helpers import randn
 from torch import Tensor, nn
 
-import epmoe
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
 from epmoe.local.quantize import quantize_weights
 
@@ -153,6 +152,7 @@ def test_a_token_meets_one_version(rank, size, folder, kind, trainers):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_10_000_tokens_while_50_versions_pass(rank, size, folder, kind):
     hand_over(rank, size, folder, -(-size // 2), kind, last=50, least=10_000)

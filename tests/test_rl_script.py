@@ -1,0 +1,29 @@
+"""`examples/rl.py`: log-probabilities of rollout and trainer have the same bits, and the reward rises."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from launched import torchrun
+
+
+def rewards(dtype: str, steps: int) -> list[float]:
+    done = torchrun(4, "examples/rl.py", "--steps", str(steps), "--dtype", dtype)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"step \d+: reward (\S+), (\d+) of 128 log-probabilities differ\n", done.stdout)
+    assert len(found) == steps and not any(int(differing) for _, differing in found), done.stdout
+    return [float(reward) for reward, _ in found]
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_few_steps(dtype):
+    first, *_, last = rewards(dtype, 4)
+    assert last > first + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_50_steps(dtype):
+    found = rewards(dtype, 50)
+    assert sum(found[-10:]) / 10 > sum(found[:2]) / 2 + 0.3

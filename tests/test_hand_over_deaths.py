@@ -1,0 +1,184 @@
+"""A rank of a trainer, or of a server, is killed while weights are handed over: the others keep whole versions."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from exchanges import make_config
+from helpers import randn
+from host import Host
+from test_hand_over import LAYERS, TOKENS, D, E, K, M, Model, send, weights
+
+import epmoe
+from epmoe import WeightReceiver, WeightSender
+from epmoe.live import receiver
+
+TRAINERS, SERVERS, LAST = [0, 1], [2, 3], 3
+
+CALLS = itertools.count()  # for the last layer: to check it, then to copy it
+# Where a rank ends: an object, its function, and which call of it, before or after it has run.
+TRAINER_STATES = {
+    "writes": (torch, "save", lambda *_: True, False),
+    "has written a draft": (torch, "save", lambda *_: True, True),
+    "has named it": (Path, "replace", lambda path, _: path.name.startswith(".v"), True),
+    "removes an old one": (Path, "unlink", lambda path, **_: path.name.startswith("v"), True),
+}
+SERVER_STATES = {
+    "maps": (receiver, "map_version", lambda *_: True, False),
+    "has mapped": (receiver, "map_version", lambda *_: True, True),
+    "copies": (WeightReceiver, "_held", lambda _, name: name.endswith(str(LAYERS - 1)) and next(CALLS) == 1, True),
+    "has staged": (WeightReceiver, "_post", lambda _, word, __: word >= receiver._STAGED, True),
+    "flips": (WeightReceiver, "_flip", lambda *_: True, False),
+    "has flipped": (WeightReceiver, "_flip", lambda *_: True, True),
+}
+
+
+def end(state, kind: str, what: str) -> None:
+    """Let this process be killed in a state of its next version."""
+    owner, name, which, after = (TRAINER_STATES if kind == "trainer" else SERVER_STATES)[what]
+    before: Callable = getattr(owner, name)
+
+    def ends(*arguments: object, **options: object) -> object:
+        if which(*arguments, **options):
+            if after:
+                before(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(*arguments, **options)
+
+    setattr(owner, name, ends)
+
+
+def create_trainer(state, folder: str) -> None:
+    state.ep = epmoe.ExpertParallel(make_config(2, experts=E, top_k=K, hidden=D, max_tokens=M))
+    state.model = Model(state.ep, 0)
+    state.sender = WeightSender(state.model, folder, keep=2)
+
+
+def sends(state, version: int) -> float:
+    start = time.monotonic()
+    with torch.no_grad():
+        send(state.model, state.sender, version)
+    return time.monotonic() - start
+
+
+@torch.no_grad()
+def create_server(state, folder: str, ranks: int) -> int:
+    config = make_config(ranks, experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=3.0)
+    if ranks == 1:
+        torch.distributed.destroy_process_group()
+    state.ep = epmoe.ExpertParallel(config)
+    state.tokens = randn(TOKENS, D, seed=9)[:M]
+    state.wanted = [Model(state.ep, version)(state.tokens) for version in range(LAST + 3)]
+    state.model = Model(state.ep, 0)
+    state.receiver = WeightReceiver(state.ep, state.model, folder, dense=state.model.take_routers)
+    return state.receiver.version
+
+
+@torch.no_grad()
+def serves(state, until: int, seconds: float = 1.0) -> int:
+    """Serve until a version, or so long if it does not come. Each output is that of the version that serves."""
+    deadline, steps = time.monotonic() + (20 if until >= 0 else seconds), 0
+    while (state.receiver.version < until or until < 0) and steps < 10_000:
+        stop = torch.tensor([time.monotonic() > deadline], dtype=torch.int32)
+        torch.distributed.broadcast(stop, 0)
+        if stop:
+            break
+        state.receiver.tick()
+        assert torch.equal(state.model(state.tokens), state.wanted[state.receiver.version])
+        steps += 1
+    return state.receiver.version
+
+
+@torch.no_grad()
+def holds(state) -> list[int]:
+    """The versions whose weights this rank has whole."""
+    state.receiver.close()
+    found = []
+    for version in range(LAST + 3):
+        layers = zip(state.model.layers, (weights(version, i) for i in range(LAYERS)), strict=True)
+        held = state.ep.placement.logical_experts(state.ep.rank)
+        pairs = [
+            pair
+            for layer, (router, gate_up, down) in layers
+            for pair in (
+                (layer.router_weight, router),
+                (getattr(layer.experts.w_gate_up, "_local_tensor", layer.experts.w_gate_up), gate_up[held]),
+                (getattr(layer.experts.w_down, "_local_tensor", layer.experts.w_down), down[held]),
+            )
+        ]
+        if all(torch.equal(*pair) for pair in pairs):
+            found.append(version)
+    return found
+
+
+def ends(host: Host, name: int) -> None:
+    host.processes[name].join(20)
+    assert host.processes[name].exitcode == -signal.SIGKILL
+
+
+@pytest.fixture
+def host(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Host(tmp_path, torch.device("cpu")) as host:
+        host.begin(TRAINERS, create_trainer, folder)
+        host.begin(SERVERS, create_server, folder, 2)
+        host.weights = folder
+        host.succeed(TRAINERS, sends, 1)
+        assert host.succeed(SERVERS, serves, 1) == [1, 1]
+        host.succeed(TRAINERS, sends, 2)
+        assert host.succeed(SERVERS, serves, 2) == [2, 2]
+        yield host
+
+
+CASES = [
+    *(("trainer", what, rank) for what in TRAINER_STATES for rank in TRAINERS),
+    *(("server", what, rank) for what in SERVER_STATES for rank in SERVERS),
+]
+OFTEN = {("trainer", "has written a draft", 1), ("server", "copies", 3)}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "kind, what, rank", [pytest.param(*c, marks=[] if c in OFTEN else pytest.mark.slow) for c in CASES]
+)
+def test_a_rank_is_killed(host, kind, what, rank):
+    host.succeed([rank], end, kind, what)
+    if kind == "trainer":
+        other = 1 - rank
+        host.start(TRAINERS, sends, LAST)
+        ends(host, rank)
+        assert host.results([other])[0] < 10, "nobody waits"
+        complete = what in ("has named it", "removes an old one")  # and then it is taken
+        assert host.succeed(SERVERS, serves, LAST if complete else -1) == [LAST if complete else 2] * 2
+        host.processes[other].kill()
+        host.begin([4, 5], create_trainer, host.weights)  # a trainer that begins again
+        host.succeed([4, 5], sends, LAST + 1)
+        assert host.succeed(SERVERS, serves, LAST + 1) == [LAST + 1] * 2
+    else:
+        other = 5 - rank
+        host.start(SERVERS, serves, LAST)
+        assert all(seconds < 10 for seconds in host.succeed(TRAINERS, sends, LAST)), "nobody waits"
+        ends(host, rank)
+        [error] = host.results([other])
+        assert isinstance(error, str) and ("EP" in error or "RuntimeError" in error)
+        [found] = host.do([other], holds)
+        assert found in ([2], [LAST]), "the version that served, or the next one, is whole"
+        assert host.do([other], create_server, host.weights, 1) == [LAST]
+        host.succeed(TRAINERS, sends, LAST + 1)
+        assert host.succeed([other], alone_until, LAST + 1) == [LAST + 1]
+
+
+@torch.no_grad()
+def alone_until(state, version: int) -> int:
+    deadline = time.monotonic() + 20
+    while state.receiver.version < version and time.monotonic() < deadline:
+        state.receiver.tick()
+        assert torch.equal(state.model(state.tokens), state.wanted[state.receiver.version])
+    return state.receiver.version

@@ -43,20 +43,20 @@ class _Context:
         _count(layers, 1)
         weakref.finalize(self, _count, layers, -1).atexit = False
 
-    def routing(self, layer: nn.Module, again: bool, num_tokens: int) -> Routing | None:
+    def routing(self, layer: nn.Module, again: bool, x: Tensor) -> Routing | None:
         """That of the next call of a layer, or of the call that is made `again`."""
         given = self.layers[layer]
         if given is None or isinstance(given, tuple):
             return given
         call = 0 if again else self.calls[layer]
-        by_token = isinstance(given, Tensor)
-        if again and (self.calls[layer] * len(given) != num_tokens if by_token else len(given) > 1):
+        rows = x.shape[:-1].numel()
+        if again and (self.calls[layer] * len(given) != rows if isinstance(given, Tensor) else len(given) > 1):
             raise EPStateError(f"{_UNKNOWN}: give each forward pass a `replay` of its own")
         if isinstance(given, Tensor):
-            end, rest = call + num_tokens // len(given), num_tokens % len(given)
-            if rest or end > given.shape[1]:
+            end = call + rows // len(given)
+            if rows % len(given) or end > given.shape[1]:
                 left = f"{given.shape[1] - call} tokens left, in each of {len(given)} sequences"
-                raise ValueError(f"`routes` has {left}, but a call of a layer has {num_tokens} in all")
+                raise ValueError(f"`routes` has {left}, but a call of a layer has {rows} in all")
             self.calls[layer] = end
             return given[:, call:end].flatten(0, 1), None
         if call == len(given):
@@ -173,7 +173,7 @@ def given_to(layer: nn.Module, x: Tensor) -> tuple[Routing | None, Tensor | None
     if again:
         around = [context for context in _of_former_call(layer) if layer in context.layers]
     replays = [context for context in around if context.adapter_ids is None]
-    routing = replays[-1].routing(layer, again, x.numel() // max(x.shape[-1], 1)) if replays else None
+    routing = replays[-1].routing(layer, again, x) if replays else None
     if replays:
         _last[layer] = weakref.ref(replays[-1])
         if x.requires_grad and not again:

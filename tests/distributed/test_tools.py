@@ -36,7 +36,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from epmoe import ExpertParallel, checkpoint
+from epmoe import ExpertParallel, checkpoint, pack_routes, recording, replay
 from epmoe.local.spread import is_spread
 from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts, spread_adapters
 
@@ -346,6 +346,26 @@ def checkpointed(case: Case) -> None:
         return under_ddp(model)
 
     resumes(case, wrap)
+
+
+class Replayed(nn.Module):
+    """Each call replays the experts of a call without gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), recording(self.module) as record:
+            self.module(x)
+        with replay(self.module, pack_routes(record, E)):
+            y: Tensor = self.module(x)
+        return y
+
+
+@tool("`epmoe.replay` of records")
+def replayed(case: Case) -> None:
+    trains(case, Replayed(case.wrapped()))
 
 
 @tool("`AveragedModel`")

@@ -129,6 +129,7 @@ def deep_layer(make_ep, device, request):
     pytest.importorskip("deep_gemm")
     E, D, F = 16, 512, 256
     payload, invariant = request.param
+    options = {"gemm": "deep_gemm" if invariant else "auto", "batch_invariant": invariant}
     ep = make_ep(
         experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=300, capacity={"gap_rows": "undefined"},
         exchange={"payload": payload},
@@ -139,11 +140,9 @@ def deep_layer(make_ep, device, request):
     ]
     if payload == "fp8":
         (gate_up, gate_up_scales), (down, down_scales) = map(quantized_weights, plain)
-        experts = GroupedExperts(
-            gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales, batch_invariant=invariant
-        )
+        experts = GroupedExperts(gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales, **options)
     else:
-        experts = GroupedExperts(*(w.bfloat16() for w in plain), batch_invariant=invariant)
+        experts = GroupedExperts(*(w.bfloat16() for w in plain), **options)
     assert experts.gemm == "deep_gemm" and experts.batch_invariant is invariant
     shared = torch.nn.Linear(D, D, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(False)
     return MoELayer(ep, randn(E, D, seed=3).bfloat16().to(device), experts, shared=shared)

@@ -44,9 +44,9 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
 
     A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
     no GPU, and any other is that one on GPUs. With `batch_invariant` it is one: where it can, the one that trains the
-    weights, so that calls with gradients have the bits of serving. Warns of a library that is
-    installed but does not work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the
-    wanted one, and ValueError where `batch_invariant` finds none.
+    weights, so that calls with gradients have the bits of serving. Warns of a library that is installed but does not
+    work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the wanted one, and ValueError
+    where `batch_invariant` finds none.
     """
     chosen: list[str] = []
     problems: list[Exception] = []

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.config.config import EPConfig
-from epmoe.exchange.exchange import Exchange, in_turn
+from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError
@@ -139,7 +139,7 @@ class WeightReceiver:
         exchange: Exchange = self._ep.exchange
         return exchange
 
-    @in_turn
+    @takes_turn_of_exchange
     def tick(self) -> bool:
         """One step between two forward passes, which all ranks call between the same rounds. It waits for no rank.
 

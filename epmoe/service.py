@@ -44,7 +44,7 @@ from epmoe.local.adapters import ExpertAdapters
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 from epmoe.native.layouts import constant
-from epmoe.rail.opening import load, open_exchange, prepare
+from epmoe.rail.opening import addresses_on, load, open_exchange, prepare
 
 _Result = TypeVar("_Result")
 
@@ -120,6 +120,7 @@ class ExpertParallel(HoldsWindows):
         self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
         self.adapters = WeakSet()
+        self._addresses = addresses_on(self.device)
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
             self._join(peers, config, JoinRequest(config.model_dump_json()))
@@ -713,7 +714,7 @@ class ExpertParallel(HoldsWindows):
                 holds = peers.all_gather(self._keeps_weights(config, placement, slots, peers.rank))
                 self.close()
                 with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
-                    exchange = open_exchange(config, placement, peers, self.device, agreed.name)
+                    exchange = open_exchange(config, placement, peers, self._addresses, agreed.name)
             opened = exchange
             if not confirm(lambda: opened.missing() | opened.dead()):
                 raise RuntimeError("the group was not confirmed")

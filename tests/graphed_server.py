@@ -91,7 +91,6 @@ def configured(size: int, served: serve_rank.Served = serve_rank.SMALL) -> epmoe
 
 def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -> None:
     """A rank takes the first GPU that no other process has; the lock of a process that dies is free at once."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of fewer GPUs than ranks
     for place in count():
         lock = os.open(Path(folder) / f"gpu-{place}", os.O_CREAT)
         with suppress(BlockingIOError):

@@ -122,7 +122,6 @@ class Host:
 def _serve(name: int, device: torch.device, pipe) -> None:
     torch.set_num_threads(1)
     if device.type == "cuda":
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of fewer GPUs than ranks
         torch.cuda.set_device(name % torch.cuda.device_count())
     state = SimpleNamespace(name=name, device=device, ep=None)
     while True:

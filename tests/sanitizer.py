@@ -81,7 +81,6 @@ import os, sys, torch, torch.distributed as dist
 from exchanges import assert_y, make_config, make_tokens, run_round
 import epmoe, epmoe.exchange.memory
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
@@ -104,7 +103,6 @@ from exchanges import make_config
 from test_moves import D, E, K, L, M, Slots, draw_table, play
 import epmoe
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 torch.set_grad_enabled(False)
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)

@@ -14,7 +14,6 @@ from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from exchanges import make_config
 from host import SLACK_S, Host, create, resume
 
@@ -22,8 +21,6 @@ import epmoe
 import epmoe.rail.opening
 import epmoe.service
 from epmoe.exchange import window
-from epmoe.exchange.window_nvlink import processes_of
-from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
 
 RANKS, FAULTY, DEADLINE_S = 3, 2, 3.0
@@ -127,42 +124,6 @@ def test_resume_again_in_the_same_store(host, nodes):
         assert all("MemoryError: rank 2" in error for error in host.do(NAMES, resume, placement))
     host.do(NAMES, resume, placement)
     host.play(NAMES)
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["all meet", "one is apart"])
-def test_gpus_watch_processes_where_all_ranks_meet(host, apart):
-    """The windows of GPUs open without sockets, too, as in containers with networks of their own."""
-    if apart:
-        host.do([FAULTY], be_apart)
-    assert host.do(NAMES, watch_processes) == [None] * RANKS
-    host.signal(FAULTY, signal.SIGKILL)
-    host.processes[FAULTY].join()
-    assert host.do(NAMES[:FAULTY], dead) == [(0, 0) if apart else (1 << FAULTY, 1 << FAULTY)] * FAULTY
-
-
-def be_apart(state) -> None:
-    def connect(*_: object) -> None:
-        raise ConnectionRefusedError
-
-    socket.socket.connect = connect
-
-
-class Noted:
-    dead = 0
-
-    def note(self, dead: int) -> None:
-        self.dead = dead
-
-
-def watch_processes(state) -> None:
-    state.noted = Noted()
-    state.deaths = Deaths(processes_of(Peers.of(dist.group.WORLD, DEADLINE_S)), state.noted.note)
-
-
-def dead(state) -> tuple[int, int]:
-    """As this rank sees it now, and as the thread has noted it."""
-    time.sleep(0.1)
-    return state.deaths.mask(), state.noted.dead
 
 
 class TwoRanks:

@@ -42,8 +42,6 @@ from host import (
 
 import epmoe
 import epmoe.rail.opening
-from epmoe.exchange.window_nvlink import PeersStore
-from epmoe.group.peers import Peers
 
 
 def expect_no_windows(state) -> None:
@@ -55,6 +53,10 @@ def expect_no_windows(state) -> None:
         return open_window(*arguments)
 
     epmoe.rail.opening.open_window = check_and_open
+
+
+def window_starts(state) -> list[int]:
+    return [region.data_ptr() for region in state.ep.exchange.window.regions]
 
 
 def die_in_windows(state) -> None:
@@ -82,10 +84,13 @@ def exchange_objects(state) -> None:
 @pytest.mark.parametrize("dead", [0, slow(2)])
 def test_the_rest_goes_on_after_a_death(host, dead):
     """Rank 0 has hosted the store of the first group."""
-    alive = lose(host, serve(host), dead)
+    names = serve(host)
+    starts = host.do(names, window_starts)
+    alive = lose(host, names, dead)
     host.form(alive)
     host.do(alive, expect_no_windows)
     moves = host.do(alive, resume)
+    assert host.do(alive, window_starts) == [starts[name][: len(alive)] for name in alive]
     assert all(source is not None for of_rank in moves for _, _, source in of_rank), "weights of copies need no load"
     host.play(alive)
     for rank, (text, generation, windows) in enumerate(host.do(alive, describe)):
@@ -254,13 +259,3 @@ def test_ranks_that_resume_different_objects_hear_of_it(host):
     host.do([0], exchange_objects)
     host.do(names, resume)
     host.play(names)
-
-
-def test_torch_meets_over_peers():
-    """The store that torch sees when windows of GPUs meet, by way of torch's C++."""
-    ours = PeersStore(Peers.of(None))
-    store = dist.PrefixStore("window", ours)
-    store.set("exchange/7/0", "value")
-    assert store.get("exchange/7/0") == b"value"
-    assert store.add("exchange/8/members", 1) == 1
-    store.wait(["exchange/8/last"])

@@ -41,11 +41,11 @@ def test_words_are_read_as_they_were_posted():
 def test_the_last_of_64_ranks_can_die_and_leave():
     """Its bit is the sign of a word."""
     window = SharedMemoryWindow.__new__(SharedMemoryWindow)
-    window._regions = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
-    window.local, window._dead_at = window._regions[1], 8
+    window.regions = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
+    window.local, window._dead_at = window.regions[1], 8
     window._note(1 << 63 | 5)
     window.store(0, 1 << 63)
-    assert [region.view(torch.int64).tolist() for region in window._regions] == [
+    assert [region.view(torch.int64).tolist() for region in window.regions] == [
         [-(2**63), 0], [-(2**63), 5 - 2**63],
     ]  # fmt: skip
 

@@ -22,6 +22,7 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.peers import Peers
 from epmoe.native import build
+from epmoe.rail.opening import addresses_on
 
 BLOCKS = (16, 32, 64, 128)
 _FLAG_BYTES = 4096  # the first half for the flags of the way out, the second for the way back
@@ -48,7 +49,8 @@ class FloorWindow:
         self.launch = _compiled(peers, device)
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
         self.region_bytes = rows * wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
-        self.window = NVLinkWindow(_FLAG_BYTES + 2 * self.region_bytes, peers, device, dead_at=0)
+        nbytes = _FLAG_BYTES + 2 * self.region_bytes
+        self.window = NVLinkWindow(nbytes, peers, addresses_on(device), dead_at=0)
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)  # `FloorState` of each way
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 
@@ -111,7 +113,7 @@ class _Way:
         rows_in = sum(self.splits_in)
         self.arrived = window.window.local[region : region + rows_in * row_bytes].view(rows_in, row_bytes)
         first_R = traffic_RR[:rank].sum(dim=0) * row_bytes + region
-        addresses = window.window.addresses
+        addresses = [region.data_ptr() for region in window.window.regions]
         targets = [address + first for address, first in zip(addresses, first_R.tolist(), strict=True)]
         self._moves = moves(self.source, rank, self.splits_out, targets).to(window.device)
         self._flags = torch.tensor([address + flags + 4 * rank for address in addresses], device=window.device)

@@ -83,7 +83,8 @@ class NodeExchange(Exchange):
         times = config.exchange
         self.deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, self.deadlines, zero_gaps)
+        addresses = [region.data_ptr() for region in window.regions]
+        self.descriptors = Descriptors(plan, self._status.data_ptr(), addresses, self.deadlines, zero_gaps)
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
         self._totals = Totals(self.views)
         self._errors, self._counts = (Peek(self.views[name]) for name in ("signal.error", "recv.counts"))
@@ -275,10 +276,16 @@ class NodeExchange(Exchange):
         return self._totals.read()
 
     def release(self, owner: object = None) -> None:
-        """What kernels may still write lives as long as the process, together with `owner`."""
+        """What kernels may still write lives as long as the process, together with `owner`.
+
+        Windows that another thread's call may still use stay mapped until that has ended.
+        """
         self.window.deaths.close()
         with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
             if device_ends(self.device, self.deadlines.wait_s()):
+                if self.thread in (0, get_ident()):
+                    self.rounds.progress.deadline_ns = 0  # a wait below this call, in a signal handler, does not go on
+                    self.window.places.unmap()
                 return
         _written_to.append((self, owner))
 

@@ -1,8 +1,8 @@
 """Symmetric windows: one region of memory per rank, mapped by every rank of the group.
 
-On the CPU a window is anonymous shared memory (memfd). Ranks pass its file descriptor over Unix sockets, so a window
-has no name and needs no room in /dev/shm. Its memory is freed when the last process that maps it ends, also after a
-crash. Another transport is another file with a class like `Window`.
+On the CPU a window is anonymous shared memory, on a GPU memory of its own (window_nvlink.py). Either has a file
+descriptor, which ranks pass over Unix sockets, so a window has no name. Its memory is freed when the last process that
+maps it ends, also after a crash.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import itertools
-import mmap
 import os
 import resource
 import secrets
@@ -20,33 +18,32 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
+from epmoe.exchange.addresses import Addresses, Places
 from epmoe.group.deaths import Deaths, this_process
 from epmoe.group.peers import Peers
 from epmoe.native import ops
 
 SOCKET_TIMEOUT_S = 60.0
 _CGROUP = Path("/sys/fs/cgroup")
-_F_ADD_SEALS = 1033
-_SEAL_SEAL = 1
-_SEAL_SHRINK = 2
-_SEAL_GROW = 4
 
 
 class Window(Protocol):
     """What a transport offers."""
 
-    local: torch.Tensor
-    """uint8 [window_bytes], this rank's window, on the device where the kernels run."""
-    addresses: list[int]
-    """where each rank's window is mapped in this process"""
+    regions: list[Tensor]
+    """[R], the ranks' windows, uint8 [window_bytes] on the device where the kernels run"""
+    local: Tensor
+    """this rank's"""
+    places: Places
+    """where they are mapped in this process"""
 
     deaths: Deaths
     """Watches the processes of this machine's ranks. It keeps the word at `dead_at` up to date."""
@@ -54,7 +51,7 @@ class Window(Protocol):
     def store(self, offset: int, value: int) -> None:
         """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
 
-    def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
+    def put(self, rank: int, offset: int, source: Tensor) -> None:
         """Copy a contiguous tensor [n] into a rank's window, on a GPU by a copy on the current stream.
 
         `offset` is a multiple of the size of an element. On a GPU nobody sees a part of an element of 8 bytes, and who
@@ -65,40 +62,31 @@ class Window(Protocol):
 class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
 
-    def __init__(self, nbytes: int, peers: Peers, dead_at: int):
+    def __init__(self, nbytes: int, peers: Peers, addresses: Addresses, dead_at: int):
         """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
 
         At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have ended. Raises
         MemoryError where this rank has no room, and what `share_descriptors` raises.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
-        with _enough_files(peers.size):
-            windows = [_reserve(nbytes)]
-            try:
-                peers.all_gather(None)  # all have room
-                windows, processes = share_descriptors(windows, peers)
-                regions = [_map(window, nbytes) for window in windows]
-            finally:
-                _close(windows)
-        self._regions = regions  # keeps the mappings
-        self.local = regions[peers.rank]
-        self.addresses = [region.data_ptr() for region in regions]
+        self.places, self.regions, processes = map_windows(nbytes, peers, addresses)
+        self.local = self.regions[peers.rank]
         self._dead_at = dead_at
         self.deaths = Deaths(processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
         """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
-        for rank in range(len(self._regions)):
+        for rank in range(len(self.regions)):
             self.post(rank, offset, value)
 
-    def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
+    def put(self, rank: int, offset: int, source: Tensor) -> None:
         """No order of its own: `post` orders what was put before it."""
-        self._regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
+        self.regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
 
     def post(self, rank: int, offset: int, value: int) -> None:
         """Store a 64-bit word, signed or not, into a rank's window. Who reads it by `ops.read_words`, or as the kernels
         do, sees all that this rank has stored before, and overwrites nothing that this rank had yet to read."""
-        ops.post_word(self._regions[rank], offset, ctypes.c_int64(value).value)
+        ops.post_word(self.regions[rank], offset, ctypes.c_int64(value).value)
 
     def _note(self, dead: int) -> None:
         ops.post_word(self.local, self._dead_at, ctypes.c_int64(dead).value)
@@ -142,25 +130,30 @@ def _enough_files(ranks: int) -> Iterator[None]:
         ) from error
 
 
-def _reserve(nbytes: int) -> int:
-    descriptor = os.memfd_create("epmoe-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        os.close(descriptor)
-        name = errno.errorcode.get(error.errno or 0, "?")
-        raise MemoryError(
-            f"cannot reserve {nbytes:,} bytes of shared memory for a window ({name}): lower "
-            "capacity.max_num_tokens_per_rank, or give the container more memory"
-        ) from error
-    # A reader of a window that another process has shrunk would get a SIGBUS: forbid it.
-    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
-    return descriptor
+def map_windows(
+    nbytes: int, peers: Peers, addresses: Addresses, clear: Callable[[Tensor], object] = lambda local: None
+) -> tuple[Places, list[Tensor], dict[int, int]]:
+    """Make this rank's window, and map all ranks'. Collective, in a step of `Peers.together`.
 
-
-def _map(descriptor: int, nbytes: int) -> torch.Tensor:
-    populate = getattr(mmap, "MAP_POPULATE", 0)
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | populate), dtype=torch.uint8)
+    `clear` prepares the own window, before any rank can write into it. Returns the windows [R], where they are mapped,
+    and the other ranks' processes as `share_descriptors` does, which also says what is raised.
+    """
+    places = addresses.places(peers.size, nbytes)
+    descriptors, processes = list[int](), dict[int, int]()
+    with _enough_files(peers.size), contextlib.ExitStack() as undo:
+        undo.callback(places.unmap)
+        try:
+            descriptors = [places.create(nbytes)]
+            clear(local := places.map(peers.rank, descriptors[0], nbytes))
+            peers.all_gather(None)  # all have room, and have cleared their windows
+            descriptors, processes = share_descriptors(descriptors, peers)
+            undo.callback(_close, processes.values())
+            theirs = enumerate(descriptors)
+            regions = [local if r == peers.rank else places.map(r, fd, nbytes) for r, fd in theirs]
+        finally:
+            _close(descriptors)
+        undo.pop_all()
+    return places, regions, processes
 
 
 def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[int, int]]:

@@ -217,6 +217,7 @@ class HierarchicalExchange(Exchange):
         return dataclasses.replace(health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own)
 
     def release(self) -> None:
+        self.node.thread = self.thread
         self.node.release(self.memory)
         self.network.close()
         self.slabs = None  # transfers keep connections open

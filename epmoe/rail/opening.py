@@ -10,7 +10,9 @@ import torch
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
+from epmoe.exchange.addresses import Addresses, HostMemory
 from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.launch_policy import shared_bytes_needed
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
@@ -74,23 +76,30 @@ def load(device: torch.device) -> None:
         ops.load_cuda()
 
 
-def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
-    dead_at = plan["signal.dead"].offset
-    if device.type == "cpu":
-        return SharedMemoryWindow(plan.window_bytes, peers, dead_at)
-    return NVLinkWindow(plan.window_bytes, peers, device, dead_at, plan.empty_lines)
+def addresses_on(device: torch.device) -> Addresses:
+    """For the windows of an `ExpertParallel` on a device."""
+    return Addresses(HostMemory() if device.type == "cpu" else GpuMemory(device))
 
 
-def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: torch.device, name: str) -> Exchange:
+def open_window(plan: MemoryPlan, peers: Peers, addresses: Addresses) -> Window:
+    nbytes, dead_at = plan.window_bytes, plan["signal.dead"].offset
+    if addresses.memory.device.type == "cpu":
+        return SharedMemoryWindow(nbytes, peers, addresses, dead_at)
+    return NVLinkWindow(nbytes, peers, addresses, dead_at, plan.empty_lines)
+
+
+def open_exchange(config: EPConfig, placement: Placement, peers: Peers, addresses: Addresses, name: str) -> Exchange:
     """This rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
 
-    `name` is the same on all ranks, and no other attempt to open a group has it. Raises MemoryError if the windows do
-    not fit, and RuntimeError if the ranks of a node are on several machines, or ranks do not reach one another.
+    Its windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a group has it. Raises
+    MemoryError if the windows do not fit, and RuntimeError if the ranks of a node are on several machines, or ranks do
+    not reach one another.
     """
+    device = addresses.memory.device
     plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
     if N == 1:
-        window = open_window(plan, peers, device)
+        window = open_window(plan, peers, addresses)
         return NodeExchange(config, plan, placement, window, peers.global_ranks, device)
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
@@ -109,7 +118,7 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: 
         undo.callback(control.close)
         peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with node_peers.part():
-            window = open_window(plan, node_peers, device)
+            window = open_window(plan, node_peers, addresses)
         inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs

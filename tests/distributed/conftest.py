@@ -67,7 +67,6 @@ def _group() -> Iterator[None]:
         # Ranks share a GPU by time slices, which is slow but tests any number of ranks. NCCL refuses it, gloo does not.
         if RANKS_SHARE_GPUS:
             backend = "cpu:gloo,cuda:gloo"
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     yield
     dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""Memory of a GPU, by the virtual memory management of CUDA's driver. Its descriptors map it on other GPUs, too."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, byref, c_int, c_size_t, c_uint64, c_void_p
+from typing import Any
+
+import torch
+
+_PINNED, _POSIX_DESCRIPTOR, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1  # enumerators of cuda.h
+_OUT_OF_MEMORY = 2
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuMemGetAllocationGranularity": (c_void_p, c_void_p, c_int),
+    "cuMemAddressReserve": (c_void_p, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemCreate": (c_void_p, c_size_t, c_void_p, c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (c_void_p, c_void_p, c_int),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemSetAccess": (c_uint64, c_size_t, c_void_p, c_size_t),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuGetErrorString": (c_int, c_void_p),
+}
+
+
+class _Location(Structure):  # CUmemLocation
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class _Properties(Structure):  # CUmemAllocationProp
+    _fields_ = [("type", c_int), ("handle_types", c_int), ("location", _Location), ("unused", c_uint64 * 2)]
+
+
+class _Access(Structure):  # CUmemAccessDesc
+    _fields_ = [("location", _Location), ("flags", c_int)]
+
+
+class GpuMemory:
+    """A `Memory` of one GPU, whose kernels reach all that it maps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in _ARGUMENTS.items():
+            getattr(self._driver, name).argtypes = arguments
+        location = _Location(_DEVICE, device.index)
+        self._properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
+        self._access = _Access(location, _READ_WRITE)
+        self._call("cuMemGetAllocationGranularity", byref(granule := c_size_t()), byref(self._properties), _RECOMMENDED)
+        self.granule = granule.value
+
+    def reserve(self, nbytes: int) -> int:
+        self._call("cuMemAddressReserve", byref(address := c_uint64()), nbytes, 0, 0, 0)
+        return address.value
+
+    def free(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def create(self, nbytes: int) -> int:
+        self._call("cuMemCreate", byref(handle := c_uint64()), nbytes, byref(self._properties), 0)
+        try:
+            self._call("cuMemExportToShareableHandle", byref(descriptor := c_int()), handle, _POSIX_DESCRIPTOR, 0)
+        finally:
+            self._call("cuMemRelease", handle)  # the descriptor keeps the memory
+        return descriptor.value
+
+    def map(self, descriptor: int, address: int, nbytes: int) -> None:
+        """The memory may be another GPU's. Raises RuntimeError where this GPU does not reach it."""
+        self._call("cuMemImportFromShareableHandle", byref(handle := c_uint64()), descriptor, _POSIX_DESCRIPTOR)
+        try:
+            self._call("cuMemMap", address, nbytes, 0, handle, 0)
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping keeps the memory
+        try:
+            self._call("cuMemSetAccess", address, nbytes, byref(self._access), 1)
+        except RuntimeError:
+            self._call("cuMemUnmap", address, nbytes)
+            raise
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Waits for the GPU first: kernels may still use it."""
+        torch.cuda.synchronize(self.device)
+        self._call("cuMemUnmap", address, nbytes)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        if code := getattr(self._driver, function)(*arguments):
+            self._driver.cuGetErrorString(code, byref(text := ctypes.c_char_p()))
+            why = f"{function} of CUDA failed: {(text.value or b'unknown error').decode()}"
+            raise MemoryError(why) if code == _OUT_OF_MEMORY else RuntimeError(why)

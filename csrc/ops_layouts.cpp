@@ -82,7 +82,7 @@ std::string layouts() {
          STRUCT(Progress, phases, deadline_ns, missing, counted_ns, last_stream, more_rounds, has_more_rounds, tag) +
          STRUCT(Status, code, stage, epoch, missing, originator, needed_rows, phases, tag, other, aborted,
                 aborted_epoch) +
-         STRUCT(RoundState, dispatch_epoch, combine_epoch, latched, phases, done, progress, receiving) +
+         STRUCT(RoundState, dispatch_epoch, combine_epoch, latched, phases, done, progress, receiving, failure) +
          STRUCT(RoundHeader, D, K, dtype, mode) + STRUCT(RailTag, D, K, dtype, epoch) + formats() + CONSTANT(kFloat32) +
          CONSTANT(kFloat16) + CONSTANT(kBFloat16) + CONSTANT(kFloat8E4M3) + CONSTANT(kNumWireFormats) +
          CONSTANT(kScaleBlock) + CONSTANT(kMaxTag) + CONSTANT(kProductParts) + CONSTANT(kMostProductBytes) +

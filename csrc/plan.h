@@ -146,8 +146,8 @@ struct Status {
   int64_t aborted_epoch;  // the last such round
 };
 
-// The host alone reports kUnscheduled.
-enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2, kOutOfTurn = 3, kUnscheduled = 4 };
+// The host alone reports kUnscheduled. It also latches the state that kernels of an earlier group find, by kOutdated.
+enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2, kOutOfTurn = 3, kUnscheduled = 4, kOutdated = 5 };
 enum Stage : int64_t { kDispatch = 0, kCombine = 1 };
 
 // State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and

@@ -103,6 +103,7 @@ class ExpertParallel(HoldsWindows):
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
+    _asleep: tuple[dist.ProcessGroup | DeviceMesh | None] | None = None  # the group, while it sleeps
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def __init__(
@@ -121,6 +122,7 @@ class ExpertParallel(HoldsWindows):
         self._last_tag = 0  # of a round without a tag
         self.adapters = WeakSet()
         self._addresses = addresses_on(self.device)
+        self._layouts = dict[int, object]()  # of each generation
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
             self._join(peers, config, JoinRequest(config.model_dump_json()))
@@ -257,6 +259,13 @@ class ExpertParallel(HoldsWindows):
         With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
         `rank`, `size`, `survivors` and `resume` still work.
         """
+        self._leave()
+        self._asleep = None
+        if self._owner is None:
+            self._addresses.unmap_scratch()
+
+    def _leave(self) -> None:
+        """`close`, but replays find the state of the group in scratch, and do nothing."""
         if self._exchange is not None:
             self.survivors()  # for later calls
         exchange, self._exchange = self._exchange, None
@@ -267,6 +276,52 @@ class ExpertParallel(HoldsWindows):
             if exchange.rounds.state != CLOSED:
                 exchange.end_waits()
             exchange.release()
+
+    def sleep(self) -> None:
+        """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank calls it.
+
+        It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA graphs stay; no graph
+        may be replayed meanwhile. Handles of earlier rounds, and their tensors, must not be used any more. Weights of
+        experts are the host's, which frees and restores them at the addresses of its graphs. While it sleeps, this
+        object may also be resumed or closed, and all other calls raise EPStateError.
+
+        Raises EPStateError where a round is open or this object is closed, and what `check` does; then it is awake.
+        """
+        self.alone(self._sleep)
+
+    def _sleep(self) -> None:
+        exchange = self.exchange
+        if exchange.rounds.state != CLOSED:
+            raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")
+        exchange.wait_for_device(self.config.exchange.timeout_s)
+        exchange.poll()
+        group = self._mesh or self.group
+        self.close()
+        self._asleep = (group,)
+
+    def wake(self) -> None:
+        """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared. Collective.
+
+        CUDA graphs of the group are valid. Rounds and `health` begin again, and `generation` is another one. A host
+        whose weights have gone restores them first.
+
+        Raises EPStateError where this object does not sleep, and what `resume` does where a rank has died or the memory
+        has gone to others: then it may be called again, or this object be resumed in another group.
+        """
+        if self._asleep is None:
+            raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
+        self.alone(partial(self.go_on, *self._asleep, None, False))
+
+    def capture_is_valid(self, generation: int) -> bool:
+        """Whether a CUDA graph that was captured in this generation may be replayed in the present one.
+
+        It may where this rank has the same number, and the group the same size and placement of experts as then, also
+        if other ranks have come and gone meanwhile: a server keeps its graphs by generation. It needs the present
+        `capacity` and `exchange`, and one node. A replay of any other graph of an earlier group does nothing: y is
+        zeros, and the next `poll` raises EPStateError.
+        """
+        now = self._layouts.get(self.generation)
+        return self._exchange is not None and now is not None and self._layouts.get(generation) == now
 
     def __enter__(self) -> Self:
         return self
@@ -712,7 +767,7 @@ class ExpertParallel(HoldsWindows):
                 prepare(config, placement, self.device)
                 # All can now: whoever resumes releases the old windows.
                 holds = peers.all_gather(self._keeps_weights(config, placement, slots, peers.rank))
-                self.close()
+                self._leave()
                 with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
                     exchange = open_exchange(config, placement, peers, self._addresses, agreed.name)
             opened = exchange
@@ -727,7 +782,8 @@ class ExpertParallel(HoldsWindows):
         self.processes = [one.process for one in agreed.requests]
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         exchange.thread = get_ident()
-        self._exchange, self._missing, self._dead = exchange, 0, 0
+        self._exchange, self._missing, self._dead, self._asleep = exchange, 0, 0, None
+        self._layouts[self.generation] = exchange.layout
         if config.placement.live:
             assert isinstance(exchange, NodeExchange)
             weights = {} if self.live is None else self.live.weights
@@ -750,7 +806,7 @@ class ExpertParallel(HoldsWindows):
 
     def _why_unusable(self) -> str:
         if self._owner is None:
-            return "this ExpertParallel is closed"
+            return "this ExpertParallel sleeps: call `wake`" if self._asleep else "this ExpertParallel is closed"
         return (
             f"this ExpertParallel belongs to process {self._owner}, of which this process is a fork: each process "
             "makes its own"
@@ -791,7 +847,7 @@ class ExpertParallel(HoldsWindows):
         model, M = self.config.model, self.config.capacity.max_num_tokens_per_rank
         shape = f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} {model.dtype}, M={M}"
         exchange = self._exchange
-        closed = "closed" if self._owner is None else f"of process {self._owner}"
+        closed = "asleep" if self._asleep else "closed" if self._owner is None else f"of process {self._owner}"
         state = closed if exchange is None else exchange.rounds.describe(exchange.rounds.count)
         where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"

@@ -38,35 +38,35 @@ def ranges_of_windows() -> int:
 
 
 def test_groups_of_no_more_ranks_and_bytes_have_the_same_addresses(addresses):
-    places = addresses.places(3, NBYTES)
+    places = addresses.windows(3, NBYTES)
     first = mapped(places, 3, 1)
     places.unmap()
     assert ranges_of_windows() == 0
-    assert addresses.places(2, NBYTES - 1) is places
+    assert addresses.windows(2, NBYTES - 1) is places
     assert starts(mapped(places, 2, 2)) == starts(first)[:2]
     assert not first[2].any(), "the window of a rank that is gone"
     first[2].fill_(3)  # by who still has it: harms nobody
     places.unmap()
-    assert addresses.places(3, NBYTES) is places
+    assert addresses.windows(3, NBYTES) is places
     assert starts(mapped(places, 3, 4)) == starts(first)
 
 
 @pytest.mark.parametrize(("ranks", "nbytes"), [(3, NBYTES), (2, NBYTES + 1)])
 def test_larger_groups_have_others(addresses, ranks, nbytes):
-    before = addresses.places(2, NBYTES)
-    assert addresses.places(ranks, nbytes) is not before
+    before = addresses.windows(2, NBYTES)
+    assert addresses.windows(ranks, nbytes) is not before
 
 
 def test_windows_in_use_keep_theirs(addresses):
     """A kernel or another thread may still use them: the next group has other addresses."""
-    windows = mapped(addresses.places(2, NBYTES), 2, 1)
-    places = addresses.places(2, NBYTES)
+    windows = mapped(addresses.windows(2, NBYTES), 2, 1)
+    places = addresses.windows(2, NBYTES)
     others = mapped(places, 2, 2)
     assert not set(starts(others)) & set(starts(windows)) and bool((windows[0] == 1).all())
 
 
 def test_memory_is_free_once_the_last_tensor_is_gone():
-    view = mapped(Addresses(HostMemory()).places(2, NBYTES), 2, 1)[1][:8].view(torch.int64)
+    view = mapped(Addresses(HostMemory()).windows(2, NBYTES), 2, 1)[1][:8].view(torch.int64)
     assert ranges_of_windows() == 2 and view.item() == 0x0101010101010101
     child = os.fork()
     if not child:

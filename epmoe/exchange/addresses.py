@@ -1,6 +1,7 @@
-"""Addresses that stay: a rank reserves them for its windows once, and its groups map memory there by turns.
+"""Addresses that stay: a rank reserves them once, and its groups map windows and scratch there by turns.
 
-Memory has a file descriptor, by which other processes map it, too. It is free once no process maps it any more.
+The memory of a window has a file descriptor, by which other processes map it, too. It is free once no process maps it
+any more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _F_ADD_SEALS = 1033
 _SEAL_SEAL = 1
 _SEAL_SHRINK = 2
 _SEAL_GROW = 4
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
+_WORDS_BYTES = 512
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -41,8 +43,8 @@ class Memory(Protocol):
     def create(self, nbytes: int) -> int:
         """The descriptor of new memory, which the caller closes. Raises MemoryError where there is none."""
 
-    def map(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Map memory at a reserved address, for reading and writing."""
+    def map(self, descriptor: int | None, address: int, nbytes: int) -> None:
+        """Map memory at a reserved address, for reading and writing; None: new memory of this process alone."""
 
     def unmap(self, address: int, nbytes: int) -> None: ...
 
@@ -80,14 +82,14 @@ class HostMemory:
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
         return descriptor
 
-    def map(self, descriptor: int, address: int, nbytes: int) -> None:
-        populate = getattr(mmap, "MAP_POPULATE", 0)
-        self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | populate, descriptor)
+    def map(self, descriptor: int | None, address: int, nbytes: int) -> None:
+        shared, own = mmap.MAP_SHARED | _MAP_POPULATE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags, descriptor = (own, -1) if descriptor is None else (shared, descriptor)
+        self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Leaves private memory behind: a tensor that outlives its group harms nobody."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+        self.map(None, address, nbytes)
 
     def _mmap(self, address: int | None, nbytes: int, protection: int, flags: int, descriptor: int = -1) -> int:
         fixed = 0 if address is None else _MAP_FIXED
@@ -99,16 +101,16 @@ class HostMemory:
 
 
 class Places:
-    """Reserved addresses for one window of each rank, `ranks` in all, of up to `nbytes` bytes each.
+    """Reserved addresses for `count` pieces of memory, of up to `nbytes` bytes each.
 
     They stay until this object and all tensors of its memory are gone.
     """
 
-    def __init__(self, memory: Memory, ranks: int, nbytes: int) -> None:
-        self.ranks, self.stride = ranks, round_up(nbytes, memory.granule)
+    def __init__(self, memory: Memory, count: int, nbytes: int) -> None:
+        self.count, self.stride = count, round_up(nbytes, memory.granule)
         self._memory, self._mapped = memory, dict[int, int]()  # bytes by address
-        self._begin = memory.reserve(ranks * self.stride)
-        kept = os.getpid(), memory, self._mapped, self._begin, ranks * self.stride
+        self._begin = memory.reserve(count * self.stride)
+        kept = os.getpid(), memory, self._mapped, self._begin, count * self.stride
         weakref.finalize(self, _give_back, *kept).atexit = False
 
     @property
@@ -116,21 +118,25 @@ class Places:
         return bool(self._mapped)
 
     def create(self, nbytes: int) -> int:
-        """The descriptor of memory for a window. Raises MemoryError where there is none."""
+        """The descriptor of memory for one piece. Raises MemoryError where there is none."""
         return self._memory.create(round_up(nbytes, self._memory.granule))
 
-    def map(self, rank: int, descriptor: int, nbytes: int) -> Tensor:
-        """Map memory of `create`, also another process's, as the window of a rank: uint8 [nbytes]."""
-        address, mapped = self._begin + rank * self.stride, round_up(nbytes, self._memory.granule)
+    def map(self, place: int, descriptor: int | None, nbytes: int) -> Tensor:
+        """Map memory of `create`, also another process's, or of this process alone: uint8 [nbytes]."""
+        address, mapped = self._begin + place * self.stride, round_up(nbytes, self._memory.granule)
         self._memory.map(descriptor, address, mapped)
         self._mapped[address] = mapped
-        device = self._memory.device
+        return self.view(place, nbytes)
+
+    def view(self, place: int, nbytes: int) -> Tensor:
+        """What is mapped at a place: uint8 [nbytes]."""
+        address, device = self._begin + place * self.stride, self._memory.device
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         storage.places = self  # which lives as long as the storage, also one that only C++ has
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def unmap(self) -> None:
-        """Unmap all windows. Nobody may be about to read or write them."""
+        """Unmap all. Nobody may be about to read or write them."""
         while self._mapped:
             self._memory.unmap(*self._mapped.popitem())
 
@@ -145,16 +151,41 @@ def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, n
 
 
 class Addresses:
-    """The places of the windows of one `ExpertParallel`, through all its groups."""
+    """Where the windows and the scratch of one `ExpertParallel` lie, through all its groups.
+
+    Groups that are alike have all at the same addresses, so CUDA graphs of one may be replayed in another. Each other
+    kind of group has scratch of its own: a kernel of an earlier group finds the state there that this group has left.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._places: Places | None = None
+        self.abandon()
 
-    def places(self, ranks: int, nbytes: int) -> Places:
-        """The same ones as before, where they have room and the group before has unmapped them; otherwise new ones."""
-        places = self._places
-        if places is None or places.mapped or ranks > places.ranks or nbytes > places.stride:
-            self._places = None  # their addresses may be free now
-            self._places = places = Places(self.memory, ranks, nbytes)
+    def abandon(self) -> None:
+        """Somebody may still use what is mapped, as long as it lives: the next group has other addresses."""
+        self._windows: Places | None = None
+        self._scratch: dict[tuple[int, ...], Places] = {}
+        self._words: Tensor | None = None
+
+    def windows(self, ranks: int, nbytes: int) -> Places:
+        """For the windows of a group: the same ones as before where they have room and are free, otherwise new ones."""
+        places = self._windows
+        if places is None or places.mapped or ranks > places.count or nbytes > places.stride:
+            self._windows = places = Places(self.memory, ranks, nbytes)
         return places
+
+    def scratch(self, layout: tuple[int, ...], nbytes: int) -> Tensor:
+        """uint8 [nbytes], the same memory for equal layouts until `unmap_scratch`, which keeps its address."""
+        places = self._scratch.get(layout) or self._scratch.setdefault(layout, Places(self.memory, 1, nbytes))
+        return places.view(0, nbytes) if places.mapped else places.map(0, None, nbytes)
+
+    def words(self) -> Tensor:
+        """uint8, on the host: what kernels write for it, zeros."""
+        if self._words is None:
+            pinned = self.memory.device.type == "cuda"
+            self._words = torch.empty(_WORDS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._words.zero_()
+
+    def unmap_scratch(self) -> None:
+        for places in self._scratch.values():
+            places.unmap()

@@ -59,16 +59,19 @@ class GpuMemory:
         self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> int:
-        self._call("cuMemCreate", byref(handle := c_uint64()), nbytes, byref(self._properties), 0)
+        handle = self._new(nbytes)
         try:
             self._call("cuMemExportToShareableHandle", byref(descriptor := c_int()), handle, _POSIX_DESCRIPTOR, 0)
         finally:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
         return descriptor.value
 
-    def map(self, descriptor: int, address: int, nbytes: int) -> None:
+    def map(self, descriptor: int | None, address: int, nbytes: int) -> None:
         """The memory may be another GPU's. Raises RuntimeError where this GPU does not reach it."""
-        self._call("cuMemImportFromShareableHandle", byref(handle := c_uint64()), descriptor, _POSIX_DESCRIPTOR)
+        if descriptor is None:
+            handle = self._new(nbytes)
+        else:
+            self._call("cuMemImportFromShareableHandle", byref(handle := c_uint64()), descriptor, _POSIX_DESCRIPTOR)
         try:
             self._call("cuMemMap", address, nbytes, 0, handle, 0)
         finally:
@@ -83,6 +86,10 @@ class GpuMemory:
         """Waits for the GPU first: kernels may still use it."""
         torch.cuda.synchronize(self.device)
         self._call("cuMemUnmap", address, nbytes)
+
+    def _new(self, nbytes: int) -> c_uint64:
+        self._call("cuMemCreate", byref(handle := c_uint64()), nbytes, byref(self._properties), 0)
+        return handle
 
     def _call(self, function: str, *arguments: Any) -> None:
         if code := getattr(self._driver, function)(*arguments):

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from epmoe.exchange.mismatch import Traits, differences
 from epmoe.exchange.peek import Peek
-from epmoe.group.errors import EPAbortedError, EPMismatchError, EPOrderError, EPOverflowError, EPTimeoutError
+from epmoe.group.errors import (
+    EPAbortedError,
+    EPMismatchError,
+    EPOrderError,
+    EPOverflowError,
+    EPStateError,
+    EPTimeoutError,
+)
 
 # int64 each, in the order of `Counter` in csrc/types.h.
 COUNTERS = (
@@ -28,6 +35,7 @@ TIMEOUT = 1
 MISMATCH = 2
 OUT_OF_TURN = 3
 UNSCHEDULED = 4
+OUTDATED = 5
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
@@ -149,6 +157,12 @@ def raise_on_failure(
         tags = (status.tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
         differing = differences(of_ranks[rank], of_ranks[ranks[0]]) if (of_ranks := calls()) and ranks else {}
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
+    if code == OUTDATED:
+        status.code = 0
+        raise EPStateError(
+            "a replay did nothing: its CUDA graph was captured in an earlier group, with other ranks or sizes; capture "
+            "it again, or ask `ep.capture_is_valid(generation)` before a replay"
+        )
     if code == OUT_OF_TURN:
         raise EPOrderError(stage, epoch, status.phases)
     missing = [global_ranks[rank] for rank in ranks]

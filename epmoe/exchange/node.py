@@ -23,11 +23,21 @@ from torch.autograd.graph import increment_version
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
+from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
-from epmoe.exchange.health import TIMEOUT, TOTALS, UNSCHEDULED, Health, Totals, raise_incomplete, raise_on_failure
+from epmoe.exchange.health import (
+    OUTDATED,
+    TIMEOUT,
+    TOTALS,
+    UNSCHEDULED,
+    Health,
+    Totals,
+    raise_incomplete,
+    raise_on_failure,
+)
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
@@ -46,11 +56,13 @@ _SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and n
 
 
 class NodeExchange(Exchange):
-    """An `Exchange` of the ranks of one node, whose config it takes. It allocates this rank's scratch.
+    """An `Exchange` of the ranks of one node, whose config it takes. Its scratch lies at `addresses`, as its window.
 
     `memory` is window and scratch, as the operators take them, and `rows_key` what limits the expert-major rows of a
-    round, as errors name it.
+    round, as errors name it. Exchanges of one process with equal `layout` take the same CUDA graphs.
     """
+
+    _released = False  # another exchange may have these addresses
 
     def __init__(
         self,
@@ -59,13 +71,15 @@ class NodeExchange(Exchange):
         placement: Placement,
         window: Window,
         global_ranks: list[int],
-        device: torch.device,
+        addresses: Addresses,
     ) -> None:
-        self.config, self.plan, self.window = config, plan, window
-        self.global_ranks, self.device, self.rank = global_ranks, device, plan.sizes["rank"]
+        self.config, self.plan, self.window, self._addresses = config, plan, window, addresses
+        self.device = device = addresses.memory.device
+        self.global_ranks, self.rank = global_ranks, plan.sizes["rank"]
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
-        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+        starts = [region.data_ptr() for region in window.regions]
+        scratch = addresses.scratch((*plan.as_ints(), *starts), plan.scratch_bytes)
         self.memory = window.local, scratch
         regions = {"window": window.local, "scratch": scratch}
         inside = (buffer for buffer in plan.buffers if buffer.region in regions)
@@ -73,18 +87,17 @@ class NodeExchange(Exchange):
         self._clear(placement)
         # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
         Status, Progress = struct("Status"), struct("Progress")
-        both = ctypes.sizeof(Status) + ctypes.sizeof(Progress)
-        self._status = torch.zeros(both, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.status = Status.from_address(self._status.data_ptr())  # which the kernels write
-        progress = self._status.data_ptr() + ctypes.sizeof(Status)
+        self._words = addresses.words()
+        self.status = Status.from_address(self._words.data_ptr())  # which the kernels write
+        progress = self._words.data_ptr() + ctypes.sizeof(Status)
         if device.type == "cpu":
             progress = self.views["state"].data_ptr() + struct("RoundState").progress.offset
         self.rounds = rounds = RoundState(Progress.from_address(progress))
         times = config.exchange
         self.deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        addresses = [region.data_ptr() for region in window.regions]
-        self.descriptors = Descriptors(plan, self._status.data_ptr(), addresses, self.deadlines, zero_gaps)
+        self.descriptors = Descriptors(plan, self._words.data_ptr(), starts, self.deadlines, zero_gaps)
+        self.layout = *plan.as_ints(), *starts, scratch.data_ptr(), self._words.data_ptr()
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
         self._totals = Totals(self.views)
         self._errors, self._counts = (Peek(self.views[name]) for name in ("signal.error", "recv.counts"))
@@ -234,7 +247,7 @@ class NodeExchange(Exchange):
     @property
     def failed(self) -> bool:
         code = self.status.code
-        return code == TIMEOUT or code != 0 and self.device.type == "cuda"
+        return code == TIMEOUT or code not in (0, OUTDATED) and self.device.type == "cuda"
 
     def missing(self) -> int:
         mask = self.status.missing if self.status.code == TIMEOUT else 0
@@ -280,14 +293,28 @@ class NodeExchange(Exchange):
 
         Windows that another thread's call may still use stay mapped until that has ended.
         """
+        self._released = True
         self.window.deaths.close()
         with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
             if device_ends(self.device, self.deadlines.wait_s()):
-                if self.thread in (0, get_ident()):
-                    self.rounds.progress.deadline_ns = 0  # a wait below this call, in a signal handler, does not go on
-                    self.window.places.unmap()
+                if self.thread not in (0, get_ident()):
+                    self._addresses.abandon()
+                    return
+                self._turn_replays_away()
+                self.window.places.unmap()
                 return
         _written_to.append((self, owner))
+        self._addresses.abandon()
+
+    def _turn_replays_away(self) -> None:
+        """Kernels of this group that start from now on, in replays, do nothing and tell the host."""
+        if self.device.type == "cuda":
+            state = struct("RoundState")()
+            state.latched = 1
+            failure = struct("Status").from_buffer(state, struct("RoundState").failure.offset)
+            failure.code = OUTDATED
+            self.views["state"].copy_(torch.frombuffer(state, dtype=torch.int32))
+            torch.cuda.synchronize(self.device)
 
     def has_more_rounds(self) -> bool:
         if self.device.type == "cuda":
@@ -386,13 +413,15 @@ class NodeExchange(Exchange):
         epoch = rounds.count + (rounds.state == CLOSED)
         progress = rounds.progress
         try:
-            while progress.deadline_ns:  # the operator has returned so that Python can run signal handlers
+            while (
+                progress.deadline_ns and not self._released
+            ):  # the operator has returned so that Python can run signal handlers
                 (receive if progress.phases & 1 else operator)(*arguments)
         finally:
             progress.deadline_ns = 0  # the next wait has a deadline of its own
-        if rounds.state != state:
+        if rounds.state != state or self._released:
             self.check()
-            raise RuntimeError(f"round {epoch} was aborted while this call waited")
+            raise RuntimeError(f"round {epoch} was aborted, or its group left, while this call waited")
 
     def _unread_y(self, sent: Sent) -> Tensor:
         """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.

@@ -138,7 +138,7 @@ def map_windows(
     `clear` prepares the own window, before any rank can write into it. Returns the windows [R], where they are mapped,
     and the other ranks' processes as `share_descriptors` does, which also says what is raised.
     """
-    places = addresses.places(peers.size, nbytes)
+    places = addresses.windows(peers.size, nbytes)
     descriptors, processes = list[int](), dict[int, int]()
     with _enough_files(peers.size), contextlib.ExitStack() as undo:
         undo.callback(places.unmap)

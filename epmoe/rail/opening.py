@@ -100,7 +100,7 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, addresse
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
     if N == 1:
         window = open_window(plan, peers, addresses)
-        return NodeExchange(config, plan, placement, window, peers.global_ranks, device)
+        return NodeExchange(config, plan, placement, window, peers.global_ranks, addresses)
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
@@ -119,7 +119,7 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, addresse
         peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with node_peers.part():
             window = open_window(plan, node_peers, addresses)
-        inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)
+        inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, addresses)
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs
         network = network_of(inside, memory, rail, control, peers.global_ranks, rounds, deadlines)

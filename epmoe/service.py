@@ -160,8 +160,7 @@ class ExpertParallel(HoldsWindows):
         Collective over the new group: every rank resumes, or, if it is new, makes an `ExpertParallel(config, group)`
         with the `config.with_placement(placement)` of the others. The windows are new, and no process restarts. Layers
         that hold this object go on with it. `health` and the numbers of rounds begin again. Earlier
-        handles and their tensors must not be used any more. CUDA graphs must be captured again: a replay of an old one
-        would write to freed memory.
+        handles and their tensors must not be used any more. CUDA graphs may: see `capture_is_valid`.
 
         Args:
             group: what the constructor takes, with any ranks of the group so far and any new ones, in any order.

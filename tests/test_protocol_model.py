@@ -14,6 +14,7 @@ from helpers import ROOT, long, slow
 from protocol.board import BOARD_RULES, BoardModel
 from protocol.explorer import Violation, explore
 from protocol.models import build
+from protocol.replays import KERNELS, REPLAY_RULES, ReplayModel
 from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
 
 SCENARIOS = {
@@ -135,7 +136,22 @@ def test_no_rule_of_the_board_can_be_left_out(rule):
     pytest.fail(f"one group forms without the rule {rule}")
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_replays_find_their_own_windows_or_are_told(alike):
+    """Also one that starts in a group and ends in the next."""
+    states = explore(ReplayModel(alike))
+    whole = {state for state in states if state.ended == KERNELS and not state.told}
+    assert any(state.mapped == 1 for state in whole) and any(state.told for state in states)
+
+
+@pytest.mark.parametrize("rule", REPLAY_RULES)
+def test_no_rule_of_replays_can_be_left_out(rule):
+    with pytest.raises(Violation):
+        for alike in (True, False):
+            explore(ReplayModel(alike, without=rule))
+
+
 def test_the_page_names_the_rules_of_the_model():
     text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
     named = re.findall(r"\*\*Rule ([\w-]+)\.\*\*", text)
-    assert sorted(named) == sorted([*RULES, *BOARD_RULES])
+    assert sorted(named) == sorted([*RULES, *BOARD_RULES, *REPLAY_RULES])

@@ -46,7 +46,7 @@ from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, Roun
 from epmoe.exchange.templates import Templates
 from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
 from epmoe.exchange.window import Window
-from epmoe.group.errors import EPAbortedError, EPOverflowError
+from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError
 from epmoe.group.waiting import device_ends, interruptible
 from epmoe.native import ops
 from epmoe.native.layouts import place, struct
@@ -419,9 +419,11 @@ class NodeExchange(Exchange):
                 (receive if progress.phases & 1 else operator)(*arguments)
         finally:
             progress.deadline_ns = 0  # the next wait has a deadline of its own
-        if rounds.state != state or self._released:
+        if self._released:
+            raise EPStateError(f"this rank has left the group of round {epoch} while this call waited")
+        if rounds.state != state:
             self.check()
-            raise RuntimeError(f"round {epoch} was aborted, or its group left, while this call waited")
+            raise RuntimeError(f"round {epoch} was aborted while this call waited")
 
     def _unread_y(self, sent: Sent) -> Tensor:
         """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.

@@ -34,12 +34,8 @@ class Experts(epmoe.GroupedExperts):
 class Graph:
     """The captured step of a batch of up to `size` requests."""
 
-    def __init__(self, model: Model, size: int) -> None:
-        self.size, self.device = size, model.ep.device
-        self.tokens = torch.zeros(size, serve_rank.LENGTH, dtype=torch.int64, device=self.device)
-        self.ends = torch.zeros(size, dtype=torch.int64, device=self.device)
-        model.compute(self.tokens, self.ends)
-        model.ep.check()
+    def __init__(self, model: Model, size: int, tokens: Tensor, ends: Tensor) -> None:
+        self.size, self.device, self.tokens, self.ends = size, model.ep.device, tokens, ends
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.next = model.compute(self.tokens, self.ends)
@@ -57,18 +53,29 @@ class Model(serve_rank.Model):
     def __init__(self, ep: epmoe.ExpertParallel) -> None:
         super().__init__(ep)
         self.to(ep.device)
-        self.graphs: list[Graph] = []
-        self.generation = -1
+        self.kept: dict[int, list[Graph]] = {}  # by the generation that has captured them
         self.load(())
 
     @torch.inference_mode()
     def forward(self, batch: list[list[int]]) -> list[int]:
-        if self.generation != self.ep.generation:  # every rank comes here in its first step in a group
-            self.graphs, self.generation = [Graph(self, size) for size in SIZES], self.ep.generation
-        graph = next(graph for graph in self.graphs if graph.size >= len(batch))
+        generation = self.ep.generation
+        if generation not in self.kept:
+            good = next((graphs for group, graphs in self.kept.items() if self.ep.capture_is_valid(group)), None)
+            # Some ranks may have graphs of a group like this one. The others' captures begin with rounds, so all play.
+            rounds = [self.run(size) for size in SIZES]
+            self.kept[generation] = good or [Graph(self, *one) for one in rounds]
+        graph = next(graph for graph in self.kept[generation] if graph.size >= len(batch))
         tokens = graph.replay(batch)
         self.ep.check()
         return tokens.tolist()
+
+    def run(self, size: int) -> tuple[int, Tensor, Tensor]:
+        """A step of `size` requests, and its inputs."""
+        tokens = torch.zeros(size, serve_rank.LENGTH, dtype=torch.int64, device=self.ep.device)
+        ends = torch.zeros(size, dtype=torch.int64, device=self.ep.device)
+        self.compute(tokens, ends)
+        self.ep.check()
+        return size, tokens, ends
 
     def compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.positions.weight
@@ -76,11 +83,17 @@ class Model(serve_rank.Model):
             x = block(x)
         return self.head(self.norm(x[torch.arange(len(ends), device=ends.device), ends])).argmax(1)
 
+    @torch.no_grad()
     def load(self, moves: tuple[epmoe.Move, ...]) -> None:
+        """In place where the slots are as many as before: graphs hold the addresses of the weights."""
         for block, (_, gate_up, down) in zip(self.blocks, self.full, strict=True):
             held, device = self.ep.logical_experts(block.moe.tag), self.ep.device
-            if not isinstance(block.moe.experts, Experts) or len(held) != len(block.moe.experts.w_down) or moves:
+            experts = block.moe.experts
+            if not isinstance(experts, Experts) or len(held) != len(experts.w_down):
                 block.moe.experts = Experts(gate_up[held].to(device), down[held].to(device))
+            elif moves:
+                experts.w_gate_up.copy_(gate_up[held])
+                experts.w_down.copy_(down[held])
 
 
 def configured(size: int, served: serve_rank.Served = serve_rank.SMALL) -> epmoe.EPConfig:

@@ -99,6 +99,23 @@ def test_a_signal_handler_may_abort_the_round(ep, rank, size):
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
+@ON_THE_CPU
+def test_a_signal_handler_may_leave_the_group(make_ep, rank, size):
+    """The windows have gone when it returns: the call that waits ends, and uses them no more."""
+    ep = make_ep()
+    tokens = make_tokens(ep.config, rank, 9)
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, lambda number, frame: ep.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with within(0.2 + AT_ONCE_S), pytest.raises(epmoe.EPStateError, match="has left the group of round 1"):
+            ep.dispatch(*given(ep, tokens))
+        signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+    if rank != 0:
+        with within(AT_ONCE_S), pytest.raises(epmoe.EPTimeoutError, match="left|timed out"):
+            run_round(ep, tokens)
+
+
 class Tick(Exception):
     pass
 

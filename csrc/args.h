@@ -169,6 +169,7 @@ struct GroupedGemmArgs {
   int32_t e;
   int64_t N, n, k;
   void* out;  // out: by rows [N, n], for weights [e, n, k]
+  const uint8_t* weight_scales;  // e8m0 [e, n, k / 32] of weights in MXFP4, [e, n, k / 2]; or null: bf16
 };
 
 // The operator invariant_linear: x [T, k] · weight [n, k]ᵀ, on GPUs, in one order of sums for any T.

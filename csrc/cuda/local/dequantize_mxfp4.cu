@@ -16,18 +16,8 @@ __global__ void __launch_bounds__(kThreads) dequantize(const __grid_constant__ D
   auto* out = static_cast<uint4*>(args.out);
   const int64_t eights = kEightsOfGroup * args.num_groups, step = int64_t{kThreads} * gridDim.x;
   for (int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x; i < eights; i += step) {
-    const uint32_t eight = __ldg(codes + i);
     const Mxfp4Scale scale{__ldg(args.scales + i / kEightsOfGroup)};
-    uint32_t pair[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      pair[c] = times_bf16(tiny_pair(eight, c), scale.factor());
-      if (scale.is_large()) pair[c] = times_bf16(pair[c], scale.more());
-    }
-    // Codes i and i + 4 are a pair.
-    constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
-    out[i] = make_uint4(__byte_perm(pair[0], pair[1], kLow), __byte_perm(pair[2], pair[3], kLow),
-                        __byte_perm(pair[0], pair[1], kHigh), __byte_perm(pair[2], pair[3], kHigh));
+    out[i] = bf16_of_eight(__ldg(codes + i), scale);
   }
 }
 

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
   Predecessor predecessor;
   if (!kDown) predecessor.wait();
   // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
-  const int32_t num_experts = list_experts(args.segments, args.N, experts);
+  const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t row_bytes = kFp8 ? p.k : 2 * p.k, blocks = p.k / kScaleBlock;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
@@ -185,7 +185,7 @@ cudaError_t launch_product(const FewRowsArgs& args, const Product& product, cons
   constexpr int kWarps = kWarpsOf<kDown, kTokenTiles>, kBlocks = kBlocksPerSM<kDown, kTokenTiles>;
   int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
   int64_t grid = std::min<int64_t>(tasks, kBlocks * device.multiprocessors);
-  int64_t shared = args.segments.num_local_experts * static_cast<int64_t>(sizeof(Expert));
+  int64_t shared = table_entries(args.segments.num_local_experts) * static_cast<int64_t>(sizeof(Expert));
   return launch(few_rows<kFp8, kDown, kTokenTiles>, grid, 32 * kWarps, shared, stream, args, product);
 }
 

@@ -59,18 +59,42 @@ struct Predecessor {
   }
 };
 
-// The experts that have rows, in shared memory, and how many they are. The whole block builds the table.
+// Rows of each of at most `most` parts: a multiple of kTokens, at least one.
+template <int kTokens>
+__device__ __forceinline__ int32_t rows_of_part(int32_t count, int32_t most) {
+  return max((count + most * kTokens - 1) / (most * kTokens), 1) * kTokens;
+}
+
+// Entries of the table of experts. An expert with many rows has several, so that several blocks share its rows.
+constexpr int kTableEntries = 1024, kMostParts = 16;
+inline int64_t table_entries(int64_t experts) {
+  return std::max<int64_t>(experts, std::min<int64_t>(kTableEntries, kMostParts * experts));
+}
+
+// The experts that have rows, or parts of at least kTokens of their rows, in shared memory; and how many entries there
+// are. The whole block builds the table.
+template <int kTokens>
 __device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_t N, Expert* experts) {
   __shared__ int32_t total;
   if (threadIdx.x < 32) {
+    const int32_t e = segments.num_local_experts, most = min(max(kTableEntries / max(e, 1), 1), kMostParts);
     int32_t lane = threadIdx.x, found = 0;
-    for (int32_t first = 0; first < segments.num_local_experts; first += 32) {
+    for (int32_t first = 0; first < e; first += 32) {
       int32_t i = first + lane;
       SegmentRows rows = {};
-      if (i < segments.num_local_experts) rows = rows_of_expert(segments, N, i);
+      if (i < e) rows = rows_of_expert(segments, N, i);
       uint32_t have_rows = __ballot_sync(kAllLanes, rows.count > 0);
-      if (rows.count) experts[found + __popc(have_rows & ((1u << lane) - 1))] = {i, rows.begin, rows.count};
-      found += __popc(have_rows);
+      int32_t before = __popc(have_rows & ((1u << lane) - 1)), here = __popc(have_rows);
+      if (__any_sync(kAllLanes, rows.count > kTokens)) {
+        int32_t step = rows_of_part<kTokens>(rows.count, most), parts = (rows.count + step - 1) / step;
+        int32_t through = warp_inclusive_sum(parts);
+        before = through - parts, here = __shfl_sync(kAllLanes, through, 31);
+        for (int32_t part = 0; part < parts; ++part)
+          experts[found + before + part] = {i, rows.begin + part * step, min(step, rows.count - part * step)};
+      } else if (rows.count) {
+        experts[found + before] = {i, rows.begin, rows.count};
+      }
+      found += here;
     }
     if (lane == 0) total = found;
   }

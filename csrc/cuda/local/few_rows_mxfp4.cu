@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
   Predecessor predecessor;
   if (!kDown) predecessor.wait();
   // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
-  const int32_t num_experts = list_experts(args.segments, args.N, experts);
+  const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
   const int32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int32_t groups_of_row = static_cast<int32_t>(p.k / kMxfp4Group);
   const int32_t chunks = (groups_of_row + kChunkGroups - 1) / kChunkGroups;
@@ -146,7 +146,7 @@ template <bool kDown, int kTokenTiles>
 cudaError_t launch_product(const FewRowsArgs& args, const Product& product, const Device& device, cudaStream_t stream) {
   int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
   int64_t grid = std::min<int64_t>(tasks, kBlocksPerSM<kTokenTiles> * device.multiprocessors);
-  int64_t shared = args.segments.num_local_experts * static_cast<int64_t>(sizeof(Expert));
+  int64_t shared = table_entries(args.segments.num_local_experts) * static_cast<int64_t>(sizeof(Expert));
   return launch(few_rows_mxfp4<kDown, kTokenTiles>, grid, 32 * kWarps, shared, stream, args, product);
 }
 

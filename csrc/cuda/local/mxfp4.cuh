@@ -36,4 +36,17 @@ struct Mxfp4Scale {
   __device__ __forceinline__ uint32_t more() const { return ((max(exponent, kLargest) - 1) << 7) * kBothHalves; }
 };
 
+// Eight codes of a group, in their order.
+__device__ __forceinline__ uint4 bf16_of_eight(uint32_t eight, const Mxfp4Scale& scale) {
+  uint32_t pair[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    pair[c] = times_bf16(tiny_pair(eight, c), scale.factor());
+    if (scale.is_large()) pair[c] = times_bf16(pair[c], scale.more());
+  }
+  constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;  // codes i and i + 4 are a pair
+  return make_uint4(__byte_perm(pair[0], pair[1], kLow), __byte_perm(pair[2], pair[3], kLow),
+                    __byte_perm(pair[0], pair[1], kHigh), __byte_perm(pair[2], pair[3], kHigh));
+}
+
 }  // namespace epmoe::cuda

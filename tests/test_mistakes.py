@@ -300,9 +300,10 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
 }
 
 
-def rows_of(table: dict[str, list[tuple]]) -> list:
+def rows_of(table: dict[Any, list[tuple]]) -> list:
     """A parameter for each mistake, whose id is the call and the sentence."""
-    return [pytest.param(call, *row, id=f"{call}: {row[-1]}") for call, rows in table.items() for row in rows]
+    named = {call: call if isinstance(call, str) else " ".join(call) for call in table}
+    return [pytest.param(call, *row, id=f"{named[call]}: {row[-1]}") for call, rows in table.items() for row in rows]
 
 
 @pytest.mark.parametrize(("call", "wrong", "error", "says"), rows_of(MISTAKES))
@@ -341,6 +342,7 @@ def groups() -> Iterator[Callable[[str, torch.device], epmoe.ExpertParallel]]:
     def group(kind: str, device: torch.device) -> epmoe.ExpertParallel:
         if (kind, device.type) not in made:
             made[kind, device.type] = epmoe.ExpertParallel(KINDS[kind], device=device)
+        made[kind, device.type].abort()  # a round that a failed test has left open
         return made[kind, device.type]
 
     yield group
@@ -393,7 +395,7 @@ WRONG_SENDS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"num_tokens": 2.0}, TypeError, r"`num_tokens` must be an int or .*, got float"),
         ({"num_tokens": torch.ones(2)}, TypeError, r"`num_tokens` must be int32 \[1\], got float32 \[2\]"),
         (TOO_MANY, ValueError, r"19 tokens, but capacity\.max_num_tokens_per_rank is 16: set it to at least 19"),
-        ({"scales": scales, "x": q}, ValueError, "`scales` need `exchange.payload: fp8`"),
+        ({"scales": scales, "x": q}, ValueError, "`scales` need an `exchange.payload` with scales"),
         ({"apply_router_weight_on_input": "yes"}, TypeError, "`apply_router_weight_on_input` must be a bool, got str"),
         (
             {"layout": "rank", "apply_router_weight_on_input": True},

@@ -1,63 +1,72 @@
 // What Python must know of these headers, as an operator: names, types and offsets of fields, and values of constants.
 // epmoe/native/layouts.py reads them, so that no struct is declared twice.
+#include <bit>
 #include <cstddef>
 #include <initializer_list>
 #include <string>
 #include <type_traits>
 
 #include "exchange.h"
+#include "launch_policy.h"
 #include "rail.h"
 #include "unwrap.h"
 
 namespace epmoe {
 namespace {
 
-struct Field {
-  const char* name;
-  size_t offset, bytes, element_bytes;
-  bool is_unsigned;
-};
-
-template <typename T>
-constexpr Field field_of(const char* name, size_t offset) {
-  using Element = std::remove_all_extents_t<T>;
-  return {name, offset, sizeof(T), sizeof(Element), std::is_unsigned_v<Element>};
+// A line: a name, a number and, of each field of a struct, the name, the type of an element, how many elements it has,
+// and the offset; of each field of bits the name, how many it has, and the first; of a constant the name and the value.
+std::string line(const std::string& name, int64_t number, std::initializer_list<std::string> parts) {
+  std::string text = name + " " + std::to_string(number);
+  for (const std::string& part : parts) text += " " + part;
+  return text + "\n";
 }
 
-// A line: the name of a struct, its bytes, and of each field the name, the type of an element, how many elements it
-// has, and the offset. Or the name of a constant and its value.
-std::string line(const std::string& name, int64_t number, std::initializer_list<Field> fields = {}) {
-  std::string text = name + " " + std::to_string(number);
-  for (const Field& f : fields)
-    text += std::string(" ") + f.name + (f.is_unsigned ? ":uint" : ":int") + std::to_string(8 * f.element_bytes) + ":" +
-            std::to_string(f.bytes / f.element_bytes) + ":" + std::to_string(f.offset);
-  return text + "\n";
+std::string joined(const char* name, std::initializer_list<int64_t> numbers) {
+  std::string text = name;
+  for (int64_t number : numbers) text += ":" + std::to_string(number);
+  return text;
+}
+
+template <typename T>
+std::string field(const std::string& name, size_t offset) {
+  using Element = std::remove_all_extents_t<T>;
+  return joined((name + (std::is_unsigned_v<Element> ? ":uint" : ":int") + std::to_string(8 * sizeof(Element))).c_str(),
+                {static_cast<int64_t>(sizeof(T) / sizeof(Element)), static_cast<int64_t>(offset)});
+}
+
+template <typename S>
+std::string bits(const char* name, void (*set)(S&, uint32_t)) {
+  S word{};
+  set(word, ~0u);
+  auto value = std::bit_cast<uint32_t>(word);
+  return joined(name, {std::popcount(value), std::countr_zero(value)});
 }
 
 // STRUCT(S, a, b) is the line of S with the fields a and b. The preprocessor expands EACH once more in each round, of
 // which EXPAND has 81.
-#define FIELD(S, field) field_of<decltype(S::field)>(#field, offsetof(S, field))
+#define FIELD(S, name) field<decltype(S::name)>(#name, offsetof(S, name))
+#define BIT_FIELD(S, name) bits<S>(#name, [](S& word, uint32_t value) { word.name = value; })
+#define NUMBER(of, name) joined(#name, {static_cast<int64_t>(name)})
+#define TRAIT(traits, name) joined(#name, {static_cast<int64_t>(traits.name)})
 #define PARENS ()
 #define EACH_AGAIN() EACH
-#define EACH(S, field, ...) FIELD(S, field) __VA_OPT__(, EACH_AGAIN PARENS(S, __VA_ARGS__))
+#define EACH(PART, of, name, ...) PART(of, name) __VA_OPT__(, EACH_AGAIN PARENS(PART, of, __VA_ARGS__))
 #define EXPAND1(...) __VA_ARGS__
 #define EXPAND3(...) EXPAND1(EXPAND1(EXPAND1(__VA_ARGS__)))
 #define EXPAND9(...) EXPAND3(EXPAND3(EXPAND3(__VA_ARGS__)))
 #define EXPAND27(...) EXPAND9(EXPAND9(EXPAND9(__VA_ARGS__)))
 #define EXPAND(...) EXPAND27(EXPAND27(EXPAND27(__VA_ARGS__)))
-#define STRUCT(S, ...) line(#S, sizeof(S), {EXPAND(EACH(S, __VA_ARGS__))})
-#define CONSTANT(name) line(#name, static_cast<int64_t>(name))
+#define STRUCT(S, ...) line(#S, sizeof(S), {EXPAND(EACH(FIELD, S, __VA_ARGS__))})
+#define BITS(S, ...) line(#S, sizeof(S), {EXPAND(EACH(BIT_FIELD, S, __VA_ARGS__))})
+#define NUMBERS(name, ...) line(#name, 0, {EXPAND(EACH(NUMBER, name, __VA_ARGS__))})
 
-// Of each format: the DType of an element, its bits, bytes of a scale, elements that share one (zeros: no scales), and
-// whether it is packed.
 std::string formats() {
   std::string text;
   for (WireFormat format : {WireFormat::kAuto, WireFormat::kFp8, WireFormat::kPackedFp8}) {
     WireTraits traits = wire(format);
-    std::string name = "WireFormat" + std::to_string(static_cast<int64_t>(format));
-    text += line(name + ".element", static_cast<int64_t>(traits.element));
-    text += line(name + ".element_bits", traits.element_bits) + line(name + ".scale_bytes", traits.scale_bytes);
-    text += line(name + ".block", traits.block) + line(name + ".packed", traits.packed);
+    text += line("WireFormat" + std::to_string(static_cast<int64_t>(format)), 0,
+                 {EXPAND(EACH(TRAIT, traits, element, element_bits, scale_bytes, block, packed))});
   }
   return text;
 }
@@ -83,12 +92,16 @@ std::string layouts() {
          STRUCT(Status, code, stage, epoch, missing, originator, needed_rows, phases, tag, other, aborted,
                 aborted_epoch) +
          STRUCT(RoundState, dispatch_epoch, combine_epoch, latched, phases, done, progress, receiving, failure) +
-         STRUCT(RoundHeader, D, K, dtype, mode) + STRUCT(RailTag, D, K, dtype, epoch) + formats() + CONSTANT(kFloat32) +
-         CONSTANT(kFloat16) + CONSTANT(kBFloat16) + CONSTANT(kFloat8E4M3) + CONSTANT(kNumWireFormats) +
-         CONSTANT(kScaleBlock) + CONSTANT(kMaxTag) + CONSTANT(kProductParts) + CONSTANT(kMostProductBytes) +
-         CONSTANT(kLLTokenBits) + CONSTANT(kSanitisedRows) + CONSTANT(kPaddedRows) + CONSTANT(kOutOfRangeIds) +
-         CONSTANT(kDuplicateIds) + CONSTANT(kNonfiniteWeights) + CONSTANT(kDroppedPairs) + CONSTANT(kClampedNumTokens) +
-         CONSTANT(kTimeouts) + CONSTANT(kNumCounters);
+         STRUCT(RoundHeader, D, K, dtype, mode) + STRUCT(RailTag, D, K, dtype, epoch) +
+         STRUCT(DispatchLaunch, recv_lines, coarse, exclusive, blocks, threads, send_blocks, notify_blocks,
+                send_offset_entries, source_offset_entries, row_chunks, chunk_bytes, tokens_per_release, shared_bytes) +
+         STRUCT(CombineLaunch, send_lines, coarse, own, blocks, threads, send_blocks, team, shared_bytes) +
+         BITS(CallShape, D4_less_1, aligned, K_less_1, dtype, expert_major, weight_rows, trains) + formats() +
+         NUMBERS(Counter, kSanitisedRows, kPaddedRows, kOutOfRangeIds, kDuplicateIds, kNonfiniteWeights, kDroppedPairs,
+                 kClampedNumTokens, kTimeouts) +
+         NUMBERS(constants, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kNumWireFormats, kScaleBlock, kMaxTag,
+                 kProductParts, kMostProductBytes, kLLTokenBits, kNumCounters, kTimeout, kMismatch, kOutOfTurn,
+                 kUnscheduled, kOutdated);
 }
 
 }  // namespace

@@ -125,6 +125,19 @@ struct Progress {
 
 // A tag has 15 bits. Ranks that open a round with other tags are in other layers.
 constexpr int32_t kMaxTag = (1 << 15) - 1;
+// The second of the words in which dispatch on CUDA says what the call is, for kernels to compare and for the host to
+// explain (cuda/dispatch/block.cuh).
+struct CallShape {
+  uint32_t D4_less_1 : 14;  // D / 4 - 1, since D is whole lines of 16 bytes
+  uint32_t aligned : 1;     // whether segments are
+  uint32_t K_less_1 : 5;
+  uint32_t dtype : 2;         // DType of x
+  uint32_t expert_major : 1;  // in training, which has one layout: whether values do not return
+  uint32_t weight_rows : 1;   // in training: where weights apply
+  uint32_t trains : 1;
+  uint32_t more_rounds : 1;  // the source needs a round after this one
+  uint32_t tag_high : 6;     // bits of the tag that the first word has no room for
+};
 // Dispatch on CUDA sends the number of an LL call's tokens in so many bits (cuda/dispatch/block.cuh).
 constexpr int kLLTokenBits = 11;
 

@@ -29,7 +29,7 @@ EPMOE_HD float scale_for(float largest) {
   return largest > 0.0f ? (scale > 0x1p-126f ? scale : 0x1p-126f) : 1.0f;
 }
 
-// One int64 each, in the order of `epmoe.exchange.health.COUNTERS`.
+// One int64 each; `epmoe.exchange.health.Health` has their names.
 enum Counter : int32_t {
   kSanitisedRows,
   kPaddedRows,

@@ -12,7 +12,7 @@ import epmoe
 from epmoe.exchange.health import COUNTERS
 from epmoe.exchange.memory import LL_MAX_TOKENS, NUM_COUNTERS, RAIL_TAG_BYTES, SIGNAL_BYTES, MemoryPlan
 from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
-from epmoe.native.layouts import constant, struct, words
+from epmoe.native.layouts import constant, numbers, struct, words
 from epmoe.native.ops import DTYPES
 
 
@@ -51,7 +51,7 @@ def test_sizes_of_buffers():
 
 def test_counters_by_their_numbers():
     camel = ["k" + "".join(map(str.capitalize, name.split("_"))) for name in COUNTERS]
-    assert [constant(name) for name in camel] == list(range(NUM_COUNTERS))
+    assert numbers("Counter") == {name: i for i, name in enumerate(camel)} and len(camel) == NUM_COUNTERS
 
 
 def test_formats():
@@ -60,12 +60,11 @@ def test_formats():
     exchanged = [each.number for each in WIRE_FORMATS.values() if not each.packed]
     assert exchanged == list(range(constant("kNumWireFormats")))
     for each in WIRE_FORMATS.values():
-        bits, scale_bytes, block, packed = (
-            constant(f"WireFormat{each.number}.{name}") for name in ("element_bits", "scale_bytes", "block", "packed")
-        )
-        assert (bits, block, packed) == (each.element_bits, each.block, each.packed)
-        assert scale_bytes == (each.scale.itemsize if each.scale else 0)
-        assert each.element in (None, DTYPES[constant(f"WireFormat{each.number}.element")])
+        traits = numbers(f"WireFormat{each.number}")
+        scale_bytes = each.scale.itemsize if each.scale else 0
+        known = {"element_bits": each.element_bits, "scale_bytes": scale_bytes, "block": each.block}
+        assert traits == known | {"packed": each.packed, "element": traits["element"]}
+        assert each.element in (None, DTYPES[traits["element"]])
 
 
 def test_limits():

@@ -16,10 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import epmoe
 from epmoe import EPTimeoutError
-from epmoe.exchange.health import MISMATCH
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import RoundState
-from epmoe.native.layouts import struct
+from epmoe.native.layouts import constant, struct
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -44,7 +43,7 @@ def leave(ep: epmoe.ExpertParallel, **words: int) -> None:
 
 def mismatch(ep: epmoe.ExpertParallel) -> None:
     """Leaves behind what kernels leave when the ranks' calls differ."""
-    leave(ep, epoch=ep.exchange.rounds.count, code=MISMATCH)
+    leave(ep, epoch=ep.exchange.rounds.count, code=constant("kMismatch"))
 
 
 def assert_next_round_is_whole(ep: epmoe.ExpertParallel) -> None:
@@ -82,7 +81,7 @@ def test_an_abort_without_a_handle_leaves_no_trace(ep):
     """A mismatch or an overflow of the round that is given up does not hit the next round."""
     for call in (ep.dispatch, ep.dispatch_send):
         handle = call(*INPUTS)
-        leave(ep, code=MISMATCH, needed_rows=99)
+        leave(ep, code=constant("kMismatch"), needed_rows=99)
         ep.abort()
         ep.poll()
         with pytest.raises(ValueError, match=f"round {handle.epoch} is closed"):

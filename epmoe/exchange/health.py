@@ -19,23 +19,8 @@ from epmoe.group.errors import (
     EPStateError,
     EPTimeoutError,
 )
+from epmoe.native.layouts import constant
 
-# int64 each, in the order of `Counter` in csrc/types.h.
-COUNTERS = (
-    "sanitised_rows",
-    "padded_rows",
-    "out_of_range_ids",
-    "duplicate_ids",
-    "nonfinite_weights",
-    "dropped_pairs",
-    "clamped_num_tokens",
-    "timeouts",
-)
-TIMEOUT = 1
-MISMATCH = 2
-OUT_OF_TURN = 3
-UNSCHEDULED = 4
-OUTDATED = 5
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
@@ -99,6 +84,10 @@ class Health:
         return dataclasses.asdict(self)
 
 
+COUNTERS = tuple(field.name for field in dataclasses.fields(Health) if field.type == "int")[1:-1]
+"""The names of the health counters, in the order of `Counter` in csrc/types.h."""
+
+
 class Totals:
     """Reads the totals of one rank at any time, on any thread. `views` are the buffers of the memory plan by name."""
 
@@ -151,25 +140,25 @@ def raise_on_failure(
         return
     stage = STAGES[status.stage]
     ranks = [r for r in range(len(global_ranks)) if status.missing >> r & 1]
-    if code == MISMATCH:
+    if code == constant("kMismatch"):
         if not latched:
             status.code = 0
         tags = (status.tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
         differing = differences(of_ranks[rank], of_ranks[ranks[0]]) if (of_ranks := calls()) and ranks else {}
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
-    if code == OUTDATED:
+    if code == constant("kOutdated"):
         status.code = 0
         raise EPStateError(
             "a replay did nothing: its CUDA graph was captured in an earlier group, with other ranks or sizes; capture "
             "it again, or ask `ep.capture_is_valid(generation)` before a replay"
         )
-    if code == OUT_OF_TURN:
+    if code == constant("kOutOfTurn"):
         raise EPOrderError(stage, epoch, status.phases)
     missing = [global_ranks[rank] for rank in ranks]
-    if code == UNSCHEDULED:
+    if code == constant("kUnscheduled"):
         why = "has not begun within its deadline: this rank's own kernel was not scheduled, since others hold the GPU"
         raise EPTimeoutError(stage, epoch, ranks, missing, why)
-    assert code == TIMEOUT, f"unknown status code {code}"
+    assert code == constant("kTimeout"), f"unknown status code {code}"
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
     if ranks == [originator] and len(global_ranks) > 1:  # no deadline makes a rank report itself missing

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.peek import LONG_S, Peek
-from epmoe.native.layouts import struct
+from epmoe.native.layouts import bits, struct
 from epmoe.native.ops import DTYPES
 
 Traits = dict[str, object]
@@ -54,17 +54,10 @@ def differences(mine: Traits, theirs: Traits) -> Differences:
 
 
 def _of_shape(word: int, extra: bool) -> Traits:
-    """The call in the second count word of a source, from `DispatchKernel::call_without_rows` in block.cuh."""
-    D = (word & 0x3FFF) + 1 << 2
-    K = (word >> 15 & 0x1F) + 1
-    dtype = word >> 20 & 3
-    aligned = bool(word >> 14 & 1)
-    training = bool(word >> 24 & 1)
-    if training:
-        return call_of(D, K, dtype, extra=extra, aligned=aligned, training=True)
-    layout = "expert" if word >> 22 & 1 else "rank"
-    weight_rows = bool(word >> 23 & 1)
-    return call_of(
-        D, K, dtype, extra=extra, aligned=aligned, training=False, layout=layout,
-        apply_router_weight_on_input=weight_rows,
-    )  # fmt: skip
+    """The call in the second count word of a source, `CallShape` in csrc/plan.h."""
+    shape = bits("CallShape", word)
+    traits: Traits = {"aligned": bool(shape["aligned"]), "training": bool(shape["trains"])}
+    if not shape["trains"]:
+        traits["layout"] = "expert" if shape["expert_major"] else "rank"
+        traits["apply_router_weight_on_input"] = bool(shape["weight_rows"])
+    return call_of(4 * shape["D4_less_1"] + 4, shape["K_less_1"] + 1, shape["dtype"], extra=extra, **traits)

@@ -28,16 +28,7 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
-from epmoe.exchange.health import (
-    OUTDATED,
-    TIMEOUT,
-    TOTALS,
-    UNSCHEDULED,
-    Health,
-    Totals,
-    raise_incomplete,
-    raise_on_failure,
-)
+from epmoe.exchange.health import TOTALS, Health, Totals, raise_incomplete, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
@@ -49,7 +40,7 @@ from epmoe.exchange.window import Window
 from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError
 from epmoe.group.waiting import device_ends, interruptible
 from epmoe.native import ops
-from epmoe.native.layouts import place, struct
+from epmoe.native.layouts import constant, place, struct
 
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
@@ -188,9 +179,9 @@ class NodeExchange(Exchange):
         words = self.status
         if words.code or (late := self._late(launches)) is None:
             return
-        code, originator, missing = UNSCHEDULED, self.rank, 1 << self.rank
+        code, originator, missing = constant("kUnscheduled"), self.rank, 1 << self.rank
         if late.reports:
-            code = TIMEOUT
+            code = constant("kTimeout")
             originator, missing = next((rank, mask) for rank, mask in enumerate(late.reports) if mask)
         words.stage, words.epoch, words.missing, words.originator = late.stage, late.epoch, missing, originator
         words.code = code
@@ -247,10 +238,12 @@ class NodeExchange(Exchange):
     @property
     def failed(self) -> bool:
         code = self.status.code
-        return code == TIMEOUT or code not in (0, OUTDATED) and self.device.type == "cuda"
+        if not code or code == constant("kOutdated"):
+            return False
+        return self.device.type == "cuda" or code == constant("kTimeout")
 
     def missing(self) -> int:
-        mask = self.status.missing if self.status.code == TIMEOUT else 0
+        mask = self.status.missing if self.status.code == constant("kTimeout") else 0
         with suppress(RuntimeError):  # of a GPU that has failed
             for errors in self._errors.read_within(LONG_S) or ():
                 for reported in errors.tolist():
@@ -312,7 +305,7 @@ class NodeExchange(Exchange):
             state = struct("RoundState")()
             state.latched = 1
             failure = struct("Status").from_buffer(state, struct("RoundState").failure.offset)
-            failure.code = OUTDATED
+            failure.code = constant("kOutdated")
             self.views["state"].copy_(torch.frombuffer(state, dtype=torch.int32))
             torch.cuda.synchronize(self.device)
 

@@ -12,9 +12,22 @@ from functools import cache
 from epmoe.native import ops
 
 
+@cache
+def numbers(name: str) -> dict[str, int]:
+    """Values by name: of an enumeration of csrc or its other constants. Raises KeyError as `struct` does."""
+    return {key: int(value) for key, _, value in (part.partition(":") for part in _reported()[name][1:])}
+
+
+@cache
 def constant(name: str) -> int:
     """The value of a constant of csrc. Raises KeyError for what csrc/ops_layouts.cpp does not report."""
-    return int(_reported()[name][0])
+    return numbers("constants")[name]
+
+
+def bits(name: str, word: int) -> dict[str, int]:
+    """The fields of bits of a struct, read from its word."""
+    fields = (part.split(":") for part in _reported()[name][1:])
+    return {field: word >> int(first) & (1 << int(count)) - 1 for field, count, first in fields}
 
 
 @cache
@@ -53,5 +66,5 @@ def _skip(fields: list[tuple[str, type]], begin: int, end: int) -> None:
 
 @cache
 def _reported() -> dict[str, list[str]]:
-    """The bytes of each struct or the value of each constant, and its fields, by name."""
+    """The bytes of each struct, and its fields, by name; and the numbers of enumerations."""
     return {name: rest for name, *rest in map(str.split, ops.layouts().splitlines())}

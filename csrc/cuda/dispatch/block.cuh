@@ -13,7 +13,7 @@ namespace epmoe::cuda {
 constexpr int kCountColumns = 2;
 constexpr int kMaxLLTokens = (1 << kLLTokenBits) - 1;
 constexpr int kSizeBits = 1 + 2 * kLLTokenBits, kShapeBits = 26;
-constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1, kShapeMask = (1u << kShapeBits) - 1;
+constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1;
 static_assert((32 - kSizeBits) + (32 - kShapeBits) == std::bit_width(static_cast<uint32_t>(kMaxTag)));
 
 // Beside the shape of a call: the source needs a round after this one.
@@ -69,15 +69,18 @@ struct DispatchKernel {
   EPMOE_HD bool sends_to_final_rows() const {
     return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
   }
-  // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then the rows. The second:
-  // D / 4 - 1, since D is whole lines of 16 bytes, whether segments are aligned, K - 1, dtype, layout and weighting; in
-  // training, which has one layout, whether values return, where weights apply, and that it is training.
+  // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then the rows.
   CallWords call_without_rows(uint32_t tag) const {
-    uint32_t shape = static_cast<uint32_t>((args.D >> 2) - 1) | uint32_t{ex.plan.alignment > 1} << 14 |
-                     (args.K - 1) << 15 | static_cast<uint32_t>(args.dtype) << 20 |
-                     uint32_t{args.expert_major && !args.returns_values} << 22 |
-                     uint32_t{args.weight_rows || args.adds_only} << 23 | uint32_t{args.to_caller} << 24;
-    return {uint32_t{uses_ll()} | tag << kSizeBits, shape | tag >> (32 - kSizeBits) << kShapeBits};
+    CallShape shape{.D4_less_1 = static_cast<uint32_t>((args.D >> 2) - 1),
+                    .aligned = ex.plan.alignment > 1,
+                    .K_less_1 = static_cast<uint32_t>(args.K - 1),
+                    .dtype = static_cast<uint32_t>(args.dtype),
+                    .expert_major = args.expert_major && !args.returns_values,
+                    .weight_rows = args.weight_rows || args.adds_only,
+                    .trains = args.to_caller,
+                    .more_rounds = 0,
+                    .tag_high = tag >> (32 - kSizeBits)};
+    return {uint32_t{uses_ll()} | tag << kSizeBits, std::bit_cast<uint32_t>(shape)};
   }
   // This source's first word.
   __device__ __forceinline__ uint32_t size(int32_t rows, int32_t tokens) const {

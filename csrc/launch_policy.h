@@ -60,10 +60,61 @@ constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
   return static_cast<int32_t>((row_bytes + lines * 512 - 1) / (lines * 512));
 }
 
+// --- Measured thresholds, a value of this struct for each architecture ---
+
+// The values here are those of sm_90; T is in tokens, shares are of a launch's blocks, in thousandths.
+struct Thresholds {
+  // LL protocol, dispatch: up to so many tokens a lane moves one line; up to so many, two where some warps would go
+  // twice. Two lines from 9 tokens on take 12.6 at 16 tokens (13.4 with one).
+  int64_t dispatch_one_line = 8, dispatch_uneven = 128;
+  // Send blocks, if rows are quantized and if not; between these numbers of tokens receivers are the bottleneck. A
+  // quarter is too few for 64 or 512 tokens; a fifth takes 42.0 at 128 (40.5 with a quarter).
+  int64_t dispatch_send_quantized = 375, dispatch_send = 300, dispatch_send_middle = 250;
+  int64_t middle_above = 64, middle_up_to = 256;
+  // The same up to two ranks: what a row costs a sender, where a receiver's reads, re-arming and writes cost 1 each.
+  // By cost 26.5 at 128 tokens on two GPUs (29.2 with a fixed share).
+  int64_t local_send_quantized = 8, local_send = 3;
+  // Simple protocol, two ranks: more for rows of up to so many bytes. Two H200 at 4096 tokens: 5/8 for expert-major
+  // bf16 rows, 7/8 for rank-major rows up to 8 KiB.
+  int64_t simple_send = 625, simple_send_rank_major = 750, simple_send_short_row = 125, short_row_bytes = 8 << 10;
+  // Bytes to a release: one takes about 4 µs, whatever was sent since the last one. Dispatch of fp8 rows at 4096 tokens
+  // takes 263 with two tokens to a release, 267 with four, 277 before.
+  int64_t release_bytes = 16 << 10;
+  // LL protocol, combine: up to so many chunks of one line (two ranks) or tokens, a lane moves one line. Two lines from
+  // 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up to 64).
+  int64_t combine_one_line_chunks = 960, combine_one_line = 64, combine_one_line_scaled = 128;
+  // Send blocks of combine with several lines; in one phase alone; and with one line: scaled, up to so many tokens, and
+  // from there on. With fp8 back, two lines and seven tenths take 49.2 at 256 tokens (52.4 before).
+  struct Share {
+    int64_t scaled, scaled_more, few_tokens, up_to, more;
+
+    int64_t of(int64_t blocks, int64_t T, bool has_scales) const {
+      int64_t share = has_scales ? (T <= 96 ? scaled : scaled_more) : T <= up_to ? few_tokens : more;
+      return blocks * share / 1000;
+    }
+  };
+  Share combine_lines{700, 700, 420, 128, 500}, combine_phase{560, 560, 500, 128, 620};
+  Share combine_one{560, 680, 500, 16, 400};
+  // Expert-major with own sums (see CombineLaunch): two fifths, since senders look at empty slots, too. Two H100,
+  // Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks take 55.3 / 53.4 / 52.5 / 51.6 / 52.0 /
+  // 52.1. On four GPUs two fifths take 24.7 at 64 tokens (26.2 with half).
+  int64_t combine_own = 400;
+  // Simple protocol, combine, two ranks: 7/8 expert-major, 3/4 rank-major with a warp for each 4 KiB of a row. Two H200
+  // at 4096 tokens.
+  int64_t combine_simple = 875, combine_simple_rank_major = 750, warp_bytes = 4 << 10;
+};
+constexpr Thresholds kSm90{};
+
+// Those of a compute capability with this major number.
+constexpr const Thresholds& thresholds_of([[maybe_unused]] int major) { return kSm90; }
+
 // --- The GPU, and the shares that every launch has in common ---
 
 struct Gpu {
   int64_t multiprocessors;
+  int major;  // of the compute capability that the kernels were compiled for
+
+  const Thresholds& thresholds() const { return thresholds_of(major); }
 
   // Whether `count` multiprocessors are at most half of the GPU.
   bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
@@ -98,44 +149,42 @@ inline int64_t wire_row_bytes(const ExchangePlan& plan, const DispatchArgs& args
   return epmoe::wire_row_bytes(plan.payload_format, args.D, args.dtype);
 }
 
-// Up to 8 tokens, in launches of one phase and on one multiprocessor: one line. More tokens: as many lines as the
-// registers hold, or two where warps would idle, or where, up to 128 tokens, some warps would go twice. Measured: two
-// lines from 9 tokens on take 12.6 at 16 tokens (13.4 with one). Of fp8 rows four lines take 53 at 512 tokens, two
-// lines 50 (two GPUs, rank-major).
-inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& args, int64_t T, int64_t sms) {
-  constexpr int64_t kMaxOneLineTokens = 8, kMaxUnevenTokens = 128;
+// Few tokens, in launches of one phase and on one multiprocessor: one line. More tokens: as many lines as the registers
+// hold, or two where warps would idle or some would go twice. Measured: of fp8 rows four lines take 53 at 512 tokens,
+// two lines 50 (two GPUs, rank-major).
+inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& args, int64_t T, int64_t sms,
+                               const Thresholds& at) {
   if (!dispatch_uses_ll(plan, args)) return 0;
-  if (T <= kMaxOneLineTokens || sms < 2 || !(args.send && args.receive)) return 1;
+  if (T <= at.dispatch_one_line || sms < 2 || !(args.send && args.receive)) return 1;
   int most = with_format(plan.payload_format, [](auto format) { return kMaxLines<format>; });
   if (wire(plan.payload_format).has_scales()) return most;
   int64_t receiving_warps = sms * kWarps * 2 / 3;  // roughly
   auto items = [&](int lines) { return plan.R * T * num_chunks(wire_row_bytes(plan, args), lines); };
   bool idle = items(2) <= receiving_warps;
-  bool uneven = items(most) > receiving_warps && T <= kMaxUnevenTokens;
+  bool uneven = items(most) > receiving_warps && T <= at.dispatch_uneven;
   return idle || uneven ? 2 : most;
 }
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs a receiver, which reads R rows,
 // re-arms R slots and writes K rows, rank-major R; a sender also quantizes, for its own rank too, unless the rows are
-// in the format already. Measured: by cost 26.5 at 128 tokens on two GPUs (29.2 with a fixed share). With fp8 3/8 here
-// and 9/16 in combine take 33.0 at 128 tokens (34.5 before). A quarter is too few for 64 or 512 tokens; a fifth takes
-// 42.0 at 128 (40.5 with a quarter).
-inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args, int64_t blocks) {
+// in the format already. Measured: with fp8 3/8 here and 9/16 in combine take 33.0 at 128 tokens (34.5 before).
+inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args, int64_t blocks,
+                                   const Thresholds& at) {
   bool quantizes = wire(plan.payload_format).quantizes(args.dtype);
-  int64_t T = args.T, sending = quantizes ? 8 : 3;
+  int64_t T = args.T, sending = quantizes ? at.local_send_quantized : at.local_send;
   if (plan.R <= kLocalBoundRanks)
     return blocks * sending / (sending + 2 * plan.R + (args.expert_major ? args.K : plan.R));
-  if (args.send && args.receive && T > 64 && T <= 256)
-    return blocks / 4;  // receivers are the bottleneck at these sizes
-  return quantizes ? blocks * 3 / 8 : blocks * 3 / 10;
+  bool middle = args.send && args.receive && T > at.middle_above && T <= at.middle_up_to;
+  return blocks * (middle ? at.dispatch_send_middle : quantizes ? at.dispatch_send_quantized : at.dispatch_send) / 1000;
 }
 
 inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args, const Gpu& gpu) {
   constexpr int64_t kMaxSendOffsets = 8192, kMaxSourceOffsets = 4096;
+  const Thresholds& at = gpu.thresholds();
   int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors), T = std::max<int64_t>(args.T, 1);
   int64_t send_offsets = plan.R * plan.most_local_experts, source_offsets = (plan.R + 1) * plan.num_local_experts;
   bool both_phases = args.send && args.receive;
-  int lines = dispatch_recv_lines(plan, args, T, sms);
+  int lines = dispatch_recv_lines(plan, args, T, sms, at);
   DispatchLaunch launch{.recv_lines = lines,
                         .coarse = false,
                         .exclusive = false,
@@ -154,17 +203,16 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
   int64_t senders = T, receivers = most, share = most * 3 / 4;
   if (lines) {
     int64_t row_bytes = wire_row_bytes(plan, args), items = T * num_chunks(row_bytes, 1);
-    share = std::max<int64_t>(dispatch_send_share(plan, args, most), 1);
+    share = std::max<int64_t>(dispatch_send_share(plan, args, most, at), 1);
     // Below 1.4 items a sending warp, most warps have one item anyway.
     launch.coarse = lines > 1 && plan.R <= kLocalBoundRanks && items * 5 > share * warps * 7;
     senders = ceil_div(launch.coarse ? T * num_chunks(row_bytes, lines) : items, warps);
     receivers = ceil_div(plan.R * T * num_chunks(row_bytes, lines), warps);
   }
   if (!lines && both_phases && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
-    // In eighths: rank-major, receivers move no rows; short rows need more senders. Measured on two H200 at 4096
-    // tokens: 5/8 for expert-major bf16 rows, 7/8 for rank-major rows up to 8 KiB.
-    constexpr int64_t kShortRow = 8 << 10;
-    share = most * ((args.expert_major ? 5 : 6) + (wire_row_bytes(plan, args) <= kShortRow)) / 8;
+    // Rank-major, receivers move no rows; short rows need more senders.
+    int64_t more = wire_row_bytes(plan, args) <= at.short_row_bytes ? at.simple_send_short_row : 0;
+    share = most * ((args.expert_major ? at.simple_send : at.simple_send_rank_major) + more) / 1000;
   }
   senders = plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
   senders = args.send ? std::max<int64_t>(senders, 1) : 0;
@@ -178,10 +226,8 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
     launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
     // The releases of one multiprocessor wait for each other. It shows where few multiprocessors send all rows, or
-    // where rows are short. Measured: a release takes about 4 µs, whatever was sent since the last one. Dispatch of fp8
-    // rows at 4096 tokens takes 263 with two tokens to a release, 267 with four, 277 before.
-    constexpr int64_t kReleaseBytes = 16 << 10;
-    int64_t short_rows = std::clamp<int64_t>(kReleaseBytes / wire_row_bytes(plan, args), 1, kMaxTokensPerRelease);
+    // where rows are short.
+    int64_t short_rows = std::clamp<int64_t>(at.release_bytes / wire_row_bytes(plan, args), 1, kMaxTokensPerRelease);
     int64_t most_at_once = gpu.is_scarce(sms) ? kMaxTokensPerRelease : short_rows;
     launch.tokens_per_release = std::clamp<int64_t>(T / senders / 6, 1, most_at_once);
   }
@@ -209,37 +255,30 @@ struct CombineLaunch {
   int64_t shared_bytes;                  // dynamic, of a block
 };
 
-// Measured: two lines from 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up to 64). With fp8
-// back, two lines and seven tenths that send take 49.2 at 256 tokens (52.4 before).
-inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes) {
-  constexpr int64_t kMaxOneLineChunks = 960;  // chunks of one line a lane
+inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes,
+                              const Thresholds& at) {
   if (args.T > plan.ll_max_tokens) return 0;
   int64_t chunks = args.T * num_chunks(row_bytes, 1);
-  bool one = plan.R <= kLocalBoundRanks ? chunks <= kMaxOneLineChunks
-                                        : args.T <= (wire(plan.combine_format).has_scales() ? 128 : 64);
+  int64_t tokens = wire(plan.combine_format).has_scales() ? at.combine_one_line_scaled : at.combine_one_line;
+  bool one = plan.R <= kLocalBoundRanks ? chunks <= at.combine_one_line_chunks : args.T <= tokens;
   return one || !(args.send && args.receive) ? 1 : kMaxSumLines;
 }
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs the sender, which reads K rows
-// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row. `own` as in CombineLaunch:
-// then, expert-major, two fifths, since senders look at empty slots, too. Measured, two H100, Llama 4 (top-1), 1024
-// tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks take 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two
-// fifths take 24.7 at 64 tokens (26.2 with half).
+// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row. `own` as in CombineLaunch.
 inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines,
-                                  bool own) {
-  int64_t T = args.T;
+                                  bool own, const Thresholds& at) {
   bool scaled = wire(plan.combine_format).has_scales();
   if (lines > 1 && plan.R <= kLocalBoundRanks) {
     int64_t rows = args.expert_major ? plan.K : plan.R, others = plan.R - 1;
-    if (own && args.expert_major) return blocks * 2 * others / 5;
+    if (own && args.expert_major) return blocks * at.combine_own * others / 1000;
     int64_t sending = own ? 20 * others : 10 * (rows + plan.R);
     int64_t receiving = own ? 12 * (2 * others + 1) + 10 : (scaled ? 5 : 9) * (2 * plan.R + 1);
     return blocks * sending / (sending + receiving);
   }
-  if (lines > 1) return blocks * (scaled ? 70 : T <= 128 ? 42 : 50) / 100;
-  if (!(args.send && args.receive)) return blocks * (scaled ? 56 : T <= 128 ? 50 : 62) / 100;
-  if (scaled) return blocks * (T <= 96 ? 56 : 68) / 100;
-  return blocks * (T <= 16 ? 50 : 40) / 100;
+  bool both_phases = args.send && args.receive;
+  const Thresholds::Share& share = lines > 1 ? at.combine_lines : both_phases ? at.combine_one : at.combine_phase;
+  return share.of(blocks, args.T, scaled);
 }
 
 inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs& args, DType dtype, const Gpu& gpu) {
@@ -249,7 +288,8 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   WireTraits traits = wire(plan.combine_format);
   int64_t row_bytes = traits.row_bytes(args.D, itemsize(dtype));
   bool both_phases = args.send && args.receive;
-  int lines = combine_send_lines(plan, args, row_bytes);
+  const Thresholds& at = gpu.thresholds();
+  int lines = combine_send_lines(plan, args, row_bytes, at);
   // Not with scales: 256 tokens lose what 1024 gain.
   bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !traits.has_scales();
   // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a warp. Measured on two
@@ -263,7 +303,7 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   if (lines) {
     senders = ceil_div((own ? num_slots - T : num_slots) * num_chunks(row_bytes, lines), warps);
     receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
-    share = combine_send_share(plan, args, most, lines, own);
+    share = combine_send_share(plan, args, most, lines, own, at);
   } else {
     // As many warps a row as send all rows at once; four where a team sends several rows, or fewer.
     while (team < warps && num_slots * team * 2 <= share * warps) team *= 2;
@@ -273,11 +313,9 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
     if (rows_per_team > 64) share = most * 11 / 12;
     if (rows_per_team > 64 || sums_dominate) team = 2;
-    // Measured on two H200 at 4096 tokens: 7/8 expert-major, 3/4 rank-major with a warp for each 4 KiB of a row.
     if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
-      constexpr int64_t kWarpBytes = 4 << 10;
-      share = most * (args.expert_major ? 7 : 6) / 8;
-      if (!args.expert_major) team = row_bytes <= kWarpBytes ? 1 : row_bytes <= 2 * kWarpBytes ? 2 : 4;
+      share = most * (args.expert_major ? at.combine_simple : at.combine_simple_rank_major) / 1000;
+      if (!args.expert_major) team = row_bytes <= at.warp_bytes ? 1 : row_bytes <= 2 * at.warp_bytes ? 2 : 4;
     }
     // Measured, fp8, 4096 tokens, combine: one warp a row takes 305, four warps that wait for each other 330.
     if (traits.has_scales() && num_slots > share * warps * 4) team = 1;
@@ -298,6 +336,12 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
           .shared_bytes = senders ? kSendBufferBytes : 0};
 }
 
+// What a round takes, for Python.
+struct LaunchPolicy {
+  DispatchLaunch dispatch;
+  CombineLaunch combine;
+};
+
 // --- What a GPU must have ---
 
 // Shared memory that a kernel of the exchange declares statically, at most.
@@ -309,7 +353,7 @@ inline int64_t shared_bytes_per_block(const ExchangePlan& plan) {
   DispatchArgs args{};
   args.T = plan.ll_max_tokens + 1, args.D = kMaxChunkBytes, args.dtype = DType::kFloat32;
   args.K = 1, args.expert_major = args.send = args.receive = true;
-  int64_t dispatch = dispatch_launch(plan, args, Gpu{.multiprocessors = 2}).shared_bytes;
+  int64_t dispatch = dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9}).shared_bytes;
   return std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes;
 }
 

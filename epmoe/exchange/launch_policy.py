@@ -6,6 +6,7 @@ no GPU. ``docs/kernels.md`` explains the variants.
 
 from __future__ import annotations
 
+from ctypes import sizeof
 from types import SimpleNamespace
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import ops
+from epmoe.native.layouts import struct
 
-H200_MULTIPROCESSORS = 132
+H200_MULTIPROCESSORS, H200_MAJOR = 132, 9
 
 
 class KernelLaunch(SimpleNamespace):
@@ -38,27 +40,32 @@ def launches(
     send: bool = True,
     receive: bool = True,
     multiprocessors: int = H200_MULTIPROCESSORS,
+    major: int = H200_MAJOR,
 ) -> tuple[KernelLaunch, KernelLaunch]:
     """The launch of dispatch and that of combine, in a round of `tokens` rows of `dtype` with the plan's D and K.
 
     The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x, or fp8 with an fp8
-    payload. `send` and `receive` are the phases that the launch runs.
+    payload. `send` and `receive` are the phases that the launch runs, and `major` is that of the compute capability.
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
-    fields: dict[str, dict[str, int]] = {"dispatch": {}, "combine": {}}
-    for line in ops.launch_policy(_as_tensor(plan), *call, multiprocessors).splitlines():
-        stage, name, value = line.split()
-        fields[stage][name] = int(value)
-    dispatch, combine = fields["dispatch"], fields["combine"]
-    for launch, coarse, derived in ((dispatch, "recv_lines", "send_lines"), (combine, "send_lines", "recv_lines")):
-        launch[derived] = launch[coarse] if launch["coarse"] else min(launch[coarse], 1)
-    return KernelLaunch(**dispatch), KernelLaunch(**combine)
+    policy = memoryview(ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).numpy())
+    dispatch = _launch("DispatchLaunch", policy, "recv_lines", "send_lines")
+    combine = _launch("CombineLaunch", policy[sizeof(struct("DispatchLaunch")) :], "send_lines", "recv_lines")
+    return dispatch, combine
+
+
+def _launch(name: str, policy: memoryview, coarse: str, derived: str) -> KernelLaunch:
+    read = struct(name).from_buffer_copy(policy)
+    fields = {field[0]: getattr(read, field[0]) for field in read._fields_ if not field[0].startswith("_")}
+    fields[derived] = fields[coarse] if fields["coarse"] else min(fields[coarse], 1)
+    return KernelLaunch(**fields)
 
 
 def shared_bytes_needed(plan: MemoryPlan) -> int:
     """Bytes of shared memory that a block of any kernel of the exchange needs, at most."""
-    return ops.shared_bytes_needed(_as_tensor(plan))
+    needed: int = ops.shared_bytes_needed(_as_tensor(plan))
+    return needed
 
 
 def _as_tensor(plan: MemoryPlan) -> Tensor:

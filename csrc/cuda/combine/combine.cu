@@ -220,7 +220,7 @@ cudaError_t load_combine() {
 cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors});
+  CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
   CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team)};
   auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_format, dtype,
                               args.row_values_N != nullptr);

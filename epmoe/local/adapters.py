@@ -152,8 +152,8 @@ class ExpertAdapters(nn.Module):
         """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N]. Columns beyond the last adapter
         are zeros, so any number that is no adapter's adds nothing, and undefined rows may have any."""
         columns = torch.arange(self.gate_up_a.shape[1], dtype=torch.int32, device=numbers.device)
-        others = numbers[:, None] != columns.div_(self.rank, rounding_mode="floor")
-        return Added(self._gemm, (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b), others)
+        masked = numbers[:, None] != columns.div_(self.rank, rounding_mode="floor")
+        return Added(self._gemm, (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b), masked)
 
     def of_expert(self, local: int) -> list[Tensor]:
         """The memory of all adapters of one expert, for moves of experts."""

@@ -249,10 +249,10 @@ class GroupedExperts(nn.Module):
         if tokens_per_expert is not None:
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
-        unsaid = self.alignment if self._wanted == self.gemm else 1
+        alignment_if_unknown = self.alignment if self._wanted == self.gemm else 1
         if added is not None or not rows_ND.is_contiguous():  # kernels for few rows take neither
             rows_per_expert = None
-        segments = Segments(expert_offsets.contiguous(), tokens, alignment or unsaid, rows_per_expert)
+        segments = Segments(expert_offsets.contiguous(), tokens, alignment or alignment_if_unknown, rows_per_expert)
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
             # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad of frozen ones.
@@ -270,7 +270,7 @@ class GroupedExperts(nn.Module):
             # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
             n = int(expert_offsets[-1])
             if added is not None:
-                weights = weights._replace(added=added._replace(others=added.others[:n]))
+                weights = weights._replace(added=added._replace(masked_columns=added.masked_columns[:n]))
             scales = None if scales is None else scales[:n]
             out_nD = gemm.experts(weights, rows_ND[:n], scales, segments)
         if n == N:

@@ -10,7 +10,7 @@ segment have outputs and gradients of 0: modules around the experts sum over all
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,17 @@ from torch import Tensor
 from epmoe.local.gemm.gemm import bias_of_rows
 from epmoe.local.gemm.gradients import bias_gradients, train_gemm, train_gemm_weights
 from epmoe.native import ops
+
+
+class _OfEach(NamedTuple):
+    """Something of each of the first six inputs of `train_experts`, in their order."""
+
+    rows: Any
+    row_weights: Any
+    gate_up: Any
+    down: Any
+    gate_up_bias: Any
+    down_bias: Any
 
 
 @torch.library.custom_op("epmoe::train_experts", mutates_args=())
@@ -82,31 +93,30 @@ def train_experts_backward(
     """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one. `grad` [N, D] is
     that of outputs times `row_weights`."""
     segments, N = (offsets, tokens, interleaved, limit, alpha, up_offset), len(grad)
-    of_rows, of_weights, of_gate_up, of_down, of_gate_up_bias, of_down_bias = needs
-    by = [grad.new_empty(0) for _ in needs]
+    wanted, found = _OfEach(*needs), dict[str, Tensor]()
     if gate_up_bias is not None and len(gate_up_bias):
         gate_up = gate_up + bias_of_rows(gate_up_bias, offsets[1:], N)
-    if of_down:
-        by[3] = train_gemm_weights(grad, ops.weighted_gates(gate_up, row_weights, *segments), offsets, gemm)
-    if of_down_bias:
-        by[5] = bias_gradients(grad, row_weights, offsets, gemm)
-    if w_down is None:  # nobody asks for what lies in front of it
-        return by
-    by_gate_up, by_weights = ops.weighted_gates_backward(
-        train_gemm(grad, w_down.transpose(1, 2), offsets, gemm), gate_up, row_weights, *segments
-    )
-    if of_weights and down_bias is not None and len(down_bias):
-        of_bias = bias_of_rows(down_bias, offsets[1:], N)
-        by_weights += ops.weighted_rows_backward_(of_bias, grad, None, offsets, tokens)
-    if of_weights:
-        by[1] = zero_tail_(by_weights, offsets)
-    if of_rows and w_gate_up is not None:
-        by[0] = zero_tail_(train_gemm(by_gate_up, w_gate_up.transpose(1, 2), offsets, gemm), offsets)
-    if of_gate_up and rows is not None:
-        by[2] = train_gemm_weights(by_gate_up, rows, offsets, gemm)
-    if of_gate_up_bias:
-        by[4] = bias_gradients(by_gate_up, None, offsets, gemm)
-    return by
+    if wanted.down:
+        found["down"] = train_gemm_weights(grad, ops.weighted_gates(gate_up, row_weights, *segments), offsets, gemm)
+    if wanted.down_bias:
+        found["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
+    if w_down is not None:  # otherwise nobody asks for what lies in front of it
+        by_gate_up, by_weights = ops.weighted_gates_backward(
+            train_gemm(grad, w_down.transpose(1, 2), offsets, gemm), gate_up, row_weights, *segments
+        )
+        if wanted.row_weights and down_bias is not None and len(down_bias):
+            of_bias = bias_of_rows(down_bias, offsets[1:], N)
+            by_weights += ops.weighted_rows_backward_(of_bias, grad, None, offsets, tokens)
+        if wanted.row_weights:
+            found["row_weights"] = zero_tail_(by_weights, offsets)
+        if wanted.rows and w_gate_up is not None:
+            by_rows = train_gemm(by_gate_up, w_gate_up.transpose(1, 2), offsets, gemm)
+            found["rows"] = zero_tail_(by_rows, offsets)
+        if wanted.gate_up and rows is not None:
+            found["gate_up"] = train_gemm_weights(by_gate_up, rows, offsets, gemm)
+        if wanted.gate_up_bias:
+            found["gate_up_bias"] = bias_gradients(by_gate_up, None, offsets, gemm)
+    return [found[name] if name in found else grad.new_empty(0) for name in _OfEach._fields]
 
 
 @train_experts_backward.register_fake
@@ -121,14 +131,14 @@ def _(grad: Tensor, rows: Any, gate_up: Tensor, row_weights: Any, w_gate_up: Any
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     rows, row_weights, w_gate_up, w_down, gate_up_bias, down_bias, offsets, tokens, *ctx.rest = inputs
-    ctx.needs = list(ctx.needs_input_grad[:6])
-    of_rows, of_weights, of_gate_up, _, of_gate_up_bias, _ = ctx.needs
-    in_front = of_rows or of_weights or of_gate_up or of_gate_up_bias
+    needs = _OfEach(*ctx.needs_input_grad[:6])
+    ctx.needs = list(needs)
+    in_front = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
-        rows if of_gate_up else None, output[1], row_weights, w_gate_up if of_rows else None,
-        w_down if in_front else None, gate_up_bias, down_bias if of_weights else None, offsets, tokens,
+        rows if needs.gate_up else None, output[1], row_weights, w_gate_up if needs.rows else None,
+        w_down if in_front else None, gate_up_bias, down_bias if needs.row_weights else None, offsets, tokens,
     )  # fmt: skip
 
 

@@ -125,23 +125,25 @@ __device__ __forceinline__ void copy_row(const RailPackArgs& args, int64_t t, ch
   }
 }
 
-// The block quantizes a row, the elements of one scale a warp.
+// The block quantizes a row. kLanes lanes of a warp share a scale.
 template <WireFormat kFormat, typename Source>
 __device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t, char* const* slots, int32_t count) {
   auto* row = reinterpret_cast<const Source*>(static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes);
-  constexpr auto kBlock = static_cast<int32_t>(wire(kFormat).block);
-  constexpr int kPerLane = kBlock / 32;
-  auto blocks = static_cast<int32_t>(args.D / kBlock);
+  constexpr int kBlock = wire(kFormat).block, kPerLane = kBlock > 128 ? kBlock / 32 : 4, kLanes = kBlock / kPerLane;
+  constexpr int kScales = 32 / kLanes;  // of a warp
+  auto parts = static_cast<int32_t>((args.D + (kScales - 1) * kBlock) / (kScales * kBlock));
   int32_t lane = threadIdx.x % 32;
-  for (int32_t i = threadIdx.x / 32; i < blocks; i += kCopyThreads / 32) {
-    int32_t first = i * kBlock + lane * kPerLane;
-    float value[kPerLane];
-    to_floats(*reinterpret_cast<const Vector<Source, kPerLane>*>(row + first), value);
-    float scale = scale_for(warp_max(finite_amax(value)));
+  for (int32_t i = threadIdx.x / 32; i < parts; i += kCopyThreads / 32) {
+    int32_t first = i * kScales * kBlock + lane * kPerLane;
+    bool inside = kScales == 1 || first < args.D;
+    float value[kPerLane] = {};
+    if (inside) to_floats(*reinterpret_cast<const Vector<Source, kPerLane>*>(row + first), value);
+    float scale = kLanes == 32 ? scale_for(warp_max(finite_amax(value))) : block_scale<kPerLane, kLanes>(value);
     WireRegisters<kFormat, kPerLane> packed = quantized<kFormat>(value, scale);
-    for (int32_t n = 0; n < count; ++n) {
+    for (int32_t n = 0; n < count && inside; ++n) {
       *reinterpret_cast<WireRegisters<kFormat, kPerLane>*>(slots[n] + wire(kFormat).row_bytes(first, 0)) = packed;
-      if (lane == 0) reinterpret_cast<float*>(slots[n] + args.slot.scales)[i] = scale;
+      if (lane % kLanes == 0)
+        reinterpret_cast<float*>(slots[n] + args.slot.scales)[i * kScales + lane / kLanes] = scale;
     }
   }
 }

@@ -32,13 +32,13 @@ __device__ __forceinline__ uint4 load_weights(const uint8_t* from) {
 }
 
 // Two of four e4m3 as fp16, exactly.
-__device__ __forceinline__ uint32_t widened(uint32_t four, int half) {
-  auto two = static_cast<__nv_fp8x2_storage_t>(half ? four >> 16 : four);
+__device__ __forceinline__ uint32_t to_fp16x2(uint32_t fp8x4, int half) {
+  auto two = static_cast<__nv_fp8x2_storage_t>(half ? fp8x4 >> 16 : fp8x4);
   __half2_raw both = __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
   return both.x | static_cast<uint32_t>(both.y) << 16;
 }
 
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t multiply_fp16x2(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
       auto token = [&](int32_t n) -> int64_t { return expert.start + min(first + n, expert.count - 1); };
       const uint8_t* rows[kTokenTiles];
       const float* row_scales[kTokenTiles][2];
-      const uint8_t* exponents[kTokenTiles];
+      const uint8_t* exponents_at[kTokenTiles];
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
         rows[n] = p.rows + token(8 * n + g) * row_bytes + 16 * t;
-        if (kFp8 && kDown) exponents[n] = args.exponents_N + token(8 * n + g) * (p.k / kExponentColumns);
+        if (kFp8 && kDown) exponents_at[n] = args.exponents_N + token(8 * n + g) * (p.k / kExponentColumns);
         if (kFp8 && !kDown)
           for (int i = 0; i < 2; ++i) row_scales[n][i] = p.row_scales + token(8 * n + 2 * t + i) * p.row_scales_stride;
       }
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
       for (int32_t line = first_line; line < last_line; ++line) {
         uint4 a_bytes[kTiles][2][2], b_bytes[kTokenTiles][2];
         float by_row[kTiles][2], by_token[kTokenTiles][2];
-        uint2 powers[kTokenTiles];
+        uint2 exponents[kTokenTiles];
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -110,25 +110,26 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
 #pragma unroll
           for (int c = 0; c < 2; ++c)
             b_bytes[n][c] = *reinterpret_cast<const uint4*>(rows[n] + line * kLineBytes + 64 * c);
-          if (kFp8 && kDown) powers[n] = *reinterpret_cast<const uint2*>(exponents[n] + line * kGroup);
+          if (kFp8 && kDown) exponents[n] = *reinterpret_cast<const uint2*>(exponents_at[n] + line * kGroup);
           if (kFp8 && !kDown)
             for (int i = 0; i < 2; ++i) by_token[n][i] = row_scales[n][i][line];
         }
-        // In a block of k, columns of h are brought to the largest of its powers of two.
+        // In a block of k, columns of h are brought to the largest of its exponents.
         uint32_t factors[kTokenTiles][2];
         if constexpr (kFp8 && kDown) {
 #pragma unroll
           for (int n = 0; n < kTokenTiles; ++n) {
-            uint32_t most = __vmaxu4(powers[n].x, powers[n].y);
-            most = __vmaxu4(most, most >> 16);
-            most = max(most & 0xff, most >> 8 & 0xff);
+            uint32_t max_exponent = __vmaxu4(exponents[n].x, exponents[n].y);
+            max_exponent = __vmaxu4(max_exponent, max_exponent >> 16);
+            max_exponent = max(max_exponent & 0xff, max_exponent >> 8 & 0xff);
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-              int32_t below = static_cast<int32_t>(most - ((c ? powers[n].y : powers[n].x) >> 8 * t & 0xff));
-              uint32_t factor = max(15 - below, 0) << 10;  // 2^-below in fp16
+              int32_t shift =
+                  static_cast<int32_t>(max_exponent - ((c ? exponents[n].y : exponents[n].x) >> 8 * t & 0xff));
+              uint32_t factor = max(15 - shift, 0) << 10;  // 2^-shift in fp16
               factors[n][c] = factor | factor << 16;
             }
-            float largest = __uint_as_float(most << 23);
+            float largest = __uint_as_float(max_exponent << 23);
 #pragma unroll
             for (int i = 0; i < 2; ++i) by_token[n][i] = __shfl_sync(kAllLanes, largest, 4 * (2 * t + i));
           }
@@ -150,15 +151,15 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const uint4& bytes = a_bytes[m][i % 2][c];
-                a[m][i] = kFp8 ? widened(word(bytes, j), i / 2) : word(bytes, 2 * j + i / 2);
+                a[m][i] = kFp8 ? to_fp16x2(component(bytes, j), i / 2) : component(bytes, 2 * j + i / 2);
               }
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n) {
               uint32_t b[2];
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
-                b[i] = kFp8 ? widened(word(b_bytes[n][c], j), i) : word(b_bytes[n][c], 2 * j + i);
-                if constexpr (kFp8 && kDown) b[i] = times(b[i], factors[n][c]);
+                b[i] = kFp8 ? to_fp16x2(component(b_bytes[n][c], j), i) : component(b_bytes[n][c], 2 * j + i);
+                if constexpr (kFp8 && kDown) b[i] = multiply_fp16x2(b[i], factors[n][c]);
               }
 #pragma unroll
               for (int m = 0; m < kTiles; ++m) multiply<kFp8>(block[m][n], a[m], b);

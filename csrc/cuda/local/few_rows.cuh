@@ -28,7 +28,7 @@ struct Expert {
   int32_t index, start, count;
 };
 
-__device__ __forceinline__ uint32_t word(const uint4& four, int i) {
+__device__ __forceinline__ uint32_t component(const uint4& four, int i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 

@@ -51,8 +51,8 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-          uint32_t value = times_bf16(tiny_pair(word(codes[m][i], j), pair), scale[m][i].factor());
-          a[pair / 2][m][2 * (pair % 2) + i] = kLarge ? times_bf16(value, scale[m][i].more()) : value;
+          uint32_t value = multiply_bf16x2(tiny_pair(component(codes[m][i], j), pair), scale[m][i].factor());
+          a[pair / 2][m][2 * (pair % 2) + i] = kLarge ? multiply_bf16x2(value, scale[m][i].more()) : value;
         }
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {

@@ -9,7 +9,7 @@
 namespace epmoe::cuda {
 
 // Of pairs of bf16: exact where the product is one of bf16's numbers, also of subnormal ones.
-__device__ __forceinline__ uint32_t times_bf16(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   __nv_bfloat162 product =
       __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
   return *reinterpret_cast<uint32_t*>(&product);
@@ -41,8 +41,8 @@ __device__ __forceinline__ uint4 bf16_of_eight(uint32_t eight, const Mxfp4Scale&
   uint32_t pair[4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    pair[c] = times_bf16(tiny_pair(eight, c), scale.factor());
-    if (scale.is_large()) pair[c] = times_bf16(pair[c], scale.more());
+    pair[c] = multiply_bf16x2(tiny_pair(eight, c), scale.factor());
+    if (scale.is_large()) pair[c] = multiply_bf16x2(pair[c], scale.more());
   }
   constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;  // codes i and i + 4 are a pair
   return make_uint4(__byte_perm(pair[0], pair[1], kLow), __byte_perm(pair[2], pair[3], kLow),

@@ -63,9 +63,9 @@ std::string bits(const char* name, void (*set)(S&, uint32_t)) {
 
 std::string formats() {
   std::string text;
-  for (WireFormat format : {WireFormat::kAuto, WireFormat::kFp8, WireFormat::kPackedFp8}) {
-    WireTraits traits = wire(format);
-    text += line("WireFormat" + std::to_string(static_cast<int64_t>(format)), 0,
+  for (int64_t i = 0; i <= static_cast<int64_t>(WireFormat::kPackedFp8); ++i) {
+    WireTraits traits = wire(static_cast<WireFormat>(i));
+    text += line("WireFormat" + std::to_string(i), 0,
                  {EXPAND(EACH(TRAIT, traits, element, element_bits, scale_bytes, block, packed))});
   }
   return text;

@@ -6,6 +6,7 @@
 // each. A warpgroup widens weights in MXFP4 meanwhile. By rows, products are turned as they leave. For weights, rows
 // are what is summed over, in steps of 64, and 16 at last; rows of others that the last step has loaded are zeroed.
 #include <type_traits>
+#include <utility>
 
 #include "cuda/device/launch.cuh"
 #include "cuda/hopper/boxes.cuh"
@@ -333,29 +334,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kProduct == Product::kForWeights) {
       tile_of<kProduct, kColumns>(args, out, tile, ring, leaving);
     } else {
-      switch (tile.width / kColumnStep) {
-#define EPMOE_WIDTH(steps)                                                  \
-  case steps:                                                               \
-    tile_of<kProduct, steps * kColumnStep>(args, out, tile, ring, leaving); \
-    break;
-        EPMOE_WIDTH(1)
-        EPMOE_WIDTH(2)
-        EPMOE_WIDTH(3)
-        EPMOE_WIDTH(4)
-        EPMOE_WIDTH(5)
-        EPMOE_WIDTH(6)
-        EPMOE_WIDTH(7)
-        EPMOE_WIDTH(8)
-        EPMOE_WIDTH(9)
-        EPMOE_WIDTH(10)
-        EPMOE_WIDTH(11)
-        EPMOE_WIDTH(12)
-        EPMOE_WIDTH(13)
-        EPMOE_WIDTH(14)
-        EPMOE_WIDTH(15)
-        EPMOE_WIDTH(16)
-#undef EPMOE_WIDTH
-      }
+      auto of_width = [&]<int... kSteps>(std::integer_sequence<int, kSteps...>) {
+        ((tile.width / kColumnStep == kSteps + 1 &&
+          (tile_of<kProduct, (kSteps + 1) * kColumnStep>(args, out, tile, ring, leaving), true)) ||
+         ...);
+      };
+      of_width(std::make_integer_sequence<int, kColumns / kColumnStep>{});
     }
   }
   if (kProduct == Product::kForWeights && threadIdx.x % kWarpgroup == 0) tma_wait_written<0>();

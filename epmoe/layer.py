@@ -392,7 +392,7 @@ class MoELayer(nn.Module):
         routing: Tensor,
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
-        adapter_ids: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> Tensor:
         """The layer behind its router, without gradients: tokens [T, D] → y [T, D] in the dtype of x. Collective.
 
@@ -400,7 +400,7 @@ class MoELayer(nn.Module):
         weights [T, K]. Other arguments and errors are those of `forward`.
         """
         with self.ep.giving_up(self.tag, partial(self._shape, x_TD, None if weights_TK is None else routing)):
-            return self._serve(x_TD, routing, weights_TK, num_tokens, adapter_ids)[0]
+            return self._serve(x_TD, routing, weights_TK, num_tokens, extra)[0]
 
     def _serve(
         self,
@@ -663,7 +663,7 @@ class MoELayer(nn.Module):
     def _follow(self) -> None:
         """Let experts and adapters take part in moves and changes of the group."""
         if self.adapters is not None:
-            self.ep.adapters.add(self.adapters)
+            self.ep.followers.add(self.adapters)
         if self.ep.live is not None and isinstance(self.experts, GroupedExperts):
             self.ep.live.weights[self.tag] = _weights_of(self)
 

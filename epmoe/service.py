@@ -31,6 +31,7 @@ from epmoe.exchange.round_state import CLOSED
 from epmoe.group.checks import check_size, config_of, device_of, group_of
 from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
 from epmoe.group.join import JoinRequest, opening
+from epmoe.group.member import Follower
 from epmoe.group.peers import Peers
 from epmoe.group.recovery import Confirm, Wanted, regroup, take_in
 from epmoe.group.store import Store
@@ -40,7 +41,6 @@ from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import EMPTY
 from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
-from epmoe.local.adapters import ExpertAdapters
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 from epmoe.native.layouts import constant
@@ -96,8 +96,8 @@ class ExpertParallel(HoldsWindows):
     """[R], names of the ranks' processes"""
     live: LiveExperts | None = None
     """The experts that move, with `placement.live`."""
-    adapters: WeakSet[ExpertAdapters]
-    """Those of this rank's layers, which `resume` keeps or empties."""
+    followers: WeakSet[Follower]
+    """What this rank's layers keep for its experts: `resume` tells them of another group."""
     _exchange: Exchange | None = None
     _mesh: DeviceMesh | None = None  # of the group
     _missing: int = 0  # ranks, as a mask, like the next
@@ -120,7 +120,7 @@ class ExpertParallel(HoldsWindows):
         self._needs_bias = config.routing.selection_bias
         self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
-        self.adapters = WeakSet()
+        self.followers = WeakSet()
         self._addresses = addresses_on(self.device)
         self._layouts = dict[int, object]()  # of each generation
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
@@ -787,8 +787,8 @@ class ExpertParallel(HoldsWindows):
             assert isinstance(exchange, NodeExchange)
             weights = {} if self.live is None else self.live.weights
             self.live = LiveExperts(config, exchange, slots, weights)
-        for adapters in self.adapters:
-            adapters.regroup(self.num_local_experts, whole=all(holds))
+        for follower in self.followers:
+            follower.regroup(self.num_local_experts, whole=all(holds))
         _open.add(self)
 
     def _keeps_weights(self, config: EPConfig, placement: Placement, slots: Table | None, rank: int) -> bool:

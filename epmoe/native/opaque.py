@@ -86,7 +86,7 @@ class Layer(Protocol):
         routing: Tensor,
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
-        adapter_ids: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> Tensor:
         """Run a round. Raises what the exchange has reported.
 
@@ -95,7 +95,7 @@ class Layer(Protocol):
             routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
             num_tokens: real tokens.
-            adapter_ids: the adapter of each token.
+            extra: what else the layer takes for each token, or None.
 
         Returns:
             y [T, D], contiguous, in the dtype of x and in memory of its own.
@@ -145,7 +145,7 @@ _layers = Registry[Any](
 _library = torch.library.Library("epmoe", "FRAGMENT")
 _library.define(
     "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, Tensor(a!) order, "
-    "SymInt layer_id, Tensor? adapter_ids=None) -> Tensor"
+    "SymInt layer_id, Tensor? extra=None) -> Tensor"
 )
 _library.define("module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor")
 
@@ -179,11 +179,11 @@ def moe(
     routing: Tensor,
     weights_TK: Tensor | None,
     num_tokens: int | Tensor | None,
-    adapter_ids: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> Tensor:
     """`layer.run` as an operator, with its arguments: what a layer calls where `torch.compiler.is_compiling()`."""
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
-    return torch.ops.epmoe.moe(x_TD, routing, weights_TK, scalar, num_rows, layer.order, layer.layer_id, adapter_ids)
+    return torch.ops.epmoe.moe(x_TD, routing, weights_TK, scalar, num_rows, layer.order, layer.layer_id, extra)
 
 
 def _moe(
@@ -194,11 +194,11 @@ def _moe(
     num_rows: int,
     order: Tensor,
     layer_id: int,
-    adapter_ids: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> Tensor:
     rows = None if num_rows == x.shape[0] else num_rows
     layer: Layer = _layers.find(layer_id)
-    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, adapter_ids)
+    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, extra)
 
 
 def _module(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], layer_id: int) -> Tensor:

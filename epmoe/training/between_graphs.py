@@ -11,7 +11,7 @@ import torch
 @torch.compiler.disable(
     reason="rounds with gradients run between graphs where num_rows is 'exact' or activation_memory_budget is below 1: "
     "compile without fullgraph, or give a number of rows and set torch._functorch.config.activation_memory_budget = 1; "
-    "a layer within `replay` or `adapters_of` runs between graphs, too, since a graph would keep what they give"
+    "a layer runs between graphs, too, within contexts such as `replay`: a graph would keep what they give"
 )
 def between_graphs(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return call(*arguments, **options)

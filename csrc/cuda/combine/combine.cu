@@ -66,28 +66,25 @@ __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* hea
   send_chunks<1, false, false, kFormat, T, kValues>(b, outgoing, head);
 }
 
-// What a kernel is compiled for. nvcc takes no value of a class in a kernel's template, but the bits of one.
+// What a kernel is compiled for.
 struct Variant {
   int send_lines;     // lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol
   bool coarse;        // receivers also sum send_lines lines at once, otherwise one; senders have more pairs in flight
   bool own;           // receivers make the sums for tokens of this rank, so that these do not travel
   WireFormat format;  // of the sums
   bool values;        // a value of each pair returns, too
-
-  constexpr uint32_t bits() const {
-    return send_lines | coarse << 8 | own << 9 | values << 10 | static_cast<uint32_t>(format) << 16;
-  }
-  EPMOE_HD static constexpr Variant of(uint32_t bits) {
-    return {static_cast<int>(bits & 0xff), (bits >> 8 & 1) != 0, (bits >> 9 & 1) != 0,
-            static_cast<WireFormat>(bits >> 16), (bits >> 10 & 1) != 0};
-  }
 };
 
-template <uint32_t kBits, typename T>
-__global__ void __launch_bounds__(threads_per_block(Variant::of(kBits).send_lines),
-                                  blocks_per_sm(Variant::of(kBits).send_lines))
+// A variant as a type. nvcc has no name for a value of a class among the template arguments of a kernel.
+template <Variant kVariant>
+struct Compiled {
+  static constexpr Variant value = kVariant;
+};
+
+template <typename Of, typename T>
+__global__ void __launch_bounds__(threads_per_block(Of::value.send_lines), blocks_per_sm(Of::value.send_lines))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
-  constexpr Variant kVariant = Variant::of(kBits);
+  constexpr Variant kVariant = Of::value;
   constexpr int kSendLines = kVariant.send_lines;
   constexpr bool kLL = kSendLines > 0, kCoarse = kVariant.coarse, kOwn = kVariant.own, kValues = kVariant.values;
   constexpr WireFormat kFormat = kVariant.format;
@@ -185,13 +182,13 @@ template <WireFormat kFormat, typename T, bool kValues>
 auto variant_of(int64_t send_lines, bool coarse, bool own) {
   constexpr bool kCoarse = !wire(kFormat).has_scales();
   constexpr auto of = [](int lines, bool coarse, bool own) {
-    return Variant{.send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues}.bits();
+    return Variant{.send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues};
   };
-  return send_lines == 0   ? combine_kernel<of(0, false, false), T>
-         : send_lines == 1 ? combine_kernel<of(1, false, false), T>
-         : own             ? combine_kernel<of(kMaxSumLines, kCoarse, kCoarse), T>
-         : coarse          ? combine_kernel<of(kMaxSumLines, kCoarse, false), T>
-                           : combine_kernel<of(kMaxSumLines, false, false), T>;
+  return send_lines == 0   ? combine_kernel<Compiled<of(0, false, false)>, T>
+         : send_lines == 1 ? combine_kernel<Compiled<of(1, false, false)>, T>
+         : own             ? combine_kernel<Compiled<of(kMaxSumLines, kCoarse, kCoarse)>, T>
+         : coarse          ? combine_kernel<Compiled<of(kMaxSumLines, kCoarse, false)>, T>
+                           : combine_kernel<Compiled<of(kMaxSumLines, false, false)>, T>;
 }
 // Rounds that return values have sums without scales.
 auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype, bool values) {

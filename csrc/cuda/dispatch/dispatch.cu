@@ -69,7 +69,7 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
   return recv_chunks<kMaxLines<kFormat>, kFormat, false, kMultiplies>(b, first_incoming<kMaxLines<kFormat>>(b));
 }
 
-// What a kernel is compiled for. nvcc takes no value of a class in a kernel's template, but the bits of one.
+// What a kernel is compiled for.
 struct Variant {
   int recv_lines;     // lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol
   bool coarse;        // senders also move recv_lines lines at once, otherwise one
@@ -81,22 +81,19 @@ struct Variant {
   // Whether this rank's own rows stay where the caller has them.
   EPMOE_HD constexpr bool skips_self() const { return coarse && !wire(format).has_scales(); }
   EPMOE_HD constexpr int send_lines() const { return coarse ? recv_lines : 1; }
-  constexpr uint32_t bits() const {
-    return recv_lines | coarse << 8 | trains << 9 | multiplies << 10 | blocks_per_sm << 12 |
-           static_cast<uint32_t>(format) << 16;
-  }
-  EPMOE_HD static constexpr Variant of(uint32_t bits) {
-    return {static_cast<int>(bits & 0xff),      (bits >> 8 & 1) != 0, static_cast<WireFormat>(bits >> 16),
-            static_cast<int>(bits >> 12 & 0xf), (bits >> 9 & 1) != 0, (bits >> 10 & 1) != 0};
-  }
 };
 
-// Source: the dtype that becomes the format; void where rows travel as they are.
-template <uint32_t kBits, typename Source>
-__global__ void __launch_bounds__(threads_bound(Variant::of(kBits).recv_lines, Variant::of(kBits).skips_self()),
-                                  Variant::of(kBits).blocks_per_sm)
+// A variant as a type. nvcc has no name for a value of a class among the template arguments of a kernel.
+template <Variant kVariant>
+struct Compiled {
+  static constexpr Variant value = kVariant;
+};
+
+// Of: a `Compiled`. Source: the dtype that becomes the format; void where rows travel as they are.
+template <typename Of, typename Source>
+__global__ void __launch_bounds__(threads_bound(Of::value.recv_lines, Of::value.skips_self()), Of::value.blocks_per_sm)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
-  constexpr Variant kVariant = Variant::of(kBits);
+  constexpr Variant kVariant = Of::value;
   constexpr int kRecvLines = kVariant.recv_lines, kSendLines = kVariant.send_lines();
   constexpr bool kLL = kRecvLines > 0, kSkipSelf = kVariant.skips_self(), kMultiplies = kVariant.multiplies;
   constexpr WireFormat kFormat = kVariant.format;
@@ -196,15 +193,18 @@ template <WireFormat kFormat, typename Source, bool kTrains>
 auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
   constexpr int kMost = kMaxLines<kFormat>;
   constexpr auto of = [](int lines, bool coarse, int blocks) {
-    return Variant{.recv_lines = lines, .coarse = coarse, .format = kFormat, .blocks_per_sm = blocks, .trains = kTrains}
-        .bits();
+    return Variant{
+        .recv_lines = lines, .coarse = coarse, .format = kFormat, .blocks_per_sm = blocks, .trains = kTrains};
   };
-  if (recv_lines == 0) return dispatch_kernel<of(0, false, 2), Source>;
+  if (recv_lines == 0) return dispatch_kernel<Compiled<of(0, false, 2)>, Source>;
   if (recv_lines == 1)
-    return exclusive ? dispatch_kernel<of(1, false, 1), Source> : dispatch_kernel<of(1, false, 2), Source>;
+    return exclusive ? dispatch_kernel<Compiled<of(1, false, 1)>, Source>
+                     : dispatch_kernel<Compiled<of(1, false, 2)>, Source>;
   if (recv_lines == 2)
-    return coarse ? dispatch_kernel<of(2, true, 1), Source> : dispatch_kernel<of(2, false, 1), Source>;
-  return coarse ? dispatch_kernel<of(kMost, true, 1), Source> : dispatch_kernel<of(kMost, false, 1), Source>;
+    return coarse ? dispatch_kernel<Compiled<of(2, true, 1)>, Source>
+                  : dispatch_kernel<Compiled<of(2, false, 1)>, Source>;
+  return coarse ? dispatch_kernel<Compiled<of(kMost, true, 1)>, Source>
+                : dispatch_kernel<Compiled<of(kMost, false, 1)>, Source>;
 }
 // What a round of training asks of its kernel.
 enum class Training { kNone, kRows, kProducts };
@@ -217,7 +217,7 @@ auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat fo
         if (training == Training::kProducts) {
           constexpr Variant kProducts{
               .recv_lines = 0, .coarse = false, .format = of, .blocks_per_sm = 2, .trains = true, .multiplies = true};
-          return dispatch_kernel<kProducts.bits(), Source>;
+          return dispatch_kernel<Compiled<kProducts>, Source>;
         }
         if (training == Training::kRows) return variant_of<of, Source, true>(recv_lines, coarse, exclusive);
       }

@@ -87,8 +87,8 @@ def test_weights_in_mxfp4_have_the_bits_of_bf16(hopper, counts, n, k, scales):
     case = Case(counts, n, k, hopper)
     plain = plain_weights((codes, exponents))
     with poisoned_memory():
-        product = ops.hopper_gemm(case.rows, codes, exponents, case.ends)
-        wanted = ops.hopper_gemm(case.rows, plain, None, case.ends)
+        product = ops.hopper_gemm(case.rows, codes, exponents, case.ends[1:])
+        wanted = ops.hopper_gemm(case.rows, plain, None, case.ends[1:])
     assert torch.equal(product.view(torch.int16), wanted.view(torch.int16))
     for i, (start, end) in enumerate(itertools.pairwise(case.offsets)):
         assert_close(product[start:end], case.rows[start:end].double() @ plain[i].double().T)

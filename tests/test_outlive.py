@@ -7,13 +7,12 @@ import time
 
 import pytest
 import torch
-from exchanges import assert_y, gains, make_tokens
+from exchanges import assert_y, make_tokens
 from host import (
     RESUME_S,
     SLACK_S,
     Host,
     check_stream,
-    config_of,
     create,
     lose,
     mapped_windows,
@@ -22,6 +21,7 @@ from host import (
     resume,
     serve,
     spread,
+    staying,
 )
 
 import epmoe
@@ -36,7 +36,7 @@ def capture(state) -> None:
     ep, graph = state.ep, torch.cuda.CUDAGraph()
     tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=11)
     inputs = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
-    gain_eD = gains(ep.config, ep.config.model.hidden_size)[state.held].to(ep.device)
+    gain_eD = state.rows[0].to(ep.device)
     with torch.cuda.graph(graph):
         d = ep.dispatch(*inputs)
         row = torch.arange(len(d.rows), device=ep.device)
@@ -121,7 +121,7 @@ def test_graphs_go_on_when_the_group_is_as_it_was(host: Host):
     host.form([*alive, 3])
     placement = spread(3, 2)
     host.start(alive, resume, placement)
-    host.start([3], create, config_of(placement, host.device))
+    host.start([3], create, staying(placement, host.device))
     host.answers([*alive, 3])
     assert host.do(alive, is_valid, 0) == [True] * 2 and host.do(alive, is_valid, 1) == [False] * 2
     host.start(alive, play, 1)
@@ -167,7 +167,7 @@ def test_a_death_during_sleep(host: Host):
 
 
 def test_what_cannot_sleep_or_wake():
-    config = config_of(spread(1, 1), torch.device("cpu"))
+    config = staying(spread(1, 1), torch.device("cpu"))
     with epmoe.ExpertParallel(config) as ep:
         with pytest.raises(EPStateError, match="does not sleep"):
             ep.wake()

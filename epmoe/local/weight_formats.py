@@ -87,6 +87,15 @@ def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> T
     codes = codes_of(weights)
     *before, n, k = codes.shape
     rows, columns = granularity(scales.shape[len(before) :], n, k) or (n, k)
-    of_parts = scales.float().reshape(*before, -(-n // rows), -(-k // columns))
+    of_parts = _plain_scales(scales).reshape(*before, -(-n // rows), -(-k // columns))
     of_rows = of_parts.repeat_interleave(rows, -2)[..., :n, :]
     return (codes * of_rows.repeat_interleave(columns, -1)[..., :k]).to(dtype)
+
+
+def _plain_scales(scales: Tensor) -> Tensor:
+    """In fp32. torch's kernels of GPUs do not convert e8m0."""
+    if scales.dtype != torch.float8_e8m0fnu:
+        return scales.float()
+    exponents = scales.view(torch.uint8).int()
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is a subnormal number
+    return torch.where(exponents == 255, 0x7FC00000, bits).view(torch.float32)

@@ -129,7 +129,7 @@ def test_stale_rows(make_ep, rank, size, device, T, real):
 def example() -> type:
     """`CapturedLayer` as it stands in docs/graphs.md."""
     page, names = (ROOT / "docs/graphs.md").read_text(encoding="utf-8"), {}
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "CapturedLayer" in block)
     exec(compile(block, "docs/graphs.md", "exec"), names)
     return names["CapturedLayer"]
 

@@ -13,7 +13,7 @@ constexpr int kGroupBytes = kMxfp4Group / 2, kEightsOfGroup = kMxfp4Group / 8;
 // The codes and scales of a step.
 struct Mxfp4Step {
   uint4 codes[kStepGroups];
-  uint32_t scales;  // a byte each
+  uint32_t scales[kStepGroups];  // apart: to join them would wait for the loads
 };
 
 struct Mxfp4Row {
@@ -35,7 +35,7 @@ struct Mxfp4Row {
       const int32_t group = step * kStepGroups + i;
       if (group >= groups) continue;
       here.codes[i] = __ldg(reinterpret_cast<const uint4*>(codes) + group);
-      here.scales |= static_cast<uint32_t>(__ldg(scales + group)) << 8 * i;
+      here.scales[i] = __ldg(scales + group);
     }
     return here;
   }
@@ -45,7 +45,7 @@ struct Mxfp4Row {
 __device__ __forceinline__ void store_line(const Mxfp4Step& step, uint32_t box, int32_t line) {
 #pragma unroll
   for (int i = 0; i < kStepGroups; ++i) {
-    const Mxfp4Scale scale{step.scales >> 8 * i & 0xff};
+    const Mxfp4Scale scale{step.scales[i]};
     const uint32_t eights[] = {step.codes[i].x, step.codes[i].y, step.codes[i].z, step.codes[i].w};
 #pragma unroll
     for (int j = 0; j < kEightsOfGroup; ++j) {

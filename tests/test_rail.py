@@ -13,6 +13,7 @@ from torch import Tensor
 
 import epmoe
 from epmoe.exchange.call import Call
+from epmoe.exchange.handles import RoundShape
 from epmoe.exchange.memory import NUM_COUNTERS, MemoryPlan, RailSlot
 from epmoe.native import ops
 from epmoe.rail.memory import RailMemory
@@ -137,7 +138,8 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
         ([[64, 4, 0x3F00_0500], [64, 2, 2 | 3 << 8]], another_dtype),
         ([[64, 4, 2 | 3 << 8], [32, 4, -1]], another_row),
     ):
-        slabs = Slabs(memory, Call(x[:, :64], ids, weights, tag=3), epoch=7, inside_epoch=1)
+        shape, call = RoundShape(64, ids.shape[1], x.dtype), Call(x[:, :64], ids, weights, tag=3)
+        slabs = Slabs(memory, shape, call, epoch=7, inside_epoch=1, most_tokens=None)
         first = slabs._space()[slabs.slab_rows :][: 2 * slabs.stride : slabs.stride]
         sent = torch.tensor([[*tag, slabs.tag[-1]] for tag in tags], dtype=torch.int32)
         first[:, memory.slot.tag : memory.slot.tag + 16] = sent.view(torch.uint8)

@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import signal
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
 from epmoe.native.arguments import check_tensor
-from epmoe.native.layouts import place
 from epmoe.rail.opening import check_shared_memory
 
 
@@ -141,18 +141,25 @@ def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held():
     assert interrupted > 100
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_only_the_first_round_waits_for_ranks_that_still_load(layout):
-    """The operators count rounds, and have both deadlines by the descriptor, whichever call it is of."""
-    with epmoe.ExpertParallel(alone()) as ep:
-        times = ep.config.exchange
-        for _ in range(2):
-            d = ep.dispatch(torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1), layout=layout)
-            ep.abort(d)
-            names = {"first_timeout_ns": times.warmup_timeout_s, "timeout_ns": times.timeout_s}
-            for name, seconds in names.items():
-                assert d.sent.descriptor[place("ExchangeDescriptor", name)].item() == seconds * 1e9
-        assert times.warmup_timeout_s > times.timeout_s
+@pytest.mark.parametrize("rounds_before, wait_s", [(0, 1.0), (1, 0.2), (2, 0.2)])
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_only_the_first_round_waits_for_ranks_that_still_load(stage, rounds_before, wait_s):
+    """Operators and host agree. The signal of a stage does not come."""
+    with epmoe.ExpertParallel(alone(exchange={"timeout_s": 0.2, "warmup_timeout_s": 1.0})) as ep:
+        tokens = torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1)
+        for _ in range(rounds_before):
+            d = ep.dispatch(*tokens)
+            ep.combine(d.rows, d)
+        sent = ep.dispatch_send(*tokens)
+        if stage == "combine":
+            d = ep.dispatch_recv(sent)
+            ep.combine_send(d.rows, d)
+        ep.exchange.views[f"signal.{stage}"].zero_()
+        assert ep.exchange.deadlines.wait_s() == wait_s
+        began = time.monotonic()
+        with pytest.raises(epmoe.EPTimeoutError):
+            ep.dispatch_recv(sent) if stage == "dispatch" else ep.combine_recv(d)
+        assert wait_s <= time.monotonic() - began < wait_s + 0.6
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ import pytest
 import torch
 from exchanges import make_config
 from helpers import randn
-from host import Host, context
+from host import Host
 from test_hand_over import LAYERS, TOKENS, D, E, K, M, Model, send, weights
 
 import epmoe
 from epmoe import WeightReceiver, WeightSender
 from epmoe.live import receiver
 
-context.set_forkserver_preload(["torch", "epmoe", "torch._dynamo"])  # which the first call of a layer imports
 TRAINERS, SERVERS, LAST = [0, 1], [2, 3], 3
 
 CALLS = itertools.count()  # for the last layer: to check it, then to copy it

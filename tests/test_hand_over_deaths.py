@@ -119,6 +119,12 @@ def holds(state) -> list[int]:
     return found
 
 
+def begin(host: Host, names: list[int], function: Callable, *arguments: object) -> None:
+    host.spawn(*names)
+    host.form_at(names)
+    host.succeed(names, function, *arguments)
+
+
 def ends(host: Host, name: int) -> None:
     host.processes[name].join(20)
     assert host.processes[name].exitcode == -signal.SIGKILL
@@ -127,8 +133,8 @@ def ends(host: Host, name: int) -> None:
 @pytest.fixture
 def host(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Host(tmp_path, torch.device("cpu")) as host:
-        host.begin(TRAINERS, create_trainer, folder)
-        host.begin(SERVERS, create_server, folder, 2)
+        begin(host, TRAINERS, create_trainer, folder)
+        begin(host, SERVERS, create_server, folder, 2)
         host.weights = folder
         host.succeed(TRAINERS, sends, 1)
         assert host.succeed(SERVERS, serves, 1) == [1, 1]
@@ -158,7 +164,7 @@ def test_a_rank_is_killed(host, kind, what, rank):
         complete = what in ("has named it", "removes an old one")  # and then it is taken
         assert host.succeed(SERVERS, serves, LAST if complete else -1) == [LAST if complete else 2] * 2
         host.processes[other].kill()
-        host.begin([4, 5], create_trainer, host.weights)  # a trainer that begins again
+        begin(host, [4, 5], create_trainer, host.weights)  # a trainer that begins again
         host.succeed([4, 5], sends, LAST + 1)
         assert host.succeed(SERVERS, serves, LAST + 1) == [LAST + 1] * 2
     else:

@@ -111,6 +111,7 @@ def served(ep: ExpertParallel, model: Model, receiver: WeightReceiver, folder: P
         one = Model(ep, version, fp8)
         wanted.append(torch.cat([one(part) for part in tokens.split(M)]))
     random, count, wrong, longest = Random(ep.rank), 0, 0, 0.0
+    (folder / f"seen{receiver.version}").touch()  # the receiver may have begun with a version
     while receiver.version < last or count < least:
         if receiver.tick():
             longest = max(longest, receiver.pause_s)

@@ -20,6 +20,7 @@ from epmoe.native.arguments import describe
 
 _ANY = 2**31 - 1
 MAX_MOVES = 64
+MOVES_OF_A_STEP = 3  # at most: a plan with fewer left may end before the goal
 GOAL = 1.03
 
 

@@ -65,7 +65,8 @@ class Balancer:
         every: ticks from plan to plan.
         goal: of a layer: the load of the busiest rank over the mean. Below it nothing moves.
         max_moves: most moves of a layer, in a plan.
-        least_gain: what each move takes off that ratio; a layer that would gain less keeps its experts where they are.
+        least_gain: what each move takes off that ratio, in a plan or on the whole way that several plans go; a layer
+            that would gain less keeps its experts where they are. See `few_moves`.
         policy: makes the plans, from loads, slots and the limits above; see `epmoe.live.policy`.
         weights: takes a tag and a local slot, and returns its weights; see `ExpertParallel.replace`.
 

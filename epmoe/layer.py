@@ -24,7 +24,7 @@ from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.peers import Peers
 from epmoe.live.moves import SlotWeights
-from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters
+from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters, LoRA
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.given import given_to
@@ -280,7 +280,7 @@ class MoELayer(nn.Module):
         without their weights, all ranks lose all adapters: calls with `adapter_ids` raise until each was loaded again.
 
         Args:
-            number: from 0 to `adapters` − 1, as `adapter_ids` name it. `layer.adapters.clear(number)` takes it away.
+            number: from 0 to `adapters` − 1, as `adapter_ids` name it.
             folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`, whose `target_parameters` are the
                 experts' `gate_up_proj`, `down_proj` or both, or which names the modules of single experts.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
@@ -288,11 +288,30 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: on all ranks, if on one of them the layer has no room for adapters, or what
-                `epmoe.checkpoint.load_adapter` and `ExpertAdapters.put` raise; or ranks have read another adapter.
+                `epmoe.checkpoint.load_adapter` and `ExpertAdapters.put_local` raise; or ranks have another adapter.
             EPStateError: experts are moving on a rank.
             RuntimeError: another thread is in a call of the `ExpertParallel` of a rank.
             EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
         """
+        self._put_adapter(
+            "load_adapter", number, block,
+            lambda sizes, interleaved: read_adapter(folder, block, sizes, interleaved, experts_only),
+        )  # fmt: skip
+
+    def put_adapter(self, number: int, adapter: LoRA | None) -> None:
+        """Make an adapter of your own the one with this number, or take that away. Collective, like `load_adapter`.
+
+        Args:
+            number: that of `load_adapter`.
+            adapter: of all E logical experts, the same on all ranks; None takes the adapter away.
+
+        Raises what `load_adapter` does, and TypeError for a factor that is no float tensor.
+        """
+        self._put_adapter("put_adapter", number, "", lambda sizes, _: StoredAdapter.given(adapter, sizes))
+
+    def _put_adapter(
+        self, call: str, number: int, block: str, read: Callable[[tuple[int, int, int, int], bool], StoredAdapter]
+    ) -> None:
         adapters, experts, changes = self.adapters, self.experts, False
 
         def put(room: ExpertAdapters, stored: StoredAdapter) -> None:
@@ -303,15 +322,17 @@ class MoELayer(nn.Module):
                 digest=stored.digest,
             )  # fmt: skip
             changes = True
-            room.put(number, mine)
+            if stored.is_none:
+                room.clear_local(number)
+            else:
+                room.put_local(number, mine)
 
         try:
-            with naming("load_adapter", [self.ep]), (peers := peers_of(self.ep)).together():
+            with naming(call, [self.ep]), (peers := peers_of(self.ep)).together():
                 if adapters is None or not isinstance(experts, GroupedExperts):
                     raise ValueError("`adapters` must be given to the layer, which has no room for any")
                 _, D, width = plain_shape(experts.w_down)
-                sizes = self.ep.config.model.num_experts, D, 2 * width, width
-                stored = read_adapter(folder, block, sizes, experts.interleaved, experts_only)
+                stored = read((self.ep.config.model.num_experts, D, 2 * width, width), experts.interleaved)
                 self.ep.exchange.run(partial(put, adapters, stored))
         except BaseException as error:
             if adapters is not None and (changes or isinstance(error, EPTimeoutError)):  # others may have it
@@ -714,12 +735,12 @@ def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> 
 
 
 def _check_same(peers: Peers, **mine: object) -> None:
-    """Raises ValueError on all ranks unless they are about to load the same adapter. Collective."""
+    """Raises ValueError on all ranks unless they are about to take the same adapter. Collective."""
     first, *others = peers.all_gather(mine)
     for rank, theirs in enumerate(others, 1):
         if odd := [name for name in first if theirs[name] != first[name]]:
             raise ValueError(
-                f"all ranks must load the same adapter, but `{odd[0]}` is {first[odd[0]]!r} on rank 0 and "
+                f"all ranks must take the same adapter, but `{odd[0]}` is {first[odd[0]]!r} on rank 0 and "
                 f"{theirs[odd[0]]!r} on rank {rank}"
             )
 

@@ -38,7 +38,7 @@ def layer_of(ep: epmoe.ExpertParallel, dtype: torch.dtype = torch.float32, **opt
         ep, router, *(w.to(dtype) for w in experts), **{"adapters": 2, "adapter_rank": 4} | options
     )
     if layer.adapters is not None:
-        layer.adapters.put(1, adapter_models.adapter_of(FACTORS, E, ALL, 2.0))
+        layer.adapters.put_local(1, adapter_models.adapter_of(FACTORS, E, ALL, 2.0))
     return layer
 
 
@@ -66,7 +66,7 @@ def test_one_rank(ep):
     assert_close(y, want(layer, x, numbers), slack=4)
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x, adapter_ids=numbers), y)
-    layer.adapters.clear(1)
+    layer.adapters.clear_local(1)
     assert torch.equal(layer(x, adapter_ids=numbers), layer(x)) and torch.equal(twin(x, adapter_ids=numbers), y)
     assert "2 of rank 4" in repr(layer)
 
@@ -100,7 +100,7 @@ def test_experts_with_adapters(device, dtype, options):
     experts = epmoe.GroupedExperts(gate_up.to(device, dtype), down.to(device, dtype), gemm="torch", **given, **options)
     adapters = ExpertAdapters(experts, 3, 5)
     factors = adapter_models.draw(E, hidden, width, 3, seed=7)
-    adapters.put(2, adapter_models.adapter_of(factors, E, ALL, 0.5))
+    adapters.put_local(2, adapter_models.adapter_of(factors, E, ALL, 0.5))
     offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)
     wide = torch.full((12, hidden + 16), torch.nan, dtype=out, device=device)
     rows = wide[:, :hidden]
@@ -126,7 +126,7 @@ def test_moves_leave_no_adapter_uninitialised(device, on_meta):
     experts = epmoe.GroupedExperts(*(torch.zeros(*shape, device="meta" if on_meta else device) for shape in shapes))
     adapters = ExpertAdapters(experts, 2, 4)
     if not on_meta:
-        adapters.put(0, adapter_models.adapter_of(adapter_models.draw(E, D, F, 4, seed=7), E, ALL, 0.5))
+        adapters.put_local(0, adapter_models.adapter_of(adapter_models.draw(E, D, F, 4, seed=7), E, ALL, 0.5))
     before = [torch.zeros(buffer.shape) if on_meta else buffer.cpu() for buffer in adapters.buffers()]
     with poisoned_memory():
         moved = torch.nn.Sequential(adapters).to_empty(device=device)[0]
@@ -146,7 +146,7 @@ def test_fp8_experts(device, payload, tokens):
     factors = adapter_models.draw(E, n, n, 4, seed=3)
     with epmoe.ExpertParallel(config(**sections, exchange={"payload": payload}), device=device) as ep:
         layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up, down, **scales, adapters=2, adapter_rank=8)
-        layer.adapters.put(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
+        layer.adapters.put_local(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
         x = randn(tokens, n, seed=5, dtype=torch.bfloat16).to(device)
         numbers = (torch.arange(tokens) % 2).to(device, torch.int16)
         ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
@@ -173,7 +173,7 @@ def test_mxfp4_experts(device):
         plain = [plain_weights(weights).to(torch.bfloat16) for weights in (gate_up, down)]
         same = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, *plain, **options)
         for one in (layer, same):
-            one.adapters.put(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
+            one.adapters.put_local(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
         x = randn(T, n, seed=5, dtype=torch.bfloat16).to(device)
         numbers = (torch.arange(T) % 2).to(device, torch.int16)
         assert_close(layer(x, adapter_ids=numbers), same(x, adapter_ids=numbers), slack=4)
@@ -192,11 +192,11 @@ def test_what_adapters_refuse(ep):
         (0, LoRA((a, b), (down[0], down[1] / 0)), "`down` has values that are not finite"),
     ]:
         with pytest.raises(ValueError, match=says):
-            layer.adapters.put(number, adapter)
+            layer.adapters.put_local(number, adapter)
     with torch.no_grad():
         x, numbers = tokens(ep.device)
         assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
-    layer.adapters.put(0, LoRA(None, down))
+    layer.adapters.put_local(0, LoRA(None, down))
 
 
 @torch.no_grad()
@@ -211,16 +211,16 @@ def test_casts_and_moves_keep_adapters_or_lose_them(ep, device):
     error = (half(x.half(), adapter_ids=numbers).float() - y).abs().max() / y.abs().max()
     assert 0 < error < 1e-2 and not half.adapters.lost
     with pytest.raises(ValueError, match="`gate_up` has values that are not finite in float16"):
-        half.adapters.put(0, LoRA((a, b + 7e4), down))
-    layer.adapters.put(0, LoRA((a, b + 7e4), down))
+        half.adapters.put_local(0, LoRA((a, b + 7e4), down))
+    layer.adapters.put_local(0, LoRA((a, b + 7e4), down))
     kept = copy.deepcopy(layer).to_empty(device=device)
     assert all(torch.equal(*pair) for pair in zip(kept.adapters.buffers(), layer.adapters.buffers(), strict=True))
     for lost in (copy.deepcopy(layer).half(), copy.deepcopy(layer).to("meta").to_empty(device=device)):
         assert not any(buffer.any() for buffer in lost.adapters.buffers())
         with pytest.raises(epmoe.EPStateError, match=r"adapter\(s\) \[0, 1\] are not whole any more"):
             lost(x.to(lost.experts.dtype), adapter_ids=numbers)
-        lost.adapters.clear(0)
-        lost.adapters.put(1, LoRA(None, down))
+        lost.adapters.clear_local(0)
+        lost.adapters.put_local(1, LoRA(None, down))
 
 
 def test_what_layers_refuse(ep, device):

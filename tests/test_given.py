@@ -185,7 +185,7 @@ def adapted(ep: ExpertParallel) -> nn.Module:
     model = model_of(ep, adapters=2, adapter_rank=4).eval()
     for i, layer in enumerate(model.model.layers):
         factors = adapter_models.draw(E, D, F, 4, seed=i + 1)
-        layer.mlp.adapters.put(1, adapter_models.adapter_of(factors, E, list(range(E)), 2.0))
+        layer.mlp.adapters.put_local(1, adapter_models.adapter_of(factors, E, list(range(E)), 2.0))
     return model
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 from torch import Tensor
 
 from epmoe.local.adapters import LoRA
-from epmoe.native.arguments import FLOATS, describe
+from epmoe.native.arguments import FLOATS, check_tensor, describe
 
 _A, _B = "lora_A.weight", "lora_B.weight"
 _OTHER_FUNCTIONS = (
@@ -94,6 +94,31 @@ class StoredAdapter(NamedTuple):
     """of `gate_up` and of `down`"""
     digest: str
     """of all that makes the adapter"""
+
+    @classmethod
+    def given(cls, adapter: LoRA | None, sizes: _Sizes) -> StoredAdapter:
+        """Factors of all E experts that a caller has, whose b have their scaling; None adds nothing.
+
+        Raises TypeError or ValueError where they do not fit.
+        """
+        E, D, wide, F = sizes
+        digest, parts = hashlib.blake2b(), list[_Factors | None]()
+        for name, (n, k) in (("gate_up", (wide, D)), ("down", (D, F))):
+            part: _Factors | None = getattr(adapter, name, None)
+            digest.update(f"{name} {part and [*map(describe, part)]}".encode())
+            if part is not None:
+                check_tensor(f"{name} a", part[0], FLOATS, (E, "r", k))
+                check_tensor(f"{name} b", part[1], FLOATS, (E, n, part[0].shape[1]))
+                part = part[0].detach().cpu(), part[1].detach().cpu()
+                for factor in part:
+                    _add_bytes(digest, factor)
+            parts.append(part)
+        return cls(parts[0], parts[1], [1.0, 1.0], digest.hexdigest())
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it adds nothing."""
+        return self.gate_up is None and self.down is None
 
     def of(self, experts: Sequence[int]) -> LoRA:
         """The adapter of these logical experts, in this order. Its b are fp32 and have the scaling."""
@@ -187,7 +212,7 @@ def _assembled(
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         digest.update(f"{name} {describe(tensor)}".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        _add_bytes(digest, tensor)
         end = next((end for end in (_A, _B) if name.endswith(f".{end}")), name.rpartition(".")[2])
         modules.setdefault(name.removesuffix(f".{end}"), {})[end] = tensor
     names = {module: f".{module}".partition(f".{block}.experts")[2] for module in modules}
@@ -276,6 +301,10 @@ def _pair(module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, i
     raise ValueError(
         f"`{module}` must have {_A} [{many}r, k] and {_B} [n, {many}r], for r = {r} and n, k = {wanted}, got {got}"
     )
+
+
+def _add_bytes(digest: hashlib.blake2b, tensor: Tensor) -> None:
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _matched(patterns: Mapping[re.Pattern[str], _Number] | None, names: Sequence[str], usual: _Number) -> _Number:

@@ -38,8 +38,8 @@ class ExpertAdapters(nn.Module):
     """Room for adapters of this rank's experts, for serving. At first all are zeros, which add nothing.
 
     The weights are buffers in the dtype of outputs, and no part of a state dict: an adapter comes from a file of its
-    own. `put` and `clear` write in place, so CUDA graphs go on. Every rank calls them, between the same rounds;
-    `MoELayer.load_adapter` sees to it that all have the same.
+    own. `MoELayer.load_adapter` and `MoELayer.put_adapter` see to it that all ranks have the same; `put_local` and
+    `clear_local` change this rank alone. All write in place, so CUDA graphs go on.
 
     Args:
         experts: of this rank.
@@ -78,8 +78,8 @@ class ExpertAdapters(nn.Module):
             self.register_buffer(name, zeros, persistent=False)
         self._choose()
 
-    def put(self, number: int, adapter: LoRA) -> None:
-        """Make an adapter the one with this number, from the next call on.
+    def put_local(self, number: int, adapter: LoRA) -> None:
+        """Make an adapter the one with this number on this rank, from the next call on.
 
         Args:
             number: from 0 to A − 1.
@@ -102,7 +102,7 @@ class ExpertAdapters(nn.Module):
         self.lost.discard(number)
 
     def checked(self, number: int, adapter: LoRA) -> LoRA:
-        """The adapter as `put` writes it, on the device and in the dtype of outputs. Raises what `put` does."""
+        """The adapter on the device and in the dtype of outputs, as `put_local` writes it; and its errors."""
         room = self._room(number)
         made: dict[str, tuple[Tensor, Tensor] | None] = {}
         for name, factors in adapter._asdict().items():
@@ -121,8 +121,8 @@ class ExpertAdapters(nn.Module):
             made[name] = a, b
         return LoRA(**made)
 
-    def clear(self, number: int) -> None:
-        """Make the adapter with this number zeros. Raises ValueError where there is no such number."""
+    def clear_local(self, number: int) -> None:
+        """Make the adapter with this number zeros on this rank. Raises ValueError where there is no such number."""
         self._empty(number)
         self.numbers.discard(number)
         self.lost.discard(number)
@@ -138,7 +138,7 @@ class ExpertAdapters(nn.Module):
         Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay. Otherwise all are
         lost: an adapter of some experts only would be another one.
         """
-        with torch.inference_mode(False):  # otherwise `put` could not write them outside inference mode
+        with torch.inference_mode(False):  # otherwise `put_local` could not write them outside inference mode
             for name, buffer in list(self.named_buffers()):
                 if len(buffer) != experts:
                     fitted = buffer.new_zeros(experts, *buffer.shape[1:])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from exchanges import dequantized, quantized
 from helpers import ON_GPUS, ON_THE_CPU, assert_close, randn
 
-from epmoe import EPAbortedError, EPStateError, ExpertParallel, GroupedExperts, MoELayer, checkpoint
+from epmoe import EPAbortedError, EPStateError, ExpertParallel, GroupedExperts, LoRA, MoELayer, checkpoint
 
 E, K, D, F, T, M = 6, 2, 64, 64, 9, 16
 BLOCK = "model.layers.3.mlp"
@@ -43,7 +43,7 @@ def make_layer(ep: ExpertParallel, dtype: torch.dtype = torch.float32, **options
     if layer.adapters is not None:
         for number, (factors, scaling) in ADAPTERS.items():
             held = ep.logical_experts(layer.tag)
-            layer.adapters.put(number, adapter_models.adapter_of(factors, E, [max(x, 0) for x in held], scaling))
+            layer.adapters.put_local(number, adapter_models.adapter_of(factors, E, [max(x, 0) for x in held], scaling))
     return layer
 
 
@@ -103,7 +103,7 @@ def test_fp8_rows(open_ep):
     router, gate_up, down = randn(E, 128, seed=1), randn(E, 2 * F, 128, seed=2) / 8, randn(E, 128, F, seed=3) / 8
     layer = MoELayer.from_full(ep, router, gate_up, down, adapters=1, adapter_rank=4)
     factors = adapter_models.draw(E, 128, F, 4, seed=1)
-    layer.adapters.put(0, adapter_models.adapter_of(factors, E, ep.logical_experts(), 1.0))
+    layer.adapters.put_local(0, adapter_models.adapter_of(factors, E, ep.logical_experts(), 1.0))
     x, numbers = randn(T, 128, seed=ep.rank).to(ep.device), torch.arange(T).to(ep.device, torch.int32) % 2 - 1
     ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
     rounded = dequantized(*quantized(x.cpu()), torch.float32)
@@ -155,7 +155,7 @@ def test_from_the_folder_of_peft(open_ep):
     x, numbers = inputs(layer.ep)
     before = layer(x, adapter_ids=numbers)
     for number in ADAPTERS:
-        layer.adapters.clear(number)
+        layer.put_adapter(number, None)
     assert torch.equal(layer(x, adapter_ids=numbers), layer(x))
     with tempfile.TemporaryDirectory() as folder:
         for number, factors in FACTORS.items():
@@ -195,6 +195,25 @@ def test_one_rank_loads_another_adapter(loaded, rank, size, wrong, says):
         pytest.skip("one rank differs from no other")
     with pytest.raises(ValueError, match=says):
         layer.load_adapter(*call)
+    assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+
+def test_factors_of_its_own(loaded, rank, size):
+    """A rank that gives others, or takes away what others give, changes nothing on any."""
+    layer, _, before = loaded
+    x, numbers = inputs(layer.ep)
+    mine = {n: adapter_models.adapter_of(FACTORS[n], E, list(range(E)), SCALING[n]) for n in FACTORS}
+    for other in (None, mine[0], LoRA(mine[1].gate_up, None)) if size > 1 else ():
+        with pytest.raises(ValueError, match="`digest` is"):
+            layer.put_adapter(0, other if rank == size - 1 else mine[1])
+        assert torch.equal(layer(x, adapter_ids=numbers), before)
+    with pytest.raises(ValueError, match=r"`gate_up a` must be .* \[6, r, 64\]"):
+        layer.put_adapter(0, LoRA((mine[0].gate_up[0][1:], mine[0].gate_up[1]), None))
+    for number in mine:
+        layer.put_adapter(number, None)
+    assert torch.equal(layer(x, adapter_ids=numbers), layer(x))
+    for number, adapter in mine.items():
+        layer.put_adapter(number, adapter)
     assert torch.equal(layer(x, adapter_ids=numbers), before)
 
 
@@ -268,7 +287,7 @@ def test_another_group(open_ep, rank, size, live, copies, tmp_path):
     with pytest.raises(EPStateError, match=r"adapter\(s\) \[0, 1\] are not whole"):
         layer(x, adapter_ids=numbers)
     layer.load_adapter(1, tmp_path / "1", BLOCK)
-    layer.adapters.clear(0)
+    layer.put_adapter(0, None)
     numbers.masked_fill_(numbers == 0, -1)
     assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
     layer.load_adapter(0, tmp_path / "0", BLOCK)
@@ -348,13 +367,13 @@ def test_a_storm(open_ep, rank, size, seed, tmp_path):
             with pytest.raises(EPStateError if layer.adapters.lost else EPAbortedError):
                 layer(x, adapter_ids=numbers)
         for number in range(3):
-            layer.adapters.clear(number)
+            layer.put_adapter(number, None)
             layer.load_adapter(number, tmp_path / str(number % 2), BLOCK)
             held[number] = ADAPTERS[number % 2]
 
     def clear() -> None:
         number = random.randrange(3)
-        layer.adapters.clear(number)
+        layer.put_adapter(number, None)
         held.pop(number, None)
 
     def from_another_thread() -> None:
@@ -420,8 +439,8 @@ def test_in_graphs(open_ep, gemm, tokens):
         replayed = y.clone()
         assert_close(replayed, want(layer, x, numbers), slack=4)
         assert torch.equal(replayed, layer(x, adapter_ids=numbers))
-    layer.adapters.clear(0)
-    layer.adapters.clear(1)
+    layer.put_adapter(0, None)
+    layer.put_adapter(1, None)
     graph.replay()
     without = y.clone()
     assert torch.equal(without, layer(x))

@@ -33,6 +33,7 @@ from epmoe.group.errors import (
     EPTimeoutError,
 )
 from epmoe.group.recovery import recover
+from epmoe.group.store import loopback_store
 from epmoe.layer import MoELayer
 from epmoe.live.balancer import Balancer
 from epmoe.live.receiver import WeightReceiver
@@ -89,6 +90,7 @@ __all__ = [
     "balance",
     "finalize",
     "join_group",
+    "loopback_store",
     "pack_routes",
     "pad_routes",
     "permute",

@@ -63,7 +63,7 @@ def run(seat, folder, port):
 
 def main():
     start = multiprocessing.get_context("spawn").Process
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
+    store = epmoe.loopback_store()  # it outlives every rank
     with tempfile.TemporaryDirectory() as folder:
         ranks = [start(target=run, args=(seat, folder, store.port)) for seat in range(3)]
         for rank in ranks:

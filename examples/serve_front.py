@@ -17,9 +17,10 @@ from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import torch.distributed as dist
 from prometheus_client import CollectorRegistry, Gauge
 from serve_rank import BATCH, SMALL, run_rank
+
+import epmoe
 
 START_S = 600.0  # of the first group, whose ranks may read a checkpoint
 ANSWER_S, LATE_S = 60.0, 5.0  # a rank is killed that does not answer, or is later than others that have lost a round
@@ -63,7 +64,7 @@ class Front:
     def __init__(self, folder, size, served=SMALL):
         context.set_forkserver_preload([*served.modules])
         self.folder, self.size, self.served, self.numbers = folder, size, served, count()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
+        self.store = epmoe.loopback_store()  # it outlives every rank
         Path(folder, "port").write_text(str(self.store.port))
         self.queue, self.open, self.ready, self.over = queue.SimpleQueue(), set(), False, ""
         self.bell = os.eventfd(0)

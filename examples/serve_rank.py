@@ -204,6 +204,7 @@ def run_rank(pipe, folder, rank, size, served=SMALL):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front ends
     threading.Thread(target=end_with_front, daemon=True).start()
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else on the network reaches the ranks
     metrics = CollectorRegistry()
     port = start_http_server(0, "127.0.0.1", metrics)[0].server_port
     make = Model

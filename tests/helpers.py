@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def distinct_ids(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
     """ids [T, K] int32, unique in each row."""
     return torch.rand(tokens, experts, generator=generator(seed)).argsort(1)[:, :top_k].int()
+
+
+def listening(processes: Iterable[int]) -> set[str]:
+    """The addresses on which processes of this machine wait for connections over IP."""
+    sockets = set[str]()
+    for process in processes:
+        for path in Path(f"/proc/{process}/fd").glob("*"):
+            with suppress(FileNotFoundError):  # it has been closed
+                sockets.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    found = set[str]()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for _, local, _, state, *rest in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
+            words, listens = bytes.fromhex(local.partition(":")[0]), state == "0A"
+            if listens and rest[5] in sockets:
+                bytes_ = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, bytes_))
+    return found
 
 
 def poison_(x: Tensor) -> Tensor:

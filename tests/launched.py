@@ -56,7 +56,7 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     arguments = [words, os.environ | {"COLUMNS": "120"}]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            launch(ranks, _execute, arguments, folder, Std.ALL, start_method="forkserver", monitor_interval=0.05)
+            launch(ranks, _execute, arguments, folder, Std.ALL, start_method="forkserver", look_s=0.05)
         except ChildFailedError as error:
             code = 1
             failures = str(error)

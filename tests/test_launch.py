@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import listening
 from launched import ROOT
 
 from epmoe.cli import launch
@@ -186,6 +187,29 @@ def test_a_signal_ends_all_ranks_at_once(
     assert time.monotonic() - sent[0] < 5
     assert capfd.readouterr().err == ""
     assert list(alone.iterdir()) == [] and children() <= running and signal.getsignal(number) is handler
+
+
+def test_ranks_meet_where_no_other_machine_reaches_them(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both the store and gloo listen on the loopback interface alone."""
+    meet = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); "
+    meet += "file = sys.argv[1] + str(rank); open(file, 'w').close()\nwhile os.path.exists(file): time.sleep(0.01)"
+    monkeypatch.setattr(launch, "_RUN", SAY + meet)
+    files, found = [tmp_path / f"rank{rank}" for rank in range(2)], set[str]()
+
+    def look() -> None:
+        while not all(file.exists() for file in files):
+            time.sleep(0.05)
+        try:
+            found.update(listening([os.getpid(), *map(int, children())]))
+        finally:
+            for file in files:
+                file.unlink()
+
+    threading.Thread(target=look, daemon=True).start()
+    assert launch.start_ranks(two_ranks(), [str(tmp_path / "rank")]) == 0
+    assert found == {"127.0.0.1"}
 
 
 WAIT = """

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from drawn_requests import drawn
-from helpers import NO_CUDA, TINY_MODEL, continued, long
+from helpers import NO_CUDA, TINY_MODEL, continued, listening, long
 from launched import ROOT
 
 pytest.importorskip("starlette")
@@ -229,6 +229,7 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
         limit(server)
         stream(server, alone)
         assert server.pids() == before
+        assert listening([server.process.pid, *family(server.process.pid)]) == {"127.0.0.1"}
         with server.load(seed=0):
             server.more(20)
             server.replace(1)

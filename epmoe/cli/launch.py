@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import torch
@@ -22,6 +22,7 @@ import typer
 from epmoe.cli.console import RUN_ID, SEE_TRACEBACK, STDERR, UserError, console, fail, launched_rank
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.config_file import ready_configs
+from epmoe.group.store import loopback_store
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import Std
@@ -177,39 +178,51 @@ def launch(
     arguments: Sequence[object],
     folder: str,
     redirects: Std | dict[int, Std],
-    **options: Any,
+    *,
+    run_id: str = "epmoe",
+    start_method: str = "spawn",
+    look_s: float = 0.1,
 ) -> None:
     """Run `program` with `arguments` on all ranks by torch's launcher, with their logs in `folder`.
 
-    Ranks get this process's module search path, `folder` for temporary files, and one thread each, as under torchrun.
-    What the launcher changes in this process, handlers of signals among it, is undone. `options` are those of its
-    LaunchConfig. Raises ChildFailedError if a rank fails, SignalException if a signal ends this process.
+    Ranks get the variables of torchrun, this process's module search path, `folder` for temporary files, and one thread
+    each. They meet on the loopback interface, where no other machine reaches them. What the launcher changes in this
+    process, handlers of signals among it, is undone. `run_id` and `start_method` are those of torch's launcher, which
+    looks at the ranks every `look_s` seconds. Raises ChildFailedError if a rank fails, SignalException if a signal ends
+    this process.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # any free port
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=redirects),
-        **options,
-    )
+    store = loopback_store()
+    everywhere = {
+        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
+    }  # fmt: skip
+    variables = {
+        rank: {name: str(value) for name, value in (everywhere | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        for rank in range(ranks)
+    }
     environment = os.environ.copy()
     disabled = logging.root.manager.disable
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     temporary = Path(folder, "tmp")
     temporary.mkdir()
     os.environ |= {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "TMPDIR": str(temporary)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.disable(logging.CRITICAL)  # torch's launcher logs every failure and every signal
     try:
-        elastic_launch(config, program)(*arguments)
+        logs = DefaultLogsSpecs(log_dir=folder, redirects=redirects)
+        every = dict.fromkeys(variables, tuple(arguments))
+        context = start_processes("epmoe", program, every, variables, logs, start_method=start_method)
+        try:
+            result = context.wait(period=look_s)
+        finally:
+            context.close(signal.SIGTERM)
+        if result is not None and result.is_failed():
+            raise ChildFailedError("epmoe", result.failures)
     finally:
         logging.disable(disabled)
         os.environ.clear()

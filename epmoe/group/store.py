@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,16 @@ Store = dist.Store | str | os.PathLike[str]
 POLL_S = 0.02
 _FOLDER = "epmoe-board"
 _LONGEST_NAME = 200  # of a file, in bytes; most file systems have 255
+
+
+def loopback_store() -> dist.TCPStore:
+    """A store for ranks of this machine, hosted by this process, such as that of `recover`.
+
+    Ranks connect by `TCPStore("127.0.0.1", store.port)`. No other machine can: torch alone would listen everywhere.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 class OutlivingStore(dist.Store):

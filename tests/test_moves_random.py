@@ -1,5 +1,6 @@
-"""Drawn steps of four ranks whose experts move: other threads call, signal handlers raise, children are forked, plans
-are refused and cancelled, rounds are aborted and overflow, and a rank dies. Every whole round has the right sums.
+"""Drawn steps of ranks whose experts move: other threads call, signal handlers raise, children are forked, plans are
+refused and cancelled, rounds are aborted and overflow, a rank dies, and the group changes its size. Every whole round
+has the right sums, and each row its own `extra`.
 
 A failure names its seed: EPMOE_FUZZ_FIRST=<seed> repeats the draws, though not the times at which ranks run.
 """
@@ -12,7 +13,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ SEED = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 E, D, L, S, RANKS, M = 6, 16, 2, 4, 4, 16
 SECONDS, BYTES = 20, 600_000  # of drawn steps; of an expert, more than half of the staging
 REPORTS = epmoe.EPAbortedError, epmoe.EPOverflowError, epmoe.EPRefusedError  # that `poll` raises once, on any thread
-BUSY = "another thread is in a call"
+BUSY, CLOSED = "another thread is in a call", "this ExpertParallel is closed"
 
 
 class Interrupt(BaseException):
@@ -38,16 +41,19 @@ class WeightsError(Exception):
     """What `weights` raises."""
 
 
-def create(state) -> None:
-    state.ep = ep = epmoe.ExpertParallel(
-        epmoe.EPConfig(
-            model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
-            topology={"ep_size": RANKS},
-            placement={"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1},
-            capacity={"max_num_tokens_per_rank": M, "max_expert_rows": 32},
-            exchange={"timeout_s": 20.0, "warmup_timeout_s": FORM_S},
-        )
+def create(state, ranks: int = RANKS) -> None:
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": ranks},
+        placement={"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1},
+        capacity={"max_num_tokens_per_rank": M, "max_expert_rows": 32, "extra_bytes": 8},
+        exchange={"timeout_s": 20.0, "warmup_timeout_s": FORM_S},
     )
+    begin(state, epmoe.ExpertParallel(config))
+
+
+def begin(state, ep: epmoe.ExpertParallel) -> None:
+    state.ep = ep
     state.rows, state.data = torch.full((L, S, D), torch.nan), torch.zeros(L, S, BYTES, dtype=torch.uint8)
     state.fails = state.armed = False
     load(state)
@@ -61,7 +67,8 @@ def interrupt(state) -> None:
         raise Interrupt
 
 
-def load(state) -> None:
+def load(state, moves: object = None) -> None:
+    """All experts of this rank, also those that are here."""
     for layer in range(L):
         for slot, expert in enumerate(state.ep.logical_experts(layer + 1)):
             if expert != EMPTY:
@@ -105,8 +112,8 @@ def interrupted(state, draw: random.Random, call: Callable, within_s: float = 2e
 
 
 @contextmanager
-def another_thread(state, draw: random.Random) -> Iterator[None]:
-    """It calls whatever does not begin a round."""
+def another_thread(state, draw: random.Random, permitted: str = BUSY) -> Iterator[None]:
+    """It calls whatever does not begin a round. What it gets is at most a RuntimeError with `permitted` words."""
     ep, stop, wrong = state.ep, threading.Event(), list[BaseException]()
     loads = torch.rand(L, E, generator=generator(draw.randrange(1000)))
     calls = [ep.poll, ep.check, ep.loads, ep.health, lambda: repr(ep), lambda: ep.share(loads), ep.abort]
@@ -121,7 +128,7 @@ def another_thread(state, draw: random.Random) -> Iterator[None]:
             except (*REPORTS, TypeError, epmoe.EPTimeoutError):
                 pass
             except RuntimeError as error:
-                if BUSY not in str(error):
+                if BUSY not in str(error) and permitted not in str(error):
                     wrong.append(error)
 
     thread = threading.Thread(target=run)
@@ -161,10 +168,14 @@ def play(state, number: int, kind: str, giver: int) -> None:
     draw = generator(100 * number + ep.rank)
     ids = torch.rand(T, E, generator=draw).argsort(1)[:, :2] if kind != "many" else torch.tensor([[0, 1]]).expand(T, 2)
     x, share = randn(T, D, seed=number + 7 * ep.rank), torch.full((T, 2), 0.5)
-    d = again(lambda: ep.dispatch(x, ids.contiguous(), share, tag=layer + 1))
+    extra = extra_of(number, ep.rank, T)
+    d = again(lambda: ep.dispatch(x, ids.contiguous(), share, tag=layer + 1, extra=extra))
     if kind == "aborted" and ep.rank == giver % ep.size:
         ep.abort()
         return
+    if kind == "whole" and extra is not None:
+        for row, said in zip(d.rows, d.extra[: int(d.expert_offsets[-1])].view(-1).tolist(), strict=False):
+            assert torch.equal(row, randn(T, D, seed=number + 7 * (said // M))[said % M])
     try:
         y = ep.combine(times_slots(d, state.rows[layer]), d)
     except REPORTS:
@@ -175,11 +186,17 @@ def play(state, number: int, kind: str, giver: int) -> None:
         assert_close(y, weighted_sum(x, ids, share, gains), slack=4)
 
 
+def extra_of(number: int, rank: int, T: int) -> torch.Tensor | None:
+    """What says which token of which rank a row is, in a dtype and shape of this round; every third has none."""
+    tokens = M * rank + torch.arange(T)
+    return (None, tokens.view(T, 1).to(torch.int16), tokens)[number % 3]
+
+
 def serve(state, seed: int) -> tuple:
     """Moves of one plan, or what the balancer plans, with rounds between polls; then until all have ended."""
     ep, common, draw = state.ep, random.Random(seed), random.Random(1000 * seed + state.ep.rank)
     by_hand, rounds = common.random() < 0.7, common.randrange(1, 8)
-    target = draw_slots(common, L, E, ep.size, S, least=2, most=2)
+    target = draw_slots(common, L, E, ep.size, S, least=2 if ep.size * S >= 2 * E else 1, most=2)
 
     def replace() -> None:
         again(lambda: ep.replace(target, lambda *slot: weights(state, *slot)))
@@ -269,3 +286,58 @@ def test_drawn_steps(tmp_path):
                 f"EPMOE_FUZZ_FIRST={SEED}, step {seed}: {results}"
             )
     assert victim not in names and steps > 10
+
+
+def resize(state, folder: Path, seed: int, size: int) -> int | None:
+    """In the middle of moves, while another thread calls: this rank in the group; None if it has left."""
+    ep, common, draw = state.ep, random.Random(seed), random.Random(1000 * seed + state.ep.rank)
+    target, state.fails = draw_slots(common, L, E, ep.size, S, most=2), False
+    slot_weights = partial(weights, state)
+    options = {"weights": slot_weights, "balancer": common.choice([None, state.balancer]), "wait_s": 20.0}
+    ep.replace(target, slot_weights)
+    for _ in range(draw.randrange(20)):
+        interrupted(state, draw, ep.poll)
+    stays = ep.rank < size
+    with another_thread(state, draw, CLOSED) if stays else nullcontext():
+        assert again(partial(epmoe.resize, ep, folder, size, partial(load, state), **options)) == stays
+    return ep.rank if stays else None
+
+
+def recover(state, folder: Path) -> int:
+    epmoe.recover(state.ep, folder, partial(load, state))
+    return state.ep.rank
+
+
+def come(state, folder: Path) -> int:
+    begin(state, epmoe.join_group(folder, timeout_s=60.0))
+    return state.ep.rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SEED, SEED + 3))
+def test_drawn_sizes(tmp_path, seed):
+    """Two to four ranks: between drawn steps some leave, new ones come, or one dies and the others recover."""
+    draw, names, steps, began = random.Random(seed), [0, 1], 0, time.monotonic()
+    with Host(tmp_path, torch.device("cpu")) as host:
+        host.begin(names, create, 2)
+        while time.monotonic() - began < SECONDS:
+            steps, step = steps + 1, 100 * seed + steps
+            if len(names) > 2 and draw.random() < 0.2:
+                host.signal(victim := names.pop(draw.randrange(len(names))), signal.SIGKILL)
+                host.processes[victim].join()
+                ranks = host.succeed(names, recover, tmp_path)
+            else:
+                size = draw.randint(2, RANKS)
+                new = list(range(max(host.processes) + 1, max(host.processes) + 1 + size - len(names)))
+                host.spawn(*new)
+                host.start(new, come, tmp_path)
+                host.start(names, resize, tmp_path, step, size)
+                names += new
+                ranks = host.answers(names)
+                for name in [name for name, rank in zip(names, ranks, strict=True) if rank is None]:
+                    host.signal(name, signal.SIGKILL)
+            here = [(rank, name) for name, rank in zip(names, ranks, strict=True) if rank is not None]
+            names = [name for _, name in sorted(here)]
+            results = host.succeed(names, serve, step)
+            assert results == results[:1] * len(names), f"EPMOE_FUZZ_FIRST={seed}, step {step}: {results}"
+    assert steps > 5

@@ -25,7 +25,7 @@ from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.peers import Peers
 from epmoe.live.moves import SlotWeights
 from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters, LoRA
-from epmoe.local.experts import GroupedExperts, parameter, without_autocast
+from epmoe.local.experts import GroupedExperts, parameter
 from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.given import given_to
 from epmoe.local.logits import router_logits
@@ -33,6 +33,7 @@ from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
 from epmoe.local.side_stream import SideStream, record_point
 from epmoe.local.spread import is_spread, local_view
+from epmoe.local.stage import without_autocast
 from epmoe.local.weight_formats import plain_shape, take_rows
 from epmoe.native import opaque
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, dtype_name, refuse_tangents

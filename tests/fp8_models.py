@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from epmoe import GroupedExperts
 from epmoe.cli.demo import generate as demo
+from epmoe.local.stage import Stage
 
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 """F and D in whole blocks."""
@@ -70,14 +70,14 @@ def dequantized(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def calls_of_experts() -> Iterator[list[tuple]]:
-    """The calls of `GroupedExperts` inside: the experts, their arguments and their options."""
+    """The calls of the experts stage inside: the weights, the rows, their scales and the segments."""
     calls: list[tuple] = []
-    forward = GroupedExperts.forward
+    serve = Stage.serve
 
-    def watched(self: GroupedExperts, *arguments: object, **options: object) -> object:
-        calls.append((self, arguments, options))
-        return forward(self, *arguments, **options)
+    def watched(self: Stage, *arguments: object) -> object:
+        calls.append(arguments)
+        return serve(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupedExperts, "forward", watched)
+        patch.setattr(Stage, "serve", watched)
         yield calls

@@ -79,7 +79,7 @@ def deep_gemm(monkeypatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
     chosen = {"auto": ("deep_gemm", "torch"), "deep_gemm": ("deep_gemm",), "torch": ("torch",)}
-    monkeypatch.setattr(epmoe.local.experts, "choose", lambda wanted, *_, **__: chosen[wanted])
+    monkeypatch.setattr(epmoe.local.stage, "choose", lambda wanted, *_, **__: chosen[wanted])
     return stand_in
 
 

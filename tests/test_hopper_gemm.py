@@ -142,7 +142,7 @@ def test_it_trains_and_serves_with_the_same_bits(hopper):
     results = []
     for gemm in ("auto", "hopper", "torch"):
         experts = GroupedExperts(gate_up.clone(), down.clone(), gemm=gemm)
-        assert experts._trains_by == ("torch" if gemm == "torch" else "hopper")
+        assert experts._stage.trained == ("torch" if gemm == "torch" else "hopper")
         x = rows.clone().requires_grad_()
         out = experts(x, offsets)
         out.float().square().sum().backward()

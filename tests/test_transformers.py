@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
+import functools
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +24,9 @@ import epmoe.integrations.transformers as integration
 from epmoe import EPTimeoutError
 from epmoe.cli.demo import generate as demo
 from epmoe.config.config import ConfigError
-from epmoe.integrations.transformers import grouped
+from epmoe.integrations.batches import Arrived
+from epmoe.integrations.transformers import experts as stage
+from epmoe.local.gemm.gemm import Segments
 
 pytestmark = pytest.mark.usefixtures("default_settings")
 
@@ -145,38 +147,46 @@ def test_a_layer_in_static_mode_compiles_after_its_first_call():
 
 
 @torch.no_grad()
-def test_swiglu_is_computed_by_grouped_experts_in_the_memory_of_the_module():
-    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_weights_are_used_where_they_lie(name):
+    experts = experts_of(loaded(name, experts_implementation="epmoe"))
     inputs = tokens_for(experts, 8, 2)
     with calls_of_experts() as calls:
-        experts(*inputs)
-    ((used, _, _),) = calls
-    assert (used.w_gate_up.data_ptr(), used.w_down.data_ptr()) == (
-        experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr(),
-    )  # fmt: skip
-    experts.down_proj = torch.nn.Parameter(torch.zeros_like(experts.down_proj))
+        want = experts(*inputs)
+        experts._apply_gate = functools.partial(type(experts)._apply_gate, experts)  # unknown
+        assert_close(experts(*inputs), want, slack=4)
+    ((used, *_),) = calls
+    assert used.gate_up.data_ptr() == experts.gate_up_proj.data_ptr()
+    assert used.down.data_ptr() == experts.down_proj.data_ptr()
+    for parameter in experts.parameters():
+        parameter.data = torch.zeros_like(parameter)
     assert experts(*inputs).eq(0).all()
-    experts.act_fn = torch.nn.ReLU()  # what `GroupedExperts` do not compute
-    with calls_of_experts() as calls:
-        experts(*inputs)
-    assert not calls
 
 
-@torch.no_grad()
-def test_experts_without_a_gate():
+class Ungated(torch.nn.Module):
+    has_gate, has_bias, is_transposed, has_post_expert_norm = False, True, True, True
+    act_fn, post_expert_norm = staticmethod(torch.relu), staticmethod(torch.neg)
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"up_proj": (16, 24), "down_proj": (24, 16), "up_proj_bias": (24,), "down_proj_bias": (16,)}
+        for seed, (name, shape) in enumerate(shapes.items()):
+            self.register_parameter(name, torch.nn.Parameter(randn(3, *shape, seed=seed)))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_experts_without_a_gate(trains):
     """[n, D] through relu(x · up + b) · down + c, with transposed weights and the last two of three experts."""
-    x, up, down = randn(7, 16), randn(3, 16, 24, seed=1), randn(3, 24, 16, seed=2)
-    biases = randn(3, 24, seed=3), randn(3, 16, seed=4)
-    module = SimpleNamespace(
-        up_proj=up, down_proj=down, up_proj_bias=biases[0], down_proj_bias=biases[1], act_fn=torch.relu,
-        has_gate=False, has_bias=True, is_transposed=True, has_post_expert_norm=True, post_expert_norm=torch.neg,
-    )  # fmt: skip
-    offsets = torch.tensor([0, 5, 7], dtype=torch.int32)
-    parameters = [parameter[1:] for parameter in grouped.parameters_of(module)]
-    got = grouped.grouped_experts(module, parameters, x, offsets)
+    module, x = Ungated(), randn(7, 16, seed=9)
+    up, down, up_bias, down_bias = (parameter.double() for parameter in stage.parameters_of(module))
+    segments = Segments(torch.tensor([0, 5, 7], dtype=torch.int32), None, 1)
+    with torch.set_grad_enabled(trains):
+        computation = stage.computation(module, stage.parameters_of(module), slice(1, 3), trains)
+        got = computation.experts(Arrived(x, None, segments, torch.float32))
+    assert got.requires_grad == trains
     for row, expert in enumerate([1] * 5 + [2] * 2):
-        hidden = torch.relu(x[row].double() @ up[expert].double() + biases[0][expert])
-        assert_close(got[row], -(hidden @ down[expert].double() + biases[1][expert]))
+        hidden = torch.relu(x[row].double() @ up[expert] + up_bias[expert])
+        assert_close(got[row], -(hidden @ down[expert] + down_bias[expert]))
 
 
 def test_windows_made_in_inference_mode_work_under_no_grad():

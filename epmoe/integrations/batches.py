@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
+from epmoe.local.gemm.gemm import Segments
 from epmoe.local.quantize import dequantize_rows
 from epmoe.native.arguments import check_forward_only
 from epmoe.service import ExpertParallel
@@ -29,16 +30,13 @@ now: Callable[[], float] = time.perf_counter
 
 
 class Arrived(NamedTuple):
-    """The rows of a round, expert by expert. Rows past `expert_offsets[e]` hold anything; on the CPU there are none."""
+    """The rows of a round, expert by expert. Rows past the last segment hold anything; on the CPU there are none."""
 
     rows: Tensor
     """[n, D] in `dtype`, or fp8 with an fp8 payload; n may be 0"""
     scales: Tensor | None
     """fp32 [n, D/128] of fp8 rows, else None"""
-    expert_offsets: Tensor
-    """int32 [e + 1], the first row of each segment, gaps included"""
-    segments: dict[str, Any]
-    """`Dispatched.segments`"""
+    segments: Segments
     dtype: torch.dtype
     """of outputs"""
 
@@ -284,7 +282,7 @@ class SharedExpertParallel:
         the host must expect. In rounds with gradients the exchange has counted them.
         """
         if isinstance(routed, Routed):
-            return Arrived(routed.rows, None, routed.expert_offsets, {}, routed.rows.dtype)
+            return Arrived(routed.rows, None, Segments(routed.expert_offsets, None, 1), routed.rows.dtype)
         d = routed
         ep = self.ep
         if ep.device.type == "cpu":
@@ -294,7 +292,7 @@ class SharedExpertParallel:
             most = most_pairs + ep.num_local_experts * (alignment - 1)
             n = min(d.rows.shape[0], -(-most // alignment) * alignment)
         scales = None if d.scales is None else d.scales[:n]
-        return Arrived(d.rows[:n], scales, d.expert_offsets, d.segments, d.dtype)
+        return Arrived(d.rows[:n], scales, Segments(d.expert_offsets, *d.segments.values()), d.dtype)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

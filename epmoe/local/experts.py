@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from epmoe.local.experts_gradients import train_experts
-from epmoe.local.gemm.gemm import Added, Gemm, Segments, Weights
-from epmoe.local.gemm.gradients import choose_trained
-from epmoe.local.gemm.table import CHOICES, GEMMS, choose
+from epmoe.local.gemm.gemm import Added, Gating, Segments, Weights
+from epmoe.local.gemm.table import CHOICES, GEMMS
 from epmoe.local.spread import local_view
+from epmoe.local.stage import Stage
 from epmoe.local.weight_formats import FORMATS, bits_of, plain_shape, product_dtype
 from epmoe.native.arguments import FLOATS, FP8, check_tensor, dtype_name, refuse_tangents, wants_gradients
 from epmoe.native.formats import format_of_rows
 
 DTYPES = (*FLOATS, torch.float64, *FORMATS)
-_UNALIGNED = (
-    "fp8 weights are dequantized in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
-    "and `alignment=dispatched.alignment`"
-)
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights have scales
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()  # takes the host 10 µs less
-    return torch.autocast(device.type, enabled=False)
 
 
 def parameter(value: Tensor) -> nn.Parameter:
@@ -114,12 +101,7 @@ class GroupedExperts(nn.Module):
     down_scales: nn.Parameter | None
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
-    gemms: tuple[str, ...]
-    """Names of the GEMMs that serve. A call takes the first that takes its segments."""
-    alignment: int
-    """Every segment must start at a multiple of this number of rows, as in rounds of `dispatch(…, aligned=True)`."""
-    batch_invariant: bool
-    """Whether the bits of a row's output depend on nothing but the row: docs/choosing.md, "Batch invariance"."""
+    _stage: Stage
     averages_over: int
     """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard` set it."""
 
@@ -186,9 +168,28 @@ class GroupedExperts(nn.Module):
         return product_dtype(self.w_down)
 
     @property
+    def gemms(self) -> tuple[str, ...]:
+        """Names of the GEMMs that serve. A call takes the first that takes its segments."""
+        return self._stage.gemms
+
+    @gemms.setter
+    def gemms(self, names: tuple[str, ...]) -> None:
+        self._stage = self._stage._replace(gemms=names)
+
+    @property
     def gemm(self) -> str:
         """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
-        return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
+        return self._stage.gemm
+
+    @property
+    def alignment(self) -> int:
+        """Segments must start at multiples of this number of rows, as in rounds of `dispatch(…, aligned=True)`."""
+        return self._stage.alignment
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a row's output depend on nothing but the row: docs/choosing.md, "Batch invariance"."""
+        return self._stage.batch_invariant
 
     @property
     def is_capturable(self) -> bool:
@@ -261,23 +262,7 @@ class GroupedExperts(nn.Module):
                 if added is not None:
                     raise RuntimeError("`added` has no gradients: run under torch.inference_mode() or torch.no_grad()")
                 return self._recorded(rows_ND, segments, row_weights, weights)
-        gemm = self._gemm_of(segments)
-        if e == 0:
-            return rows_ND.new_empty(N, D, dtype=self.dtype)
-        with without_autocast(device):
-            if device.type != "cpu" or torch.compiler.is_compiling():
-                return gemm.experts(weights, rows_ND, scales, segments)
-            # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
-            n = int(expert_offsets[-1])
-            if added is not None:
-                weights = weights._replace(added=added._replace(masked_columns=added.masked_columns[:n]))
-            scales = None if scales is None else scales[:n]
-            out_nD = gemm.experts(weights, rows_ND[:n], scales, segments)
-        if n == N:
-            return out_nD
-        out_ND = out_nD.new_empty(N, D)
-        out_ND[:n] = out_nD
-        return out_ND
+        return self._stage.serve(weights, rows_ND, scales, segments)
 
     def extra_repr(self) -> str:
         e, D, f = plain_shape(self._weights(None).down)
@@ -291,42 +276,25 @@ class GroupedExperts(nn.Module):
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
                 "gradients: run under torch.inference_mode() or torch.no_grad()"
             )
-        if self._invariant and not GEMMS[self._trains_by].batch_invariant:
+        trained = self._stage.trained
+        if self._invariant and not GEMMS[trained].batch_invariant:
             raise RuntimeError(
-                f"`experts` are batch_invariant, and {self._trains_by}, the GEMM of their gradients, is not: run under "
+                f"`experts` are batch_invariant, and {trained}, the GEMM of their gradients, is not: run under "
                 "torch.inference_mode() or torch.no_grad()"
             )
         if row_weights is not None:
             check_tensor("row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device)
             row_weights = row_weights.contiguous()
-        trained = weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias
-        with without_autocast(rows_ND.device):
-            rows, (offsets, tokens, *_) = rows_ND.contiguous(), segments
-            out: Tensor = train_experts(rows, row_weights, *trained, offsets, tokens, *self._gating, self._trains_by)[0]
-        return out
+        return self._stage.train(weights, rows_ND, row_weights, segments)
 
     @property
-    def _gating(self) -> tuple[bool, float, float, float]:
+    def _gating(self) -> Gating:
         return self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset
 
     def _choose(self) -> None:
         with torch.no_grad():
             gate_up, down, *_ = self._weights(None)
-        self.gemms = choose(self._wanted, gate_up, down, batch_invariant=self._invariant)
-        self._most_rows = {name: GEMMS[name].most_rows(gate_up, down) for name in self.gemms}
-        self.alignment = max(GEMMS[name].block for name in self.gemms)
-        self.batch_invariant = all(GEMMS[name].batch_invariant for name in self.gemms)
-        self._trains_by = choose_trained(self._wanted, gate_up, down, batch_invariant=self._invariant)
-
-    def _gemm_of(self, segments: Segments) -> Gemm:
-        """Find the GEMM for a call with such segments, which another one would misread."""
-        for name in self.gemms:
-            gemm = GEMMS[name]
-            if gemm.takes(segments, self._most_rows.get(name, math.inf)):
-                if self.is_fp8 and not gemm.takes_fp8 and GEMMS[self.gemm].takes_fp8:
-                    warnings.warn(_UNALIGNED, stacklevel=3)
-                return gemm
-        raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")
+        self._stage = Stage.choose(self._wanted, gate_up, down, batch_invariant=self._invariant)
 
     def _weights(self, added: Added | None) -> Weights:
         over = self.averages_over

@@ -44,7 +44,7 @@ class Experts:
         self.ep, self.calls, self.fails_in = layers.ep, 0, fails_in
 
     def __call__(self, arrived: Arrived) -> Tensor:
-        rows, expert_offsets = arrived.plain(), arrived.expert_offsets
+        rows, expert_offsets = arrived.plain(), arrived.segments.offsets
         self.calls += 1
         if self.calls == self.fails_in:
             raise MemoryError

@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
 from epmoe.cli.demo import generate as demo
+from epmoe.native.arguments import FP8
 
 pytestmark = own_gpus
 FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
@@ -99,8 +100,8 @@ def test_an_fp8_checkpoint(entry_point, rank, size):
         single = fp8_models.dequantized(path, torch.bfloat16).to(DEVICE)
     with fp8_models.calls_of_experts() as calls:
         check_logits(single, spread, rank)
-    used = calls[-1][0]
-    assert used.is_fp8 and len(used.w_down) == single.config.num_experts // size
+    down = calls[-1][0].down
+    assert down.dtype == FP8 and len(down) == single.config.num_experts // size
 
 
 @needs_ep

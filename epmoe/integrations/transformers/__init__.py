@@ -24,10 +24,8 @@ graphs:
     settings.py           what users set, and the exchanges that layers share
     experts_function.py   the experts function
     ep_implementation.py  the EP implementation
-    grouped.py            a module's experts over expert-major rows
-    training.py           the same with gradients
-    in_place.py           experts with SwiGLU, plain or in fp8, as `GroupedExperts` in the same memory
-    fp8.py                which experts in fp8 these are, and their scales
+    experts.py            a module's experts over expert-major rows, with gradients or without
+    fp8.py                which experts in fp8 epmoe takes, and their scales
     graphs.py             a layer of experts as one operator, in static mode
 """
 

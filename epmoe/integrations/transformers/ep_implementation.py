@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from epmoe.integrations.batches import Arrived, SharedExpertParallel
-from epmoe.integrations.transformers import fp8, training
+from epmoe.integrations.batches import Arrived
+from epmoe.integrations.transformers import fp8
+from epmoe.integrations.transformers.experts import Computation, can_group, computation, parameters_of, trains
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
-from epmoe.integrations.transformers.grouped import Computation, can_group, computation, parameters_of
 from epmoe.integrations.transformers.settings import share
 
 
@@ -35,65 +37,56 @@ class EpmoeEP(EPImplementation):
 
     def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
-        if training.trains(self._module, parameters, x, weights):
-            return self._train(layers, parameters, x, ids, weights)
-        if layers.static:
+        trained = trains(self._module, parameters, x, weights)
+        if trained:
+            layers.check_trains()
+        elif layers.static:
             if not parameters:
                 raise ValueError(
                     "static mode needs experts in fp32, fp16, bf16 or fp8 with transformers' "
                     '`experts_implementation="grouped_mm"`: other kernels need counts on the host'
                 )
             allow_in_graphs(self, EpmoeEP._forward)
-        num_tokens = x.shape[0]
-        sharers = self.tp_mesh.size()
+        num_tokens, sharers = x.shape[0], self.tp_mesh.size()
         slice_tokens = -(-num_tokens // sharers)
-        start = slice_tokens * self.tp_mesh.get_local_rank()
-        mine = slice(start, start + slice_tokens)
         tag = layers.tag_of(self)
         ours = Computation(self._by_pairs)
         if parameters:
-            ours = computation(self._module, parameters, slice(self.num_local_experts))
-        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag, ours.aligned)
-        output = layers.run(x[mine], ids[mine], weights[mine], ours.experts, longest, tag, ours.aligned)
-        return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
-
-    def _train(
-        self, layers: SharedExpertParallel, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
-    ) -> Tensor:
-        layers.check_trains()
-        num_tokens = x.shape[0]
-        tag = layers.tag_of(self)
-        sharers = self.tp_mesh.size()
-        ours = Computation(self._by_pairs_in_graph)
-        if parameters:
-            ours = training.computation(self._module, parameters, slice(self.num_local_experts))
+            ours = computation(self._module, parameters, slice(self.num_local_experts), trained)
         if sharers > 1:
-            x, ids, weights = (training.sliced(tensor, self.tp_mesh) for tensor in (x, ids, weights))
-        slice_tokens = -(-num_tokens // sharers)
-        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag)
-        output = layers.run(x, ids, weights, ours.experts, longest, tag, trains=True)
-        return output if sharers == 1 else training.gathered(output, num_tokens, self.tp_mesh)
+            x, ids, weights = (self._slice(tensor, slice_tokens, trained) for tensor in (x, ids, weights))
+        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag, ours.aligned)
+        output = layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned, trained)
+        return output if sharers == 1 else self._gather(output, num_tokens, slice_tokens, trained)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:
         """Outputs by the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
         rows = arrived.plain()
-        n = int(arrived.expert_offsets[-1])
-        if n == 0:
+        offsets = arrived.segments.offsets
+        n = int(offsets[-1])
+        if n == 0 and len(rows):
             return rows
-        ids = torch.repeat_interleave(arrived.expert_offsets.diff().long(), output_size=n)
+        if n == 0:  # the output of a row of zeros keeps the parameters in autograd's graph
+            zero = offsets.new_zeros(1, 1).long()
+            return self.experts_forward(rows.new_zeros(1, rows.shape[1]), zero, rows.new_ones(1, 1))[:0]
+        ids = torch.repeat_interleave(offsets.diff().long(), output_size=n)
         return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
 
-    def _by_pairs_in_graph(self, arrived: Arrived) -> Tensor:
-        """Outputs with gradients. Without rows, the output of a row of zeros keeps the parameters in the graph."""
-        if len(arrived.rows):
-            return self._by_pairs(arrived)
-        row = arrived.rows.new_zeros(1, arrived.rows.shape[1])
-        zero = arrived.expert_offsets.new_zeros(1, 1).long()
-        return self.experts_forward(row, zero, row.new_ones(1, 1))[:0]
+    def _slice(self, tensor: Tensor, slice_tokens: int, trained: bool) -> Tensor:
+        """This rank's slice of a tensor that all ranks of `tp_mesh` have. The gradient is that of all slices."""
+        if trained:
+            whole = DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
+            return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+        start = slice_tokens * self.tp_mesh.get_local_rank()
+        return tensor[start : start + slice_tokens]
 
-    def _gather(self, output: Tensor, slice_tokens: int) -> Tensor:
-        """The slices of all ranks that share the batch, each padded to `slice_tokens` rows."""
+    def _gather(self, output: Tensor, num_tokens: int, slice_tokens: int, trained: bool) -> Tensor:
+        """The slices of all ranks of `tp_mesh`, [num_tokens, D]. A slice gets its part of the gradient."""
+        D = output.shape[1]
+        if trained:
+            options: dict[str, Any] = {"shape": torch.Size((num_tokens, D)), "stride": (D, 1)}
+            return DTensor.from_local(output.contiguous(), self.tp_mesh, [Shard(0)], **options).full_tensor()
         padded = nn.functional.pad(output, (0, 0, 0, slice_tokens - output.shape[0]))
         slices = padded.new_empty(self.tp_mesh.size(), *padded.shape)
         dist.all_gather(list(slices), padded, group=self.tp_mesh.get_group())
-        return slices.flatten(0, 1)
+        return slices.flatten(0, 1)[:num_tokens]

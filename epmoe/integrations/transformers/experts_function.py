@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from epmoe.config.from_hf import EXPERTS_KEYS
-from epmoe.integrations.transformers import training
+from epmoe.integrations.transformers import experts
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
-from epmoe.integrations.transformers.grouped import computation, parameters_of
 from epmoe.integrations.transformers.settings import share
 
 
@@ -25,21 +24,20 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             '`experts_implementation="epmoe"` must be left out where the experts are already spread over ranks: '
             'with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` alone does it'
         )
-    return call(self, _forward, parameters_of(self), hidden_states, top_k_index, top_k_weights)
+    return call(self, _forward, experts.parameters_of(self), hidden_states, top_k_index, top_k_weights)
 
 
 def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     layers = share(x, ids, module.num_experts)
-    trains = training.trains(module, parameters, x, weights)
-    owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
+    trains = experts.trains(module, parameters, x, weights)
     if trains:
         layers.check_trains()
     elif layers.static:
         allow_in_graphs(module, _forward)
+    owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     first = owned[0] if owned else 0
     tag = layers.tag_of(module)
-    held = slice(first, first + len(owned))
-    ours = (training.computation if trains else computation)(module, parameters, held)
+    ours = experts.computation(module, parameters, slice(first, first + len(owned)), trains)
     longest = layers.longest_batch(x.shape[0], tag, ours.aligned)
     return layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned, trains)
 

@@ -1,13 +1,14 @@
-"""transformers' fp8 experts (`FP8Experts`): which of them `GroupedExperts` take, and their scales."""
+"""transformers' fp8 experts (`FP8Experts`): which of them epmoe takes, their gate and their scales."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from epmoe.local.gemm.gemm import Gating
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FLOATS, FP8, dtype_name
 
@@ -22,7 +23,7 @@ def is_quantized(experts: Any) -> bool:
 
 
 def check(experts: Any) -> None:
-    """Raises ValueError unless `GroupedExperts` take the quantized module. The message names what they do not take."""
+    """Raises ValueError unless epmoe takes the quantized module. The message names what it does not take."""
     if problem := _problem(experts):
         raise ValueError(
             f"epmoe takes fp8 experts with scales of blocks of {_BLOCK[0]} × {_BLOCK[1]} or of whole weights, "
@@ -32,28 +33,24 @@ def check(experts: Any) -> None:
         )
 
 
-def options(experts: Any, gate_up: Tensor, down: Tensor, up_scales: Tensor, down_scales: Tensor) -> dict[str, Any]:
-    """What `GroupedExperts` take besides the weights of a quantized module that `check` takes."""
-    alpha = experts.swiglu_alpha
-    return {
-        "gate_up_scales": of_blocks(up_scales, _scales_for(gate_up)),
-        "down_scales": of_blocks(down_scales, _scales_for(down)),
-        "limit": experts.swiglu_limit,
-        "alpha": 1.0 if alpha is None else alpha,
-        "up_offset": 0.0 if alpha is None else 1.0,
-    }
+def gating(experts: Any) -> Gating:
+    """What stands between the products of a quantized module that `check` takes, as `Weights.gating`."""
+    alpha, limit = experts.swiglu_alpha, experts.swiglu_limit
+    return False, math.inf if limit is None else limit, *((1.0, 0.0) if alpha is None else (alpha, 1.0))
+
+
+def of_blocks(scales: Tensor, weight: Tensor) -> Tensor:
+    """The scales of blocks of a weight [e, n, k], fp32 [e, a, b]: `scales` themselves if they are. Powers of two, and
+    scales [e, 2, 1] or [e, 1, 1] of whole weights, of gate and up, or of down, are copied."""
+    shape = _scales_for(weight)
+    values = scales.detach().float()
+    if list(values.shape) == shape:
+        return values
+    return values.repeat_interleave(shape[1] // values.shape[1], 1).expand(*shape).contiguous()
 
 
 def _scales_for(weight: Tensor) -> list[int]:
     return list(FP8_BLOCKS.scales_shape(*weight.shape))
-
-
-def of_blocks(scales: Tensor, shape: Sequence[int]) -> Tensor:
-    """fp32 scales [e, a, b] of blocks, from these or from [e, 2, 1] or [e, 1, 1], those of gate and up, or of down."""
-    values = scales.detach().float()
-    if list(values.shape) == list(shape):
-        return values
-    return values.repeat_interleave(shape[1] // values.shape[1], 1).expand(*shape).contiguous()
 
 
 def _problem(experts: Any) -> str | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from epmoe.config.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.integrations.batches import SharedExpertParallel
 from epmoe.integrations.session import Session, make_config
-from epmoe.integrations.transformers import in_place
 from epmoe.integrations.transformers.graphs import release_graphs
 
 
@@ -71,7 +70,6 @@ def close() -> None:
     Compiled models notice. CUDA graphs that were captured by hand must not be replayed any more.
     """
     release_graphs()
-    in_place.release()
     _session.close()
 
 

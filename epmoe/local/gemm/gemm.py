@@ -25,6 +25,10 @@ Scaled = tuple[Tensor, Tensor | None]
 """A tensor, and the scales of its format, or None."""
 
 
+Gating = tuple[bool, float, float, float]
+"""`interleaved`, `limit`, `alpha` and `up_offset` of `GroupedExperts`; the limit is infinite for none"""
+
+
 class Segments(NamedTuple):
     """Where the rows of each expert lie in a call."""
 
@@ -58,9 +62,14 @@ class Weights(NamedTuple):
     down_scales: Tensor | None
     gate_up_bias: Tensor | None  # [e, 2F]
     down_bias: Tensor | None  # [e, D]
-    gating: tuple[bool, float, float, float]  # interleaved, limit, alpha, up_offset
+    gating: Gating
     added: Added | None = None
     """what adapters add in this call; GEMMs for some calls only, such as those for few rows, do not get it"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """of outputs"""
+        return product_dtype(self.down)
 
 
 class Gemm(ABC):

@@ -1,0 +1,105 @@
+"""The experts stage over weights that a module holds, epmoe's or a framework's: which GEMMs take them, and its calls.
+
+weights ─ Stage.choose ─▶ Stage ─ serve ─▶ outputs [N,D]        train: the same with gradients
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from epmoe.local.experts_gradients import train_experts
+from epmoe.local.gemm.gemm import Gemm, Segments, Weights
+from epmoe.local.gemm.gradients import choose_trained
+from epmoe.local.gemm.table import GEMMS, choose
+from epmoe.native.arguments import FP8
+
+_UNALIGNED = (
+    "fp8 weights are dequantized in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
+    "and `alignment=dispatched.alignment`"
+)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # takes the host 10 µs less
+    return torch.autocast(device.type, enabled=False)
+
+
+class Stage(NamedTuple):
+    """The GEMMs for weights of one layout. It holds no weights, so that these may lie elsewhere in each call."""
+
+    gemms: tuple[str, ...]
+    """Names of the GEMMs that serve. A call takes the first that takes its segments."""
+    trained: str
+    """Name of the GEMM of calls with gradients."""
+    most_rows: dict[str, float]
+    """`Gemm.most_rows` of each GEMM that serves"""
+    alignment: int
+    """Every segment must start at a multiple of this number of rows for `gemm`."""
+    batch_invariant: bool
+    """Whether the bits of a row's output depend on nothing but the row."""
+
+    @classmethod
+    def choose(cls, wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> Self:
+        """The stage for weights [e, 2F, D] and [e, D, F]. Arguments and errors are those of `table.choose`."""
+        gemms = choose(wanted, gate_up, down, batch_invariant=batch_invariant)
+        trained = choose_trained(wanted, gate_up, down, batch_invariant=batch_invariant)
+        most_rows = {name: GEMMS[name].most_rows(gate_up, down) for name in gemms}
+        served = [GEMMS[name] for name in gemms]
+        invariant = all(gemm.batch_invariant for gemm in served)
+        return cls(gemms, trained, most_rows, max(gemm.block for gemm in served), invariant)
+
+    @property
+    def gemm(self) -> str:
+        """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
+        return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
+
+    def serve(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
+        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N, D], no gradients.
+
+        On CPUs rows past the last segment cost nothing. Raises ValueError where no GEMM takes the segments.
+        """
+        gemm = self._gemm_of(segments, weights.down.dtype)
+        N, D = rows.shape
+        if not len(weights.down):
+            return rows.new_empty(N, D, dtype=weights.dtype)
+        with without_autocast(rows.device):
+            if rows.device.type != "cpu" or torch.compiler.is_compiling():
+                return gemm.experts(weights, rows, scales, segments)
+            n = int(segments.offsets[-1])  # costs no synchronisation on the CPU
+            if (added := weights.added) is not None:
+                weights = weights._replace(added=added._replace(masked_columns=added.masked_columns[:n]))
+            out_nD = gemm.experts(weights, rows[:n], None if scales is None else scales[:n], segments)
+        if n == N:
+            return out_nD
+        out_ND = out_nD.new_empty(N, D)
+        out_ND[:n] = out_nD
+        return out_ND
+
+    def train(self, weights: Weights, rows: Tensor, row_weights: Tensor | None, segments: Segments) -> Tensor:
+        """Rows [N, D] → outputs [N, D] with gradients of rows, weights and biases, and of `row_weights` fp32 [N].
+
+        The bits are those of `serve` by the same GEMM. Weights, rows and biases have one dtype: fp32, fp16 or bf16.
+        """
+        with without_autocast(rows.device):
+            rows = rows.contiguous()
+            trained = weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias
+            segment = segments.offsets, segments.tokens, *weights.gating
+            out: Tensor = train_experts(rows, row_weights, *trained, *segment, self.trained)[0]
+        return out
+
+    def _gemm_of(self, segments: Segments, dtype: torch.dtype) -> Gemm:
+        """Find the GEMM for a call with such segments, which another one would misread."""
+        for name in self.gemms:
+            gemm = GEMMS[name]
+            if gemm.takes(segments, self.most_rows.get(name, math.inf)):
+                if dtype == FP8 and not gemm.takes_fp8 and GEMMS[self.gemm].takes_fp8:
+                    warnings.warn(_UNALIGNED, stacklevel=4)
+                return gemm
+        raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")

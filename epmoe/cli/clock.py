@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from epmoe.integrations import batches
-
 
 class StageClock:
     """Wall time of one rank by stage, waiting for other ranks included.
@@ -45,15 +43,12 @@ class StageClock:
         the model's forward pass is the stage loop.
         """
         hooks = [hook for name, module in model.named_modules() for hook in self._watch(model, name, module)]
-        before = batches.now
-        batches.now = self.now
         start = self.now()
         try:
             with self.stage("loop"):
                 yield
         finally:
             self.elapsed = self.now() - start
-            batches.now = before
             for hook in hooks:
                 hook.remove()
 

@@ -25,9 +25,6 @@ from epmoe.service import ExpertParallel
 from epmoe.training import TrainingExchange
 from epmoe.training.exchange import Routed
 
-now: Callable[[], float] = time.perf_counter
-"""The clock of `SharedExpertParallel.seconds`. `epmoe.cli.clock` sets one that waits for the GPU."""
-
 
 class Arrived(NamedTuple):
     """The rows of a round, expert by expert. Rows past the last segment hold anything; on the CPU there are none."""
@@ -45,8 +42,24 @@ class Arrived(NamedTuple):
         return self.rows if self.scales is None else dequantize_rows(self.rows, self.scales, self.dtype)
 
 
-Experts = Callable[[Arrived], Tensor]
-"""The rows of a round → outputs [n,D]"""
+class Computation(NamedTuple):
+    """What a rank computes in the rounds of a call. All but `experts` is the same on all ranks."""
+
+    experts: Callable[[Arrived], Tensor]
+    """The rows of a round → outputs [n,D]"""
+    aligned: bool = False
+    """Whether segments start at multiples of a number of rows: `aligned` of `ExpertParallel.dispatch`."""
+    trains: bool = False
+    """Whether outputs have gradients: the backward pass takes as many rounds then, and rows are plain."""
+
+
+class _Call(NamedTuple):
+    computation: Computation
+    tag: int
+    dtype: torch.dtype
+    """of x"""
+    longest: int | None
+    """No rank brings more tokens. None: each round carries whether a rank has more."""
 
 
 _NOTHING = nullcontext()
@@ -76,52 +89,27 @@ class SharedExpertParallel:
     Attributes:
         ep: the `ExpertParallel`.
         static: whether every call is one round, of at most M tokens a rank; see `configure`.
-        seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. "agree" is the
-            wait for the answer whether a rank has more rounds. On GPUs this is the time of the host, which waits for no
-            kernel otherwise.
+        seconds: of each stage so far by the clock, waiting for other ranks included. "agree" is the wait for the answer
+            whether a rank has more rounds. On GPUs this is the time of the host, which waits for no kernel otherwise.
     """
 
     def __init__(
-        self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device, static: bool = False
+        self,
+        config: EPConfig,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        static: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Collective; takes the arguments of `ExpertParallel`, and `static`."""
+        """Collective; takes the arguments of `ExpertParallel`, and `static` and `clock` of `configure`."""
         self.seconds = dict.fromkeys(("set up", "agree", "dispatch", "experts", "combine"), 0.0)
+        self._now = clock
         with self._timed("set up"):
             self.ep = ExpertParallel(config, group, device)
         self.static = static
         self._exchange: TrainingExchange | None = None
         self._tags: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._max_tokens = config.capacity.max_num_tokens_per_rank
-
-    def rounds(self, num_tokens: int) -> int:
-        """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
-        return max(1, -(-num_tokens // self._max_tokens))
-
-    def longest_batch(self, num_tokens: int, tag: int = 0, aligned: bool = False) -> int | None:
-        """The most tokens that a rank brings to this call, of which this rank brings `num_tokens`; None: not known yet.
-
-        In static mode it is M. Over several nodes this is collective: a slab for another node has the same length on
-        all ranks, so they must agree on it before the first one leaves. They do so through host memory.
-
-        Raises what `Exchange.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
-        tokens in the rounds that follow, whose `tag` and `aligned` these are; see `run`.
-        """
-        if self.static:
-            return max(num_tokens, self._max_tokens)
-        if self.ep.size == 1:
-            return num_tokens
-        with self._timed("agree"), _hinting():
-            largest = self.ep.exchange.largest(num_tokens)
-            if largest is None:
-                return None
-            try:
-                return largest()
-            except EPTimeoutError:
-                raise
-            except BaseException:
-                with suppress(RuntimeError):
-                    self._see_out(self.ep.exchange.rounds.count, largest(), tag, aligned)
-                raise
 
     @property
     def exchange(self) -> TrainingExchange:
@@ -151,34 +139,36 @@ class SharedExpertParallel:
         x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
-        experts: Experts,
-        longest: int | None,
+        computation: Computation,
         tag: int = 0,
-        aligned: bool = False,
-        trains: bool = False,
+        longest: int | None = None,
     ) -> Tensor:
         """Weighted expert outputs [T,D] of this rank's tokens. Collective.
 
-        `tag` and `aligned` are those of `ExpertParallel.dispatch`. With `trains`, the same on every rank, the outputs
-        have gradients, and the backward pass takes as many rounds; rows are plain then.
-
-        `longest` is the same on every rank: no rank brings more tokens. If it is None, each round carries whether a
-        rank has more, and the host looks for that once the round is launched.
+        `tag` is that of `ExpertParallel.dispatch`. `longest` is the same on every rank: no rank brings more tokens. If
+        it is None, each round carries whether a rank has more, and the host looks for that once the round is launched.
+        Over several nodes the ranks agree on the longest batch through host memory before the first round instead,
+        since a slab for another node has the same length on all ranks.
 
         Raises ValueError in static mode if `longest` is more than M, RuntimeError in a stream capture without
-        `longest`, both before anything is sent, and what `ExpertParallel.dispatch`, `ExpertParallel.combine` and
-        `experts` raise. An exception closes the round, wherever it comes from. In the rounds that other ranks still
-        need, this rank then takes part without tokens and without its experts, so that the ranks stay in step. It
-        waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
+        `longest`, both before anything is sent, and what `Exchange.largest`, `ExpertParallel.dispatch`,
+        `ExpertParallel.combine` and `experts` raise. An exception closes the round, wherever it comes from. In the
+        rounds that other ranks still need, this rank then takes part without tokens and without its experts, so that
+        the ranks stay in step. It waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
         """
         M = self._max_tokens
+        T = x_TD.shape[0]
+        call = _Call(computation, tag, x_TD.dtype, longest)
+        if longest is None:
+            longest = self._longest_batch(T, call)
         if longest is None and x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
+        call = call._replace(longest=min(longest, M) if self.static and longest is not None else longest)
         batch = (x_TD, ids_TK, weights_TK)
-        own = self.rounds(x_TD.shape[0])
+        own = self._rounds(T)
         rounds_before = self.ep.exchange.rounds.count
         outputs = list[Tensor]()
         try:
@@ -187,20 +177,19 @@ class SharedExpertParallel:
                     f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a "
                     "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
                 )
-            with self.ep.at_most(longest):
-                while not outputs or self._has_more_rounds(len(outputs), longest):
+            with self.ep.at_most(call.longest):
+                while not outputs or self._has_more_rounds(len(outputs), call.longest):
                     taken = len(outputs)
                     whole = own == 1 and not outputs  # three slices cost the host 5 µs
                     x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                    more = taken + 1 < own
-                    outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, trains, more))
+                    outputs.append(self._round(x, ids, weights, call, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException as error:
             _hint(error)
-            self._see_out(rounds_before, M if self.static else longest, tag, aligned, x_TD.dtype if trains else None)
+            self._see_out(rounds_before, call)
             raise
-        if trains:  # rounds without tokens of this rank have a backward round, too
+        if computation.trains:  # rounds without tokens of this rank have a backward round, too
             own = len(outputs)
         return outputs[0] if own == 1 else torch.cat(outputs[:own])
 
@@ -211,37 +200,53 @@ class SharedExpertParallel:
     def close(self) -> None:
         self.ep.close()
 
+    def _rounds(self, num_tokens: int) -> int:
+        """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
+        return max(1, -(-num_tokens // self._max_tokens))
+
+    def _longest_batch(self, num_tokens: int, call: _Call) -> int | None:
+        """The most tokens that a rank brings, of which this rank brings `num_tokens`; None: not known yet.
+
+        After an exception other than those of the exchange, such as a Ctrl-C, this rank sees the rounds out.
+        """
+        if self.static:
+            return max(num_tokens, self._max_tokens)
+        if self.ep.size == 1:
+            return num_tokens
+        with self._timed("agree"), _hinting():
+            largest = self.ep.exchange.largest(num_tokens)
+            if largest is None:
+                return None
+            try:
+                return largest()
+            except EPTimeoutError:
+                raise
+            except BaseException:
+                with suppress(RuntimeError):
+                    self._see_out(self.ep.exchange.rounds.count, call._replace(longest=largest()))
+                raise
+
     def _has_more_rounds(self, taken: int, longest: int | None) -> bool:
         """Whether all ranks take more rounds after `taken` ones."""
         if longest is not None:
-            return taken < self.rounds(longest)
+            return taken < self._rounds(longest)
         with self._timed("agree"):
             return self.ep.exchange.has_more_rounds()
 
-    def _round(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        experts: Experts,
-        longest: int | None,
-        tag: int,
-        aligned: bool,
-        trains: bool,
-        more: bool,
-    ) -> Tensor:
+    def _round(self, x: Tensor, ids: Tensor, weights: Tensor, call: _Call, more: bool) -> Tensor:
         routed: Dispatched | Routed
-        ep = self.ep
+        ep, now = self.ep, self._now
+        experts, aligned, trains = call.computation
+        most = self._most_tokens(call.longest)
         with ep.exchange.giving_up():
             began = now()
-            with ep.exchange.rounds.sending(more) if longest is None else _NOTHING:
+            with ep.exchange.rounds.sending(more) if call.longest is None else _NOTHING:
                 if trains:
-                    routed = self.exchange.dispatch(x, ids, weights, tag=tag, aligned=aligned)
+                    routed = self.exchange.dispatch(x, ids, weights, tag=call.tag, aligned=aligned)
                 else:
-                    routed = ep.dispatch(x, ids, weights, tag=tag, aligned=aligned)
+                    routed = ep.dispatch(x, ids, weights, tag=call.tag, aligned=aligned)
             arrived = now()
-            most_tokens = (ep.size - 1) * self._most_tokens(longest) + x.shape[0]
-            outputs = experts(self._arrived(routed, most_tokens * ids.shape[1]))
+            outputs = experts(self._arrived(routed, ((ep.size - 1) * most + x.shape[0]) * ids.shape[1]))
             if not trains:
                 check_forward_only(outputs)
             computed = now()
@@ -251,25 +256,23 @@ class SharedExpertParallel:
         self.seconds["combine"] += now() - computed
         return y
 
-    def _see_out(
-        self, rounds_before: int, longest: int | None, tag: int, aligned: bool, trained: torch.dtype | None = None
-    ) -> None:
+    def _see_out(self, rounds_before: int, call: _Call) -> None:
         """After an exception: the rounds that other ranks still need, after the first `rounds_before` and at least one.
 
-        It raises nothing of the exchange, since the caller has an exception already. `trained` is the dtype of x in
-        rounds with gradients.
+        It raises nothing of the exchange, since the caller has an exception already.
         """
-        taken = self.ep.exchange.rounds.count - rounds_before
-        if self.ep.exchange.failed or taken and not self.ep.exchange.rounds.opened_after(rounds_before):
+        rounds, longest = self.ep.exchange.rounds, call.longest
+        taken = rounds.count - rounds_before
+        if self.ep.exchange.failed or taken and not rounds.opened_after(rounds_before):
             return
         with suppress(RuntimeError), self.ep.at_most(longest):
             while not taken or self._has_more_rounds(taken, longest):
-                with self.ep.exchange.rounds.sending(False if longest is None else None):
-                    if trained is None:
-                        self.ep.skip(self.ep.last_shape._replace(aligned=aligned), tag=tag)
+                with rounds.sending(False if longest is None else None):
+                    if call.computation.trains:
+                        shape = RoundShape.of(self.ep.config, call.dtype)._replace(aligned=call.computation.aligned)
+                        self.exchange.skip(shape, tag=call.tag)
                     else:
-                        shape = RoundShape.of(self.ep.config, trained)._replace(aligned=aligned)
-                        self.exchange.skip(shape, tag=tag)
+                        self.ep.skip(self.ep.last_shape._replace(aligned=call.computation.aligned), tag=call.tag)
                 taken += 1
 
     def _most_tokens(self, longest: int | None) -> int:
@@ -296,6 +299,6 @@ class SharedExpertParallel:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        start = now()
+        start = self._now()
         yield
-        self.seconds[stage] += now() - start
+        self.seconds[stage] += self._now() - start

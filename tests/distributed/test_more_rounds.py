@@ -16,7 +16,7 @@ from waits import LONG_S, ctrl_c, within
 from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory
 from epmoe.exchange.handles import Dispatched
-from epmoe.integrations.batches import Arrived, SharedExpertParallel
+from epmoe.integrations.batches import Arrived, Computation, SharedExpertParallel
 
 M = 16
 LENGTHS = (0, 1, M, M + 1, 3 * M)
@@ -59,8 +59,7 @@ def run(
     layers: SharedExpertParallel, tokens: Tokens, experts: Experts | None = None, longest: int | None = None
 ) -> Tensor:
     inputs = [tensor.to(layers.ep.device) for tensor in (tokens.x, tokens.ids, tokens.weights)]
-    longest = longest or layers.longest_batch(len(tokens.x))
-    return layers.run(*inputs, experts or Experts(layers), longest).cpu()
+    return layers.run(*inputs, Computation(experts or Experts(layers)), longest=longest).cpu()
 
 
 def check(layers: SharedExpertParallel, lengths: list[int], seed: int = 0) -> None:
@@ -204,6 +203,6 @@ def test_a_capture_cannot_look(make_layers, size):
     tokens = make_tokens(layers.ep.config, layers.ep.rank, 1)
     inputs = [tensor.to(layers.ep.device) for tensor in (tokens.x, tokens.ids, tokens.weights)]
     with pytest.raises(RuntimeError, match=r"configure\(static=True\)"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        layers.run(*inputs, lambda arrived: arrived.rows, layers.longest_batch(1))
+        layers.run(*inputs, Computation(lambda arrived: arrived.rows))
     assert layers.ep.health().rounds == rounds
     check(layers, [M + 1] * size)

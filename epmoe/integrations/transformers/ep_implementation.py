@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from epmoe.integrations.batches import Arrived
+from epmoe.integrations.batches import Arrived, Computation
 from epmoe.integrations.transformers import fp8
-from epmoe.integrations.transformers.experts import Computation, can_group, computation, parameters_of, trains
+from epmoe.integrations.transformers.experts import can_group, computation, parameters_of, trains
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
 from epmoe.integrations.transformers.settings import share
 
@@ -49,14 +49,14 @@ class EpmoeEP(EPImplementation):
             allow_in_graphs(self, EpmoeEP._forward)
         num_tokens, sharers = x.shape[0], self.tp_mesh.size()
         slice_tokens = -(-num_tokens // sharers)
-        tag = layers.tag_of(self)
-        ours = Computation(self._by_pairs)
+        ours = Computation(self._by_pairs, trains=trained)
         if parameters:
             ours = computation(self._module, parameters, slice(self.num_local_experts), trained)
         if sharers > 1:
             x, ids, weights = (self._slice(tensor, slice_tokens, trained) for tensor in (x, ids, weights))
-        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag, ours.aligned)
-        output = layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned, trained)
+        output = layers.run(
+            x, ids, weights, ours, layers.tag_of(self), longest=slice_tokens if self.shares_batch else None
+        )
         return output if sharers == 1 else self._gather(output, num_tokens, slice_tokens, trained)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.integrations import moe
 
-from epmoe.integrations.batches import Arrived, Experts
+from epmoe.integrations.batches import Arrived, Computation
 from epmoe.integrations.transformers import fp8
 from epmoe.local.gemm.gemm import Gating, Weights
 from epmoe.local.gemm.gradients import train_bias, train_gemm
@@ -28,14 +28,6 @@ from epmoe.native.arguments import FLOATS, wants_gradients
 _SILU: Gating = (False, math.inf, 1.0, 0.0)
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
 _stages: WeakKeyDictionary[Any, tuple[list[object], Stage]] = WeakKeyDictionary()  # by module, with what it depends on
-
-
-class Computation(NamedTuple):
-    """What a rank computes in a round."""
-
-    experts: Experts
-    aligned: bool = False
-    """Whether segments have to start at multiples of a number of rows: `aligned` of `ExpertParallel.dispatch`."""
 
 
 def can_group(experts: Any) -> bool:
@@ -107,7 +99,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice, trains: boo
             out = experts.post_expert_norm(out)
         return out.to(arrived.dtype)
 
-    return Computation(outputs, aligned=not trains and stage.alignment > 1)
+    return Computation(outputs, not trains and stage.alignment > 1, trains)
 
 
 def _gating(experts: Any) -> Gating | None:

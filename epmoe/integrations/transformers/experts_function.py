@@ -36,10 +36,8 @@ def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weig
         allow_in_graphs(module, _forward)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     first = owned[0] if owned else 0
-    tag = layers.tag_of(module)
     ours = experts.computation(module, parameters, slice(first, first + len(owned)), trains)
-    longest = layers.longest_batch(x.shape[0], tag, ours.aligned)
-    return layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned, trains)
+    return layers.run(x, ids, weights, ours, layers.tag_of(module))
 
 
 def warn_where_ignored() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ class Settings:
 
     group: dist.ProcessGroup | None = None
     static: bool = False
+    clock: Callable[[], float] = time.perf_counter
     keys: dict[str, Any] = field(default_factory=dict)
 
     def config(self, num_experts: int, top_k: int, hidden_size: int, dtype: torch.dtype, ep_size: int) -> EPConfig:
@@ -35,7 +38,13 @@ _settings = Settings()
 _session: Session[SharedExpertParallel] = Session()
 
 
-def configure(*, group: dist.ProcessGroup | None = None, static: bool | None = None, **settings: Any) -> None:
+def configure(
+    *,
+    group: dist.ProcessGroup | None = None,
+    static: bool | None = None,
+    clock: Callable[[], float] | None = None,
+    **settings: Any,
+) -> None:
     """Change the settings of later calls. Call it on every rank with the same arguments, between forward passes.
 
     Settings that a call leaves out keep their values. Every `ExpertParallel` in use is closed; the next forward pass
@@ -47,6 +56,7 @@ def configure(*, group: dist.ProcessGroup | None = None, static: bool | None = N
             ValueError before anything is sent. Then ranks agree on nothing and the host waits for no kernel, so that a
             forward pass can be compiled and captured into a CUDA graph. The first pass, which makes the windows, must
             be neither. False is the default.
+        clock: gives seconds, for `SharedExpertParallel.seconds`; `time.perf_counter` by default.
         settings: keys of the `capacity` and `exchange` sections of `EPConfig`, above all `max_num_tokens_per_rank`
             (longer batches take several rounds, unless `static`) and `timeout_s`; and `ranks_per_node` of `topology`,
             where the group spans machines.
@@ -58,7 +68,7 @@ def configure(*, group: dist.ProcessGroup | None = None, static: bool | None = N
     if static is not None and not isinstance(static, bool):
         raise ConfigError(f"`static` must be True or False, got {static!r}")
     static = _settings.static if static is None else static
-    changed = replace(_settings, group=group or _settings.group, static=static, keys={**_settings.keys, **settings})
+    changed = Settings(group or _settings.group, static, clock or _settings.clock, keys={**_settings.keys, **settings})
     changed.config(1, 1, 128, torch.float32, 1)
     close()
     _settings = changed
@@ -97,6 +107,6 @@ def share(
     shapes = (num_experts, ids_TK.shape[1], x_TD.shape[1], x_TD.dtype)
 
     def make(ep_size: int) -> SharedExpertParallel:
-        return SharedExpertParallel(settings.config(*shapes, ep_size), group, device, settings.static)
+        return SharedExpertParallel(settings.config(*shapes, ep_size), group, device, settings.static, settings.clock)
 
     return _session.share(shapes, group, device, make)

@@ -144,9 +144,9 @@ def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
 def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
     group = get_ep_group().cpu_group
 
-    def sizes(layout: Layout, aligned: bool = False) -> list[Sizes]:
+    def sizes(layout: Layout, aligned: bool = False) -> Sizes:
         shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout, aligned)
-        return [Sizes.make(shape, group, device, Choice())]
+        return Sizes.make(shape, group, device, Choice())
 
     return {
         "epmoe layer": EpmoePrepareAndFinalize(sizes("expert", aligned=True), "layer", aligned=True),

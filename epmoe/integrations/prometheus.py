@@ -11,7 +11,7 @@ Each rank exports its own counts, since each is a process. They need the extra `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
@@ -20,6 +20,7 @@ from epmoe.exchange.health import COUNTERS
 from epmoe.group.errors import EPStateError
 from epmoe.service import ExpertParallel
 
+_Exchanges = ExpertParallel | Mapping[str, ExpertParallel]
 _TEXTS = {
     "sanitised_rows": "Rows of logits in which route found NaN or Inf",
     "padded_rows": "Padded rows that route was given",
@@ -47,12 +48,12 @@ class HealthCollector(Collector):
       experts
 
     Args:
-        exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names. One that
-            is closed exports nothing.
+        exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names; or a
+            function that returns these at each scrape. One that is closed exports nothing.
     """
 
-    def __init__(self, exchanges: ExpertParallel | Mapping[str, ExpertParallel]) -> None:
-        self._exchanges = {"default": exchanges} if isinstance(exchanges, ExpertParallel) else dict(exchanges)
+    def __init__(self, exchanges: _Exchanges | Callable[[], _Exchanges]) -> None:
+        self._exchanges = exchanges
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The metrics of one scrape; the registry calls this, on any thread."""
@@ -67,7 +68,8 @@ class HealthCollector(Collector):
         moved_bytes = _counter("moved_bytes", "Bytes of weights that have moved to this rank")
         stalled = _counter("stalled_moves", "Times that a move of this rank got no further within the deadline")
         refused = _counter("refused_plans", "Plans of moves that ranks have refused")
-        for name, ep in self._exchanges.items():
+        found = self._exchanges() if callable(self._exchanges) else self._exchanges
+        for name, ep in ({"default": found} if isinstance(found, ExpertParallel) else found).items():
             try:
                 health = ep.health(wait=False)
                 labels = [name, str(ep.rank)]

@@ -83,15 +83,14 @@ def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch
     moe = SimpleNamespace(num_experts=4, experts_per_token=2, hidden_dim=128, in_dtype=torch.bfloat16, max_num_tokens=2)
     layer: Any = SimpleNamespace(moe_config=moe, expert_placement_strategy="linear", expert_map=None)
     experts: Any = SimpleNamespace(quant_config=SimpleNamespace(quant_dtype=None), expects_unquantized_inputs=True)
-    parallel = SimpleNamespace(use_ubatching=False, num_ubatches=1)
-    monkeypatch.setattr(layers, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
+    monkeypatch.setattr(layers, "get_current_vllm_config", SimpleNamespace)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = SimpleNamespace(cpu_group=dist.group.WORLD, device=torch.device("cpu"))
         monkeypatch.setattr(layers, "get_ep_group", lambda: group)
         exchange = layers._make_exchange(layer, experts, Choice("rank"), aligned=False)
-        assert exchange.exchanges[0].tokens == [1, 2]
-        exchange.exchanges[0].close()
+        assert exchange.sizes.tokens == [1, 2]
+        exchange.sizes.close()
     finally:
         dist.destroy_process_group()
 

@@ -41,6 +41,8 @@ class EpmoeRoutedExperts(RoutedExperts):
         if choice.live is not None:
             _check_live(choice.live, moe_config)
         base: Any = type(method)
+        # Neither a wrapper nor a copy would do: vLLM's loaders ask for the class of the method and for its name, and a
+        # method that is a CustomOp of vLLM's has stored bound methods of this object.
         method.__class__ = _with_epmoe(base)
         method.epmoe_choice = choice
         method.epmoe_layer = ModuleLayer(self, _forward, name=prefix)
@@ -158,8 +160,8 @@ def _is_ours(kernel: FusedMoEKernel | None) -> bool:
 def _check_live(live: dict[str, Any], moe: FusedMoEConfig) -> None:
     """Raise ConfigError where experts cannot move."""
     parallel = get_current_vllm_config().parallel_config
-    if parallel.enable_eplb or parallel.use_ubatching:
-        raise ConfigError("`epmoe.live` moves experts itself: leave out --enable-eplb, and dual-batch overlap")
+    if parallel.enable_eplb:
+        raise ConfigError("`epmoe.live` moves experts itself: leave out --enable-eplb")
     if live["slots_per_rank"] < moe.num_local_experts:
         slots, least = live["slots_per_rank"], moe.num_local_experts
         raise ConfigError(f"`epmoe.live.slots_per_rank` must be at least {least}, the experts of a rank, got {slots}")
@@ -178,6 +180,8 @@ def _why_not(moe: FusedMoEConfig) -> str | None:
         return f"--all2all-backend is {parallel.all2all_backend}"
     if moe.is_lora_enabled:
         return "LoRA needs the adapters of the tokens"
+    if get_current_vllm_config().parallel_config.use_ubatching:
+        return "dual-batch overlap needs two rounds at the same time"
     if get_current_vllm_config().parallel_config.enable_elastic_ep:
         return "elastic EP changes the group"
     if moe.hidden_dim * moe.in_dtype.itemsize % 16:
@@ -201,7 +205,6 @@ def _make_exchange(
 ) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
     moe, vllm_config = layer.moe_config, get_current_vllm_config()
-    parallel = vllm_config.parallel_config
     shape = Shape(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -214,13 +217,12 @@ def _make_exchange(
         aligned=aligned,
         live_layers=0 if choice.live is None else len(vllm_config.compilation_config.static_all_moe_layers),
     )
-    ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     group = get_ep_group()
-    exchanges = [shared(shape, ubatch, group.cpu_group, group.device, choice) for ubatch in ubatches]
-    ep = exchanges[0].exchanges[0]
+    sizes = shared(shape, group.cpu_group, group.device, choice)
+    ep = sizes.exchanges[0]
     if layer.expert_map is not None and layer.expert_map.tolist() != shape.first(ep.size).expert_map(ep.rank).tolist():
         raise ValueError("vLLM places the experts otherwise than epmoe")
-    return EpmoePrepareAndFinalize(exchanges, choice.layout, parallel.use_ubatching, aligned)
+    return EpmoePrepareAndFinalize(sizes, choice.layout, aligned)
 
 
 def _payload(moe: FusedMoEConfig, experts: FusedMoEExperts, layout: VllmLayout) -> PayloadName:

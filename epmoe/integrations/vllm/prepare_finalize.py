@@ -22,9 +22,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.handles import Dispatched, Layout
 from epmoe.integrations.vllm.choice import VllmLayout
 from epmoe.integrations.vllm.sizes import Sizes
 from epmoe.local.experts import GroupedExperts
@@ -32,8 +31,6 @@ from epmoe.service import ExpertParallel
 
 
 class _Round(NamedTuple):
-    """An open round of one micro-batch."""
-
     ep: ExpertParallel
     dispatched: Dispatched
     outputs: Tensor | None = None  # of `GroupedExperts`, which need no buffer of vLLM's
@@ -42,35 +39,30 @@ class _Round(NamedTuple):
 class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Dispatch and combine of epmoe around vLLM's experts, in a `layout` of the module's table.
 
-    `exchanges` go by micro-batch; without DBO there is one. `overlap`: in two phases, so that vLLM runs other work
-    between them; otherwise a phase is one kernel. `aligned`: segments start at multiples of a number of rows, for the
-    GEMM.
+    `aligned`: segments start at multiples of a number of rows, for the GEMM.
     """
 
-    def __init__(
-        self, exchanges: list[Sizes], layout: VllmLayout, overlap: bool = False, aligned: bool = False
-    ) -> None:
+    def __init__(self, sizes: Sizes, layout: VllmLayout, aligned: bool = False) -> None:
         super().__init__()
-        self.exchanges, self.layout, self.overlap, self.aligned = exchanges, layout, overlap, aligned
-        self._rounds: list[_Round | None] = [None] * len(exchanges)
+        self.sizes, self.layout, self.aligned = sizes, layout, aligned
+        self._open: _Round | None = None
         self._local_ids = False
         self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
-        ep = exchanges[0].exchanges[0]
+        ep = sizes.exchanges[0]
         self._num_ranks, self._tag = ep.size, ep.new_tag()
         self._no_ids = torch.empty(1, 1, dtype=torch.int32, device=ep.device)
 
     def move(self, experts: GroupedExperts) -> None:
         """With `placement.live`: these experts of the layer move, as far as the group's balancer moves any."""
-        if (live := self.exchanges[0].exchanges[-1].live) is not None:
+        if (live := self.sizes.exchanges[-1].live) is not None:
             tensors = [parameter.detach() for parameter in experts.parameters()]
             live.weights[self._tag] = lambda _, slot: [tensor[slot] for tensor in tensors]
 
     def settled_experts(self) -> list[int]:
         """The expert in each slot of this rank, −1 for none, where experts move. Collective: it ends the moves."""
-        sizes = self.exchanges[0]
-        live = sizes.exchanges[-1].live
-        assert live is not None and sizes.balancing is not None
-        sizes.balancing.balancer.finish()
+        live, balancing = self.sizes.exchanges[-1].live, self.sizes.balancing
+        assert live is not None and balancing is not None
+        balancing.balancer.finish()
         return live.experts(self._tag)
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
@@ -93,41 +85,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def output_is_reduced(self) -> bool:
         return True
 
-    def supports_async(self) -> bool:
-        return self.overlap
-
-    def prepare(self, *arguments: Any, **named: Any) -> mk.PrepareResultType:
-        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
-        ep, inputs, options, on_arrival = self._inputs(*arguments, **named)
-        with ep.giving_up(self._tag):
-            dispatched = ep.dispatch(*inputs, **options)
-        return self._received(ep, dispatched, *on_arrival)
-
-    def prepare_async(self, *arguments: Any, **named: Any) -> tuple[Callable[[], None], mk.ReceiverType]:
-        """Sends, and returns what waits for the other ranks and what then returns the result of `prepare`."""
-        ep, inputs, options, on_arrival = self._inputs(*arguments, **named)
-        with ep.giving_up(self._tag):
-            sent = ep.dispatch_send(*inputs, **options)
-        received: list[Dispatched] = []
-        return lambda: received.append(ep.dispatch_recv(sent)), lambda: self._received(ep, received.pop(), *on_arrival)
-
-    def finalize(self, output: Tensor, *arguments: Any, **named: Any) -> None:
-        """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens."""
-        ep, dispatched, outputs = self._round()
-        if outputs is None:
-            ep.combine_partial(self._reduced(*arguments, **named), dispatched, out=output)
-        else:
-            ep.combine(outputs, dispatched, out=output)
-
-    def finalize_async(
-        self, output: Tensor, *arguments: Any, **named: Any
-    ) -> tuple[Callable[[], object], Callable[[], None]]:
-        """Sends, and returns what waits for the other ranks and writes `output`, and what has nothing left to do."""
-        ep, dispatched, outputs = self._round()
-        ep.combine_send(self._reduced(*arguments, **named) if outputs is None else outputs, dispatched, out=output)
-        return lambda: ep.combine_recv(dispatched), lambda: None
-
-    def _inputs(
+    def prepare(
         self,
         a1: Tensor,
         topk_weights: Tensor,
@@ -137,40 +95,40 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
-    ) -> tuple[ExpertParallel, tuple[Tensor, Tensor, Tensor], dict[str, Any], tuple[Any, ...]]:
-        """The exchange of this step, the arguments and options of dispatch, and those of `_received`."""
-        ep = self.exchanges[dbo_current_ubatch_id()].of_step()
+    ) -> mk.PrepareResultType:
+        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
+        ep = self.sizes.of_step()
         # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts of a token.
         weigh = apply_router_weight_on_input and self.layout != "rank"
-        layout = "rank" if self.layout == "rank" else "expert"
-        options = {"layout": layout, "aligned": self.aligned, "tag": self._tag, "apply_router_weight_on_input": weigh}
-        on_arrival = expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
-        return ep, (a1, topk_ids, topk_weights), options, on_arrival
+        layout: Layout = "rank" if self.layout == "rank" else "expert"
+        options: dict[str, Any] = {"layout": layout, "aligned": self.aligned, "apply_router_weight_on_input": weigh}
+        with ep.giving_up(self._tag):
+            dispatched = ep.dispatch(a1, topk_ids, topk_weights, tag=self._tag, **options)
+        self._open = _Round(ep, dispatched)
+        return self._received(dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)
 
     def compute(self, experts: Callable[[Dispatched], Tensor]) -> None:
-        """The outputs of `experts` for the open round of this micro-batch, which finalize then takes as they lie."""
-        ubatch = dbo_current_ubatch_id()
-        opened = self._rounds[ubatch]
-        assert opened is not None, "the experts need a prepare before them"
-        self._rounds[ubatch] = opened._replace(outputs=experts(opened.dispatched))
+        """The outputs of `experts` for the open round, which finalize then takes as they lie."""
+        assert self._open is not None, "the experts need a prepare before them"
+        self._open = self._open._replace(outputs=experts(self._open.dispatched))
 
-    def _round(self) -> _Round:
-        """The open round of this micro-batch, which ends now."""
-        ubatch = dbo_current_ubatch_id()
-        opened, self._rounds[ubatch] = self._rounds[ubatch], None
-        assert opened is not None, "finalize needs a prepare before it"
-        return opened
+    def finalize(self, output: Tensor, *arguments: Any, **named: Any) -> None:
+        """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens."""
+        assert self._open is not None, "finalize needs a prepare before it"
+        (ep, dispatched, outputs), self._open = self._open, None
+        if outputs is None:
+            ep.combine_partial(self._reduced(*arguments, **named), dispatched, out=output)
+        else:
+            ep.combine(outputs, dispatched, out=output)
 
     def _received(
         self,
-        ep: ExpertParallel,
         dispatched: Dispatched,
         expert_map: Tensor | None,
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        self._rounds[dbo_current_ubatch_id()] = _Round(ep, dispatched)
         if self.layout == "layer":
             ids = self._no_ids.expand(len(dispatched.rows), 1)  # nobody reads them
             counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)

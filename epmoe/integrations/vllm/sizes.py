@@ -15,10 +15,12 @@ import time
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from prometheus_client import REGISTRY, start_http_server
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 
@@ -26,10 +28,10 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.handles import Layout
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.integrations.prometheus import HealthCollector
 from epmoe.integrations.session import Session, make_config
 from epmoe.integrations.vllm.balancing import Balancing, placement_of
 from epmoe.integrations.vllm.choice import Choice
-from epmoe.integrations.vllm.metrics import serve_metrics
 from epmoe.native.formats import PayloadName
 from epmoe.service import ExpertParallel
 
@@ -116,8 +118,8 @@ class Sizes:
 _session: Session[Sizes] = Session()
 
 
-def shared(shape: Shape, ubatch: int, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
-    """The exchanges of all layers of this shape, for one micro-batch; the first call makes them and is collective."""
+def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
+    """The exchanges of all layers of this shape; the first call makes them and is collective."""
 
     def make(ep_size: int) -> Sizes:
         sizes = Sizes.make(shape, group, device, choice)
@@ -128,12 +130,19 @@ def shared(shape: Shape, ubatch: int, group: dist.ProcessGroup, device: torch.de
             choice.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
         )  # fmt: skip
         if choice.metrics_port is not None:
-            serve_metrics(_named_exchanges, choice.metrics_port + ep.rank)
+            _serve_metrics(choice.metrics_port + ep.rank)
         if device.type == "cuda":
             threading.Thread(target=watch, args=(sizes,), name="epmoe", daemon=True).start()
         return sizes
 
-    return _session.share((shape, ubatch), group, device, make)
+    return _session.share(shape, group, device, make)
+
+
+@cache
+def _serve_metrics(port: int) -> None:
+    """Serve the metrics of this rank for Prometheus: vLLM's own port belongs to another process."""
+    REGISTRY.register(HealthCollector(_named_exchanges))
+    start_http_server(port)
 
 
 def _named_exchanges() -> dict[str, ExpertParallel]:

@@ -43,14 +43,14 @@ class Arrived(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What a rank computes in the rounds of a call. All but `experts` is the same on all ranks."""
+    """The work of a rank in the rounds of a call. All but `experts` is the same on all ranks."""
 
     experts: Callable[[Arrived], Tensor]
     """The rows of a round → outputs [n,D]"""
     aligned: bool = False
-    """Whether segments start at multiples of a number of rows: `aligned` of `ExpertParallel.dispatch`."""
+    """Segments start at multiples of a number of rows: `aligned` of `ExpertParallel.dispatch`."""
     trains: bool = False
-    """Whether outputs have gradients: the backward pass takes as many rounds then, and rows are plain."""
+    """Outputs have gradients: the backward pass takes as many rounds then, and rows are plain."""
 
 
 class _Call(NamedTuple):
@@ -113,13 +113,7 @@ class SharedExpertParallel:
 
     @property
     def exchange(self) -> TrainingExchange:
-        """Carries the rounds of calls with gradients. Raises ValueError where there can be none."""
-        self.check_trains()
-        assert self._exchange is not None
-        return self._exchange
-
-    def check_trains(self) -> None:
-        """Raises ValueError where calls can have no gradients: in static mode, or where the config cannot train."""
+        """Carries rounds with gradients. Raises ValueError in static mode, or if the config cannot train."""
         if self.static:
             raise ValueError(
                 "static mode serves and does not train: train with `configure(static=False)`, or call the model under "
@@ -127,6 +121,7 @@ class SharedExpertParallel:
             )
         if self._exchange is None:
             self._exchange = TrainingExchange(self.ep)
+        return self._exchange
 
     def tag_of(self, layer: object) -> int:
         """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""
@@ -150,14 +145,16 @@ class SharedExpertParallel:
         Over several nodes the ranks agree on the longest batch through host memory before the first round instead,
         since a slab for another node has the same length on all ranks.
 
-        Raises ValueError in static mode if `longest` is more than M, RuntimeError in a stream capture without
-        `longest`, both before anything is sent, and what `Exchange.largest`, `ExpertParallel.dispatch`,
+        Raises ValueError in static mode if `longest` is more than M or the call trains, RuntimeError in a stream
+        capture without `longest`, all before anything is sent, and what `Exchange.largest`, `ExpertParallel.dispatch`,
         `ExpertParallel.combine` and `experts` raise. An exception closes the round, wherever it comes from. In the
         rounds that other ranks still need, this rank then takes part without tokens and without its experts, so that
         the ranks stay in step. It waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
         """
         M = self._max_tokens
         T = x_TD.shape[0]
+        if computation.trains:
+            _ = self.exchange  # raises before anything is sent
         call = _Call(computation, tag, x_TD.dtype, longest)
         if longest is None:
             longest = self._longest_batch(T, call)
@@ -227,7 +224,7 @@ class SharedExpertParallel:
                 raise
 
     def _has_more_rounds(self, taken: int, longest: int | None) -> bool:
-        """Whether all ranks take more rounds after `taken` ones."""
+        """All ranks take more rounds after `taken` ones."""
         if longest is not None:
             return taken < self._rounds(longest)
         with self._timed("agree"):

@@ -171,18 +171,11 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.wait_current_stream()
 
     def _open(self, hidden_states: Tensor, H: int) -> TrainingExchange:
-        if self._exchange is None:
-            T = hidden_states.shape[:-1].numel()
-            ep = self._share(T, H, hidden_states.dtype, hidden_states.device)
-            exchange = TrainingExchange(ep)
-            self._tag = ep.new_tag()
-            self._exchange = exchange
-        return self._exchange
-
-    def _share(self, T: int, H: int, dtype: torch.dtype, device: torch.device) -> ExpertParallel:
-        """The `ExpertParallel` of all layers with these sizes. The first call makes it and is collective."""
-        E = self.config.num_moe_experts * self.tp_size
-        K = self.config.moe_router_topk * self.tp_size
+        """The exchange of all layers with these sizes. The first call makes it and is collective."""
+        if self._exchange is not None:
+            return self._exchange
+        T, dtype, device = hidden_states.shape[:-1].numel(), hidden_states.dtype, hidden_states.device
+        E, K = self.config.num_moe_experts * self.tp_size, self.config.moe_router_topk * self.tp_size
 
         def make(ep_size: int) -> ExpertParallel:
             ranks = dist.get_process_group_ranks(self.tp_ep_group)
@@ -199,7 +192,9 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             )
             return ep
 
-        return _session.share((E, K, H, dtype), self.tp_ep_group, device, make)
+        ep = _session.share((E, K, H, dtype), self.tp_ep_group, device, make)
+        self._exchange, self._tag = TrainingExchange(ep), ep.new_tag()
+        return self._exchange
 
 
 class EpmoeMoELayer(MoELayer):
@@ -227,7 +222,7 @@ class EpmoeMoELayer(MoELayer):
             self.token_dispatcher.set_shared_experts(theirs.shared_experts)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See MoELayer. It is collective, and so is the backward pass. Raises what the exchange raises."""
+        """MoELayer's own, forward and backward collective. Raises the errors of the exchange."""
         with self.token_dispatcher.taking_part(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What every host framework needs around `ExpertParallel`: one for all layers that can share it.
+"""One `ExpertParallel` for all layers of a host framework that can share it.
 
     shapes, settings ─ make_config ─▶ EPConfig ─ Session.share ─▶ one ExpertParallel for a group and these shapes
 
@@ -44,20 +44,18 @@ def make_config(
 
 
 class Shared(Protocol):
-    """What layers of the same shapes share: an `ExpertParallel`, or an object around one or several of them."""
+    """An `ExpertParallel`, or an object around one or several of them."""
 
-    def poll(self) -> None:
-        """`ExpertParallel.poll`."""
+    def poll(self) -> None: ...
 
-    def close(self) -> None:
-        """`ExpertParallel.close`."""
+    def close(self) -> None: ...
 
 
 Entry = TypeVar("Entry", bound=Shared)
 
 
 class Session(Generic[Entry]):
-    """What the layers of one host framework share in this process, by group, device and shapes."""
+    """The entries of one host framework in this process, by group, device and shapes."""
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Entry] = {}

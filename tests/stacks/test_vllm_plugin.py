@@ -49,10 +49,10 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
         assert made.tokens == [1, 2, 4, 7, 13, 25, 50, 100]
         for longest, expected in ((0, 1), (1, 1), (3, 4), (14, 25), (50, 50), (51, 100), (100, 100)):
             with step([longest, 0]):
-                config = made.of_step().config
+                config = made.for_this_step().config
                 assert config.capacity.max_num_tokens_per_rank == expected
         assert config.exchange.timeout_s == 9 and config.exchange.warmup_timeout_s == sizes.TIMEOUT_S
-        assert made.of_step() is made.exchanges[-1], "outside of a step: the largest"
+        assert made.for_this_step() is made.exchanges[-1], "outside of a step: the largest"
         assert made.window_bytes() < 2.2 * made.exchanges[-1].memory_plan().window_bytes
     finally:
         made.close()

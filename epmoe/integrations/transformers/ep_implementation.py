@@ -38,9 +38,7 @@ class EpmoeEP(EPImplementation):
     def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
         trained = trains(self._module, parameters, x, weights)
-        if trained:
-            layers.check_trains()
-        elif layers.static:
+        if layers.static and not trained:
             if not parameters:
                 raise ValueError(
                     "static mode needs experts in fp32, fp16, bf16 or fp8 with transformers' "

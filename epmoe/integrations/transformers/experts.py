@@ -84,7 +84,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice, trains: boo
         weights = weights._replace(gate_up_bias=others[0], down_bias=others[1])
     elif others:
         up_scales, down_scales = others
-        up_scales, down_scales = fp8.of_blocks(up_scales, up), fp8.of_blocks(down_scales, down)
+        up_scales, down_scales = fp8.by_block(up_scales, up), fp8.by_block(down_scales, down)
         weights = weights._replace(gate_up_scales=up_scales, down_scales=down_scales)
 
     def outputs(arrived: Arrived) -> Tensor:

@@ -30,9 +30,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     layers = share(x, ids, module.num_experts)
     trains = experts.trains(module, parameters, x, weights)
-    if trains:
-        layers.check_trains()
-    elif layers.static:
+    if layers.static and not trains:
         allow_in_graphs(module, _forward)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     first = owned[0] if owned else 0

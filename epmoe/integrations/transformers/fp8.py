@@ -34,12 +34,12 @@ def check(experts: Any) -> None:
 
 
 def gating(experts: Any) -> Gating:
-    """What stands between the products of a quantized module that `check` takes, as `Weights.gating`."""
+    """The SwiGLU of a quantized module that `check` takes."""
     alpha, limit = experts.swiglu_alpha, experts.swiglu_limit
     return False, math.inf if limit is None else limit, *((1.0, 0.0) if alpha is None else (alpha, 1.0))
 
 
-def of_blocks(scales: Tensor, weight: Tensor) -> Tensor:
+def by_block(scales: Tensor, weight: Tensor) -> Tensor:
     """The scales of blocks of a weight [e, n, k], fp32 [e, a, b]: `scales` themselves if they are. Powers of two, and
     scales [e, 2, 1] or [e, 1, 1] of whole weights, of gate and up, or of down, are copied."""
     shape = _scales_for(weight)

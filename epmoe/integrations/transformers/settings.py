@@ -1,4 +1,4 @@
-"""What users of transformers set, and the exchanges that the layers of their models share by these settings."""
+"""The settings of a user of transformers, and the exchanges that the layers of models share by them."""
 
 from __future__ import annotations
 

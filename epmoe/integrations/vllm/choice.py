@@ -1,4 +1,4 @@
-"""Whether a user of vLLM chose epmoe, and with which settings."""
+"""The choice of a user of vLLM for epmoe, and its settings."""
 
 from __future__ import annotations
 

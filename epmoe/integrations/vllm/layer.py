@@ -49,7 +49,7 @@ class EpmoeRoutedExperts(RoutedExperts):
         return method
 
     def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
-        """Where vLLM's loader puts an expert; −1: not here. Weights that are loaded again follow the experts."""
+        """The slot of an expert that vLLM loads; −1: not here. Weights that are loaded again follow the experts."""
         experts = getattr(self.quant_method, "epmoe_experts", lambda _: None)(self)
         if experts is None:
             local: int = super()._map_global_expert_id_to_local_expert_id(expert_id)

@@ -97,7 +97,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         defer_input_quant: bool = False,
     ) -> mk.PrepareResultType:
         """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
-        ep = self.sizes.of_step()
+        ep = self.sizes.for_this_step()
         # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts of a token.
         weigh = apply_router_weight_on_input and self.layout != "rank"
         layout: Layout = "rank" if self.layout == "rank" else "expert"

@@ -43,7 +43,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Shape:
-    """What rounds have in common that can share windows."""
+    """The sizes and formats of rounds that can share windows."""
 
     num_experts: int
     """P: vLLM's physical experts. Their copies are vLLM's own (EPLB), so epmoe makes none."""
@@ -56,13 +56,13 @@ class Shape:
     payload: PayloadName
     layout: Layout
     aligned: bool = False
-    """Whether segments are aligned. vLLM's experts take every row of the worst case, which has gaps then: for
+    """Segments are aligned. vLLM's experts take every row of the worst case, which has gaps then: for
     Qwen3-30B-A3B on two ranks, with one token each, 4096 rows instead of 16."""
     live_layers: int = 0
     """Layers whose experts move; 0: they stay where vLLM has put them."""
 
     def first(self, ep_size: int) -> Placement:
-        """Where vLLM loads the experts."""
+        """The placement by which vLLM loads the experts."""
         return Placement.build(self.num_experts, ep_size, strategy=self.placement)
 
 
@@ -92,7 +92,7 @@ class Sizes:
             sizes.balancing = Balancing(sizes.exchanges[0], choice.live)
         return sizes
 
-    def of_step(self) -> ExpertParallel:
+    def for_this_step(self) -> ExpertParallel:
         """The exchange of the step that vLLM is running: every rank takes the same one."""
         longest = self.tokens[-1]
         if is_forward_context_available() and (metadata := get_forward_context().dp_metadata) is not None:

@@ -1,0 +1,253 @@
+"""The table of docs/where.md: which feature works in which stack, by a test, a message or a reason for each cell.
+
+`python tests/where.py` writes the page; tests/test_where.py holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from helpers import ROOT
+
+PAGE = ROOT / "docs" / "where.md"
+STACKS = ("library", "vLLM", "SGLang", "transformers", "torchtitan", "Megatron")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`says` is a test by its id, a message and the file that raises it, or a reason."""
+
+    kind: Literal["yes", "no", "–"]
+    says: str
+    file: str = ""
+
+    @property
+    def note(self) -> str:
+        if self.kind == "yes":
+            return f"`tests/{self.says}`"
+        return f"“{self.says}” (`epmoe/{self.file}`)" if self.kind == "no" else self.says
+
+
+def yes(test: str) -> Cell:
+    return Cell("yes", test)
+
+
+def no(message: str, file: str) -> Cell:
+    return Cell("no", message, file)
+
+
+def absent(why: str) -> Cell:
+    return Cell("–", why)
+
+
+D = "distributed/"
+TRAINS = absent("The stack trains and does not serve.")
+SERVES = absent("The stack serves and does not train.")
+VLLM, SGLANG = "integrations/vllm/layer.py", "integrations/sglang/dispatcher.py"
+OWN_GEMMS = absent("The stack's own experts compute: what formats they take is the stack's.")
+PLACED = absent("The stack's experts stay where the stack has loaded them; it would have to hand out their memory.")
+BY_HOST = absent("The stack ends all its ranks when one dies, and has no way to take a smaller group.")
+ONE_NODE = no("training needs a group of one node", "training/exchange.py")
+SHARDS = absent("The stack writes its own checkpoints, from its own modules.")
+
+TABLE: dict[str, tuple[Cell, ...]] = {
+    "serves": (
+        yes(D + "test_exchange.py::test_agrees_with_the_dense_reference"),
+        yes("stacks/test_vllm_engine.py::test_two_ranks_generate_the_tokens_of_one"),
+        yes("stacks/test_sglang.py::test_a_batch_on_each_rank"),
+        yes(D + "test_transformers.py::test_generation_from_different_prompts_equals_a_single_process"),
+        TRAINS,
+        no("epmoe takes part in training only", "integrations/megatron.py"),
+    ),
+    "trains": (
+        yes("test_train_script.py::test_any_number_of_ranks_has_the_numbers_of_one_process"),
+        SERVES,
+        SERVES,
+        yes(D + "test_transformers_training.py::test_the_trainer"),
+        yes("stacks/test_torchtitan.py::test_a_hundred_steps_have_the_losses_of_all_to_all"),
+        yes("stacks/test_megatron.py::test_gradients_of_experts_and_router_are_those_of_all_to_all"),
+    ),
+    "CUDA graphs": (
+        yes(D + "test_graphs.py::test_ranks_that_replay_different_graphs"),
+        absent("A layer is captured by `benchmarks/vllm_layer.py`; an engine on GPUs has not been tried by a test."),
+        yes("stacks/test_sglang.py::test_a_captured_layer"),
+        yes(D + "test_transformers_static.py::test_a_captured_forward_pass"),
+        absent("`non_blocking_capacity_factor` admits them; no test captures one."),
+        absent("Megatron captures whole layers, which has not been tried."),
+    ),
+    "torch.compile": (
+        yes("test_compile.py::test_one_graph_serves_a_layer"),
+        yes("stacks/test_vllm_engine.py::test_two_ranks_generate_the_tokens_of_one"),
+        absent("SGLang captures graphs without a compiler."),
+        yes(D + "test_transformers_static.py::test_compiled_generation_with_a_static_cache"),
+        absent("Its operators are opaque to compilers; no test compiles torchtitan's model."),
+        absent("Megatron compiles no whole layers."),
+    ),
+    "fp8 weights": (
+        yes("test_grouped_gemm.py::test_deep_gemm_takes_fp8_rows"),
+        yes("stacks/test_vllm_kernels.py::test_two_ranks_compute_what_one_computes"),
+        yes("stacks/test_sglang.py::test_block_fp8"),
+        yes(D + "test_transformers.py::test_an_fp8_checkpoint"),
+        OWN_GEMMS,
+        OWN_GEMMS,
+    ),
+    "MXFP4 weights, as they are": (
+        yes(D + "test_layers.py::test_a_layer_in_mxfp4_is_that_of_its_values"),
+        no("weights in the layout of", "integrations/vllm/experts.py"),
+        no("MXFP8, or DeepGEMM on Blackwell", SGLANG),
+        absent("transformers keeps MXFP4 in a module of its own, without `use_experts_implementation`."),
+        OWN_GEMMS,
+        OWN_GEMMS,
+    ),
+    "biases and clamped SwiGLU (gpt-oss)": (
+        yes("test_gpt_oss.py::test_a_layer_is_the_block_of_transformers"),
+        no("SwiGLU with a limit, an alpha or a beta", "integrations/vllm/experts.py"),
+        OWN_GEMMS,
+        yes(D + "test_transformers.py::test_one_layer_with_batches_of_any_length"),
+        OWN_GEMMS,
+        OWN_GEMMS,
+    ),
+    "tokens travel as fp8": (
+        yes(D + "test_fp8_rows.py::test_every_bit_arrives"),
+        yes("stacks/test_vllm_kernels.py::test_two_ranks_compute_what_one_computes"),
+        yes("stacks/test_sglang.py::test_block_fp8"),
+        yes("test_transformers.py::test_fp8_payload_reaches_the_experts_in_their_dtype"),
+        absent("Rounds of training take fp8 by `TrainingExchange(payload=…)`; the override has no key for it."),
+        absent("Rounds of training take fp8 by `TrainingExchange(payload=…)`; Megatron has no setting for it."),
+    ),
+    "more tokens than the windows hold": (
+        absent("A call is one round: the caller splits it."),
+        absent("The windows hold `--max-num-batched-tokens`, and vLLM brings no more."),
+        no("tokens on this rank: set", SGLANG),
+        yes(D + "test_transformers.py::test_prompts_longer_than_the_limit_run_in_several_rounds"),
+        absent("The windows hold `num_max_tokens_per_rank`, which torchtitan computes."),
+        no("tokens on this rank: set", "integrations/megatron.py"),
+    ),
+    "LoRA of experts, served": (
+        yes(D + "test_adapters.py::test_each_token_gets_its_adapter"),
+        no("LoRA needs the adapters of the tokens", VLLM),
+        absent("SGLang would have to hand a dispatcher the adapters of the tokens."),
+        yes("test_given.py::test_adapters_of_sequences_and_tokens"),
+        TRAINS,
+        TRAINS,
+    ),
+    "LoRA of experts, trained": (
+        yes(D + "test_lora.py::test_steps_are_those_of_one_process"),
+        SERVES,
+        SERVES,
+        yes("test_transformers.py::test_adapters_of_peft_train"),
+        absent("torchtitan has no adapters of experts."),
+        absent("Megatron-Core has no adapters of experts."),
+    ),
+    "experts that move": (
+        yes(D + "test_moves.py::test_experts_move_while_rounds_go_on"),
+        yes("stacks/test_vllm_engine.py::test_experts_move_while_prompts_drift"),
+        PLACED,
+        PLACED,
+        no("`placement.live` must be unset for training", "training/exchange.py"),
+        no("`placement.live` must be unset for training", "training/exchange.py"),
+    ),
+    "routes handed out and replayed": (
+        yes("test_given.py::test_a_forward_pass_takes_the_routes_of_another"),
+        absent(
+            "vLLM's router runs before epmoe; vLLM's own `--enable-return-routed-experts` has not been tried with it."
+        ),
+        absent("SGLang's router runs before epmoe; its own capturer has not been tried with it."),
+        yes("test_given.py::test_generate"),
+        absent("torchtitan's router runs before epmoe."),
+        absent("Megatron's router runs before epmoe; its own replay has not been tried with it."),
+    ),
+    "batch invariance": (
+        yes(D + "test_batch_invariance.py::test_y_of_a_token_depends_on_no_other_token"),
+        absent("vLLM's flag chooses kernels of its own experts; layout `layer` does not look at it."),
+        absent("SGLang's DeepGEMM experts compute; combine adds in rank order."),
+        absent("`configure` has no key for it, and attention is the model's."),
+        TRAINS,
+        TRAINS,
+    ),
+    "several machines": (
+        yes(D + "test_two_machines.py::test_a_token_crosses_once_per_node"),
+        absent("A group that spans machines is an error at the start."),
+        absent("A group that spans machines is an error while the model is built."),
+        yes(D + "test_transformers.py::test_generation_from_different_prompts_equals_a_single_process"),
+        ONE_NODE,
+        ONE_NODE,
+    ),
+    "goes on after a death": (
+        yes("test_recover.py::test_kill_recover_join"),
+        BY_HOST,
+        BY_HOST,
+        BY_HOST,
+        BY_HOST,
+        BY_HOST,
+    ),
+    "grows and shrinks": (
+        yes("test_resize.py::test_two_four_three_while_experts_move"),
+        no("elastic EP changes the group", VLLM),
+        absent("SGLang's elastic EP has exchanges of its own."),
+        absent("A model's meshes have one size."),
+        absent("torchtitan's meshes have one size."),
+        absent("Megatron's groups have one size."),
+    ),
+    "micro-batches that overlap": (
+        yes(D + "test_phases.py::test_two_micro_batches_overlap"),
+        no("dual-batch overlap needs two rounds at the same time", VLLM),
+        absent("SGLang refuses two-batch overlap with `deepep_v2`."),
+        absent("transformers runs one batch at a time."),
+        absent("torchtitan runs a layer's exchange and experts one after the other."),
+        no("its schedule cuts the graph between dispatch and combine", "integrations/megatron.py"),
+    ),
+    "activation checkpoints": (
+        yes(D + "test_training_graphs.py::test_checkpoints_compute_the_same_bits"),
+        SERVES,
+        SERVES,
+        yes(D + "test_transformers_training.py::test_gradient_checkpointing"),
+        yes("stacks/test_torchtitan.py::test_selective_checkpoints_keep_the_rounds"),
+        yes("stacks/test_megatron.py::test_recomputation_has_the_same_bits_in_three_rounds"),
+    ),
+    "saves and loads": (
+        yes(D + "test_checkpoints.py::test_torchs_checkpoint_loads_on_any_number_of_ranks"),
+        yes("stacks/test_vllm_reload.py::test_weights_are_loaded_again"),
+        absent("SGLang loads weights into its own modules; loading again has not been tried."),
+        absent("The Trainer's own checkpoints have not been tried by a test."),
+        SHARDS,
+        SHARDS,
+    ),
+    "metrics for Prometheus": (
+        yes("test_prometheus.py::test_every_count_is_exported"),
+        yes("stacks/test_vllm_deaths.py::test_a_rank_dies"),
+        absent("`HealthCollector` takes any `ExpertParallel`; SGLang's own exporter is in another process."),
+        absent("`HealthCollector(shared()[0].ep)` does it; no test has it."),
+        absent("torchtitan has loggers of its own."),
+        absent("Megatron has loggers of its own."),
+    ),
+}
+
+HEAD = """# Where it works
+
+I use [vLLM](serving.md#vllm), [SGLang](serving.md#sglang), [transformers, its Trainer or
+PEFT](serving.md#transformers), [torchtitan](training.md#in-torchtitan), [Megatron-Core](training.md#in-megatron-core),
+or a loop of my own, the [library](start.md). The column of transformers has its seat, and models of transformers whose
+blocks are [`MoELayer`s](models.md). verl and slime train with Megatron-Core or FSDP and roll out with vLLM or
+SGLang: each part is in its own column.
+
+**yes**: the test of this number holds it. **no**: epmoe refuses it with this message, or warns and leaves the work to
+the stack. **–**: not there, and why. `python tests/where.py` writes this page, and `tests/test_where.py`
+checks that tests and messages exist.
+"""
+
+
+def render() -> str:
+    """The page: the table, and the notes in the order of their first use."""
+    notes = list(dict.fromkeys(cell.note for row in TABLE.values() for cell in row))
+    lines = [HEAD, "| | " + " | ".join(STACKS) + " |", "|---" * (len(STACKS) + 1) + "|"]
+    for feature, row in TABLE.items():
+        cells = (f"{cell.kind} <sup>{1 + notes.index(cell.note)}</sup>" for cell in row)
+        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

@@ -210,7 +210,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes(D + "test_checkpoints.py::test_torchs_checkpoint_loads_on_any_number_of_ranks"),
         yes("stacks/test_vllm_reload.py::test_weights_are_loaded_again"),
         absent("SGLang loads weights into its own modules; loading again has not been tried."),
-        absent("The Trainer's own checkpoints have not been tried by a test."),
+        yes(D + "test_trainer.py::test_the_experts_function_under_ddp"),
         SHARDS,
         SHARDS,
     ),

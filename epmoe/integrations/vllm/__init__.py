@@ -7,6 +7,7 @@ vLLM finds `register` by the entry point `vllm.general_plugins`. The plugin acts
 or by the environment variable EPMOE_VLLM=rank, which `--additional-config` overrides. `all2all_backend` stays at its
 default. Nothing is patched: vLLM offers a class to replace its layer of experts, and an interface for the exchange.
 
+    release.py           the releases of vLLM whose layer of experts is the seat
     choice.py            what the user chose
     layer.py             the layer of experts: puts the exchange into the kernel of vLLM's own method
     prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
@@ -17,14 +18,24 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Entry point of the plugin: vLLM calls it in each of its processes, possibly several times."""
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    """Entry point of the plugin: vLLM calls it in each of its processes, possibly several times.
 
-    from epmoe.integrations.vllm.layer import EpmoeRoutedExperts, logger
+    Where this vLLM has no seat for epmoe, a warning says so. Raises RuntimeError then if EPMOE_VLLM chooses epmoe.
+    """
+    import vllm
 
+    from epmoe.integrations.vllm.release import refuse
+
+    try:
+        from vllm.model_executor.custom_op import op_registry_oot
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        from epmoe.integrations.vllm.layer import EpmoeRoutedExperts
+    except (ImportError, AttributeError) as error:
+        refuse(f"vLLM {vllm.__version__} has no layer of experts that epmoe knows ({error})")
+        return
     taken = op_registry_oot.get(RoutedExperts.__name__)
     if taken is None:
         RoutedExperts.register_oot(EpmoeRoutedExperts)
     elif taken is not EpmoeRoutedExperts:
-        logger.warning("epmoe cannot be chosen: another plugin has replaced RoutedExperts by %s", taken.__qualname__)
+        refuse(f"another plugin has replaced RoutedExperts by {taken.__qualname__}")

@@ -10,8 +10,7 @@ from vllm.config import get_current_vllm_config
 
 from epmoe.config.config_file import ConfigError
 from epmoe.config.placement import is_int
-
-VARIABLE = "EPMOE_VLLM"
+from epmoe.integrations.vllm.release import VARIABLE
 
 VllmLayout = Literal["rank", "layer"]
 

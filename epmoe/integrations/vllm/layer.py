@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from epmoe.config.config_file import ConfigError
+from epmoe.integrations.vllm import release
 from epmoe.integrations.vllm.choice import Choice, VllmLayout, chosen
 from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
@@ -35,6 +36,8 @@ class EpmoeRoutedExperts(RoutedExperts):
         choice = chosen()
         if choice is None:
             return method
+        if reason := release.problem():
+            raise ConfigError(f"{reason}: leave out `epmoe`, or install one of them")
         if reason := _why_not(moe_config):
             _warn(reason)
             return method

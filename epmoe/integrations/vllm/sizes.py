@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import vllm
 from prometheus_client import REGISTRY, start_http_server
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
@@ -126,8 +127,9 @@ def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice:
         ep = sizes.exchanges[-1]
         logger.info(
             "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
-            "tokens a step, in %d sizes",
+            "tokens a step, in %d sizes; the seat is RoutedExperts of vLLM %s",
             choice.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
+            vllm.__version__,
         )  # fmt: skip
         if choice.metrics_port is not None:
             _serve_metrics(choice.metrics_port + ep.rank)

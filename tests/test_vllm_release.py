@@ -22,11 +22,11 @@ LAYER = "vllm.model_executor.layers.fused_moe.routed_experts"
 class Experts:
     """vLLM's layer of experts, as far as the plugin looks at it."""
 
-    registered: type | None = None
+    registered: type | None = None  # the first one
 
     @classmethod
     def register_oot(cls, replacement: type) -> None:
-        Experts.registered = replacement
+        Experts.registered = Experts.registered or replacement
 
     def _get_quant_method(self, *_: object) -> object:
         return self
@@ -48,6 +48,7 @@ class Vllm(MetaPathFinder, Loader):
         known: dict[str, Any] = {
             "__version__": self.version, "init_logger": logging.getLogger, "op_registry_oot": self.replaced,
             "RoutedExperts": type("RoutedExperts", (Experts,), {}),
+            "GptOssRoutedExperts": type("GptOssRoutedExperts", (Experts,), {}),
             "get_current_vllm_config": lambda: SimpleNamespace(additional_config=self.chosen),
         }  # fmt: skip
 

@@ -102,7 +102,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "biases and clamped SwiGLU (gpt-oss)": (
         yes("test_gpt_oss.py::test_a_layer_is_the_block_of_transformers"),
-        no("SwiGLU with a limit, an alpha or a beta", "integrations/vllm/experts.py"),
+        yes("stacks/test_vllm_engine.py::test_gpt_oss_with_biases_and_a_limit"),
         OWN_GEMMS,
         yes(D + "test_transformers.py::test_one_layer_with_batches_of_any_length"),
         OWN_GEMMS,

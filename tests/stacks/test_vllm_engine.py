@@ -91,6 +91,19 @@ def test_two_ranks_generate_the_tokens_of_one(
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
+def test_gpt_oss_with_biases_and_a_limit(models: Path, tmp_path: Path) -> None:
+    """vLLM has a layer of experts of its own for it, and a SwiGLU with a limit. Layout `layer`, the tokens of one."""
+    model, output = models / "gpt_oss", tmp_path / "tokens.json"
+    run(str(HERE / "vllm_models.py"), str(models), "gpt_oss")
+    run(str(HERE / "vllm_serve.py"), str(model), "one", "eager", str(tmp_path / "one"), EPMOE_VLLM="")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "vllm_serve.py")]
+    printed = run(*launcher, str(model), "torchrun", "eager", str(output), EPMOE_VLLM="layer")
+    assert printed.count("epmoe exchanges the tokens of the experts: layout layer") == 2
+    tokens = [json.loads(part.read_text()) for part in tmp_path.glob("tokens.json*")]
+    assert tokens[0] | tokens[1] == json.loads((tmp_path / "one").read_text())
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_experts_move_while_prompts_drift(models: Path, tmp_path: Path) -> None:
     """The tokens are those without moves, the ranks get even loads, and a tick is short beside a step."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "vllm_live.py")]

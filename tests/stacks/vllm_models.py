@@ -9,7 +9,15 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 COMMON = {
     "vocab_size": 512,
@@ -64,7 +72,21 @@ def deepseek() -> PreTrainedModel:
     return model
 
 
-MODELS = {"qwen3": qwen3, "deepseek": deepseek, "wide": wide, "qwen3_other": qwen3}
+def gpt_oss() -> PreTrainedModel:
+    """It has biases everywhere, a SwiGLU with a limit, and sinks of attention."""
+    small = {key: value for key, value in COMMON.items() if key != "moe_intermediate_size"}
+    config = GptOssConfig(
+        **small, intermediate_size=64, num_local_experts=8, num_key_value_heads=2, head_dim=32, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    )  # fmt: skip
+    model = GptOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_(std=0.3)
+    return model
+
+
+MODELS = {"gpt_oss": gpt_oss, "qwen3": qwen3, "deepseek": deepseek, "wide": wide, "qwen3_other": qwen3}
 SEEDS = {"qwen3_other": 8}
 
 

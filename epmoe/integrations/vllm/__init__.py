@@ -28,14 +28,14 @@ def register() -> None:
 
     try:
         from vllm.model_executor.custom_op import op_registry_oot
-        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-        from epmoe.integrations.vllm.layer import EpmoeRoutedExperts
+        from epmoe.integrations.vllm.layer import Seat, seats
     except (ImportError, AttributeError) as error:
         refuse(f"vLLM {vllm.__version__} has no layer of experts that epmoe knows ({error})")
         return
-    taken = op_registry_oot.get(RoutedExperts.__name__)
-    if taken is None:
-        RoutedExperts.register_oot(EpmoeRoutedExperts)
-    elif taken is not EpmoeRoutedExperts:
-        refuse(f"another plugin has replaced RoutedExperts by {taken.__qualname__}")
+    for layer, seat in seats().items():
+        taken = op_registry_oot.get(layer.__name__)
+        if taken is None:
+            layer.register_oot(seat)
+        elif not issubclass(taken, Seat):
+            refuse(f"another plugin has replaced {layer.__name__} by {taken.__qualname__}")

@@ -19,6 +19,8 @@ from epmoe.local.experts import GroupedExperts
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FLOATS, FP8
 
+GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+"""vLLM's activation "swigluoai", whose numbers stand in vLLM's kernels"""
 _PLAIN = ("TritonExperts", "DeepGemmExperts", "TritonOrDeepGemmExperts")  # which leave weights as loaded
 _PACKING = "CPUUnquantizedExperts"  # and its subclasses pack the weights; `layer.py` has those that were loaded
 
@@ -32,9 +34,15 @@ def grouped(of: mk.FusedMoEExperts, w13: Tensor | None, w2: Tensor | None) -> Gr
     if problem := _problem(of, None if w2 is None else w2.dtype):
         raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank"')
     assert w13 is not None and w2 is not None
-    scales = {"gate_up_scales": quant.w1_scale, "down_scales": quant.w2_scale} if w2.dtype == FP8 else {}
-    assert activation is MoEActivation.SILU
-    return GroupedExperts(w13, w2, **scales).requires_grad_(False)
+    options: dict[str, Any] = {}
+    if w2.dtype == FP8:
+        options |= {"gate_up_scales": quant.w1_scale, "down_scales": quant.w2_scale}
+    if activation is MoEActivation.SWIGLUOAI:
+        options |= GPT_OSS
+    for name, bias in (("gate_up_bias", quant.w1_bias), ("down_bias", quant.w2_bias)):
+        if bias is not None:
+            options[name] = bias.detach().to(torch.bfloat16 if w2.dtype == FP8 else w2.dtype)
+    return GroupedExperts(w13, w2, **options).requires_grad_(False)
 
 
 def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:
@@ -42,13 +50,11 @@ def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:
     on_cpu = any(base.__name__ == _PACKING for base in type(of).__mro__)
     if dtype is None or type(of).__name__ not in _PLAIN and not on_cpu:
         return f"weights in the layout of {type(of).__name__}"
-    if config.activation is not MoEActivation.SILU:
+    if config.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
         return f"the activation {config.activation.value}"
     limits = (getattr(quant, name, None) for name in ("gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta"))
     if any(limit is not None for limit in limits):
-        return "SwiGLU with a limit, an alpha or a beta"
-    if quant.w1_bias is not None or quant.w2_bias is not None:
-        return "biases"
+        return "SwiGLU with a limit, an alpha or a beta of its own"
     if config.is_lora_enabled:
         return "LoRA"
     if dtype in (FLOATS if on_cpu else (torch.bfloat16,)) and quant.quant_dtype is None:

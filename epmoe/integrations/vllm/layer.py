@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -28,11 +29,13 @@ from epmoe.native.opaque import ModuleLayer
 _WEIGHTS = ("w13_weight", "w2_weight")
 
 
-class EpmoeRoutedExperts(RoutedExperts):
-    """vLLM's layer of experts. Where epmoe is chosen, the method that runs the experts takes its tokens from epmoe."""
+class Seat:
+    """In front of a layer of experts of vLLM's: where epmoe is chosen, their method takes its tokens from epmoe."""
+
+    quant_method: FusedMoEMethodBase
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
-        method = super()._get_quant_method(prefix, quant_config, moe_config)
+        method: Any = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
         choice = chosen()
         if choice is None:
             return method
@@ -55,9 +58,23 @@ class EpmoeRoutedExperts(RoutedExperts):
         """The slot of an expert that vLLM loads; −1: not here. Weights that are loaded again follow the experts."""
         experts = getattr(self.quant_method, "epmoe_experts", lambda _: None)(self)
         if experts is None:
-            local: int = super()._map_global_expert_id_to_local_expert_id(expert_id)
+            local: int = super()._map_global_expert_id_to_local_expert_id(expert_id)  # type: ignore[misc]
             return local
         return experts.index(expert_id) if expert_id in experts else -1
+
+
+class EpmoeRoutedExperts(Seat, RoutedExperts):
+    """vLLM's own layer of experts in this seat."""
+
+
+def seats() -> dict[type[RoutedExperts], type[Seat]]:
+    """The seat for each layer of experts of vLLM's, which vLLM looks up by the name of the layer."""
+    found: dict[type[RoutedExperts], type[Seat]] = {RoutedExperts: EpmoeRoutedExperts}
+    with suppress(ImportError):  # before 0.32
+        from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+        found[GptOssRoutedExperts] = type("EpmoeGptOssRoutedExperts", (Seat, GptOssRoutedExperts), {})
+    return found
 
 
 def _forward(layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

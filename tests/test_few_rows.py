@@ -89,7 +89,7 @@ class Rows:
 
     def wanted(self, experts: epmoe.GroupedExperts) -> Tensor:
         """What experts in fp64 compute of the real rows, on the CPU."""
-        rows, plain = self.rows[self.real], {name: tensor.double() for name, tensor in experts.named_parameters()}
+        rows, plain = self.rows[self.real], dict(experts.named_parameters())
         if experts.is_fp8:
             rows = dequantize_rows(rows, self.scales[self.real], torch.float64)
         if experts.is_quantized:
@@ -98,7 +98,7 @@ class Rows:
                 plain.pop(f"{name}_scales")
                 plain[f"w_{name}"] = dequantize_weights(weights, scales, torch.float64)
         options = {name: getattr(experts, name) for name in GPT_OSS}
-        wide = epmoe.GroupedExperts(**{name: tensor.cpu() for name, tensor in plain.items()} | options)
+        wide = epmoe.GroupedExperts(**{name: tensor.double().cpu() for name, tensor in plain.items()} | options)
         offsets = torch.nn.functional.pad(self.tokens.cpu().cumsum(0), (1, 0)).int()
         return wide(rows.double().cpu(), offsets).to(rows.device)
 

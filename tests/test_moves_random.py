@@ -319,7 +319,9 @@ def test_drawn_sizes(tmp_path, seed):
     """Two to four ranks: between drawn steps some leave, new ones come, or one dies and the others recover."""
     draw, names, steps, began = random.Random(seed), [0, 1], 0, time.monotonic()
     with Host(tmp_path, torch.device("cpu")) as host:
-        host.begin(names, create, 2)
+        host.spawn(*names)
+        host.form_at(names)
+        host.succeed(names, create, len(names))
         while time.monotonic() - began < SECONDS:
             steps, step = steps + 1, 100 * seed + steps
             if len(names) > 2 and draw.random() < 0.2:

@@ -36,13 +36,13 @@ def capture(state) -> None:
     ep, graph = state.ep, torch.cuda.CUDAGraph()
     tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=11)
     inputs = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
-    gain_eD = state.rows[0].to(ep.device)
+    gain_eD = state.rows[0].clone()
     with torch.cuda.graph(graph):
         d = ep.dispatch(*inputs)
         row = torch.arange(len(d.rows), device=ep.device)
         expert = torch.searchsorted(d.expert_offsets[1:], row, right=True).clamp(max=len(gain_eD) - 1)
         y = ep.combine(d.rows * gain_eD[expert].to(d.rows.dtype), d)
-    state.graphs = getattr(state, "graphs", {}) | {ep.generation: (graph, y, tokens, inputs)}
+    state.graphs = getattr(state, "graphs", {}) | {ep.generation: (graph, y, tokens, [*inputs, gain_eD])}
 
 
 def replay(state, generation: int, times: int = 3) -> None:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from expert_inputs import BF16, BLOCK, FP8, OFFSETS, TOKENS, D, E, assert_right, inputs, real_rows, want, weights
+from expert_inputs import BF16, BLOCK, FP8, MXFP4, OFFSETS, TOKENS, D, E, assert_right, inputs, real_rows, want, weights
 from helpers import NO_CUDA, ON_GPUS, alone, assert_close, poison_, randn
 from torch import Tensor
 
@@ -84,7 +84,7 @@ def deep_gemm(monkeypatch) -> StandIn:
 
 
 @pytest.mark.parametrize("alignment", [None, 64, 128, 192])
-@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("dtype", [BF16, FP8, MXFP4])
 def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
     """Later users of the library find the block that they have set."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")), gemm="deep_gemm")
@@ -99,7 +99,7 @@ def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
         assert_right(experts, alignment=96)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("dtype", [BF16, FP8, MXFP4])
 def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
     """fp8 rows go to fp8 experts as they are; other experts get them dequantized."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
@@ -113,7 +113,7 @@ def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
 
 
 @pytest.mark.parametrize("alignment", [None, 1, 32])
-@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("dtype", [BF16, FP8, MXFP4])
 def test_deep_gemm_gets_no_segments_that_it_would_misread(deep_gemm, dtype, alignment):
     """A call may say nothing of its segments, or that they start anywhere: torch's GEMM then takes bf16 and fp8."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
@@ -150,7 +150,7 @@ def test_a_gemm_may_fuse_the_stage_for_some_calls(monkeypatch):
         (True, 8, BF16, 128, "GPUs of compute capability 9, got 8"),
         (True, 10, FP8, 128, "GPUs of compute capability 9, got 10"),
         (True, 9, FP8, 192, "multiples of 128"),
-        (True, 9, torch.float16, 128, "weights in bfloat16 or float8_e4m3fn, got"),
+        (True, 9, torch.float16, 128, "weights in bfloat16 or float8_e4m3fn or float4_e2m1fn_x2, got"),
     ],
 )
 def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, problem):

@@ -165,7 +165,7 @@ def test_which_weights_it_takes(monkeypatch):
     assert takes(*weights_of(4, 24, 8)) is None
     assert takes(*(weights.transpose(1, 2).contiguous().transpose(1, 2) for weights in weights_of(4, 24, 8))) is None
     for given, words in (
-        (weights_of(4, 24, 8, torch.float32), "weights in bfloat16 or MXFP4, got torch.float32"),
+        (weights_of(4, 24, 8, torch.float32), "weights in bfloat16, got torch.float32"),
         (weights_of(4, 24, 12), "multiples of 8"),
         (weights_of(513, 8, 8), "at most 512 experts, got 513"),
         ([weights[:, :, ::2] for weights in weights_of(4, 48, 16)], "contiguous weights"),

@@ -82,7 +82,7 @@ class GroupedExperts(nn.Module):
         up_offset: is added to up.
         gemm: which library GPUs use, see above.
         batch_invariant: the bits of a row's output, and of its gradient, depend on nothing but the row and its own
-            gradient. GPUs then take one GEMM for all calls, our own for bf16 and MXFP4, DeepGEMM for fp8, and CPUs
+            gradient. GPUs then take one GEMM for all calls, our own for bf16, DeepGEMM for fp8 and MXFP4, and CPUs
             multiply blocks of 16 rows.
 
     For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of our own on Hopper: for bf16 in both directions, with gradients of weights, and for weights in MXFP4.
+"""Grouped GEMMs of our own for bf16 on Hopper, in both directions, and gradients of weights. They train, and serve.
 
 A tile adapts to the rows of an expert, which other libraries round up to blocks of 64 or 128. How they work stands with
 the kernels, `grouped_gemm` of csrc/cuda/hopper.
@@ -12,41 +12,38 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows
-from epmoe.local.weight_formats import MXFP4_GROUPS, plain_shape, product_dtype
 from epmoe.native import ops
-from epmoe.native.arguments import MXFP4
 
-_STEPS = {torch.bfloat16: 8, MXFP4: MXFP4_GROUPS.block[1]}  # of which D and F are multiples
 _BYTES = 16  # addresses and strides are multiples of it
 _MOST_EXPERTS = 512  # of one rank; their table is in shared memory
 
 
 class Hopper(Gemm):
-    """Our kernels on GPUs of compute capability 9.0: weights in bf16 or MXFP4, whatever the segments are."""
+    """Our kernels on GPUs of compute capability 9.0: bf16 weights, whatever the segments are."""
 
     name = "hopper"
     needs_gpu = True
     batch_invariant = True  # an element has one order of sums, whatever tile it is in
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        if down.dtype not in _STEPS:
-            return ValueError(f"Hopper's kernels take weights in bfloat16 or MXFP4, got {down.dtype}")
+        if down.dtype != torch.bfloat16:
+            return ValueError(f"Hopper's kernels take weights in bfloat16, got {down.dtype}")
         if (major := torch.cuda.get_device_capability(down.device)[0]) != 9:
             return ValueError(f"Hopper's kernels need a GPU of compute capability 9, got {major}")
-        sizes, step = (*plain_shape(gate_up)[1:], *plain_shape(down)[1:]), _STEPS[down.dtype]
-        if any(size % step for size in sizes):
-            return ValueError(f"Hopper's kernels take weights of multiples of {step}, got {sizes}")
+        sizes = (*gate_up.shape[1:], *down.shape[1:])
+        if any(size % 8 for size in sizes):
+            return ValueError(f"Hopper's kernels take weights of multiples of 8, got {sizes}")
         if len(down) > _MOST_EXPERTS:
             return ValueError(f"Hopper's kernels take at most {_MOST_EXPERTS} experts, got {len(down)}")
-        if not all(_is_whole(weights) or _is_turned(weights) for weights in (gate_up, down)):
+        if not all(_is_whole(weights) or _is_whole(weights.transpose(1, 2)) for weights in (gate_up, down)):
             return ValueError("Hopper's kernels take contiguous weights, or transposed ones, at multiples of 16 bytes")
         return _problem_on(down.device)
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
-        return down.is_cuda and down.dtype == torch.bfloat16 and self.problem_with(gate_up, down) is None
+        return down.is_cuda and self.problem_with(gate_up, down) is None
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        plain = plain_rows(rows, product_dtype(weights[0]))
+        plain = plain_rows(rows, weights[0].dtype)
         product: Tensor = ops.hopper_gemm(_whole(plain), *weights, ends)
         return product
 
@@ -58,10 +55,6 @@ class Hopper(Gemm):
 def _is_whole(tensor: Tensor) -> bool:
     """Whether TMA can read it."""
     return tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0
-
-
-def _is_turned(weights: Tensor) -> bool:
-    return weights.dtype == torch.bfloat16 and _is_whole(weights.transpose(1, 2))
 
 
 def _whole(tensor: Tensor) -> Tensor:

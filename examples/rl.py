@@ -129,20 +129,29 @@ def hand_over(model, sender, version):
     sender.send(version, dense if dist.get_rank() == dist.get_world_size() // 2 else None)
 
 
+def shared_folder():
+    """A folder in memory that rank 0 makes. Its name travels as bytes: torch would unpickle an object."""
+    name = torch.zeros(64, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        made = tempfile.mkdtemp(dir="/dev/shm").encode()
+        name[: len(made)] = torch.tensor(list(made))
+    dist.broadcast(name, 0)
+    return bytes(name.tolist()).rstrip(b"\0").decode()
+
+
 def main(steps, dtype):
     rank, half = dist.get_rank(), dist.get_world_size() // 2
-    folder = [tempfile.mkdtemp(dir="/dev/shm")]  # which is memory
-    dist.broadcast_object_list(folder, 0)
+    folder = shared_folder()
     groups = [dist.new_group(list(ranks), backend="gloo") for ranks in (range(half), range(half, 2 * half))]
     try:
         with epmoe.ExpertParallel(configured(half, dtype), groups[rank >= half], "cpu") as ep:
             if rank < half:
-                roll_out(ep, folder[0], steps)
+                roll_out(ep, folder, steps)
             else:
-                train(ep, groups[1], folder[0], steps)
+                train(ep, groups[1], folder, steps)
         dist.barrier()
     finally:
-        shutil.rmtree(folder[0], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

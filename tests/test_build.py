@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import time
@@ -515,13 +516,20 @@ NEWER_TORCH = (
 )
 
 
+def new_python(*program: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """An interpreter that has not imported epmoe yet."""
+    return subprocess.run(
+        [sys.executable, *map(str, program)], env=os.environ | variables, capture_output=True, text=True, timeout=60
+    )
+
+
 def test_a_newer_torch_is_one_warning():
-    run = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
+    run = new_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
     assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
     assert run.stderr.count("was tried with torch 2.11 to 2.14 (2.12 untested); this is torch 2.15.0") == 1
-    run = run_python("-c", "import torch; torch.__version__ = '2.15.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
+    run = new_python("-c", "import torch; torch.__version__ = '2.15.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
     assert run.stderr.count("this is torch 2.15.0 (EPMOE_UNTRIED_TORCH=1 silences this)") == 1
-    silenced = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1")
+    silenced = new_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1")
     assert (silenced.returncode, silenced.stdout, silenced.stderr) == (0, "ok\n", "")
 
 

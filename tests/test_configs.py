@@ -19,6 +19,7 @@ SHAPES = {  # R, E, K, D
     "h200x8_mixtral": (8, 8, 2, 4096),
     "h200x8_llama4_maverick": (8, 128, 1, 5120),
     "h200x8_qwen3_next_80b": (8, 512, 10, 2048),
+    "h200x8_deepseek_v4_flash": (8, 256, 6, 4096),
     "h200x8_kimi_k2": (8, 384, 8, 7168),
 }
 

@@ -168,8 +168,7 @@ struct GroupedGemmArgs {
   const int32_t* ends;  // [e], the row behind each segment, gaps included; the first starts at 0
   int32_t e;
   int64_t N, n, k;
-  void* out;                     // out: by rows [N, n], for weights [e, n, k]
-  const uint8_t* weight_scales;  // e8m0 [e, n, k / 32] of weights in MXFP4, [e, n, k / 2]; or null: bf16
+  void* out;  // out: by rows [N, n], for weights [e, n, k]
 };
 
 // The operator invariant_linear: x [T, k] · weight [n, k]ᵀ, on GPUs, in one order of sums for any T.

@@ -219,6 +219,15 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
   return out;
 }
 
+// Weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32] of scales.
+void check_mxfp4(const Tensor& codes, const Tensor& scales) {
+  STD_TORCH_CHECK(codes.element_size() == 1 && scales.element_size() == 1 && codes.dim() == 3 && scales.dim() == 3 &&
+                      codes.is_contiguous() && scales.is_contiguous() &&
+                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && scales.size(0) == codes.size(0) &&
+                      scales.size(1) == codes.size(1) && scales.size(2) * kMxfp4Group == 2 * codes.size(2),
+                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
+}
+
 Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
   check_mxfp4(codes, scales);
   int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);

@@ -140,7 +140,6 @@ GroupedGemmArgs grouped_gemm_args(const Tensor& rows, const Tensor& ends) {
       .n = 0,
       .k = rows.size(1),
       .out = nullptr,
-      .weight_scales = nullptr,
   };
 }
 
@@ -151,18 +150,13 @@ Tensor grouped_gemm(GroupedGemmArgs& args, const Tensor& rows, std::initializer_
   return out;
 }
 
-Tensor hopper_gemm(const Tensor& rows, const Tensor& weights, const std::optional<Tensor>& scales, const Tensor& ends) {
+Tensor hopper_gemm(const Tensor& rows, const Tensor& weights, const Tensor& ends) {
   GroupedGemmArgs args = grouped_gemm_args(rows, ends);
-  if (!scales) check_for_tma(weights, "weights");
-  const int64_t columns = scales ? args.k / 2 : args.k;  // two codes of MXFP4 are a byte
+  check_for_tma(weights, "weights");
   STD_TORCH_CHECK(
-      weights.dim() == 3 && weights.size(0) == args.e && weights.size(2) == columns && weights.size(1) % 8 == 0,
+      weights.dim() == 3 && weights.size(0) == args.e && weights.size(2) == args.k && weights.size(1) % 8 == 0,
       "weights must be [e, multiple of 8, k]");
   args.weights_enk = weights.data_ptr(), args.n = weights.size(1), args.transposed = !weights.is_contiguous();
-  if (scales) {
-    check_mxfp4(weights, *scales);
-    args.weight_scales = static_cast<const uint8_t*>(scales->data_ptr());
-  }
   STD_TORCH_CHECK(!args.transposed || (weights.stride(1) == 1 && weights.stride(2) == args.n &&
                                        (weights.stride(0) == args.n * args.k || args.e == 1)),
                   "weights must be contiguous, or transposed so");

@@ -60,15 +60,6 @@ constexpr ScalarType kScalarType<double> = ScalarType::Double;
 template <>
 constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
 
-// Weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32] of scales.
-inline void check_mxfp4(const Tensor& codes, const Tensor& scales) {
-  STD_TORCH_CHECK(codes.element_size() == 1 && scales.element_size() == 1 && codes.dim() == 3 && scales.dim() == 3 &&
-                      codes.is_contiguous() && scales.is_contiguous() &&
-                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && scales.size(0) == codes.size(0) &&
-                      scales.size(1) == codes.size(1) && scales.size(2) * kMxfp4Group == 2 * codes.size(2),
-                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
-}
-
 // The data of a contiguous tensor of T with at least `numel` elements.
 template <typename T>
 T* pointer(const Tensor& t, int64_t numel, const char* name) {

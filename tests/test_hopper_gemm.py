@@ -6,15 +6,12 @@ import itertools
 
 import pytest
 import torch
-from expert_inputs import random_mxfp4
 from helpers import ON_GPUS, assert_close, poisoned_memory, randn
 from torch import Tensor
 
 from epmoe import GroupedExperts
-from epmoe.local.gemm.gemm import plain_weights
 from epmoe.local.gemm.gradients import choose_trained, train_gemm, train_gemm_weights
 from epmoe.local.gemm.hopper import Hopper
-from epmoe.native import ops
 
 BF16 = torch.bfloat16
 BEHIND = 9  # rows behind the last segment
@@ -76,22 +73,6 @@ class Case:
 @pytest.mark.parametrize("counts", COUNTS)
 def test_products(hopper, counts, n, k, transposed):
     Case(counts, n, k, hopper, transposed).assert_right()
-
-
-@ON_GPUS
-@pytest.mark.parametrize("scales", [(-8, 0), (-3, 8)], ids=["small", "also_above_2"])
-@pytest.mark.parametrize("n, k", [(128, 64), (40, 96), (136, 544), (264, 1056)])
-@pytest.mark.parametrize("counts", COUNTS)
-def test_weights_in_mxfp4_have_the_bits_of_bf16(hopper, counts, n, k, scales):
-    codes, exponents = (part.to(hopper) for part in random_mxfp4(len(counts), n, k, seed=5, scales=scales))
-    case = Case(counts, n, k, hopper)
-    plain = plain_weights((codes, exponents))
-    with poisoned_memory():
-        product = ops.hopper_gemm(case.rows, codes, exponents, case.ends[1:])
-        wanted = ops.hopper_gemm(case.rows, plain, None, case.ends[1:])
-    assert torch.equal(product.view(torch.int16), wanted.view(torch.int16))
-    for i, (start, end) in enumerate(itertools.pairwise(case.offsets)):
-        assert_close(product[start:end], case.rows[start:end].double() @ plain[i].double().T)
 
 
 @ON_GPUS

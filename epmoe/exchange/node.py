@@ -406,9 +406,8 @@ class NodeExchange(Exchange):
         epoch = rounds.count + (rounds.state == CLOSED)
         progress = rounds.progress
         try:
-            while (
-                progress.deadline_ns and not self._released
-            ):  # the operator has returned so that Python can run signal handlers
+            # The operator has returned so that Python can run signal handlers.
+            while progress.deadline_ns and not self._released:
                 (receive if progress.phases & 1 else operator)(*arguments)
         finally:
             progress.deadline_ns = 0  # the next wait has a deadline of its own

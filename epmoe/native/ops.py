@@ -54,7 +54,7 @@ _library.define(
 )
 # Grouped GEMMs in bf16 on GPUs of compute capability 9.0, by expert: rows [N, k] · weights [e, n, k]ᵀ → [N, n], and
 # grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
-_library.define("hopper_gemm(Tensor rows, Tensor weights, Tensor? scales, Tensor ends) -> Tensor")
+_library.define("hopper_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 _library.define("hopper_gemm_weights(Tensor grad, Tensor rows, Tensor ends) -> Tensor")
 # On GPUs, x [T, k] · weight [n, k]ᵀ → [T, n], in one order of sums for any T.
 _library.define("invariant_linear(Tensor x, Tensor weight) -> Tensor")

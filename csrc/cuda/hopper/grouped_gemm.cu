@@ -3,14 +3,13 @@
 //   rows [N, k] · weights [e, n, k]ᵀ or [e, k, n] ─▶ [N, n]        grad [N, n]ᵀ · rows [N, k] ─▶ [e, n, k]
 //
 // A block takes tiles in turn. One thread loads, by TMA and some steps ahead; two warpgroups multiply 64 rows of a tile
-// each. A warpgroup widens weights in MXFP4 meanwhile. By rows, products are turned as they leave. For weights, rows
-// are what is summed over, in steps of 64, and 16 at last; rows of others that the last step has loaded are zeroed.
+// each. By rows, products are turned as they leave. For weights, rows are what is summed over, in steps of 64, and 16
+// at last; rows of others that the last step has loaded are zeroed.
 #include <type_traits>
 #include <utility>
 
 #include "cuda/device/launch.cuh"
 #include "cuda/hopper/boxes.cuh"
-#include "cuda/hopper/mxfp4_weights.cuh"
 #include "cuda/hopper/tiles.cuh"
 #include "cuda/hopper/wgmma.cuh"
 #include "cuda/stages.h"
@@ -26,10 +25,6 @@ template <Product kProduct>
 constexpr int kStages = kProduct == Product::kForWeights ? 3 : 4;
 template <Product kProduct>
 constexpr int kLeavingBoxes = kProduct == Product::kForWeights ? 4 : 2;  // of a warpgroup
-// Arrivals that fill a stage: the loading thread, and each warp that widens weights.
-template <Product kProduct>
-constexpr int kFilling = kProduct == Product::kByRowsOfMxfp4 ? 1 + kWarpgroup / 32 : 1;
-constexpr int kAhead = 4;  // steps whose codes are under way
 
 template <Product kProduct>
 int64_t shared_bytes(int32_t experts) {
@@ -121,46 +116,11 @@ __device__ __forceinline__ void load_tile(const GroupedGemmArgs& args, const CUt
   }
 }
 
-// The same with weights in MXFP4. The whole warpgroup calls.
-template <typename Stages>
-__device__ __forceinline__ void load_tile_of_mxfp4(const GroupedGemmArgs& args, const CUtensorMap& b, const Tile& tile,
-                                                   Stages& ring) {
-  static_assert(kRows == kWarpgroup);
-  const int32_t thread = threadIdx.x % kWarpgroup, boxes = ceil_of(tile.width, 64);
-  const int32_t steps = steps_of<Product::kByRowsOfMxfp4>(args, tile);
-  const Mxfp4Row row(args, tile, thread);
-  Mxfp4Step ahead[kAhead];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) ahead[i] = row[i];
-  for (int32_t first = 0; first < steps; first += kAhead) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int32_t step = first + i;
-      if (step == steps) break;
-      ring.wait_empty();
-      uint32_t to = ring.stage();
-      uint64_t* full = ring.filled();
-      if (thread == 0) {
-        expect_bytes(full, boxes * kBoxBytes);
-        for (int32_t j = 0; j < boxes; ++j)
-          load_box(b, to + kABytes + j * kBoxBytes, full, step * kStep, tile.row + 64 * j, 0);
-      }
-      store_line(ahead[i], to + thread / 64 * kBoxBytes, thread % 64);
-      ahead[i] = row[step + kAhead];
-      fence_shared_for_tma();
-      __syncwarp();
-      if (thread % 32 == 0) arrive(full);
-      ++ring.turn;
-    }
-  }
-}
-
 // The sums of one warpgroup over a tile of kWidth columns.
 template <Product kProduct, int kWidth, typename Stages>
 __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const Tile& tile, Stages& ring,
                                               float (&d)[kWidth / 2]) {
-  constexpr bool kAcrossB = kProduct == Product::kForWeights;
-  constexpr bool kAcrossA = kAcrossB || kProduct == Product::kByRowsTransposed;
+  constexpr bool kAcrossA = kProduct != Product::kByRows, kAcrossB = kProduct == Product::kForWeights;
   constexpr uint32_t kStepA = kAcrossA ? 16 * kLineBytes : 32, kStepB = kAcrossB ? 16 * kLineBytes : 32;
   const uint32_t own = threadIdx.x / kWarpgroup * kBoxBytes;
   auto start = [&](int32_t k) {
@@ -301,8 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto* empty = full + kCount;
   Tiles<kProduct> tiles{args, reinterpret_cast<int32_t*>(empty + kCount)};
   if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < kCount; ++i)
-      init_mbarrier(&full[i], kFilling<kProduct>), init_mbarrier(&empty[i], kMultipliers * 4);
+    for (int32_t i = 0; i < kCount; ++i) init_mbarrier(&full[i], 1), init_mbarrier(&empty[i], kMultipliers * 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   wait_for_predecessor();
@@ -312,22 +271,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   Ring<kCount> ring{shared_address(shared), full, empty};
   const int32_t count = tiles.count();
   if (threadIdx.x >= kMultipliers * kWarpgroup) {
-    if constexpr (kProduct == Product::kByRowsOfMxfp4) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-      for (int32_t number = blockIdx.x; number < count; number += gridDim.x)
-        load_tile_of_mxfp4(args, b, tiles[number], ring);
-    } else {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-      if (threadIdx.x != kMultipliers * kWarpgroup) return;
-      for (int32_t number = blockIdx.x; number < count; number += gridDim.x)
-        load_tile<kProduct>(args, a, b, tiles[number], ring);
-    }
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x != kMultipliers * kWarpgroup) return;
+    for (int32_t number = blockIdx.x; number < count; number += gridDim.x)
+      load_tile<kProduct>(args, a, b, tiles[number], ring);
     return;
   }
-  if constexpr (kProduct == Product::kByRowsOfMxfp4)
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
-  else
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   leaving += threadIdx.x / kWarpgroup * kLeaving;
   for (int32_t number = blockIdx.x; number < count; number += gridDim.x) {
     const Tile tile = tiles[number];
@@ -351,10 +301,9 @@ cudaError_t launch_product(const GroupedGemmArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
-  CUtensorMap a = {}, b, out = {};
+  CUtensorMap a, b, out = {};
   if (cudaError_t error = describe(b, args.rows_Nk, args.k, args.N, 1)) return error;
-  cudaError_t error = kProduct == Product::kByRowsOfMxfp4      ? cudaSuccess
-                      : kProduct == Product::kByRows           ? describe(a, args.weights_enk, args.k, args.n, args.e)
+  cudaError_t error = kProduct == Product::kByRows             ? describe(a, args.weights_enk, args.k, args.n, args.e)
                       : kProduct == Product::kByRowsTransposed ? describe(a, args.weights_enk, args.n, args.k, args.e)
                                                                : describe(a, args.grad_Nn, args.n, args.N, 1);
   if (error) return error;
@@ -369,7 +318,6 @@ cudaError_t launch_product(const GroupedGemmArgs& args, cudaStream_t stream) {
 cudaError_t grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   if (args.N == 0 || args.e == 0) return cudaSuccess;
   if (!args.weights_enk) return launch_product<Product::kForWeights>(args, stream);
-  if (args.weight_scales) return launch_product<Product::kByRowsOfMxfp4>(args, stream);
   return args.transposed ? launch_product<Product::kByRowsTransposed>(args, stream)
                          : launch_product<Product::kByRows>(args, stream);
 }

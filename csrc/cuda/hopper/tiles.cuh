@@ -7,7 +7,7 @@
 
 namespace epmoe::cuda {
 
-enum class Product { kByRows, kByRowsOfMxfp4, kByRowsTransposed, kForWeights };
+enum class Product { kByRows, kByRowsTransposed, kForWeights };
 
 constexpr int kRows = 128;       // of a tile
 constexpr int kColumns = 256;    // of a tile, at most

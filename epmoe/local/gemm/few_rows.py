@@ -51,10 +51,8 @@ class FewRows(Gemm):
     needs_gpu = True
     takes_all_calls = False
     takes_fp8 = True
-    steps: ClassVar[dict[torch.dtype, int]] = {
-        torch.bfloat16: 64,
-        FP8: FP8_BLOCKS.block[1],
-    }  # of which D and F are multiples
+    # Of which D and F are multiples:
+    steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)

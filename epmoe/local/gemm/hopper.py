@@ -44,7 +44,7 @@ class Hopper(Gemm):
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         plain = plain_rows(rows, weights[0].dtype)
-        product: Tensor = ops.hopper_gemm(_whole(plain), *weights, ends)
+        product: Tensor = ops.hopper_gemm(_whole(plain), weights[0], ends)
         return product
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _problem_on(device: torch.device) -> Exception | None:
     ends = torch.tensor([8], dtype=torch.int32, device=device)
     rows, weights = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((8, 8), (1, 8, 8)))
     try:
-        ops.hopper_gemm(rows, weights, None, ends)
+        ops.hopper_gemm(rows, weights, ends)
     except RuntimeError as error:
         return error
     return None

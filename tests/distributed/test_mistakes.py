@@ -386,13 +386,18 @@ class Steps:
         assert all(map(torch.equal, gradients, self.want))
 
 
-@ON_THE_CPU
-@torch.enable_grad()
-def test_ctrl_c_ends_a_backward_pass(make_ep, rank, size, device):
-    """The other ranks learn it from their own backward pass. The next step is whole on all ranks."""
+@pytest.fixture
+def steps(make_ep, rank, size) -> Steps:
+    """Passes in which ranks wait for one another."""
     if size == 1:
         pytest.skip("one rank waits for nobody")
-    steps = Steps(make_ep, rank)
+    return Steps(make_ep, rank)
+
+
+@ON_THE_CPU
+@torch.enable_grad()
+def test_ctrl_c_ends_a_backward_pass(steps, rank, device):
+    """The other ranks learn it from their own backward pass. The next step is whole on all ranks."""
     loss = steps.forward(seed=1)
     if rank == 0:
         with ctrl_c():
@@ -406,11 +411,8 @@ def test_ctrl_c_ends_a_backward_pass(make_ep, rank, size, device):
 
 @ON_THE_CPU
 @torch.enable_grad()
-def test_another_thread_is_refused_during_a_backward_pass(make_ep, rank, size, device):
+def test_another_thread_is_refused_during_a_backward_pass(steps, rank, device):
     """Its call costs the backward pass nothing."""
-    if size == 1:
-        pytest.skip("one rank waits for nobody")
-    steps = Steps(make_ep, rank)
     loss, store, refused = steps.forward(), dist.distributed_c10d._get_default_store(), []
 
     def call() -> None:

@@ -158,7 +158,7 @@ def form_at(state, address: str, port: int, names: list[int]) -> None:
 
 def staying(placement: Placement, device: torch.device) -> epmoe.EPConfig:
     exchange = {"warmup_timeout_s": RESUME_S if device.type == "cpu" else 4 * RESUME_S}
-    timeout_s = 1.0 if device.type == "cpu" else 5.0  # ranks may share GPUs by time slices
+    timeout_s = 3.0 if device.type == "cpu" else 5.0  # ranks may share GPUs by time slices
     config = make_config(1, experts=EXPERTS, timeout_s=timeout_s, exchange=exchange)
     return config.with_placement(placement)
 

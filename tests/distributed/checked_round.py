@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from exchanges import (
@@ -159,6 +159,11 @@ class Checked:
     d: Dispatched
     rows: Tensor
     y: Tensor
+
+    def has_the_bits_of_other_phases(self) -> bool:
+        """Plays it again, in one call a stage where its phases were calls of their own, and the other way round."""
+        other = replace(self.round, phases=not self.round.phases)
+        return torch.equal(other.combine(self.rows, other.dispatch()), self.y)
 
 
 def alignment_of(ep: ExpertParallel, tokens: list[Tokens]) -> int:

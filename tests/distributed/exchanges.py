@@ -301,10 +301,15 @@ def given(ep: ExpertParallel, tokens: Tokens) -> list[Tensor]:
 
 
 def run_round(
-    ep: ExpertParallel, tokens: Tokens, layout: str = "expert", num_tokens: int | Tensor | None = None
+    ep: ExpertParallel,
+    tokens: Tokens,
+    layout: str = "expert",
+    num_tokens: int | Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """dispatch, the tests' experts, and combine."""
-    d = ep.dispatch(*given(ep, tokens), num_tokens=num_tokens, layout=layout)
+    scales = None if scales is None else scales.to(ep.device)
+    d = ep.dispatch(*given(ep, tokens), scales=scales, num_tokens=num_tokens, layout=layout)
     if layout == "rank":
         return ep.combine_partial(run_fused_experts(ep, d), d)
     return ep.combine(run_experts(ep, d), d)

@@ -81,19 +81,8 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
         if isinstance(num_tokens, torch.Tensor):
             num_tokens = num_tokens.to(ep.device, torch.int32)
         extras = case["extra"] and [make_extra(case["extra"], r, T, seed) for r, T in enumerate(counts)]
-        check_round(ep, tokens, case["layout"], num_tokens=num_tokens, aligned=case["aligned"], extras=extras)
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ll_max_tokens", [32, 256])
-def test_adversarial_routing(make_ep, rank, size, ll_max_tokens, id_dtype, layout):
-    """Duplicate ids, −1, ids out of range, and weights of 0, NaN and Inf, in tokens that have valid pairs, too."""
-    ep = make_ep(ll_max_tokens, experts=13, top_k=8, max_tokens=90, placement={"num_redundant_experts": 15})
-    for seed in range(10):
-        T = 16 if seed % 2 else 90
-        tokens = [make_tokens(ep.config, r, T, seed=seed, kind="adversarial", id_dtype=id_dtype) for r in range(size)]
-        check_round(ep, tokens, layout)
+        options = {"num_tokens": num_tokens, "phases": bool(seed), "aligned": case["aligned"], "extras": extras}
+        assert check_round(ep, tokens, case["layout"], **options).has_the_bits_of_other_phases()
 
 
 @pytest.mark.parametrize("ll_max_tokens", [4, 32])

@@ -1,11 +1,10 @@
-"""Send and receive phases: the same bits as in one call, two micro-batches at once, and the order of calls."""
+"""Send and receive phases: two micro-batches at once, and the order of calls. Their bits: test_exchange.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from checked_round import check_round
 from exchanges import Tokens, assert_y, given, make_tokens, run_experts, run_fused_experts, run_round
 from helpers import ON_GPUS
 
@@ -18,23 +17,6 @@ PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 def outputs(ep: ExpertParallel, d: Dispatched) -> torch.Tensor:
     return run_fused_experts(ep, d) if d.layout == "rank" else run_experts(ep, d)
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("payload", ["auto", "fp8"])
-@pytest.mark.parametrize(("max_tokens", "ll_max_tokens", "hidden"), [(16, 32, 256), (200, 32, 256), (200, 256, 1152)])
-def test_phases_have_the_bits_of_one_call(make_ep, rank, size, max_tokens, ll_max_tokens, hidden, payload, layout):
-    exchange = {"payload": payload, "combine_payload": payload}
-    options = {"top_k": 6, "hidden": hidden, "dtype": "bfloat16", "max_tokens": max_tokens, "placement": PLACEMENT}
-    ep = make_ep(ll_max_tokens, exchange=exchange, **options)
-    for n in range(4):
-        T = (max_tokens, 2, 0, 7)[n]
-        tokens = [make_tokens(ep.config, r, T, seed=n, kind="adversarial", padded=2) for r in range(size)]
-        num_tokens = tokens[rank].real
-        at_once, apart = (
-            check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases) for phases in (False, True)
-        )
-        assert torch.equal(at_once.y, apart.y)
 
 
 def test_sending_waits_for_no_rank(make_ep, rank, size):

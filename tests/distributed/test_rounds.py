@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from checked_round import check_round
 from exchanges import assert_y, expected_y_after_drops, first_round, given, make_tokens, poison, run_experts, run_round
-from helpers import ON_GPUS, assert_close, poison_
+from helpers import ON_GPUS, RANKS_SHARE_GPUS, assert_close, poison_
 
 import epmoe
 
@@ -190,11 +190,14 @@ def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
 @pytest.mark.parametrize("phases", [False, True])
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
-    """The others raise within the deadline, in receive phases where calls are apart, and can start again with all."""
+    """The others raise at the deadline, in receive phases where calls are apart, and in every call behind it. They have
+    waited until then, and can start again with all."""
     ep = make_ep(timeout_s=0.5)
     tokens = first_round(ep, 6)
     inputs = given(ep, tokens)
+    ep.poll()
     d = ep.dispatch(*inputs) if stage == "combine" else None
+    before = ep.health().waited_s[0]
     if rank != 0:
         with pytest.raises(epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]") as caught:
             d = d or (ep.dispatch_recv(ep.dispatch_send(*inputs)) if phases else ep.dispatch(*inputs))
@@ -204,7 +207,14 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
             ep.combine_recv(d) if phases else ep.combine(rows, d)
             ep.check()
         assert (caught.value.stage, caught.value.missing_ranks) == (stage, [0])
-        assert ep.health().timeouts == 1
+        for call in (ep.poll, ep.check, ep.poll):
+            with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
+                call()
+        health = ep.health()
+        waited_s = health.waited_s[0] - before
+        assert health.timeouts == 1 and (RANKS_SHARE_GPUS or 0 < waited_s < 5.0)
+        if size == 2 and not RANKS_SHARE_GPUS:  # with more ranks, another may have started its wait earlier
+            assert waited_s >= 0.5
     dist.barrier()
     again = make_ep()
     assert_y(run_round(again, tokens), again.config, tokens)

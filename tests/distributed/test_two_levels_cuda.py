@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from exchanges import assert_y, dequantized, make_tokens, run_experts, run_round
+from exchanges import assert_y, dequantized, given, make_tokens, run_experts, run_round
 from helpers import ON_GPUS, poison_
 from test_graphs import Captured
-from test_phases import given
 from test_two_levels import assert_named, check_nodes, meet
 from torch import Tensor
 

@@ -159,7 +159,7 @@ RUNS ?= $(if $(filter cuda,$(DEVICE)),5,20)
 faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, are slow, raise or write anywhere, counted (DEVICE, RUNS)
 	PYTHONPATH=.:tests:tests/distributed$(if $(filter cuda,$(DEVICE)),:.gpu-deps) $(PYTHON) -m faults --device $(DEVICE) --runs $(RUNS) $(FAULTS)
 
-# One rank for each GPU, or two on the CPU. build/soak.json adds up the rounds of several runs.
+# One rank for each GPU, or two on the CPU.
 SECONDS ?= 60
 soak: $(if $(filter cpu,$(DEVICE)),setup)  ## rounds with stalls and random sizes, all compared (DEVICE, SECONDS)
 	PYTHONPATH=.:tests:tests/distributed$(if $(filter cuda,$(DEVICE)),:.gpu-deps) $(TORCHRUN) $(if $(filter cpu,$(DEVICE)),2,gpu) \

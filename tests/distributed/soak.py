@@ -4,14 +4,13 @@
 
 Every round has other tokens, of another number. On GPUs most rounds run in replays of graphs of 50 rounds, in which
 each rank may replay another number of tokens; others are eager, some by phases. Ranks stall at random, on the host and
-on the device. `--totals` names a file that adds up the rounds of several runs.
+on the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import sys
@@ -83,25 +82,14 @@ class Rounds:
         return d.recv.x * self.is_mine[d.recv.ids.long()].sum(-1, keepdim=True)
 
 
-@dataclass
-class Memory:
+def memory_of(device: torch.device) -> list[int]:
     """Bytes: of this process on the host, of torch's tensors, and in use on the device."""
-
-    host: int = 0
-    tensors: int = 0
-    device: int = 0
-
-    @classmethod
-    def now(cls, device: torch.device) -> Memory:
-        gc.collect()
-        host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        if device.type == "cpu":
-            return cls(host)
-        free, total = torch.cuda.mem_get_info(device)
-        return cls(host, torch.cuda.memory_allocated(device), total - free)
-
-    def growth(self, later: Memory) -> list[int]:
-        return [after - before for before, after in zip(vars(self).values(), vars(later).values(), strict=True)]
+    gc.collect()
+    host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cpu":
+        return [host, 0, 0]
+    free, total = torch.cuda.mem_get_info(device)
+    return [host, torch.cuda.memory_allocated(device), total - free]
 
 
 @dataclass
@@ -164,22 +152,19 @@ class Soak:
     def all(self) -> list[Rounds]:
         return [rounds for kind in self.kinds for rounds in kind]
 
-    def close(self) -> None:
-        for ep in self.eps:
-            ep.close()
 
-
-def soak(device: torch.device, seed: int, most_rounds: int, seconds: float) -> Iterator[tuple[int, int, Memory]]:
+def soak(device: torch.device, seed: int, most_rounds: int, seconds: float) -> Iterator[tuple[int, int, list[int]]]:
     """Yields rounds, mismatches and memory so far, every `CHECKED` turns."""
     run, deadline = Soak(device, seed), time.monotonic() + seconds
     on = torch.ones(1)
     while on:
         for _ in range(CHECKED if device.type == "cuda" else 20):
             run.turn()
-        yield run.rounds, run.wrong(), Memory.now(device)
+        yield run.rounds, run.wrong(), memory_of(device)
         on.fill_(run.rounds < most_rounds and time.monotonic() < deadline)
         dist.broadcast(on, 0)
-    run.close()
+    for ep in run.eps:
+        ep.close()
 
 
 def main() -> int:
@@ -188,36 +173,26 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--totals", type=Path, default=Path("build/soak.json"), help="a file that adds up several runs")
     options = parser.parse_args()
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    started, device = time.monotonic(), torch.device(options.device)
-    reports = soak(device, options.seed, options.rounds, options.seconds)
-    first = last = next(reports)
-    for report in reports:
-        last = report
-    rounds, wrong, memory_now = last
+    started = time.monotonic()
+    reports = soak(torch.device(options.device), options.seed, options.rounds, options.seconds)
+    rounds, wrong, first = next(reports)
+    memory_now = first
+    for rounds, wrong, memory_now in reports:  # noqa: B007 the last one counts
+        pass
     growth = [[0]] * dist.get_world_size()
-    dist.all_gather_object(growth, first[2].growth(memory_now))
+    dist.all_gather_object(growth, [now - before for now, before in zip(memory_now, first, strict=True)])
     if dist.get_rank() == 0:
         took = time.monotonic() - started
         print(f"{rounds:,} rounds in {took:.0f} s, {1e6 * took / rounds:.1f} us a round; {wrong} values are wrong")
         for rank, (host, tensors, in_use) in enumerate(growth):
             print(f"rank {rank}: bytes more than at first: host {host:,}, tensors {tensors:,}, device {in_use:,}")
-        add_up(options.totals, {"rounds": rounds, "wrong": wrong, "seconds": round(took)})
     dist.destroy_process_group()
     return int(wrong > 0 or any(host > 16 << 20 or tensors > 0 for host, tensors, _ in growth))
-
-
-def add_up(path: Path, counts: dict[str, int]) -> None:
-    totals = json.loads(path.read_text()) if path.exists() else {}
-    totals = {key: totals.get(key, 0) + count for key, count in counts.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(totals) + "\n")
-    print(f"{path}: {totals['rounds']:,} rounds in all, {totals['wrong']} values wrong, {totals['seconds']} s")
 
 
 if __name__ == "__main__":

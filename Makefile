@@ -161,9 +161,9 @@ faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, are slow, 
 
 # One rank for each GPU, or two on the CPU.
 SECONDS ?= 60
-soak: $(if $(filter cpu,$(DEVICE)),setup)  ## rounds with stalls and random sizes, all compared (DEVICE, SECONDS)
-	PYTHONPATH=.:tests:tests/distributed$(if $(filter cuda,$(DEVICE)),:.gpu-deps) $(TORCHRUN) $(if $(filter cpu,$(DEVICE)),2,gpu) \
-	  tests/distributed/soak.py --device $(DEVICE) --seconds $(SECONDS) $(SOAK)
+soak: $(if $(filter cpu,$(DEVICE)),setup)  ## drawn rounds while ranks stall, all compared (DEVICE, SECONDS)
+	EPMOE_SOAK_SECONDS=$(SECONDS) PYTHONPATH=.$(if $(filter cuda,$(DEVICE)),:.gpu-deps) $(TORCHRUN) \
+	  $(if $(filter cpu,$(DEVICE)),2,gpu) -m pytest -q -s -p no:cacheprovider -k 'soak and $(DEVICE)' tests/distributed/test_fuzz.py
 
 benchmarks-report: setup  ## BENCHMARKS.md and its plot, from benchmarks/*.json
 	python -m benchmarks.render

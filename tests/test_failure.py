@@ -214,44 +214,16 @@ def test_every_rank_of_two_nodes_names_the_rank_that_is_gone(host, fault):
     assert host.do(others, survivors) == [others] * 3
 
 
-def leave(state, how: str) -> tuple[float, str]:
+def wait_until_a_signal(state) -> tuple[float, str]:
     """Leaves the `with` of its ExpertParallel: when, and by which exception."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a forked server of pytest may ignore it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    raised = "no exception"
     try:
-        with state.ep as ep:
-            while how == "waiting":
-                play_round(state, 0)
-            if how != "between rounds":
-                ep.dispatch(*ONE_TOKEN)
-            if how == "closing in a round":
-                ep.close()
-            else:
-                raise LookupError
+        with state.ep:
+            survive(state)
     except BaseException as error:
-        raised = type(error).__name__
-    return time.monotonic(), raised
-
-
-def assert_released(host: Host, others: list[int], left_at: float) -> None:
-    """Rank 1 has left: the waits of the others, of up to 300 s, end."""
-    seen = host.answers(others)
-    assert_named(seen, 1, "rank(s) [1] of the group (global rank(s) [1]) left the group")
-    assert all(one.at - left_at < RELEASED_S for one in seen)
-    assert host.do([1, *others], close) == [set()] * (1 + len(others))
-
-
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [("between rounds", "LookupError"), ("in a round", "LookupError"), ("closing in a round", "no exception")],
-)
-def test_a_rank_that_leaves_releases_the_others(host, how, error):
-    serve(host, timeout_s=LONG_S)
-    host.start([0, 2], survive)
-    ((left_at, raised),) = host.do([1], leave, how)
-    assert raised == error
-    assert_released(host, [0, 2], left_at)
+        return time.monotonic(), type(error).__name__
+    raise AssertionError("no signal came")
 
 
 @pytest.mark.parametrize(
@@ -261,13 +233,16 @@ def test_a_signal_ends_the_wait_and_releases_the_others(host, number, error):
     """Ranks 1 and 2 wait for rank 0, which stays away. The signal ends rank 1 at once, and rank 2 hears of it."""
     serve(host, timeout_s=LONG_S)
     host.start([2], survive)
-    host.start([1], leave, "waiting")
+    host.start([1], wait_until_a_signal)
     time.sleep(0.3)  # ranks 1 and 2 sleep in their waits by now
     pressed_at = time.monotonic()
     host.signal(1, number)
     ((left_at, raised),) = host.results([1])
     assert raised == error and left_at - pressed_at < RELEASED_S
-    assert_released(host, [2], left_at)
+    seen = host.answers([2])
+    assert_named(seen, 1, "rank(s) [1] of the group (global rank(s) [1]) left the group")
+    assert seen[0].at - left_at < RELEASED_S
+    assert host.do([1, 2], close) == [set()] * 2
 
 
 def test_sigterm_without_a_handler_ends_the_process_at_once(host):

@@ -56,25 +56,29 @@ def bytes_of(values: Tensor) -> Tensor:
     return values.contiguous().flatten().view(torch.uint8)
 
 
-def play_again(rounds: list[Again], times: int) -> int:
-    """Plays the rounds in turn, on a GPU by replays of one graph. Collective. Returns the bytes that differ."""
-    device = rounds[0].y.device
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()  # every rank has kept what its last round delivered
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
+class InTurn:
+    """Rounds that are played in turn, on a GPU by replays of one graph. Every rank makes it and plays it as often.
 
-    def play() -> None:
-        for again in rounds:
-            wrong.add_(again.play())
+    `wrong` counts the bytes that differ. This rank's GPU sleeps `stall` cycles before each round.
+    """
 
-    if device.type == "cpu":
+    def __init__(self, rounds: list[Again], stall: int = 0) -> None:
+        self.rounds, self.stall, self.graph = rounds, stall, None
+        self.wrong = torch.zeros((), dtype=torch.int64, device=rounds[0].y.device)
+        if self.wrong.is_cuda:
+            torch.cuda.synchronize()
+        dist.barrier()  # every rank has kept what its last round delivered
+        if self.wrong.is_cuda:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._play()
+
+    def play(self, times: int = 1) -> None:
         for _ in range(times):
-            play()
-        return int(wrong)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        play()
-    for _ in range(times):
-        graph.replay()
-    return int(wrong)
+            self._play() if self.graph is None else self.graph.replay()
+
+    def _play(self) -> None:
+        for again in self.rounds:
+            if self.stall:
+                torch.cuda._sleep(self.stall)
+            self.wrong.add_(again.play())

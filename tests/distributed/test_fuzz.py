@@ -8,22 +8,26 @@ compared with the references; the others are replays of these, in one graph, who
 
 from __future__ import annotations
 
+import gc
 import os
+import time
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from checked_round import check_round
+import torch.distributed as dist
+from checked_round import Checked, check_round
 from exchanges import Tokens, make_tokens
 from helpers import random_bits
-from replayed_rounds import Again, play_again
-from soak import soak
+from replayed_rounds import Again, InTurn
 
-from epmoe import EPConfig
+from epmoe import EPConfig, ExpertParallel
 
 FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 CONFIGS = int(os.environ.get("EPMOE_FUZZ_CONFIGS", 30))
 ROUNDS = int(os.environ.get("EPMOE_FUZZ_ROUNDS", 6))
+SOAK_S = float(os.environ.get("EPMOE_SOAK_SECONDS", 20 if torch.cuda.is_available() else 3))
 DRAWN_ON_GPUS = 4
 
 
@@ -90,30 +94,63 @@ def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
     return tokens
 
 
+def drawn_round(ep: ExpertParallel, random: Random) -> Checked:
+    tokens = draw_tokens(ep.config, random, ep.size)
+    layout, phases, padding = random.choice(["expert", "rank"]), random.random() < 0.3, random.random()
+    aligned = random.random() < 0.5
+    num_tokens = tokens[ep.rank].real
+    if padding < 0.5:
+        num_tokens = torch.tensor(num_tokens, dtype=torch.int32, device=ep.device)
+    return check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases, aligned=aligned)
+
+
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CONFIGS))
 def test_drawn_rounds(make_ep, rank, size, device, seed):
     random = Random(seed)
     ep = make_ep(**draw_options(random, size))
-    drawn = ROUNDS if device.type == "cpu" else min(ROUNDS, DRAWN_ON_GPUS)
-    rounds = []
-    for _ in range(drawn):
-        tokens = draw_tokens(ep.config, random, size)
-        layout, phases, padding = random.choice(["expert", "rank"]), random.random() < 0.3, random.random()
-        aligned = random.random() < 0.5
-        num_tokens = tokens[rank].real
-        if padding < 0.5:
-            num_tokens = torch.tensor(num_tokens, dtype=torch.int32, device=ep.device)
-        checked = check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases, aligned=aligned)
-        if device.type == "cuda":
-            rounds.append(Again(checked))
-    if rounds:
-        assert play_again(rounds, -(-ROUNDS // drawn) - 1) == 0
+    if device.type == "cpu":
+        for _ in range(ROUNDS):
+            drawn_round(ep, random)
+    else:
+        drawn = min(ROUNDS, DRAWN_ON_GPUS)
+        rounds = InTurn([Again(drawn_round(ep, random)) for _ in range(drawn)])
+        rounds.play(-(-ROUNDS // drawn) - 1)
+        assert rounds.wrong == 0
     ep.check()
 
 
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes: of this process on the host, and of torch's tensors on the device."""
+    gc.collect()
+    host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return host, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 @pytest.mark.slow
-def test_a_short_soak(rank, size, device):
-    """`make soak` runs for minutes."""
-    most_rounds = 100 if device.type == "cpu" else 10_000
-    for rounds, wrong, _ in soak(device, seed=size, most_rounds=most_rounds, seconds=60.0):
-        assert rounds > 0 and wrong == 0
+@pytest.mark.timeout(SOAK_S + 120)
+def test_a_soak(make_ep, rank, size, device):
+    """Drawn rounds by both protocols again and again, without a barrier, while each rank stalls where it likes."""
+    shared, own, on_gpu = Random(size), Random(f"rank {rank}"), device.type == "cuda"
+    eps = [make_ep(**draw_options(shared, size) | {"ll_max_tokens": most}) for most in (256, 4)]
+    drawn = [[Again(drawn_round(ep, shared)) for _ in range(DRAWN_ON_GPUS)] for ep in eps]
+    kinds = [InTurn(rounds, own.randrange(1, 20_000) if on_gpu else 0) for rounds in drawn]
+    memory, begin, turns, goes_on = [], time.monotonic(), 0, torch.ones(1)
+    while goes_on:
+        for _ in range(200 if on_gpu else 20):
+            if own.random() < 0.01:
+                time.sleep(own.random() * 0.01)
+            if own.random() < 0.05 and on_gpu:
+                torch.cuda._sleep(own.randrange(2_000_000))
+            number = shared.randrange(2)
+            kinds[number].play()
+            eps[number].poll()
+            turns += 1
+        for ep, rounds in zip(eps, kinds, strict=True):
+            ep.check()
+            assert rounds.wrong == 0
+        memory.append(memory_of(device))
+        goes_on.fill_(time.monotonic() - begin < SOAK_S)
+        dist.broadcast(goes_on, 0)
+    host, tensors = (last - first for first, last in zip(memory[0], memory[-1], strict=True))
+    print(f"\n{turns * DRAWN_ON_GPUS:,} rounds; bytes more than at first: host {host:,}, tensors {tensors:,}")
+    assert host < 16 << 20 and tensors <= 0

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -320,16 +321,18 @@ def test_a_refused_call_may_be_repeated(ep, rank, size, call, monkeypatch):
     ep.check()
 
 
-@pytest.mark.parametrize("in_a_round", [False, True])
-def test_leaving_by_an_exception_releases_the_others(ep, rank, size, in_a_round):
-    """Their waits, of up to 300 s, end at once and name rank 0. More of it: tests/test_failure.py."""
-    needs_one_node(ep, "tests/test_failure.py has it")
+@pytest.mark.parametrize("how", ["between rounds", "in a round", "by close in a round"])
+def test_leaving_releases_the_others(ep, rank, size, how):
+    """Their waits, of up to 300 s, end at once and name rank 0. By a signal: tests/test_failure.py."""
+    needs_one_node(ep, "test_two_levels.py has it")
     tokens = first_round(ep, 9)
     if rank == 0:
-        with within(AT_ONCE_S), pytest.raises(LookupError), ep:
-            if in_a_round:
+        with within(AT_ONCE_S), suppress(LookupError), ep:
+            if how != "between rounds":
                 ep.dispatch(*given(ep, tokens))
-            raise LookupError
+            if how != "by close in a round":
+                raise LookupError
+            ep.close()
     else:
         with within(AT_ONCE_S), pytest.raises(EPTimeoutError, match="left the group") as caught:
             run_round(ep, tokens)

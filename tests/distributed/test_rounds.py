@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import assert_y, expected_y_after_drops, first_round, given, make_tokens, poison, run_experts, run_round
+from exchanges import (
+    assert_y,
+    expected_y_after_drops,
+    first_round,
+    given,
+    make_tokens,
+    poison,
+    quantized,
+    run_experts,
+    run_round,
+)
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, assert_close, poison_
 
 import epmoe
@@ -136,36 +146,49 @@ def test_rows_past_the_capacity(make_ep, rank, size, alignment):
             raising.check()
 
 
-def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
-    """Another K, D or dtype on one rank: an error on all ranks, which says what differs.
+FP8_ROWS, ROOM = {"hidden": 256, "dtype": "bfloat16", "exchange": {"payload": "fp8"}}, {"capacity": {"extra_bytes": 24}}
+EXTRA = {"extra": torch.ones(6, dtype=torch.int16)}
+HIDDEN, EXPERTS, LONGER = "hidden size (D)", "experts per token (K)", "elements of x and `extra`"
+DISAGREE = {  # options of `make_ep`, arguments of all ranks and of the last one, what differs, by name, on the two
+    "D": ({}, {}, lambda x, ids, weights: {"x": x[:, :32]}, HIDDEN, (64, 32)),
+    "K": ({}, {}, lambda x, ids, weights: {"ids": ids[:, :3], "weights": weights[:, :3]}, EXPERTS, (4, 3)),
+    "dtype": ({}, {}, lambda x, ids, weights: {"x": x.bfloat16()}, "dtype", ("float32", "bfloat16")),
+    "fp8": (FP8_ROWS, {}, lambda x, *_: fp8(x), "dtype", ("bfloat16", "float8_e4m3fn")),
+    "extra": (ROOM, {}, lambda *_: EXTRA, LONGER, (64, 68)),
+    "no extra": (ROOM, EXTRA, lambda *_: {"extra": None}, LONGER, (68, 64)),
+}
+
+
+def fp8(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip(("x", "scales"), quantized(x), strict=True))
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
+    """Another call on one rank: an error on all ranks, which says what differs.
 
     On the CPU the next round is complete. On GPUs, whose hosts hear of it in different rounds, no rank goes on.
     """
-    ep = make_ep(top_k=4, hidden=64, dtype="float32")
+    options, arguments, of_last, name, values = DISAGREE[what]
+    ep = make_ep(top_k=4, **options)
     tokens = make_tokens(ep.config, rank, 6)
-    odd = rank == size - 1
-    for x, k, name, values in [
-        (tokens.x[:, :32], 4, "hidden size (D)", (64, 32)),
-        (tokens.x, 3, "experts per token (K)", (4, 3)),
-        (tokens.x.bfloat16(), 4, "dtype", ("float32", "bfloat16")),
-    ]:
-        mine, theirs = values[::-1] if odd else values
-        x, k = (x, k) if odd else (tokens.x, 4)
-        if ep.device.type == "cuda":
-            ep = make_ep(top_k=4, hidden=64, dtype="float32")
-        says = re.escape(f"by this: {name} is {mine} here and {theirs} there; they must be equal")
-        with pytest.raises(epmoe.EPMismatchError, match=says) as error:
-            # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
-            d = ep.dispatch(*(t.to(ep.device) for t in (x, tokens.ids[:, :k], tokens.weights[:, :k])))
-            ep.combine(torch.zeros_like(d.rows), d)
-            ep.check()
-        assert error.value.differences == {name: (mine, theirs)}
-        if ep.device.type == "cuda":
-            for _ in range(2):
-                with pytest.raises(epmoe.EPMismatchError, match="can only be resumed or closed"):
-                    run_round(ep, tokens)
-        else:
-            assert_y(run_round(ep, tokens), ep.config, tokens)
+    inputs = given(ep, tokens)
+    call = dict(zip(("x", "ids", "weights"), inputs, strict=True)) | arguments
+    mine, theirs = values if rank < size - 1 else values[::-1]
+    call |= of_last(*inputs) if rank == size - 1 else {}
+    call = {key: value if value is None else value.to(ep.device) for key, value in call.items()}
+    says = re.escape(f"by this: {name} is {mine} here and {theirs} there; they must be equal")
+    with pytest.raises(epmoe.EPMismatchError, match=says) as error:
+        # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
+        d = ep.dispatch(**call)
+        ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype, device=ep.device), d)
+        ep.check()
+    assert error.value.differences == {name: (mine, theirs)}
+    if ep.device.type == "cpu":
+        return assert_y(run_round(ep, tokens), ep.config, tokens)
+    for _ in range(2):
+        with pytest.raises(epmoe.EPMismatchError, match="can only be resumed or closed"):
+            run_round(ep, tokens)
 
 
 @ON_GPUS

@@ -20,11 +20,7 @@ from torch import Tensor
 
 from epmoe.exchange.memory import round_up
 
-_F_ADD_SEALS = 1033
-_SEAL_SEAL = 1
-_SEAL_SHRINK = 2
-_SEAL_GROW = 4
-_MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # which `mmap` does not have
 _WORDS_BYTES = 512
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -79,11 +75,11 @@ class HostMemory:
                 "capacity.max_num_tokens_per_rank, or give the container more memory"
             ) from error
         # A reader of a window that another process has shrunk would get a SIGBUS: forbid it.
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return descriptor
 
     def map(self, descriptor: int | None, address: int, nbytes: int) -> None:
-        shared, own = mmap.MAP_SHARED | _MAP_POPULATE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        shared, own = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         flags, descriptor = (own, -1) if descriptor is None else (shared, descriptor)
         self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
 

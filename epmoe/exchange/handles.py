@@ -121,7 +121,7 @@ class RoundTemplate:
     """What rounds of one shape share, since the buffers never move."""
 
     shape: RoundShape
-    descriptor: Tensor  # of `Descriptors.of`
+    descriptor: Tensor | None  # of `Descriptors.of`; None over several nodes
     values: tuple[Any, ...]  # of `Dispatched`: layout, dtype, hidden_size, recv
     rows: tuple[Any, ...]  # of `Dispatched`, with layout="expert": rows, scales, offsets, counts, and reads `extra`
     small_alignment_tokens: int  # of the memory plan
@@ -145,7 +145,7 @@ class Sent(HoldsWindows):
     template: RoundTemplate
     num_tokens: int
     epoch: int
-    descriptor: Tensor | None  # int64, host: see descriptors.py; None over several nodes
+    descriptor: Tensor | None  # int64, host: the template's, or one of training
     arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
 
     def __repr__(self) -> str:

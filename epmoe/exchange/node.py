@@ -89,7 +89,7 @@ class NodeExchange(Exchange):
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
         self.descriptors = Descriptors(plan, self._words.data_ptr(), starts, self.deadlines, zero_gaps)
         self.layout = *plan.as_ints(), *starts, scratch.data_ptr(), self._words.data_ptr()
-        self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
+        self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors)
         self._totals = Totals(self.views)
         self._errors, self._counts = (Peek(self.views[name]) for name in ("signal.error", "recv.counts"))
         self._look_at = math.inf  # the time of the next look at what has not begun
@@ -161,11 +161,6 @@ class NodeExchange(Exchange):
         if not self.failed:
             self.status.code = 0
         self.status.needed_rows = self.status.aborted = 0
-
-    @property
-    def code(self) -> int:
-        """Not 0 once the kernels have reported a failure, which `check` raises."""
-        return self.status.code
 
     def look(self, launches: bool = False) -> None:
         """On a GPU, once in a while: if a kernel does not begin, report it as a kernel would.
@@ -353,7 +348,7 @@ class NodeExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
-        return rounds.open(template, T, epoch, call.tag, template.descriptor, arguments)
+        return rounds.open(Sent(template, T, epoch, template.descriptor, arguments), call.tag)
 
     def received(self, sent: Sent) -> Dispatched:
         """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as `check_open`."""

@@ -26,7 +26,7 @@ from ctypes import Structure
 from dataclasses import dataclass, field
 from threading import enumerate as all_threads
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -87,21 +87,13 @@ class RoundState:
             raise EPStateError(f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch")
         return epoch
 
-    def open(
-        self,
-        template: RoundTemplate,
-        num_tokens: int,
-        epoch: int,
-        tag: int,
-        descriptor: Tensor | None,
-        arguments: tuple[Any, ...],
-    ) -> Sent:
+    def open(self, sent: Sent, tag: int) -> Sent:
         """A new round, which the operator, or `advance`, opens. Until then another call may take its place."""
         self.y = None
         self.opener = get_ident()
-        self.template = template
+        self.template = sent.template
         self.progress.tag = tag
-        self.handle = sent = Sent(template, num_tokens, epoch, descriptor, arguments)
+        self.handle = sent
         return sent
 
     def advance(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
+from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.extra import Extra, check_extra
 from epmoe.exchange.handles import Received, RoundShape, RoundTemplate
 from epmoe.exchange.round_state import RoundState
@@ -31,9 +31,9 @@ class Templates:
         rounds: RoundState,
         rank: int,
         sizes: dict[str, int],
-        descriptor: Callable[[bool, bool, bool], Tensor],
+        descriptors: Descriptors | None,
     ) -> None:
-        self._config, self._device, self._views, self._descriptor = config, device, views, descriptor
+        self._config, self._device, self._views, self._descriptors = config, device, views, descriptors
         self._rounds, self._rank = ref(rounds), rank
         self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
         section = config.placement
@@ -116,9 +116,11 @@ class Templates:
             pairs = _slabs_as(views["recv.ids"], torch.int32, K), _slabs_as(views["recv.weights"], torch.float32, K)
             read_extra = None if extra is None else partial(extra.read, slabs, items)
             received = Received(views["counts"], (slabs[..., :items], scales, *pairs, read_extra))
+        made = self._descriptors
+        descriptor = None if made is None else made.of(layout == "expert", shape.weight_rows, aligned)
         return RoundTemplate(
             shape,
-            self._descriptor(layout == "expert", shape.weight_rows, aligned),
+            descriptor,
             values=(layout, y_dtype, D, received),
             rows=held,
             small_alignment_tokens=sizes["small_alignment_tokens"],

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
@@ -40,6 +39,8 @@ class HierarchicalExchange(Exchange):
     The config of the exchange of this rank's `node` is `config.of_node()`.
     """
 
+    slabs: Slabs  # of the last round
+
     def __init__(self, config: EPConfig, node: NodeExchange, memory: RailMemory, network: Network) -> None:
         self.config = config
         self.node = node
@@ -51,10 +52,7 @@ class HierarchicalExchange(Exchange):
         self.rank = network.rank
         self.global_ranks = network.global_ranks
         self.rounds, self.deadlines = network.rounds, network.deadlines
-        self.templates = Templates(
-            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_descriptor
-        )
-        self.slabs: Slabs | None = None  # of the open round
+        self.templates = Templates(config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, None)
         self._most_tokens: int | None = None
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
@@ -74,7 +72,7 @@ class HierarchicalExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
-        sent = self.rounds.open(template, T, epoch, call.tag, None, ())
+        sent = self.rounds.open(Sent(template, T, epoch, None, ()), call.tag)
         inside_epoch = self.node.rounds.count + 1
         self.slabs = slabs = Slabs(self.memory, template.shape, call, epoch, inside_epoch, self._most_tokens)
         slabs.pack(operands)
@@ -86,7 +84,7 @@ class HierarchicalExchange(Exchange):
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         self.check()
         self.rounds.permit(sent, "dispatch_recv", "sent")
-        slabs, node = self._open_slabs(), self.node
+        slabs, node = self.slabs, self.node
         self.network.start(slabs.out)  # a signal handler may have kept it from its start
         self.network.wait(slabs.last)
         differing, tags, differences = slabs.differing()
@@ -137,7 +135,7 @@ class HierarchicalExchange(Exchange):
         The next dispatch waits for what is still on its way. Where the rail fails, the round stays open, and the next
         call raises the failure.
         """
-        slabs = self._open_slabs()
+        slabs = self.slabs
         try:
             if self.rounds.state == SENT:
                 self.network.start(slabs.out)  # an exception may have come first
@@ -161,7 +159,7 @@ class HierarchicalExchange(Exchange):
 
     def check_rounds(self) -> None:
         needed, overflow = self._take_needed(), self.node.take_overflow()
-        if needed and self.slabs is not None:
+        if needed:
             overflow = EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
         mask, _ = self.node.take_aborted()
         ranks, self._aborted = sorted({*self._aborted, *self.memory.of_mask(mask)}), []
@@ -220,20 +218,16 @@ class HierarchicalExchange(Exchange):
         self.node.thread = self.thread
         self.node.release(self.memory)
         self.network.close()
-        self.slabs = None  # transfers keep connections open
-
-    def _open_slabs(self) -> Slabs:
-        assert self.slabs is not None
-        return self.slabs
+        vars(self).pop("slabs", None)  # whose transfers keep connections open
 
     def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         y = y_of(dispatched, out, self.device)
-        self.node.combine_send(rows, self._open_slabs().inside)
+        self.node.combine_send(rows, self.slabs.inside)
         self.rounds.y = y
         self.rounds.advance()
 
     def _sum(self, dispatched: Dispatched) -> Tensor:
-        slabs, y = self._open_slabs(), self.rounds.y
+        slabs, y = self.slabs, self.rounds.y
         assert y is not None
         if not slabs.returning:  # otherwise a Ctrl-C has ended the wait below
             try:
@@ -265,7 +259,7 @@ class HierarchicalExchange(Exchange):
         self.network.note_mismatch(ranks[0])
         self.node.abort(None)
         if self.device.type == "cpu":
-            self._send_nothing_back(self._open_slabs(), 0, ranks[0] + 1, on_rail)
+            self._send_nothing_back(self.slabs, 0, ranks[0] + 1, on_rail)
         self.rounds.close()
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags, differences)
 
@@ -287,7 +281,3 @@ class HierarchicalExchange(Exchange):
         mask, _ = self.node.take_aborted()
         self._aborted = self.memory.of_mask(mask)
         return mask
-
-
-def _no_descriptor(expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
-    return torch.empty(0, dtype=torch.int64)

@@ -105,7 +105,7 @@ class Network:
     def check(self) -> None:
         """Raise what was reported so far."""
         self.node.look()
-        if self.failure is None and self.node.code:
+        if self.failure is None and self.node.status.code:
             self.take_failure_of_node()
         if self.failure is not None:
             raise EPTimeoutError(*self.failure)

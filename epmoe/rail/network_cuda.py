@@ -91,7 +91,7 @@ class NetworkOnGPUs(Network):
         with self._recording:
             missing: list[int] = []
             try:
-                if self.failure is None and not self.node.code:
+                if self.failure is None and not self.node.status.code:
                     missing = self.rail.missing(found or self.reported())
                     self.keep_failure(missing, "over the network")
                 elif self.failure is None:

@@ -20,15 +20,12 @@ from epmoe.group.board import RollCall
 
 
 class DeviceWords(NamedTuple):
-    """Words of a GPU by which a rail and the kernels report failures to each other.
-
-    Attributes:
-        latched: int32 [1], not 0 once the node's exchange has failed: no transfer starts any more.
-        missed: int64 [1], gets 1 + the rank that `Rail.abort` names.
-    """
+    """Words of a GPU by which a rail and the kernels report failures to each other."""
 
     latched: Tensor
+    """int32 [1], not 0 once the node's exchange has failed: no transfer starts any more"""
     missed: Tensor
+    """int64 [1], gets 1 + the rank that `Rail.abort` names"""
 
 
 class RailError(RuntimeError):
@@ -37,42 +34,31 @@ class RailError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """The slabs of a transfer.
-
-    Attributes:
-        sent: contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes.
-        received: the slabs from the other nodes, in the same order. It lies in memory of `Rail.allocate`.
-        sent_rows: [N], the length of the slab to each node; 0 for the own node.
-        received_rows: [N], the length of the slab from each node; 0 for the own node.
-        returning: whether partial rows travel, which go back to the nodes of their tokens.
-        started: gets what the rail waits for, once it is started, so it is right after any interrupt.
-    """
+    """The slabs of a transfer."""
 
     sent: Tensor
+    """contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes"""
     received: Tensor
+    """the slabs from the other nodes, in the same order, in memory of `Rail.allocate`"""
     sent_rows: list[int]
+    """[N], the length of the slab to each node; 0 for the own node"""
     received_rows: list[int]
+    """[N], the length of the slab from each node; 0 for the own node"""
     returning: bool = False
+    """whether partial rows travel, which go back to the nodes of their tokens"""
     started: list[Any] = field(default_factory=list)
+    """gets what the rail waits for, once it is started, so it is right after any interrupt"""
 
 
 class Rail(Protocol):
-    """The ranks of one local index, one on each node.
+    """The ranks of one local index, one on each node: those of `roll_call`.
 
-    Args:
-        roll_call: of these ranks.
-        deadlines: of the transfers.
-        device: of the slabs.
-        connect: how long ranks may take to reach one another.
-
-    Attributes:
-        devices: types of the devices that the rail serves.
-
-    Raises:
-        RuntimeError: the ranks do not reach one another.
+    `deadlines` are those of transfers, whose slabs lie on `device`. The constructor raises RuntimeError where the ranks
+    do not reach one another within `connect`.
     """
 
     devices: ClassVar[tuple[str, ...]]
+    """types of the devices that the rail serves"""
 
     def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None: ...
 
@@ -82,30 +68,21 @@ class Rail(Protocol):
     def start(self, transfer: Transfer) -> None:
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
 
-        Args:
-            transfer: the slabs; `transfer.started` gets what `wait` waits for.
-
-        Raises:
-            RailError: the network refuses the transfer.
+        Raises RailError where the network refuses the transfer.
         """
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
-        """Let the reader of a transfer wait for it: the host, or the current stream of a GPU, where the host goes on.
+        """Let the reader of a started transfer wait for it: the host, or the current stream of a GPU, where the host
+        goes on.
 
-        Args:
-            transfer: started by `start`.
-            look: called now and then while the host waits. What it raises ends the wait.
-
-        Raises:
-            RailError: it failed, or did not end before its deadline.
+        While the host waits, it calls `look` now and then; what that raises ends the wait. Raises RailError where the
+        transfer failed, or did not end before its deadline.
         """
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
-        """Look after the transfers for which no host waits.
+        """Look after the transfers for which no host waits, on the GPU of `words`.
 
-        Args:
-            on_late: called once, on another thread, when such a transfer misses its deadline.
-            words: of the GPU and the rail.
+        `on_late` is called once, on another thread, when such a transfer misses its deadline.
         """
 
     def missing(self, found: Sequence[int]) -> list[int]:

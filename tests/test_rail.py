@@ -217,10 +217,16 @@ def test_slots_that_do_not_exist_add_nothing(device):
     assert y[:, 0].tolist() == [2, 0, 1, 1]
 
 
+@pytest.fixture
+def words(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `rail_mark`: the count on the device, that of the host, and its `RailStop`."""
+    return torch.zeros(1).long().to(device), torch.zeros(1).long().pin_memory(), torch.zeros(3).long().pin_memory()
+
+
 @ON_GPUS
-def test_what_the_host_sees_of_transfers(device):
+def test_what_the_host_sees_of_transfers(words):
     """Replays of a graph count, too."""
-    count, shown = (torch.zeros(1, dtype=torch.int64).to(device), torch.zeros(1, dtype=torch.int64).pin_memory())
+    count, shown, _ = words
     ops.rail_mark(count, shown, None, None, None)
     torch.cuda.synchronize()
     assert shown.item() == 1
@@ -234,10 +240,9 @@ def test_what_the_host_sees_of_transfers(device):
 
 
 @ON_GPUS
-def test_a_node_that_has_failed_sends_no_more(device):
+def test_a_node_that_has_failed_sends_no_more(words, device):
     """The transfer starts once the host has cut the rail."""
-    count, shown = (torch.zeros(1, dtype=torch.int64).to(device), torch.zeros(1, dtype=torch.int64).pin_memory())
-    latched, stop = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int64).pin_memory()
+    (count, shown, stop), latched = words, torch.zeros(1, dtype=torch.int32, device=device)
     ops.rail_mark(count, shown, latched, stop, None)
     torch.cuda.synchronize()
     assert shown.item() == 1 and stop.tolist() == [0, 0, 0]
@@ -253,9 +258,8 @@ def test_a_node_that_has_failed_sends_no_more(device):
 
 
 @ON_GPUS
-def test_a_cut_transfer_names_the_missing_rank(device):
-    count, shown = (torch.zeros(1, dtype=torch.int64).to(device), torch.zeros(1, dtype=torch.int64).pin_memory())
-    missed, stop = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int64).pin_memory()
+def test_a_cut_transfer_names_the_missing_rank(words, device):
+    (count, shown, stop), missed = words, torch.zeros(1, dtype=torch.int64, device=device)
     for named, want in ((0, 0), (7, 7), (0, 7)):
         stop[2] = named
         ops.rail_mark(count, shown, None, stop, missed)

@@ -327,7 +327,9 @@ def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int, sent: bool = Fal
 
     With `sent`, it gave the round up only after it had sent its sums to the ranks of its own node.
     """
-    owner, G = torch.tensor(ep.placement.owners)[tokens.ids.long()], ep.config.topology.ranks_here
+    placement, ids, G = ep.placement, tokens.ids.long(), ep.config.topology.ranks_here
+    turns = torch.arange(len(tokens.x))[:, None] + ep.rank
+    owner = torch.tensor(placement.owners)[placement.copies_table().long()[ids, turns % placement.num_copies()[ids]]]
     by_it = rank % G == ep.rank % G and rank != ep.rank
     gone = owner // G == rank // G if by_it else (owner == rank) & (not sent)
     return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(gone, 0.0), tokens.real)

@@ -378,46 +378,34 @@ def test_an_optimizer_of_copies_is_refused(bench):
 @pytest.mark.parametrize("ranks", [None, 2, 1])
 def test_checkpoints(bench, folder, ranks):
     """Full and sharded ones, with the state of an optimizer, on other numbers of ranks."""
+    if not bench.trains:
+        pytest.skip("tests/distributed/test_checkpoints.py has layers that serve")
     if bench.ep.device.type == "cuda" and ranks:
         pytest.skip("windows of other groups are tested on CPUs")
     model = model_of(bench, bench.ep, seed=0)
-    optimizer = stepped(model) if bench.trains else None
+    optimizer = stepped(model)
     whole = checkpoint.full_state_dict(model)
-    for key, value in whole.items():
-        if "w_" in key:
-            assert len(value) == E and (optimizer or torch.equal(value.cpu(), expected(key)))
+    assert all(len(value) == E for key, value in whole.items() if "w_" in key)
     checkpoint.save(model, folder, optimizer)
-    if ranks is None:
-        ep, group = bench.open(), None
-    else:
-        first = bench.rank // ranks * ranks
+    ep = bench.open()
+    if ranks is not None:
         groups = [dist.new_group(list(range(r, min(r + ranks, bench.size)))) for r in range(0, bench.size, ranks)]
         group = groups[bench.rank // ranks]
-        size = min(ranks, bench.size - first)
-        config = make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M, capacity={"extra_bytes": 4})
+        config = make_config(group.size(), experts=E, top_k=K, hidden=D, max_tokens=M, capacity={"extra_bytes": 4})
         ep = ExpertParallel(config, group, device="cpu")
     other = model_of(bench, ep, seed=50)
-    if optimizer:
-        again = stepped(other)
-        checkpoint.load(other, folder, again)
-    else:
-        checkpoint.load(other, folder)
+    again = stepped(other)
+    checkpoint.load(other, folder, again)
     same_state(checkpoint.full_state_dict(other), whole)
     third = model_of(bench, ep, seed=70)
     checkpoint.load_full_state_dict(third, whole)
     same_state(checkpoint.full_state_dict(third), whole)
-    if optimizer:  # a step from there is the step of the one that was saved
-        for each, its in ((model, optimizer), (other, again)):
-            for p in each.parameters():
-                p.grad = p.detach() * 0.25
-            its.step()
-        same_state(checkpoint.full_state_dict(other), checkpoint.full_state_dict(model))
-    if ranks is not None:
-        ep.close()
-
-
-def expected(key: str) -> Tensor:
-    return getattr(weights_of(0 if key.startswith("0") else 20), key.rpartition(".")[2])
+    for each, its in ((model, optimizer), (other, again)):  # a step from there is the step of the one that was saved
+        for p in each.parameters():
+            p.grad = p.detach() * 0.25
+        its.step()
+    same_state(checkpoint.full_state_dict(other), checkpoint.full_state_dict(model))
+    ep.close()
 
 
 def same_state(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

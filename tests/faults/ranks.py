@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 from busy import Holder
-from exchanges import Tokens, make_config, node_of
+from exchanges import make_config, node_of, without_rank
 from host import create, play_round
 
 import epmoe
-from epmoe import ExpertParallel, Placement
+from epmoe import Placement
 
 EXPERTS = 8
 ROUNDS = 6  # of a fault that rounds survive
@@ -86,17 +86,10 @@ def without(state, victim: int, seed: int) -> Seen:
     turn = iter(range(ROUNDS))
 
     def play(state, seed: int) -> None:
-        play_round(state, seed, but=lambda tokens: lacking(state.ep, tokens, victim) if next(turn) == 2 else tokens)
+        lacks = next(turn) == 2
+        play_round(state, seed, but=lambda tokens: without_rank(state.ep, tokens, victim) if lacks else tokens)
 
     return through(state, victim, seed, play=play)
-
-
-def lacking(ep: ExpertParallel, tokens: Tokens, victim: int) -> Tokens:
-    """The tokens without the pairs that go to the victim."""
-    turns = torch.arange(len(tokens.x))[:, None] + ep.rank
-    copies, ids = ep.placement.num_copies()[tokens.ids.long()], tokens.ids.long()
-    owner = torch.tensor(ep.placement.owners)[ep.placement.copies_table().long()[ids, turns % copies]]
-    return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(owner == victim, 0.0), tokens.real)
 
 
 def no_memory(state) -> None:

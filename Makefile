@@ -153,11 +153,13 @@ torches:  ## what depends on torch, under its oldest and its newest version that
 fuzz: setup  ## drawn configurations and rounds, many more than in `make test`
 	EPMOE_FUZZ_CONFIGS=300 EPMOE_FUZZ_ROUNDS=20 $(TORCHRUN) 3 -m pytest -q -x -p no:cacheprovider tests/distributed/test_fuzz.py
 
-# On GPUs with the machine's own Python, as gpu-test: `make faults DEVICE=cuda`.
+# On GPUs with the machine's own Python, as gpu-test: `make faults DEVICE=cuda`. With NODES=2 between two network namespaces.
 DEVICE ?= cpu
 RUNS ?= $(if $(filter cuda,$(DEVICE)),5,20)
-faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, are slow, raise or write anywhere, counted (DEVICE, RUNS)
-	PYTHONPATH=.:tests:tests/distributed$(if $(filter cuda,$(DEVICE)),:.gpu-deps) $(PYTHON) -m faults --device $(DEVICE) --runs $(RUNS) $(FAULTS)
+faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, are slow, raise or write anywhere (DEVICE, RUNS, NODES)
+	EPMOE_FAULTS_RUNS=$(RUNS) PYTHONPATH=.$(if $(filter cuda,$(DEVICE)),:.gpu-deps) \
+	  $(if $(NODES),TORCH_CPP_LOG_LEVEL=ERROR tests/two_machines.sh 1gbit alone) \
+	  $(PYTHON) -m pytest -q -p no:cacheprovider -k '$(if $(NODES),two_nodes,a_rank and $(DEVICE))' tests/test_faults.py
 
 # One rank for each GPU, or two on the CPU.
 SECONDS ?= 60

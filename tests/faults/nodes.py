@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,13 +18,12 @@ from pathlib import Path
 
 import torch
 from faults import ranks
-from faults.kinds import NAMED_S, Outcome
-from faults.ranks import EXPERTS, Seen
+from faults.ranks import EXPERTS, NAMED_S, Seen, assert_seen
 from host import Host, resume
 
 from epmoe import Placement
 
-NAMESPACES = "EPMOE_TEST_NAMESPACES"  # of the two nodes, in the environment; empty: there are none
+NAMESPACES = os.environ.get("EPMOE_TEST_NAMESPACES", "").split()  # of the two nodes; empty: there are none
 RANKS, G = 4, 2
 AGENT = RANKS  # a process of node 0 that hosts the store, as an agent of torchrun does
 DEADLINE_S, DOWN_S = 5.0, 2.0
@@ -37,35 +35,27 @@ Verdict = tuple[list[Seen], bool, list[int]]
 
 
 class Nodes:
-    """Two nodes of two ranks, made anew for each fault."""
+    """Two nodes of two ranks, which something hurts once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.namespaces = folder, os.environ[NAMESPACES].split()
+    def __init__(self, folder: Path, seed: int) -> None:
         owners = [(p + i) % RANKS for i in (0, G) for p in range(EXPERTS)]  # each node has all experts
         self.placement = Placement.build(EXPERTS, RANKS, "explicit", owners, EXPERTS)
+        self.host, self.random = Host(folder, torch.device("cpu")), random.Random(seed)
 
-    def hurt(self, kind: Callable[[Nodes, int], Verdict], seed: int) -> Outcome:
+    def hurt(self, kind: Callable[[Nodes, int], Verdict], victim: int) -> None:
         """Something fails, the ranks report what they saw, and those that still can go on."""
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        self.host, outcome = Host(folder, torch.device("cpu")), Outcome()
-        self.random = random.Random(seed)
         try:
-            with outcome.service_resumes():
-                self._begin()
-                seen, expected, rest = kind(self, seed % RANKS)
-                outcome.judge(seen, expected, DEADLINE_S + NAMED_S)
-                if len(rest) < RANKS:
-                    self.host.succeed(rest, stay)
-                    self.host.form(rest)
-                    self.host.succeed(rest, resume)
-                self.host.play(rest)
+            self._begin()
+            seen, expected, rest = kind(self, victim)
+            assert_seen(seen, expected, DEADLINE_S + NAMED_S)
+            if len(rest) < RANKS:
+                self.host.succeed(rest, stay)
+                self.host.form(rest)
+                self.host.succeed(rest, resume)
+            self.host.play(rest)
         finally:
             self.host.close()
             self._link("up")
-        return outcome
-
-    def close(self) -> None:
-        """There is nothing left to close."""
 
     def killed(self, victim: int) -> Verdict:
         """A rank is killed at any moment of a round. All others name it at once; the other node goes on alone."""
@@ -107,8 +97,8 @@ class Nodes:
         self.host.spawn(*names)
         for name in names:
             node = name // G % 2
-            self.host.succeed([name], enter, self.namespaces and self.namespaces[node], f"wire{node}")
-        self.host.form_at(names[:RANKS], AGENT, "192.0.2.1" if self.namespaces else "127.0.0.1")
+            self.host.succeed([name], enter, NAMESPACES and NAMESPACES[node], f"wire{node}")
+        self.host.form_at(names[:RANKS], AGENT, "192.0.2.1" if NAMESPACES else "127.0.0.1")
         self.host.succeed(names[:RANKS], ranks.begin, self.placement, DEADLINE_S, G)
         self.host.play(names[:RANKS])
 
@@ -118,7 +108,7 @@ class Nodes:
         time.sleep(self.random.uniform(0, 0.2))
 
     def _link(self, state: str) -> None:
-        for node, name in enumerate(self.namespaces):
+        for node, name in enumerate(NAMESPACES):
             subprocess.run(["ip", "-n", name, "link", "set", f"wire{node}", state], check=True)
 
     def _node(self, *nodes: int) -> list[int]:
@@ -131,11 +121,6 @@ KINDS = {
     "network down for good": Nodes.cut,
     f"network down for {DOWN_S:.0f} s": Nodes.cut_for_a_while,
 }
-
-
-def kinds_of_nodes() -> dict[str, Callable[[Nodes, int], Verdict]]:
-    """The kinds that this machine can have."""
-    return {name: kind for name, kind in KINDS.items() if os.environ[NAMESPACES] or "network" not in name}
 
 
 def enter(state, namespace: str, interface: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 from busy import Holder
@@ -18,6 +19,8 @@ from epmoe import Placement
 
 EXPERTS = 8
 ROUNDS = 6  # of a fault that rounds survive
+NAMED_S = 2.0
+"""A failure is named within the deadline and these seconds."""
 HOLD_S = 3.5  # longer than some rounds on one multiprocessor and a deadline
 
 
@@ -33,6 +36,11 @@ class Seen:
     missing: list[int] | None
     seconds: float
     alive: bool
+
+
+def assert_seen(seen: list[Seen], expected: bool, within_s: float) -> None:
+    """Ranks have reported what they should, in time, and all devices work."""
+    assert expected and all(one.alive and one.seconds < within_s for one in seen), seen
 
 
 def begin(state, placement: Placement, deadline_s: float, ranks_per_node: int | None = None) -> None:
@@ -68,28 +76,27 @@ through = partial(watch, rounds=ROUNDS)
 """Rounds that nothing harms."""
 
 
+def at(rounds: dict[int, Callable]) -> Callable:
+    """Plays these rounds, counted from 0, by functions of their own."""
+    number = count()
+    return lambda state, seed: rounds.get(next(number), play_round)(state, seed)
+
+
 def late(state, victim: int, seed: int) -> Seen:
     """Slow by half the deadline, before dispatch or before combine."""
-    turn = iter(range(ROUNDS))
+    wait = partial(time.sleep, state.deadline_s / 2)
 
-    def play_late(state, seed: int) -> None:
-        n = next(turn)
-        if n == 2:
-            time.sleep(state.deadline_s / 2)
-        play_round(state, seed, before_combine=lambda: time.sleep(state.deadline_s / 2 if n == 4 else 0))
+    def late_for_dispatch(state, seed: int) -> None:
+        wait()
+        play_round(state, seed)
 
-    return through(state, victim, seed, play=play_late)
+    return through(state, victim, seed, play=at({2: late_for_dispatch, 4: partial(play_round, before_combine=wait)}))
 
 
 def without(state, victim: int, seed: int) -> Seen:
     """Rounds of which the third lacks the experts of the victim, which gives it up."""
-    turn = iter(range(ROUNDS))
-
-    def play(state, seed: int) -> None:
-        lacks = next(turn) == 2
-        play_round(state, seed, but=lambda tokens: without_rank(state.ep, tokens, victim) if lacks else tokens)
-
-    return through(state, victim, seed, play=play)
+    lacking = partial(play_round, but=lambda tokens: without_rank(state.ep, tokens, victim))
+    return through(state, victim, seed, play=at({2: lacking}))
 
 
 def no_memory(state) -> None:
@@ -102,11 +109,8 @@ def error(state) -> None:
 
 def giving_up(state, victim: int, seed: int, fail: Callable, kind: type[Exception]) -> Seen:
     """An expert fails in the third round, and this rank gives that round up."""
-    turn = iter(range(ROUNDS))
 
-    def play(state, seed: int) -> None:
-        if next(turn) != 2:
-            return play_round(state, seed)
+    def failing(state, seed: int) -> None:
         try:
             play_round(state, seed, before_combine=lambda: fail(state))
         except epmoe.EPError:
@@ -115,7 +119,7 @@ def giving_up(state, victim: int, seed: int, fail: Callable, kind: type[Exceptio
             return state.ep.abort()
         raise AssertionError("the expert did not raise")
 
-    return through(state, victim, seed, play=play)
+    return through(state, victim, seed, play=at({2: failing}))
 
 
 raising = partial(giving_up, fail=error, kind=LookupError)

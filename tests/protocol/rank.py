@@ -11,17 +11,11 @@ DISPATCH, COMBINE = 0, 1
 
 @dataclass(frozen=True)
 class Row:
-    """A row to be read in a round.
-
-    Args:
-        place: where it lies.
-        shown_by: the place that shows its arrival. None: the signals do.
-        announced_by: the signal that says whether it comes. None: it surely does.
-    """
+    """A row to be read in a round."""
 
     place: int
-    shown_by: int | None = None
-    announced_by: int | None = None
+    shown_by: int | None = None  # the place that shows its arrival; None: the signals do
+    announced_by: int | None = None  # the signal that says whether it comes; None: it surely does
 
     def comes(self, memory: Memory) -> bool:
         return self.announced_by is None or bool(memory[self.announced_by] & 1)
@@ -29,23 +23,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Look:
-    """What a step of round `n` awaits and reads.
-
-    Args:
-        n: the round.
-        signals: each must be there. `exact`: of this round, otherwise also of a later one. `any_epoch`: of any round.
-        counts: read with the rows, and of this round.
-        rows: as they come. `lines`: they show their own arrival, by not being empty. `unread`: they are awaited only.
-    """
+    """What a step of round `n` awaits and reads."""
 
     n: int
-    signals: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
-    rows: tuple[Row, ...] = ()
-    exact: bool = True
-    any_epoch: bool = False
-    lines: bool = False
-    unread: bool = False
+    signals: tuple[int, ...] = ()  # each must be there
+    counts: tuple[int, ...] = ()  # read with the rows, and of this round
+    rows: tuple[Row, ...] = ()  # as they come
+    exact: bool = True  # signals are of this round, otherwise also of a later one
+    any_epoch: bool = False  # they are of any round
+    lines: bool = False  # rows show their own arrival, by not being empty
+    unread: bool = False  # rows are awaited only
 
     def is_here(self, value: int) -> bool:
         seen = round_of(value)
@@ -68,17 +55,7 @@ class Look:
 
 @dataclass
 class Rank:
-    """A rank whose program is being written. A protocol's subclass writes a round.
-
-    Args:
-        machine: into which the program goes.
-        rank: its number.
-        protocol: of `PROTOCOLS`.
-        rounds: after which it ends.
-        one_way: whether rows go only from lower ranks to higher ones, otherwise between all.
-        aborts: whether it may abort in each open state.
-        without: the rule that is taken out, if any.
-    """
+    """A rank whose program goes into a machine. A protocol's subclass writes a round. `build` explains the options."""
 
     machine: Machine
     rank: int

@@ -106,7 +106,7 @@ class Levels(NetworkOnGPUs):
                 raise error
 
         self.rail, self.rank, self.device = SimpleNamespace(start=start), 3, torch.device("cuda")
-        self.memory, self._last_stream = SimpleNamespace(exact=False), None
+        self.memory, self._last_stream = SimpleNamespace(), None
         self.pending, self.lost = [], []
 
     def record_failure(self, found: list[int]) -> None:

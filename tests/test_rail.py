@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 import torch
-from helpers import ON_GPUS, generator, randn
+from helpers import ON_GPUS, generator, poison_, randn
 from torch import Tensor
 
 import epmoe
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import RoundShape
-from epmoe.exchange.memory import NUM_COUNTERS, MemoryPlan, RailSlot
+from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import ops
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Rail
@@ -30,8 +30,16 @@ CONFIG = {
 }
 
 
+def memory_of(config: epmoe.EPConfig, device: torch.device) -> RailMemory:
+    """That of `RANK`, as a rail gives it."""
+    placement, on_gpu = config.place_experts(), device.type == "cuda"
+    rail = SimpleNamespace(allocate=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
+    plan = MemoryPlan.build(config, RANK, placement, nvlink=on_gpu)
+    return RailMemory(config, plan, placement, RANK, device, cast(Rail, rail))
+
+
 class Packed:
-    """One call of rail_pack on `device`, and on the host what it wrote: slabs by node, [N] of uint8 [rows, slot]."""
+    """One call packed on `device`, and on the host what that wrote: slabs by node, [N] of uint8 [rows, slot]."""
 
     def __init__(
         self,
@@ -44,28 +52,23 @@ class Packed:
         payload: str = "auto",
         scales: Tensor | None = None,
     ):
-        self.config = epmoe.EPConfig(**CONFIG, exchange={"payload": payload})
-        self.placement, self.slot = self.config.place_experts(), RailSlot.of(self.config)
-        copies, node = self.placement.copies_table(), RANK // G
-        self.tables = copies, self.placement.num_copies(), *self.placement.node_ids(G)
-        descriptor = torch.tensor([*copies.shape, RANK, node, N, payload == "fp8", *self.slot])
-        own, sent = (torch.full((n, slots, self.slot.bytes), 255, dtype=torch.uint8, device=device) for n in (1, N - 1))
-        tokens = len(x)
-        slots_of = torch.full((tokens, N), 99, dtype=torch.int32, device=device)
-        counts = torch.empty(N, dtype=torch.int32, device=device)
-        self.needed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        counters, rows_sent = (torch.zeros(n, dtype=torch.int64, device=device) for n in (NUM_COUNTERS, N))
-        scalar = num_tokens.to(device) if isinstance(num_tokens, Tensor) else None
-        given = (None if t is None else t.to(device) for t in (x, ids, weights, scales))
-        ops.rail_pack(
-            *given, scalar, tokens if scalar is not None else num_tokens, *(table.to(device) for table in self.tables),
-            descriptor, slots, 7, 0, own.flatten(), sent.flatten(), slots_of, counts, self.needed, counters,
-            rows_sent,
-        )  # fmt: skip
-        self.slots_of, self.counts, self.counters, self.rows_sent, own, sent = (
-            t.cpu() for t in (slots_of, counts, counters, rows_sent, own, sent)
+        T, config = len(x), CONFIG | {"capacity": {"max_num_tokens_per_rank": max(len(x), slots)}}
+        self.memory = memory = memory_of(epmoe.EPConfig(**config, exchange={"payload": payload}), device)
+        for name in ("rail.received", "rail.sent", "rail.slots"):
+            poison_(memory.views[name])
+        given = (t if t is None else t.to(device) for t in (x, ids, weights, scales))
+        call = Call(*given, num_tokens.to(device) if isinstance(num_tokens, Tensor) else num_tokens)
+        slabs = Slabs(memory, RoundShape(D, K, x.dtype), call, epoch=7, inside_epoch=1, most_tokens=slots)
+        slabs.tag[-1] = 7  # the stamp of CPUs is another one than that of GPUs
+        slabs.pack(call.operands(T, device))
+        self.tag, self.slot, views = slabs.tag, memory.slot, {name: t.cpu() for name, t in memory.views.items()}
+        self.slots_of, self.counts, self.needed, self.counters, self.rows_sent = (
+            views[f"rail.{name}"] for name in ("slots", "counts", "total.needed", "total.counters", "total.rows_sent")
         )
-        self.slabs = [own[0] if m == node else sent[m - (m > node)] for m in range(N)]
+        self.slots_of = self.slots_of[:T]
+        own, sent = (views[name].flatten(0, 1) for name in ("rail.received", "rail.sent"))
+        self.slabs = [*sent[: (N - 1) * slots].split(slots)]
+        self.slabs.insert(memory.node, own[:slots])
 
     def outputs(self) -> list[Tensor]:
         """All that the call wrote, bytes between the parts of a slot included."""
@@ -82,7 +85,7 @@ def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
     x, ids, weights = inputs()
     got = Packed(device, x, ids, weights, slots, num_rows)
-    copies, num_copies, node_of, local = (table.long() for table in got.tables)
+    copies, num_copies, node_of, local = (table.cpu().long() for table in got.memory.tables)
     dropped, most = 0, 0
     for node, slab in enumerate(got.slabs):
         used, row = 0, got.slot
@@ -109,7 +112,7 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
         assert got.counts[node] == got.rows_sent[node] == used
         assert len(slab) == slots
         assert slab[used:, row.ids : row.ids + 4 * K].contiguous().view(torch.int32).eq(-1).all()
-        assert slab[0, row.tag : row.tag + 16].view(torch.int32).tolist() == [D, K, 2, 7]
+        assert slab[0, row.tag : row.tag + 16].view(torch.int32).tolist() == got.tag
     assert got.counters[5] == dropped
     assert got.needed == (most if most > slots else 0)
     assert got.slots_of[num_rows:].eq(-1).all()
@@ -127,10 +130,7 @@ def test_rows_are_quantized_as_by_the_stage(device):
 
 def test_what_differs_between_nodes_is_named_within_its_bits():
     """A tag has 15 bits, whatever another rank has sent in its place."""
-    config, cpu = epmoe.EPConfig(**CONFIG), torch.device("cpu")
-    placement, rail = config.place_experts(), SimpleNamespace(allocate=lambda n: torch.zeros(n, dtype=torch.uint8))
-    plan = MemoryPlan.build(config, RANK, placement, nvlink=False)
-    memory = RailMemory(config, plan, placement, RANK, cpu, cast(Rail, rail))
+    memory = memory_of(epmoe.EPConfig(**CONFIG), torch.device("cpu"))
     x, ids, weights = inputs()
     another_dtype = ([1, 5], (3, 1, 5), {"dtype": ("bfloat16", "float32")})
     another_row = ([5], (3, 5, 32767), {"hidden size (D)": (64, 32), "dtype": ("bfloat16", "unknown (255)")})
@@ -268,17 +268,15 @@ def test_a_cut_transfer_names_the_missing_rank(words, device):
 
 @ON_GPUS
 def test_calls_of_other_nodes_that_differ(device):
-    got = Packed(device, *inputs(1), T, False, T)
-    descriptor = torch.tensor([0, 0, RANK, RANK // G, N, 0, *got.slot])
+    got = Packed(device, *inputs(1), T, T)
     sent = torch.cat([slab for node, slab in enumerate(got.slabs) if node != RANK // G]).to(device)
-    differing = torch.zeros(1, dtype=torch.int64).pin_memory()
-    tag = [D, K, 2, 7]
+    differing = got.memory.differing
     for place in (None, 0, 1, 2, 3):
-        wrong = [value + (i == place) for i, value in enumerate(tag)]
-        ops.rail_tags(sent.flatten(), T, descriptor, *wrong, differing)
+        wrong = [value + (i == place) for i, value in enumerate(got.tag)]
+        ops.rail_tags(sent.flatten(), T, got.memory.descriptor, *wrong, differing)
         torch.cuda.synchronize()
         assert differing.item() == (place is not None)
     sent.view(N - 1, T, -1)[1, 0, got.slot.tag] += 1
-    ops.rail_tags(sent.flatten(), T, descriptor, *tag, differing)
+    ops.rail_tags(sent.flatten(), T, got.memory.descriptor, *got.tag, differing)
     torch.cuda.synchronize()
     assert differing.item() == 2

@@ -18,7 +18,7 @@ from epmoe.rail import nccl
 from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import RailError, Transfer
 
-TIMEOUT_S, FIRST_S = 0.3, 1.6
+TIMEOUT_S, FIRST_S = 0.3, 0.9
 
 
 class Watcher:

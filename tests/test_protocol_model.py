@@ -17,13 +17,13 @@ from protocol.models import build
 from protocol.replays import KERNELS, REPLAY_RULES, ReplayModel
 from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
 
-SCENARIOS = {
-    "no failure": {},
+SCENARIOS = {  # those of few states first, in which most rules are missed
     "some ranks send nothing": {"one_way": True},
+    "aborts, and some ranks send nothing": {"aborts": True, "one_way": True},
+    "no failure": {},
     "a deadline passes": {"late": [0]},
     "a rank dies": {"dying": [0]},
     "aborts": {"aborts": True},
-    "aborts, and some ranks send nothing": {"aborts": True, "one_way": True},
     "aborts, and a deadline passes": {"aborts": True, "late": [0]},
 }
 # At least this many states in all scenarios of a protocol together: a model that stands still must not pass.
@@ -81,9 +81,7 @@ def test_every_interleaving_of_mail_keeps_the_promises(ranks):
 def test_no_rule_can_be_left_out(rule, protocol):
     """Without it, a scenario ends in a violation."""
     ranks = 3 if rule == "final-rows" else 2  # with final rows, two sources follow one another in a place
-    for options in sorted(
-        SCENARIOS.values(), key=lambda options: not options.get("one_way")
-    ):  # the fewest states first
+    for options in SCENARIOS.values():
         try:
             explore(build(protocol, ranks, **options, without=rule, lazy=True))
         except Violation:

@@ -68,3 +68,29 @@ def test_an_exported_program_among_layers(make_ep, rank, size, device):
         x = randn(T + rank, D, seed=rank).to(device)
         want = layer(x)
         assert torch.equal((layer if rank == 0 else program.module())(x), want)
+
+
+def test_within_at_most(make_ep, rank, size, device):
+    """Eager and compiled, over two nodes, with the bits of slabs of S rows; a slab that is too short is named."""
+    if size % 2 or device.type == "cuda":
+        pytest.skip("needs two nodes of CPUs")
+    ep = make_ep(ranks_per_node=size // 2, experts=E, top_k=K, hidden=D)
+    layer, _ = full_layer(ep)
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = randn(2 + rank, D, seed=rank)
+    want = layer(x)
+    for n in (5, 7):  # one graph for both
+        with ep.at_most(n):
+            for call in (layer, step):
+                assert torch.equal(call(x), want)
+                assert ep.exchange.slabs.slab_rows == n
+    with pytest.raises(epmoe.EPOverflowError, match="rows for one node, but at_most is 1:"), ep.at_most(1):
+        layer(randn(9, D, seed=9))
+
+    def within(x: Tensor) -> Tensor:
+        with ep.at_most(1):
+            return layer(x)
+
+    with pytest.raises(Exception, match="outside of what torch.compile traces"):
+        torch.compile(within, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(layer(x), want)

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from exchanges import assert_y, first_round, given, make_tokens, quantized, run_experts, run_round
 from factors import all_pairs
-from helpers import RANKS_SHARE_GPUS, full_layer
-from test_layers import D, E, K
+from helpers import RANKS_SHARE_GPUS
 from waits import AT_ONCE_S, LONG_S, ctrl_c
 
 import epmoe
@@ -350,30 +349,3 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, stage, aborts):
         if not aborts:
             assert_y(y, ep.config, tokens)
     assert_y(run_round(ep, tokens), ep.config, tokens)
-
-
-@ON_THE_CPU
-@pytest.mark.usefixtures("forget_graphs")
-def test_layers_within_at_most(make_ep, rank):
-    """Eager and compiled, with the bits of slabs of S rows; a slab that is too short is named."""
-    ep = make_ep(ranks_per_node=2, experts=E, top_k=K, hidden=D)
-    layer, _ = full_layer(ep)
-    step = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2 + rank, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
-    want = layer(x)
-    for n in (5, 7):  # one graph for both
-        with ep.at_most(n):
-            for call in (layer, step):
-                assert torch.equal(call(x), want)
-                assert ep.exchange.slabs.slab_rows == n
-    everywhere = torch.randn(9, D, generator=torch.Generator().manual_seed(9)).to(ep.device)
-    with pytest.raises(epmoe.EPOverflowError, match="rows for one node, but at_most is 1:"), ep.at_most(1):
-        layer(everywhere)
-
-    def within(x: torch.Tensor) -> torch.Tensor:
-        with ep.at_most(1):
-            return layer(x)
-
-    with pytest.raises(Exception, match="outside of what torch.compile traces"):
-        torch.compile(within, fullgraph=True, backend="aot_eager")(x)
-    assert torch.equal(layer(x), want)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, Self
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from epmoe.checkpoint import state_dicts
 from epmoe.checkpoint.adapters import StoredAdapter, read_adapter
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
+from epmoe.config.config import EPConfig
 from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import RoundShape
 from epmoe.group.collective import naming, peers_of
@@ -43,25 +43,18 @@ from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.models import check_spread, problem_with, spread, unspread
 from epmoe.training.route import counted
 
-_log = logging.getLogger("epmoe")
-
 
 class MoELayer(nn.Module):
     """Router, exchange and experts of one layer. Any number of layers share one `ExpertParallel` and its windows.
 
     A call has gradients by torch's own rule: in grad mode, where x or a parameter requires grad. Any other call only
-    serves. y has the same bits either way, for the same GEMM. All ranks make the same kind of call. With gradients, the
-    group has one node and experts that stay, and rows travel in the dtype of x. The backward pass is collective, too:
-    see docs/training.md. Over several ranks, `GroupedExperts` become DTensors, where they can train; other experts that
-    train are given to `epmoe.training.spread` first.
+    serves, with the same bits of y for the same GEMM. All ranks make the same kind of call. docs/training.md says what
+    calls with gradients need, and how experts train over several ranks.
 
     Casts (`to`, `bfloat16`, `half`) reach the experts only, because the choice of experts needs the router's precision:
     `router_weight`, `bias` and `logit_bias` keep their dtypes. Moves reach all. Logits are computed in the dtype of
     `router_weight`, also under autocast. Under autocast, x in another dtype than the experts is cast, and y is cast
     back; otherwise it is a TypeError. A deepcopy copies the weights and shares `ep`.
-
-    A token whose scores are undefined reaches no expert where its weights are 0, as under softmax, and gives the router
-    gradients of 0. Padding has no effect on any gradient, whatever it holds.
 
     Args:
         ep: the `ExpertParallel` whose ranks hold the experts.
@@ -74,7 +67,6 @@ class MoELayer(nn.Module):
             `routing.logit_bias` asks for it.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU a call without
             gradients runs it on a stream of its own, at the same time as the exchange and the routed experts.
-        apply_router_weight_on_input: see `ExpertParallel.dispatch`; by default the config's `experts.weights_on_input`.
         layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
             is the `tag` of the layer's rounds, modulo 32768; by default, layers of an `ep` number themselves in the
             order in which they are made, which must be the same on all ranks.
@@ -106,7 +98,6 @@ class MoELayer(nn.Module):
         bias: Tensor | None = None,
         logit_bias: Tensor | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
-        apply_router_weight_on_input: bool | None = None,
         layer_id: int | None = None,
         num_rows: int | Literal["exact"] = "exact",
         exchange: TrainingExchange | None = None,
@@ -115,50 +106,29 @@ class MoELayer(nn.Module):
     ) -> None:
         if not isinstance(ep, ExpertParallel):
             raise TypeError(f"`ep` must be an ExpertParallel, got {describe(ep)}")
-        E, D = want = (ep.config.model.num_experts, ep.config.model.hidden_size)
-        if not isinstance(router_weight, Tensor) or router_weight.dtype not in FLOATS:
-            check_tensor("router_weight", router_weight, FLOATS, want)
-        if router_weight.shape != want:
-            raise ValueError(f"`router_weight` must be {list(want)}, got {list(router_weight.shape)}")
+        _check_router(ep.config, router_weight, bias, logit_bias)
         if not callable(experts):
             raise TypeError(f"`experts` must be callable on (rows, expert_offsets, scales), got {describe(experts)}")
-        if isinstance(experts, GroupedExperts):
-            _check_experts(ep, experts)
-        if bias is not None:
-            check_tensor("bias", bias, FLOATS, (E,))
-        elif ep.config.routing.selection_bias:
-            raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
-        if logit_bias is not None:
-            check_tensor("logit_bias", logit_bias, (router_weight.dtype,), (E,), router_weight.device)
-        elif ep.config.routing.logit_bias:
-            raise ValueError("`logit_bias` must be given, since `routing.logit_bias` says that the logits have one")
+        ours = experts if isinstance(experts, GroupedExperts) else None
+        if ours is not None:
+            _check_experts(ep, ours, router_weight)
         if shared is not None and not callable(shared):
             raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
-        on_input = ep.config.experts.weights_on_input
-        if not isinstance(apply_router_weight_on_input, bool | None):
-            got_type = describe(apply_router_weight_on_input)
-            raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {got_type}")
-        if apply_router_weight_on_input is False and on_input:
-            raise ValueError("`apply_router_weight_on_input` must be True, as `experts.weights_on_input` says")
         if exchange is not None and not isinstance(exchange, TrainingExchange):
             raise TypeError(f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}")
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
         held = None if adapters is None else _adapters_of(ep, experts, adapters, adapter_rank)
-        if adapters is not None and (apply_router_weight_on_input or on_input or exchange is not None):
-            odd = "exchange" if exchange is not None else "apply_router_weight_on_input"
-            raise ValueError(f"`{odd}` must be unset with `adapters`")
-        invariant = isinstance(experts, GroupedExperts) and experts.batch_invariant
-        if invariant and ep.device.type == "cpu" and (problem := place_matters(router_weight.dtype, E, D)) is not None:
-            raise ValueError(f"`experts` must not be batch_invariant with this router: {problem}")
+        if held is not None and exchange is not None:
+            raise ValueError("`exchange` must be unset with `adapters`")
         super().__init__()
-        self._invariant = invariant  # so is the router's product
+        self._invariant = ours is not None and ours.batch_invariant  # so is the router's product
         self.ep = ep
         self.experts = experts
         self.adapters = held
         self.shared = shared
         self.num_rows = num_rows
-        self.apply_router_weight_on_input = bool(apply_router_weight_on_input or on_input)
+        self._on_input = ep.config.experts.weights_on_input
         self.recorder: Callable[[Routes], object] | None = None
         """Is called with the `Routes` of each call, before dispatch."""
         self.contexts = 0
@@ -166,10 +136,15 @@ class MoELayer(nn.Module):
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
-        self._exchange = _NO_GRADIENTS if held else exchange or _exchange_of(ep)
-        if held is None and isinstance(experts, GroupedExperts) and _can_train(ep, experts):
-            spread(experts, ep)
-        elif not isinstance(experts, GroupedExperts) and (trained := unspread(ep, experts)):
+        self._exchange, self._why_no_gradients = exchange, _ADAPTERS_ONLY_SERVE
+        if exchange is None and held is None:
+            try:
+                self._exchange = TrainingExchange(ep)
+            except ValueError as error:
+                self._why_no_gradients = str(error)
+        if held is None and ours is not None and _can_train(ep, ours):
+            spread(ours, ep)
+        elif ours is None and (trained := unspread(ep, experts)):
             raise ValueError(
                 f"`experts` must be spread, since `{trained[0]}` requires grad: `epmoe.training.spread(experts, ep)` "
                 "tells torch's tools that ranks have different experts"
@@ -182,7 +157,7 @@ class MoELayer(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("order", ep.order, persistent=False)
         self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
-        if held is not None or isinstance(experts, GroupedExperts) and experts.is_quantized:  # which serve only
+        if held is not None or ours is not None and ours.is_quantized:  # which serve only
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & constant("kMaxTag"), self)
@@ -200,7 +175,7 @@ class MoELayer(nn.Module):
         has the experts of the placement, with copies.
         """
         E = ep.placement.num_experts
-        of_layer = {name: _on(ep.device, options.pop(name)) for name in _OPTIONS if name in options}
+        of_layer = {name: _on(ep.device, value) for name, value in _taken_for_layer(options).items()}
         held = _held(ep, of_layer.get("layer_id"))
         full = {"w_gate_up": w_gate_up, "w_down": w_down} | ep.config.experts.options | options
         for name, value in full.items():
@@ -243,7 +218,7 @@ class MoELayer(nn.Module):
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and router[name] is not None:
                 router[name] = router[name].to(router_dtype)
-        of_layer = {name: options.pop(name) for name in _OPTIONS if name in options}
+        of_layer = _taken_for_layer(options)
         held: dict[str, Any] = folder.experts(block, _held(ep, of_layer.get("layer_id")), ep.device, dtype)
         return cls(ep, experts=GroupedExperts(**held | ep.config.experts.options | options), **router | of_layer)
 
@@ -277,8 +252,7 @@ class MoELayer(nn.Module):
         """Read a LoRA adapter that PEFT has saved, and make it the one with this number. Collective.
 
         Each rank reads all of the block, and keeps what its experts have. No adapter changes on any rank unless all
-        have read the same. Experts that move take their adapters along. Where the group changes and a rank gets experts
-        without their weights, all ranks lose all adapters: calls with `adapter_ids` raise until each was loaded again.
+        have read the same. docs/serving.md says what happens to adapters when experts move or the group changes.
 
         Args:
             number: from 0 to `adapters` − 1, as `adapter_ids` name it.
@@ -300,14 +274,9 @@ class MoELayer(nn.Module):
         )  # fmt: skip
 
     def put_adapter(self, number: int, adapter: LoRA | None) -> None:
-        """Make an adapter of your own the one with this number, or take that away. Collective, like `load_adapter`.
-
-        Args:
-            number: that of `load_adapter`.
-            adapter: of all E logical experts, the same on all ranks; None takes the adapter away.
-
-        Raises what `load_adapter` does, and TypeError for a factor that is no float tensor.
-        """
+        """Make an adapter of your own, of all E logical experts and the same on all ranks, the one with this number;
+        None takes that away. Collective. Raises what `load_adapter` does, and TypeError for a factor that is no float
+        tensor."""
         self._put_adapter("put_adapter", number, "", lambda sizes, _: StoredAdapter.given(adapter, sizes))
 
     def _put_adapter(
@@ -449,7 +418,7 @@ class MoELayer(nn.Module):
         start = None if shared_experts is None else record_point(x_TD.device)
         d = self.ep.dispatch(
             x_TD, ids_TK, weights_TK, num_tokens=num_tokens, tag=self.tag,
-            apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned, extra=extra,
+            apply_router_weight_on_input=self._on_input, aligned=self._aligned, extra=extra,
         )  # fmt: skip
         # Not before dispatch, whose blocks get multiprocessors first.
         shared = None if shared_experts is None else SideStream(start, shared_experts, x_TD)
@@ -470,13 +439,12 @@ class MoELayer(nn.Module):
     def _with_gradients(
         self, x: Tensor, num_tokens: int | Tensor | None, routing: tuple[Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Routes]:
-        exchange = self._exchange
-        if isinstance(exchange, ValueError):
+        exchange, on_input = self._exchange, self._on_input
+        if exchange is None:
             raise RuntimeError(
                 f"this MoELayer only serves, but x or a parameter requires grad: run under torch.inference_mode() or "
-                f"torch.no_grad(); {exchange}"
+                f"torch.no_grad(); {self._why_no_gradients}"
             )
-        on_input = self.apply_router_weight_on_input
         # Where GroupedExperts multiply gradients, nobody keeps their outputs.
         grouped = isinstance(self.experts, GroupedExperts)
         weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
@@ -526,27 +494,6 @@ class MoELayer(nn.Module):
             y_TD = y_TD.masked_fill(self._undefined(ids_TK, logits_TE), torch.nan)
         return y_TD, routes
 
-    @torch.inference_mode()
-    def warmup(self, tokens: Iterable[int]) -> None:
-        """Run rounds of random tokens before serving, so that no later call or capture compiles a kernel. Collective.
-
-        `tokens` are the T of this rank's calls to come; as many numbers on all ranks. A line of the logger "epmoe" says
-        how far it is. On a GPU each number is captured, too, unless experts such as those in fp32 cannot be.
-        """
-        wanted = list(tokens)
-        captures = self.ep.device.type == "cuda" and getattr(self.experts, "is_capturable", True)
-        for i, T in enumerate(wanted):
-            start = time.perf_counter()
-            D = self.ep.config.model.hidden_size
-            dtype = self._dtypes()[0]
-            x = torch.randn(T, D, device=self.ep.device).to(dtype)
-            self(x)
-            if captures:
-                torch.cuda.synchronize(x.device)  # what a graph captures may not load anything
-                with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                    self(x)
-            _log.info("%d of %d: %d tokens in %.1f s", i + 1, len(wanted), T, time.perf_counter() - start)
-
     def extra_repr(self) -> str:
         return repr(self.ep)
 
@@ -559,7 +506,7 @@ class MoELayer(nn.Module):
         model, extra = self.ep.config.model, None if self.adapters is None else Extra(torch.int32, ())
         top_k = model.num_experts_per_tok if ids is None else ids.shape[-1]
         return RoundShape(
-            model.hidden_size, top_k, self._dtype_of(x), weight_rows=self.apply_router_weight_on_input,
+            model.hidden_size, top_k, self._dtype_of(x), weight_rows=self._on_input,
             aligned=self._aligned and not trains, extra=extra,
         )  # fmt: skip
 
@@ -690,19 +637,12 @@ class MoELayer(nn.Module):
             self.ep.live.weights[self.tag] = _weights_of(self)
 
 
-_OPTIONS = (
-    "bias", "logit_bias", "shared", "apply_router_weight_on_input", "layer_id", "num_rows", "exchange", "adapters",
-    "adapter_rank",
-)  # fmt: skip
-_NO_GRADIENTS = ValueError("layers with `adapters` have no gradients; PEFT trains adapters of `GroupedExperts` itself")
+_ADAPTERS_ONLY_SERVE = "layers with `adapters` have no gradients; PEFT trains adapters of `GroupedExperts` itself"
 
 
-def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:
-    """What carries calls with gradients, or why there can be none."""
-    try:
-        return TrainingExchange(ep)
-    except ValueError as error:
-        return error
+def _taken_for_layer(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the constructor of `MoELayer`; what is left is for `GroupedExperts`."""
+    return {name: options.pop(name) for name in signature(MoELayer).parameters if name in options}
 
 
 def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
@@ -711,9 +651,26 @@ def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
     return plain and problem_with(ep) is None
 
 
-def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
+def _check_router(config: EPConfig, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None) -> None:
+    E = config.model.num_experts
+    want = (E, config.model.hidden_size)
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        check_tensor("router_weight", weight, FLOATS, want)
+    if weight.shape != want:
+        raise ValueError(f"`router_weight` must be {list(want)}, got {list(weight.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, (E,))
+    elif config.routing.selection_bias:
+        raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
+    if logit_bias is not None:
+        check_tensor("logit_bias", logit_bias, (weight.dtype,), (E,), weight.device)
+    elif config.routing.logit_bias:
+        raise ValueError("`logit_bias` must be given, since `routing.logit_bias` says that the logits have one")
+
+
+def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: Tensor) -> None:
     """Raises ValueError unless the experts are those of this rank and compute what the config says."""
-    D = ep.config.model.hidden_size
+    E, D = router_weight.shape
     config = ep.config.experts
     if (got := local_view(experts.w_down.detach()).shape[:2]) != (ep.num_local_experts, D):
         held = f"the {ep.num_local_experts} of this rank, with D={D}"
@@ -724,6 +681,8 @@ def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
             raise ValueError(f"`experts` must have {name}={wanted}, as `experts.{name}` says, got {name}={value}")
     if config.biases and (experts.gate_up_bias is None or experts.down_bias is None):
         raise ValueError("`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says")
+    if experts.batch_invariant and ep.device.type == "cpu" and (why := place_matters(router_weight.dtype, E, D)):
+        raise ValueError(f"`experts` must not be batch_invariant with this router: {why}")
 
 
 def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> ExpertAdapters:
@@ -732,6 +691,8 @@ def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> 
         raise ValueError(f"`experts` must be GroupedExperts with `adapters`, got {describe(experts)}")
     if (room := ep.config.capacity.extra_bytes) < (needed := torch.int32.itemsize):
         raise ValueError(f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {room}")
+    if ep.config.experts.weights_on_input:
+        raise ValueError("`experts.weights_on_input` must be unset with `adapters`")
     return ExpertAdapters(experts, count, rank)
 
 

@@ -227,7 +227,6 @@ def test_what_layers_refuse(ep, device):
     for options, says in [
         ({"adapters": 0}, "`adapters` must be an int of at least 1, got 0"),
         ({"adapter_rank": 0}, "`adapter_rank` must be an int of at least 1"),
-        ({"apply_router_weight_on_input": True}, "`apply_router_weight_on_input` must be unset with `adapters`"),
         ({"exchange": epmoe.training.TrainingExchange(ep)}, "`exchange` must be unset with `adapters`"),
     ]:
         with pytest.raises(ValueError, match=says):

@@ -289,7 +289,6 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"bias": torch.zeros(11)}, ValueError, r"`bias` must be .*float32.* \[12\], got float32 \[11\]"),
         ({"bias": torch.zeros(12).double()}, TypeError, r"`bias` must be .*float32.* \[12\], got float64 \[12\]"),
         ({"bias": 0.0}, TypeError, r"`bias` must be .*float32.* \[12\], got float"),
-        ({"apply_router_weight_on_input": 1}, TypeError, "`apply_router_weight_on_input` must be a bool, got int"),
         ({"shared": 1}, TypeError, "`shared` must be callable on x"),
     ],
     "with a bias of the logits": [

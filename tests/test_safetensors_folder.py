@@ -459,9 +459,7 @@ FORMATS = ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "granitemoe", "e
 def layer_as_configured(ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, block: str) -> epmoe.MoELayer:
     """The layer, made of what `EPConfig.from_hf` knows of the experts and nothing else."""
     experts = ep.config.experts
-    layer = epmoe.MoELayer.from_safetensors(
-        ep, folder, block, apply_router_weight_on_input=experts.weights_on_input, **experts.options
-    )
+    layer = epmoe.MoELayer.from_safetensors(ep, folder, block, **experts.options)
     assert [layer.experts.gate_up_bias is not None, layer.experts.down_bias is not None] == [experts.biases] * 2
     return layer
 

@@ -51,12 +51,14 @@ def make_config(
     capacity: dict | None = None,
     exchange: dict | None = None,
     routing: dict | None = None,
+    computes: dict | None = None,
 ) -> EPConfig:
     return EPConfig(
         model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
         topology={"ep_size": size, "ranks_per_node": ranks_per_node or nodes_of(size)},
         placement=placement or {},
         routing=routing or {},
+        experts=computes or {},
         capacity={"max_num_tokens_per_rank": max_tokens, "gap_rows": "zero"} | (capacity or {}),
         # What other ranks hear of a round that one gives up is in test_mistakes.py. The other tests look at their sums.
         # A deadline in a test is short, and a busy machine may need longer for the first round.

@@ -107,11 +107,13 @@ def same(got: list[Tensor], want: list[Tensor], bits: bool = True) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"apply_router_weight_on_input": True}, {"bias": randn(E, seed=9)}])
-def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, options):
-    if "adapters" in bench.kind and "apply_router_weight_on_input" in options:
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("bias", [None, randn(E, seed=9)])
+def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, bias, on_input):
+    if "adapters" in bench.kind and on_input:
         pytest.skip("weights would multiply the numbers of adapters, so it is refused")
-    layer, x = bench.layer(dtype=dtype, **options), bench.x(dtype=dtype)
+    layer = bench.layer(bench.open(computes={"weights_on_input": on_input}), dtype=dtype, bias=bias)
+    x = bench.x(dtype=dtype)
     for tokens in (x, x[:1], x[:0], x[:8].view(2, 4, D)):
         with torch.no_grad():
             want = layer(tokens)

@@ -52,11 +52,9 @@ _Result = TypeVar("_Result")
 class ExpertParallel(HoldsWindows):
     """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
-    It serves one thread at a time: whoever calls one `ExpertParallel` from several threads orders their calls and
-    rounds. A call during the call of another thread raises RuntimeError and changes nothing, which a Python without
-    the GIL does not promise. It harms no round of the other thread, also not by the `abort()` or `skip` that follows.
-    `health`, `memory_plan` and `repr` may be called at any time. It cannot be pickled or copied. In a forked child
-    every call raises RuntimeError, and `close` does nothing.
+    It serves one thread at a time: a call during the call of another thread raises RuntimeError and harms no round of
+    it, which a Python without the GIL does not promise. `health`, `memory_plan` and `repr` may be called at any time.
+    It cannot be pickled or copied. In a forked child every call raises RuntimeError, and `close` does nothing.
 
     Args:
         config: the same on all ranks; or the path of its file or the name of a ready one, for `EPConfig.load`.
@@ -70,8 +68,7 @@ class ExpertParallel(HoldsWindows):
         ValueError: the config does not fit the group or differs between ranks, or the group has no CPU backend.
         EPOpenError: ranks ended, or did not come within `exchange.warmup_timeout_s`. It names them.
         MemoryError: the windows do not fit, on any rank.
-        RuntimeError: the ranks are on several machines, or their GPUs cannot reach each other's memory; or another rank
-            has failed otherwise, with its error.
+        RuntimeError: the ranks or their GPUs cannot reach each other's memory; or another rank has failed otherwise.
         ConfigError: the file of the config is missing or wrong.
         BuildError: the native library does not build.
     """
@@ -132,10 +129,8 @@ class ExpertParallel(HoldsWindows):
     def survivors(self) -> list[int]:
         """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
 
-        They are numbered in the group, before `resume` has returned in the group so far, and ascend. Ranks on the
-        machine of a process see its end at once. After an `EPTimeoutError` the reports of other ranks may still arrive:
-        ask again before each try to form a group. A rank that was only slow misses itself then, since the others have
-        reported it.
+        They ascend, and are numbered in the group so far until `resume` has returned. After an `EPTimeoutError` reports
+        of others may still arrive: ask again before each try to form a group. A rank that was slow misses itself then.
         """
         if self._exchange is not None:
             self._missing = self._exchange.missing()
@@ -158,9 +153,9 @@ class ExpertParallel(HoldsWindows):
         """Go on in another group: after a failure without the dead ranks, or between any two rounds with more ranks.
 
         Collective over the new group: every rank resumes, or, if it is new, makes an `ExpertParallel(config, group)`
-        with the `config.with_placement(placement)` of the others. The windows are new, and no process restarts. Layers
-        that hold this object go on with it. `health` and the numbers of rounds begin again. Earlier
-        handles and their tensors must not be used any more. CUDA graphs may: see `capture_is_valid`.
+        with the `config.with_placement(placement)` of the others. Layers that hold this object go on with it. `health`
+        and the numbers of rounds begin again. Earlier handles and their tensors must not be used any more; CUDA graphs
+        may, see `capture_is_valid`. docs/recovery.md shows how a host uses it.
 
         Args:
             group: what the constructor takes, with any ranks of the group so far and any new ones, in any order.
@@ -168,8 +163,7 @@ class ExpertParallel(HoldsWindows):
                 are gone; see `Placement.without`. With `placement.live` ranks then keep their slots, new ranks have
                 empty ones, and the only placement to give is `config.of_size(R).place_experts()`: slots begin again.
             spread_lost: the same on all ranks that resume. Without a placement, experts of which no copy is left go to
-                the ranks with the fewest experts, and this rank's are among the moves. With `placement.live` the ranks
-                get more slots, `num_local_experts`, where all experts would not fit otherwise.
+                the ranks with the fewest experts; with `placement.live` ranks get more slots where these are too few.
 
         Returns:
             The experts of this rank whose weights are not where `placement` has them: the caller moves or loads these.
@@ -177,8 +171,7 @@ class ExpertParallel(HoldsWindows):
         Raises:
             TypeError: an argument has another type.
             ValueError: on all ranks, if placement or config differ or do not fit the group, or if logical experts have
-                no copy left, without `spread_lost`; the error names them. Nothing has changed then, and the group is
-                still good.
+                no copy left, without `spread_lost`. Nothing has changed then, and the group is still good.
             RuntimeError: this process is a fork of the one that made this object.
             EPResumeError: a rank died or did not arrive within `exchange.warmup_timeout_s`. `resume` may be called
                 again with another group; until then, this object may be closed.
@@ -280,9 +273,8 @@ class ExpertParallel(HoldsWindows):
         """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank calls it.
 
         It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA graphs stay; no graph
-        may be replayed meanwhile. Handles of earlier rounds, and their tensors, must not be used any more. Weights of
-        experts are the host's, which frees and restores them at the addresses of its graphs. While it sleeps, this
-        object may also be resumed or closed, and all other calls raise EPStateError.
+        may be replayed meanwhile, and handles of earlier rounds, and their tensors, must not be used any more. All
+        calls but `wake`, `resume` and `close` raise EPStateError then.
 
         Raises EPStateError where a round is open or this object is closed, and what `check` does; then it is awake.
         """
@@ -301,11 +293,9 @@ class ExpertParallel(HoldsWindows):
     def wake(self) -> None:
         """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared. Collective.
 
-        CUDA graphs of the group are valid. Rounds and `health` begin again, and `generation` is another one. A host
-        whose weights have gone restores them first.
-
-        Raises EPStateError where this object does not sleep, and what `resume` does where a rank has died or the memory
-        has gone to others: then it may be called again, or this object be resumed in another group.
+        CUDA graphs of the group are valid; a host whose weights have gone restores them first. Rounds and `health`
+        begin again, and `generation` is another one. Raises EPStateError where this object does not sleep, and what
+        `resume` does where a rank has died or the memory has gone to others: it may be called again then.
         """
         if self._asleep is None:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
@@ -315,9 +305,8 @@ class ExpertParallel(HoldsWindows):
         """Whether a CUDA graph that was captured in this generation may be replayed in the present one.
 
         It may where this rank has the same number, and the group the same size and placement of experts as then, also
-        if other ranks have come and gone meanwhile: a server keeps its graphs by generation. It needs the present
-        `capacity` and `exchange`, and one node. A replay of any other graph of an earlier group does nothing: y is
-        zeros, and the next `poll` raises EPStateError.
+        if other ranks have come and gone meanwhile; over one node. A replay of any other graph of an earlier group does
+        nothing: y is zeros, and the next `poll` raises EPStateError.
         """
         now = self._layouts.get(self.generation)
         return self._exchange is not None and now is not None and self._layouts.get(generation) == now
@@ -394,33 +383,30 @@ class ExpertParallel(HoldsWindows):
         aligned: bool = False,
         extra: Tensor | None = None,
     ) -> Dispatched:
-        """Send each token once to each rank that holds one of its experts.
+        """Send each token once to each rank that holds one of its experts: see docs/design.md, "dispatch".
 
         Collective: every rank calls, also with T = 0. On a GPU the host does not wait for the device, so an
         EPMismatchError, EPOrderError or EPTimeoutError may come from a later call.
 
         Args:
             x: [T, D] fp32, fp16 or bf16, 0 ≤ T ≤ M. D and dtype may be smaller than the config's but are equal on all
-                ranks. Values arrive bit by bit; only the NaN whose bits are all 1 may arrive as another NaN on a GPU.
-                With `scales`, fp8 e4m3; then combine takes and returns rows in the config's dtype.
+                ranks. With `scales`, fp8 e4m3; then combine takes and returns rows in the config's dtype.
             ids: int32 or int64 [T, K], logical experts. −1, E and any other id out of range mean "no expert".
             weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
-            scales: fp32 [T, D/128] of rows that are already quantized, if `exchange.payload` is fp8. Rows and scales
-                arrive bit by bit, as x does otherwise. D must be a multiple of 128, so no block is partly filled.
+            scales: fp32 [T, D/128] of rows that are already quantized, if `exchange.payload` is fp8. D must be a
+                multiple of 128.
             num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding and are not sent.
             layout: "expert" for expert-major rows, "rank" for one slab of rows for each source rank.
             apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x, an fp32 product
-                rounded once to x's dtype; with an fp8 payload the row's scales are multiplied instead. combine then
-                adds without weights.
-            tag: from 0 to 32767, equal on all ranks, which every rank checks: a number for the layer, so that ranks in
-                different layers get an error in place of one another's rows. A CUDA graph keeps the tag of its capture.
-                With `placement.live` from 1 to `placement.layers`: it chooses the layer's table.
+                rounded once to x's dtype, or with an fp8 payload its scales are. combine then adds without weights.
+            tag: a number for the layer, from 0 to 32767, which every rank checks: ranks in different layers get an
+                error in place of one another's rows. A CUDA graph keeps the tag of its capture. With `placement.live`
+                from 1 to `placement.layers`: it chooses the layer's table.
             aligned: each expert's segment starts at a multiple of `Dispatched.alignment` rows, as GEMMs over blocks of
                 rows want it; equal on all ranks. Without effect where `capacity.alignment` is set, which holds anyway.
-            extra: [T, …] of any dtype, such as a number for each token: bytes that travel with the tokens, up to
-                `capacity.extra_bytes` a token, and arrive bit by bit as `Dispatched.extra` or `recv.extra`. Dtype and
-                shape behind T are equal on all ranks: that all have one, and how long it is in steps of 12 bytes, or of
-                96 with an fp8 payload, every rank checks. Not with `apply_router_weight_on_input`.
+            extra: [T, …] of any dtype: up to `capacity.extra_bytes` bytes a token, which arrive bit by bit as
+                `Dispatched.extra` or `recv.extra`. Dtype and shape behind T are equal on all ranks. Not with
+                `apply_router_weight_on_input`.
 
         Returns:
             The open round, valid until combine, combine_partial or combine_send is called.
@@ -432,11 +418,8 @@ class ExpertParallel(HoldsWindows):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
-        return self.exchange.dispatch(
-            new_call((
-                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra,
-            ))
-        )  # fmt: skip
+        given = x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra
+        return self.exchange.dispatch(new_call(given))
 
     def dispatch_send(
         self,
@@ -454,15 +437,11 @@ class ExpertParallel(HoldsWindows):
     ) -> Sent:
         """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
 
-        Returns the open round, for `dispatch_recv`. Other work can run between the two phases, such as the rounds of
-        another `ExpertParallel`. No argument, `num_tokens` included, may be overwritten before `dispatch_recv` has
-        returned.
+        Returns the open round, for `dispatch_recv`. No argument, `num_tokens` included, may be overwritten before
+        `dispatch_recv` has returned.
         """
-        return self.exchange.dispatch_send(
-            new_call((
-                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra,
-            ))
-        )  # fmt: skip
+        given = x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra
+        return self.exchange.dispatch_send(new_call(given))
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase of `dispatch`: waits for every rank's tokens, and returns the round as `dispatch` does.
@@ -486,11 +465,7 @@ class ExpertParallel(HoldsWindows):
             y [T, D] in the dtype of x.
 
         Raises:
-            TypeError: an argument has another dtype; nothing was sent.
-            ValueError: an argument has another shape or device, or the round is another one; nothing was sent.
-            RuntimeError: `expert_rows` requires grad in grad mode, or this object is closed.
-            EPMismatchError: the ranks' calls of dispatch did not match (GPU).
-            EPTimeoutError: ranks did not arrive in time.
+            TypeError, ValueError, RuntimeError, EPMismatchError, EPTimeoutError: as in `dispatch`.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
         """
@@ -524,14 +499,9 @@ class ExpertParallel(HoldsWindows):
         rank, so it also works after an out-of-memory error and in a signal handler. On the CPU the next dispatch or
         dispatch_send waits instead, until all ranks have ended the round.
 
-        Args:
-            dispatched: what the round's last call returned; after combine_send, what combine_send was given. None
-                closes whatever round is open, does nothing if there is none, and raises none of the errors below. It
-                also does nothing on a thread whose last call was refused, since another thread has the open round.
-
-        Raises:
-            ValueError: `dispatched` is not the handle of the open round.
-            EPError: EPMismatchError, EPTimeoutError, EPOverflowError or EPAbortedError as in `poll`.
+        `dispatched` is what the round's last call returned, or after combine_send what that was given: ValueError for
+        any other handle, and EPMismatchError, EPTimeoutError, EPOverflowError or EPAbortedError as in `poll`. None
+        closes whatever round is open, unless it is another thread's, and raises nothing.
         """
         if dispatched is not None or self._exchange is not None:
             self.exchange.abort(dispatched)
@@ -539,14 +509,12 @@ class ExpertParallel(HoldsWindows):
     def skip(self, shape: RoundShape | None = None, *, tag: int = 0) -> None:
         """Take part in a round without tokens, and abort it: for a rank that raised before it called dispatch.
 
-        Collective: it takes the place of dispatch and combine. The other ranks get through the round; as after `abort`
-        they learn that this rank has aborted it. It waits for no rank, except after a round that was aborted.
+        Collective: it takes the place of dispatch and combine. The other ranks get through the round and learn that
+        this rank has aborted it. It waits for no rank, except after a round that was aborted. `shape` and `tag` are
+        those of dispatch on the other ranks; the shape is by default `last_shape`.
 
-        `shape` and `tag` are those of dispatch on the other ranks; the shape is by default `last_shape`.
-
-        Raises what `dispatch` does for arguments, and for earlier calls that did not match or that ranks did not end in
-        time. Raises RuntimeError where a round is open (`abort` closes it), this object is closed, or a call of this
-        thread was refused, since another thread has the round.
+        Raises what `dispatch` does for arguments and earlier calls, and RuntimeError where a round is open (`abort`
+        closes it), this object is closed, or another thread has the round.
         """
         exchange = self.exchange
         if exchange.rounds.is_of_another():
@@ -578,8 +546,8 @@ class ExpertParallel(HoldsWindows):
         """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows, and no more.
 
         All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`. One node ignores
-        it. A CUDA graph keeps the number of its capture, and a compiled call has that of the caller. Raises
-        RuntimeError within what torch.compile traces, and in a closed object.
+        it. A CUDA graph keeps the number of its capture. Raises RuntimeError within what torch.compile traces, and in a
+        closed object.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("`at_most` must be outside of what torch.compile traces: call the compiled model in it")
@@ -634,9 +602,8 @@ class ExpertParallel(HoldsWindows):
             slots: int32 or int64 [layers, P], the expert that each slot is to hold, or −1. Every expert has a slot, and
                 at most one on a rank. Experts that stay on their rank stay in their slot, whichever this names.
             weights: takes a tag and the index of a local slot, and returns the tensors that hold the slot's weights,
-                always the same ones. They have no gaps, lie on the device of `ep`, and have the same sizes and order in
-                memory for all slots of a layer, on all ranks. By default those of the `MoELayer` with this tag, whose
-                experts must be `GroupedExperts`.
+                always the same ones: without gaps, on the device of `ep`, and with the same sizes and order in memory
+                for all slots of a layer, on all ranks. By default those of the `MoELayer` with this tag.
             loads: [layers, E], by which copies share their experts' tokens; see `share`. By default the last ones.
 
         Returns:
@@ -646,8 +613,8 @@ class ExpertParallel(HoldsWindows):
             EPStateError: without `placement.live`, or other moves are not done.
             ValueError: an argument does not fit, or experts without a second copy are to change places where no slot is
                 free. Nothing has begun then, nor where `weights` raises, and the other ranks drop this call.
-            EPRefusedError: from a later `poll`, where another rank raised here or was given other arguments. The moves
-                have ended then, on all ranks, and no expert has moved: all ranks may call again.
+            EPRefusedError: from a later `poll`, where another rank raised here or was given other arguments. No expert
+                has moved on any rank, and all ranks may call again.
         """
         return self._moving.replace(slots, weights, loads)
 
@@ -673,10 +640,9 @@ class ExpertParallel(HoldsWindows):
     def apply(self, timeout_s: float | None = None) -> None:
         """Wait until all moves are done and all shares in use. Collective: all ranks call it between the same rounds.
 
-        From then on all ranks choose by the same tables, so that y has the same bits on every run.
-
-        Raises EPTimeoutError after `timeout_s`, by default the deadline of a round, or once a rank has ended. If the
-        ranks that it names are only late, rounds go on, and `apply` may be called again.
+        From then on all ranks choose by the same tables, so that y has the same bits on every run. Raises
+        EPTimeoutError after `timeout_s`, by default the deadline of a round, or once a rank has ended. If the ranks
+        that it names are only late, rounds go on, and `apply` may be called again.
         """
         self._moving.finish(timeout_s)
 
@@ -698,12 +664,9 @@ class ExpertParallel(HoldsWindows):
         return self.exchange.plan
 
     def health(self, wait: bool = True) -> Health:
-        """Counts since the start, on this rank, which never fall.
-
-        Any thread may read them; not during the capture of a CUDA graph. On a GPU it first waits for the current
-        stream. With `wait=False` it waits for no kernel and delays none, so the counts of kernels under way are
-        partial.
-        """
+        """Counts since the start, on this rank, which never fall. Any thread may read them; not during the capture of a
+        CUDA graph. On a GPU it first waits for the current stream. With `wait=False` it waits for no kernel and delays
+        none, so the counts of kernels under way are partial."""
         health, live = self.exchange.health(wait), self.live
         return health if live is None else dataclasses.replace(health, refused_plans=live.refused_plans)
 
@@ -711,10 +674,8 @@ class ExpertParallel(HoldsWindows):
         """Raise what kernels have reported so far. It never waits, and does not stop the device.
 
         With `placement.live` it also takes moves and shares further: call it between the rounds, on the stream of their
-        replays if they are replays. In a signal handler in the middle of another `poll` it does not.
-
-        Every call looks by itself. The replay of a CUDA graph is no call: after a timeout all replays yield zeros, so
-        poll at every step. A replay that is still running shows in a later poll.
+        replays if they are replays. Every call looks by itself, but the replay of a CUDA graph is no call: after a
+        timeout all replays yield zeros, so poll at every step. A replay that is still running shows in a later poll.
 
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
@@ -729,11 +690,9 @@ class ExpertParallel(HoldsWindows):
 
     @takes_turn_of_exchange
     def check(self, timeout_s: float | None = None) -> None:
-        """Wait for everything that has been launched on the device, then `poll`.
-
-        A failure that a kernel reports meanwhile is raised at once, and EPTimeoutError where the device did not end
-        within `timeout_s` seconds; None: there is no limit.
-        """
+        """Wait for everything that has been launched on the device, then `poll`. A failure that a kernel reports
+        meanwhile is raised at once, and EPTimeoutError where the device did not end within `timeout_s` seconds; None:
+        there is no limit."""
         self.exchange.wait_for_device(timeout_s)
         self.poll()
 
@@ -855,13 +814,11 @@ class ExpertParallel(HoldsWindows):
 def join_group(
     store: Store, *, device: torch.device | str | None = None, timeout_s: float = 300.0, backend: str = "gloo"
 ) -> ExpertParallel:
-    """A new rank of a group whose ranks call `recover`. It waits for them.
+    """A new rank of a group whose ranks call `recover`, with the same `store` and `backend`. It waits for them.
 
-    All local experts of the ExpertParallel are to be loaded: `ep.logical_experts(tag)` says which they are, with
-    `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or `Balancer`.
-
-    `store` and `backend` are those of `recover`, `device` is that of `ExpertParallel`. Raises TimeoutError where nobody
-    has taken this rank in within `timeout_s` seconds.
+    All local experts of the ExpertParallel, on `device`, are to be loaded: `ep.logical_experts(tag)` says which they
+    are, with `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or
+    `Balancer`. Raises TimeoutError where nobody has taken this rank in within `timeout_s` seconds.
     """
     on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
     load(torch.device("cuda" if on_gpu else "cpu"))
@@ -901,14 +858,14 @@ def resize(
 
     Args:
         ep: the ExpertParallel that is to have another size.
-        store: that of `recover`.
+        store: that of `recover`, like `load_weights`, `timeout_s` and `backend`.
         size: ranks that the group is to have. It has fewer where new ranks do not come within `wait_s`.
-        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them.
+        load_weights: gets the moves of this rank.
         balancer: that of `ep`, if it has one.
         weights: that of `ExpertParallel.replace`.
         wait_s: how long to wait for new ranks, in seconds.
-        timeout_s: that of `recover`.
-        backend: of the process group, that of `recover`.
+        timeout_s: of the whole call, in seconds.
+        backend: of the process group.
 
     Returns:
         Whether this rank is in the group. On a rank that has left, `ep` is closed and its process may end.

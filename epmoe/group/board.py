@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
 
 from epmoe.config.config import EPConfig
-from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
+from epmoe.config.deadlines import ANSWER_S
 from epmoe.group.deaths import has_ended, name_of_process, processor_time
-from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.peers import Peers
 from epmoe.group.store import POLL_S, OutlivingStore
 from epmoe.group.waiting import interruptible
 
@@ -251,11 +251,6 @@ class RollCall:
         result = sorted(set(found) or named or silent or others)
         self._send(self.rank, _report(result))  # for ranks that come too late
         return result
-
-    @classmethod
-    def after(cls, error: MissingRankError, what: str, found: Sequence[int] = (), attempt: str = "") -> list[int]:
-        """The missing ranks of a group, one of whose collectives has failed; see `missing`."""
-        return cls.of(error.peers, what, attempt).missing(found, OPENING_ANSWER_S)
 
     @classmethod
     def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:

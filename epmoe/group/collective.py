@@ -10,13 +10,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from epmoe.config.config import ExchangeConfig
-from epmoe.config.deadlines import ANSWER_S
+from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
 from epmoe.group.board import RollCall
 from epmoe.group.errors import EPTimeoutError
 from epmoe.group.member import Member
 from epmoe.group.peers import MissingRankError, Peers
-
-_POLL_S = 0.02
+from epmoe.group.store import POLL_S
 
 
 def peers_of(ep: Member) -> Peers:
@@ -61,8 +60,8 @@ def naming(what: str, eps: Sequence[Member]) -> Iterator[None]:
         deadline, found = time.monotonic() + ANSWER_S, error.ranks
         while not found and time.monotonic() < deadline:  # gloo may see the end of a process before its window says so
             found = _ended(peers, opened)
-            time.sleep(_POLL_S)
-        missing = RollCall.after(error, what, found)
+            time.sleep(POLL_S)
+        missing = RollCall.of(peers, what).missing(found, OPENING_ANSWER_S)
         names = [peers.global_ranks[rank] for rank in missing]
         why = (
             f"waited for rank(s) {missing} of the group (global rank(s) {names}), which ended or did not come within "

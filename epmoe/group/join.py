@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
+from epmoe.config.deadlines import OPENING_ANSWER_S
 from epmoe.group.board import RollCall
 from epmoe.group.checks import check_backend
 from epmoe.group.deaths import name_of_process
@@ -112,7 +113,7 @@ def opening(peers: Peers) -> Iterator[Agreement]:
             yield agreement
     except MissingRankError as error:
         assert peers.timeout_s is not None
-        missing = RollCall.after(error, "opening", attempt=agreement.attempt)
+        missing = RollCall.of(error.peers, "opening", agreement.attempt).missing([], OPENING_ANSWER_S)
         raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from error.__cause__
     if peers.size > 1:
         RollCall.of(peers, "opening", agreement.attempt).succeed()  # the last gather may have failed on another rank

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,6 @@ from epmoe.group.errors import EPStateError
 
 _Value = TypeVar("_Value")
 _KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
-
-
 _MOST_BYTES = 2**24  # of a value
 
 
@@ -78,7 +76,7 @@ class Peers:
         a step of `together` in which another rank has failed.
         """
         gathered = self._exchange((None, value))
-        self._raise_reported([problem and _Problem(*problem) for problem, _ in gathered])
+        self._raise_reported(gathered)
         return [theirs for _, theirs in gathered]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -150,7 +148,7 @@ class Peers:
             text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
             problem = _Problem(late, self.first + self.rank, kind.__name__, text)
         try:
-            self._raise_reported([theirs and _Problem(*theirs) for theirs, _ in self._exchange((problem, None))])
+            self._raise_reported(self._exchange((problem, None)))
         except _ReportedError as reported:
             if late or isinstance(error, (MemoryError, _ReportedError)):
                 raise reported from error
@@ -158,9 +156,8 @@ class Peers:
             if isinstance(error, (RuntimeError, OSError, _ReportedError)):  # the missing rank may be its cause
                 raise missing from error
 
-    def _raise_reported(self, reports: Sequence[_Problem | None]) -> None:
-        problems = [problem for problem in reports if problem is not None]
-        if problems:
+    def _raise_reported(self, gathered: Sequence[tuple[Any, object]]) -> None:
+        if problems := [_Problem(*problem) for problem, _ in gathered if problem]:
             raise _ReportedError(self, min(problems))
 
     def _exchange(self, value: _Value) -> list[_Value]:

@@ -23,7 +23,12 @@ from launched import context
 from slot_tables import times_slots
 
 import epmoe
+import epmoe.group.recovery
+import epmoe.rail.opening
+import epmoe.service
 from epmoe import Move, Placement
+from epmoe.group.board import Meeting
+from epmoe.group.peers import Peers
 from epmoe.live.layout import EMPTY
 
 EXPERTS = 8  # that stay
@@ -328,6 +333,36 @@ def describe(state) -> tuple[str, int, int]:
 
 def mapped_windows() -> int:
     return sum("epmoe-window" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+STEPS = {
+    "decides": (epmoe.group.recovery, "_decide"),
+    "connects": (dist, "init_process_group"),
+    "checks": (epmoe.service, "check_size"),
+    "opens": (Peers, "all_gather"),
+    "maps": (epmoe.service, "open_exchange"),  # the others have closed their windows so far by then
+    "opens its window": (epmoe.rail.opening, "open_window"),
+    "has windows": (epmoe.rail.opening, "NodeExchange"),
+    "confirms": (Meeting, "confirm"),
+}
+"""Steps of a rank on its way into a group."""
+
+
+def fail_in(state, step: str, fails: Callable[[], object]) -> None:
+    """When this rank next comes to a step, it calls `fails` first, once."""
+    owner, name = STEPS[step]
+    before = getattr(owner, name)
+
+    def failing(*arguments: object, **options: object) -> object:
+        setattr(owner, name, before)
+        fails()
+        return before(*arguments, **options)
+
+    setattr(owner, name, failing)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 REACHED = {

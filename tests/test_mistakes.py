@@ -6,6 +6,7 @@ Mistakes of one rank among several: tests/distributed/test_mistakes.py. Files an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import epmoe
 from epmoe import GroupedExperts, MoELayer, Placement
 from epmoe.balance import choices, fresh
 from epmoe.native import ops
+from epmoe.native.arguments import describe
 
 CPU = torch.device("cpu")
 NO_GRADIENTS = r"forward only.*requires grad.*torch\.inference_mode"
@@ -54,6 +56,7 @@ def layer_made(bias_of_logits: bool = False, **arguments: Any) -> None:
 
 
 L, X, ROWS, SLOTS = torch.zeros(4, 8), torch.zeros(4, 16), torch.zeros(3, 16), ints(0, 1, 2, 0)
+COPIED = {"num_experts": 3, "num_redundant_experts": 1}
 UP, DOWN, ENDS = torch.zeros(2, 8, 4), torch.zeros(2, 4, 4), ints(0, 0, 0)
 IDS, WEIGHTS = ints(*[0] * 8).view(4, 2), torch.zeros(4, 2)
 LAYER = {"router_weight": torch.zeros(12, 64), "experts": GroupedExperts(torch.zeros(12, 64, 64), randn(12, 64, 32))}
@@ -85,62 +88,34 @@ RIGHT: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "MoELayer": (layer_made, LAYER),
     "with a bias of the logits": (layer_made, LAYER | {"bias_of_logits": True, "logit_bias": torch.zeros(12)}),
 }
-MISTAKES: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+MISTAKES: dict[str, list[tuple]] = {
     "route": [
-        ({"logits": L.double()}, TypeError, r"`logits` must be .*float32.* \[T, E\], got float64 \[4, 8\]"),
-        ({"logits": L[0]}, ValueError, r"`logits` must be .* \[T, E\], got float32 \[8\]"),
-        ({"logits": torch.zeros(1, 4097)}, ValueError, r"`logits` must .*4096.*, got .*4097"),
-        ({"logits": randn(4, 8).requires_grad_()}, RuntimeError, NO_GRADIENTS),
-        ({"top_k": 9}, ValueError, r"`top_k` must be .*8.*, got 9"),
-        ({"top_k": 0}, ValueError, r"`top_k` must be .*, got 0"),
-        ({"scoring": "tanh"}, ValueError, r"`scoring` must be .*softmax.*sigmoid.*, got '?tanh"),
-        ({"bias": torch.zeros(7)}, ValueError, r"`bias` must be .*float32.* \[8\], got float32 \[7\]"),
-        ({"bias": torch.zeros(8).double()}, TypeError, r"`bias` must be .*float32.* \[8\], got float64 \[8\]"),
-        ({"bias": torch.zeros(8).requires_grad_()}, RuntimeError, NO_GRADIENTS),
-        ({"num_expert_groups": 3}, ValueError, r"`num_expert_groups` must .*8.*, got 3"),
-        ({"num_expert_groups": 4, "top_groups": 5}, ValueError, r"`top_groups` must .*4.*, got 5"),
-        ({"num_expert_groups": 4, "top_groups": 1, "top_k": 3}, ValueError, r"`top_groups` must .*, got 1"),
-        (
-            {"num_expert_groups": 4, "top_groups": 2, "scores_per_group": 3},
-            ValueError,
-            r"`scores_per_group` must .* 2 .*, got 3",
-        ),
-        ({"renormalize_epsilon": -1e-20}, ValueError, r"`renormalize_epsilon` must be from 0 to 1, got -1e-20"),
-        ({"renormalize_epsilon": torch.nan}, ValueError, r"`renormalize_epsilon` must be from 0 to 1, got nan"),
+        ({"logits": torch.zeros(1, 4097)}, r"`logits` must .*4096.*, got .*4097"),
+        ({"top_k": 9}, r"`top_k` must be .*8.*, got 9"),
+        ({"top_k": 0}, r"`top_k` must be .*, got 0"),
+        ({"scoring": "tanh"}, r"`scoring` must be .*softmax.*sigmoid.*, got '?tanh"),
+        ({"num_expert_groups": 3}, r"`num_expert_groups` must .*8.*, got 3"),
+        ({"num_expert_groups": 4, "top_groups": 5}, r"`top_groups` must .*4.*, got 5"),
+        ({"num_expert_groups": 4, "top_groups": 1, "top_k": 3}, r"`top_groups` must .*, got 1"),
+        ({"num_expert_groups": 4, "top_groups": 2, "scores_per_group": 3}, r"`scores_per_group` must .* 2 .*, got 3"),
+        ({"renormalize_epsilon": -1e-20}, r"`renormalize_epsilon` must be from 0 to 1, got -1e-20"),
+        ({"renormalize_epsilon": torch.nan}, r"`renormalize_epsilon` must be from 0 to 1, got nan"),
         ({"id_dtype": torch.int16}, (TypeError, ValueError), r"`id_dtype` must be .*int32.*int64.*, got .*int16"),
         ({"num_tokens": ints(0, 0)}, (TypeError, ValueError), r"`num_tokens` must be .*int32.*, got int32 \[2\]"),
-        ({"num_tokens": torch.tensor(2.0)}, TypeError, r"`num_tokens` must be .*int32.*, got float32"),
     ],
     "permute": [
-        ({"x": X[0]}, ValueError, r"`x` must be .*, got float32 \[16\]"),
-        ({"x": X.double()}, TypeError, r"`x` must be .*, got float64 \[4, 16\]"),
-        ({"x": randn(4, 16).requires_grad_()}, RuntimeError, NO_GRADIENTS),
-        ({"ids": IDS[:3]}, ValueError, r"`ids` must be int32 or int64 \[4, K\], got int32 \[3, 2\]"),
-        ({"ids": IDS.float()}, TypeError, r"`ids` must be int32 or int64 \[4, K\], got float32 \[4, 2\]"),
-        ({"expert_map": torch.zeros(8).long()}, TypeError, r"`expert_map` must be int32 \[P\], got int64 \[8\]"),
-        ({"num_local_experts": -1}, ValueError, r"`num_local_experts` must be .*, got -1"),
-        ({"alignment": 0}, ValueError, r"`alignment` must be .*, got 0"),
-        ({"max_rows": -1}, ValueError, r"`max_rows` must be .*, got -1"),
-        ({"counts_R": ints(0, 0, 0)}, ValueError, r"`x` must hold 3 slabs of equal size, got 4 slots"),
-        ({"counts_R": torch.zeros(2)}, TypeError, r"`counts_R` must be int32 .*, got float32 \[2\]"),
+        ({"num_local_experts": -1}, r"`num_local_experts` must be .*, got -1"),
+        ({"alignment": 0}, r"`alignment` must be .*, got 0"),
+        ({"max_rows": -1}, r"`max_rows` must be .*, got -1"),
+        ({"counts_R": ints(0, 0, 0)}, r"`x` must hold 3 slabs of equal size, got 4 slots"),
     ],
     "finalize": [
-        ({"expert_rows": ROWS[0]}, ValueError, r"`expert_rows` must be .*, got float32 \[16\]"),
-        ({"expert_rows": ROWS.double()}, TypeError, r"`expert_rows` must be .*, got float64 \[3, 16\]"),
-        ({"expert_rows": randn(3, 16).requires_grad_()}, RuntimeError, NO_GRADIENTS),
-        ({"weights": torch.zeros(4, 3)}, ValueError, r"`weights` must be .* \[4, 2\], got float32 \[4, 3\]"),
-        ({"weights": WEIGHTS.long()}, TypeError, r"`weights` must be .* \[4, 2\], got int64 \[4, 2\]"),
-        ({"weights": randn(4, 2).requires_grad_()}, RuntimeError, NO_GRADIENTS),
         ({"permuted": None}, TypeError, "`permuted` must be what permute returned, got NoneType"),
     ],
     "quantize_fp8": [
-        ({"x": torch.zeros(4)}, ValueError, r"`x` must be .*\[T, D\], got float32 \[4\]"),
-        ({"x": torch.zeros(4, 4).long()}, TypeError, r"`x` must be .*, got int64 \[4, 4\]"),
-        ({"x": randn(4, 128).requires_grad_()}, RuntimeError, NO_GRADIENTS),
-        ({"granularity": "row"}, ValueError, "`granularity` must be 'tensor' or 'block', got 'row'"),
+        ({"granularity": "row"}, "`granularity` must be 'tensor' or 'block', got 'row'"),
         ({"num_tokens": 1.5}, TypeError, "`num_tokens` must be an int or an int32 scalar tensor, got float"),
     ],
-    "zero_padding_rows_": [({"x": randn(4, 16).requires_grad_()}, RuntimeError, NO_GRADIENTS)],
     "gated_activation": [
         ({"bias": torch.zeros(4, 8)}, RuntimeError, "bias must be contiguous"),
         ({"bias": torch.zeros(4, 64).half()}, RuntimeError, "bias must be contiguous"),
@@ -151,158 +126,156 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"tokens": ints(0, 0, 0)}, RuntimeError, "`tokens_per_expert` must be contiguous.*at least 4 elements"),
     ],
     "experts": [
-        ({"w_down": DOWN[0]}, ValueError, r"`w_down` must be float32 \[e, D, F\], got float32 \[4, 4\]"),
-        ({"w_down": None}, TypeError, r"`w_down` must be float32 or .* \[e, D, F\], got NoneType"),
-        ({"w_down": DOWN.int()}, TypeError, r"`w_down` must be float32 or .* \[e, D, F\], got int32 \[2, 4, 4\]"),
-        ({"w_gate_up": UP[:, 1:]}, ValueError, r"`w_gate_up` must be float32 \[2, 8, 4\], got float32 \[2, 7, 4\]"),
-        ({"w_gate_up": UP.half()}, TypeError, r"`w_gate_up` must be float32 \[2, 8, 4\], got float16 \[2, 8, 4\]"),
-        ({"w_gate_up": None}, TypeError, r"`w_gate_up` must be float32 \[2, 8, 4\], got NoneType"),
-        ({"rows": torch.zeros(3, 5)}, ValueError, r"`rows` must be float32 \[N, 4\], got float32 \[3, 5\]"),
-        ({"rows": None}, TypeError, r"`rows` must be float32 \[N, 4\], got NoneType"),
         ({"rows": ENDS, "expert_offsets": X}, TypeError, r"`rows` must be float32 \[N, 4\], got int32 \[3\]"),
-        ({"expert_offsets": ENDS[:2]}, ValueError, r"`expert_offsets` must be int32 \[3\], got int32 \[2\]"),
         ({"scales": torch.ones(3, 0)}, TypeError, r"`rows` must be float8_e4m3fn \[N, 4\], got float32 \[3, 4\]"),
     ],
     f"experts of {BF16}": [
-        ({"gate_up_scales": torch.ones(4, 2, 2)}, ValueError, "must be None where the weights are bfloat16"),
+        ({"gate_up_scales": torch.ones(4, 2, 2)}, "must be None where the weights are bfloat16"),
     ],
     f"experts of {FP8}": [
-        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be float32 \[4, 2, 2\], got NoneType"),
-        ({"down_scales": torch.ones(4, 2, 2)}, ValueError, r"`down_scales` must be float32 \[4, 2, 1\], got float32"),
-        ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
-        ({"gate_up_bias": torch.ones(4, 128).bfloat16()}, ValueError, r"`gate_up_bias` must be bfloat16 \[4, 256\]"),
-        ({"gemm": "cublas"}, ValueError, "`gemm` must be 'auto', 'torch', 'deep_gemm' or 'hopper', got 'cublas'"),
+        ({"gemm": "cublas"}, "`gemm` must be 'auto', 'torch', 'deep_gemm' or 'hopper', got 'cublas'"),
     ],
     f"experts of {MXFP4}": [
         ({"w_down": torch.zeros(4, 256, 64, dtype=torch.uint8)}, TypeError, "or float4_e2m1fn_x2 .*, got uint8"),
-        ({"w_down": torch.empty(4, 256, 40, dtype=MXFP4)}, ValueError, "must be multiples of 32, got 256 and 80"),
-        ({"w_gate_up": torch.empty(4, 256, 256, dtype=MXFP4)}, ValueError, r"e2m1fn_x2 \[4, 256, 128\], got float4"),
-        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be float8_e8m0fnu \[4, 256, 8\], got NoneType"),
-        ({"down_scales": torch.ones(4, 256, 4)}, TypeError, r"`down_scales` must be float8_e8m0fnu \[4, 256, 4\], got"),
-        ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
+        ({"w_down": torch.empty(4, 256, 40, dtype=MXFP4)}, "must be multiples of 32, got 256 and 80"),
     ],
     "Placement.build": [
-        ({"num_experts": 0}, ValueError, "`num_experts` must be an integer of at least 1, got 0"),
-        ({"num_experts": True}, ValueError, "`num_experts` must be .* got True"),
-        ({"ep_size": 0}, ValueError, "`ep_size` must be .* got 0"),
-        ({"num_redundant_experts": -1}, ValueError, "`num_redundant_experts` must be .* got -1"),
-        ({"strategy": "spiral"}, ValueError, "`strategy` must be 'linear', 'round_robin' or 'explicit', got 'spiral'"),
-        ({"assignment": [0, 0, 1, 1]}, ValueError, "`assignment` must be given with .* got 'linear' with one"),
+        ({"num_experts": 0}, "`num_experts` must be an integer of at least 1, got 0"),
+        ({"num_experts": True}, "`num_experts` must be .* got True"),
+        ({"ep_size": 0}, "`ep_size` must be .* got 0"),
+        ({"num_redundant_experts": -1}, "`num_redundant_experts` must be .* got -1"),
+        ({"strategy": "spiral"}, "`strategy` must be 'linear', 'round_robin' or 'explicit', got 'spiral'"),
+        ({"assignment": [0, 0, 1, 1]}, "`assignment` must be given with .* got 'linear' with one"),
         (
             {"num_redundant_experts": 1, "copied_experts": [0]},
-            ValueError,
             "`copied_experts` may be given with strategy 'explicit' only, got 'linear'",
         ),
     ],
     "explicit": [
-        ({"assignment": None}, ValueError, "`assignment` must be given with strategy 'explicit'"),
-        ({"assignment": [0, 1]}, ValueError, "`assignment` must be 4 ranks, one per physical expert, got 2"),
-        ({"assignment": [0, 1, 2, 0]}, ValueError, r"`assignment\[2\]` must be a rank from 0 to 1, got 2"),
-        ({"assignment": [0, 1, -1, 0]}, ValueError, r"`assignment\[2\]` must be a rank from 0 to 1, got -1"),
-        (
-            {"num_experts": 3, "num_redundant_experts": 1, "copied_experts": [0, 1]},
-            ValueError,
-            "`copied_experts` must be 1 experts, got 2",
-        ),
-        (
-            {"num_experts": 3, "num_redundant_experts": 1, "copied_experts": [3]},
-            ValueError,
-            r"`copied_experts\[0\]` must be an integer from 0 to 2, got 3",
-        ),
+        ({"assignment": None}, "`assignment` must be given with strategy 'explicit'"),
+        ({"assignment": [0, 1]}, "`assignment` must be 4 ranks, one per physical expert, got 2"),
+        ({"assignment": [0, 1, 2, 0]}, r"`assignment\[2\]` must be a rank from 0 to 1, got 2"),
+        ({"assignment": [0, 1, -1, 0]}, r"`assignment\[2\]` must be a rank from 0 to 1, got -1"),
+        (COPIED | {"copied_experts": [0, 1]}, "`copied_experts` must be 1 experts, got 2"),
+        (COPIED | {"copied_experts": [3]}, r"`copied_experts\[0\]` must be an integer from 0 to 2, got 3"),
     ],
     "balance": [
-        ({"loads": torch.tensor([1.0, -1, 1])}, ValueError, "`loads` must be finite and at least 0"),
-        ({"loads": torch.tensor([1.0, torch.nan, 1])}, ValueError, "`loads` must be finite and at least 0"),
-        (
-            {"loads": torch.full((3,), 1e308, dtype=torch.float64)},
-            ValueError,
-            "finite and at least 0, and so must their sum",
-        ),
-        ({"loads": torch.ones(2, 2, 2)}, ValueError, r"`loads` must be numbers \[L, E\] or \[E\], got float32 \[2, 2"),
-        ({"slots": SLOTS.float()}, ValueError, r"`slots` must be int32 or int64 \[P\].* got float32 \[4\]"),
-        ({"slots": SLOTS[:3]}, ValueError, "`slots` must be int32 or int64 .* 2 ranks have as many"),
-        ({"slots": torch.tensor([0, 1, 3, 0])}, ValueError, "`slots` must hold experts from 0 to 2, or −1"),
-        ({"slots": torch.tensor([0, 1, 1, 0])}, ValueError, "must hold every expert: layer 0 has no expert 2"),
-        ({"slots": torch.tensor([0, 1, 2, 2])}, ValueError, "not hold an expert twice on a rank: layer 0, rank 1, exp"),
-        ({"ep_size": 0}, ValueError, "`ep_size` must be an integer of at least 1, got 0"),
-        ({"max_moves": -1}, ValueError, "`max_moves` must be an integer of at least 0, got -1"),
-        ({"goal": 0.9}, ValueError, "`goal` must be a number of at least 1, got 0.9"),
-        ({"most_copies": 0}, ValueError, "`most_copies` must be an integer of at least 1, got 0"),
+        ({"loads": torch.tensor([1.0, -1, 1])}, "`loads` must be finite and at least 0"),
+        ({"loads": torch.tensor([1.0, torch.nan, 1])}, "`loads` must be finite and at least 0"),
+        ({"loads": torch.full((3,), 1e308, dtype=torch.float64)}, "finite and at least 0, and so must their sum"),
+        ({"loads": torch.ones(2, 2, 2)}, r"`loads` must be numbers \[L, E\] or \[E\], got float32 \[2, 2"),
+        ({"slots": SLOTS.float()}, r"`slots` must be int32 or int64 \[P\].* got float32 \[4\]"),
+        ({"slots": SLOTS[:3]}, "`slots` must be int32 or int64 .* 2 ranks have as many"),
+        ({"slots": torch.tensor([0, 1, 3, 0])}, "`slots` must hold experts from 0 to 2, or −1"),
+        ({"slots": torch.tensor([0, 1, 1, 0])}, "must hold every expert: layer 0 has no expert 2"),
+        ({"slots": torch.tensor([0, 1, 2, 2])}, "not hold an expert twice on a rank: layer 0, rank 1, exp"),
+        ({"ep_size": 0}, "`ep_size` must be an integer of at least 1, got 0"),
+        ({"max_moves": -1}, "`max_moves` must be an integer of at least 0, got -1"),
+        ({"goal": 0.9}, "`goal` must be a number of at least 1, got 0.9"),
+        ({"most_copies": 0}, "`most_copies` must be an integer of at least 1, got 0"),
     ],
     "choices": [
-        ({"shares": torch.ones(3)}, ValueError, r"`shares` must be float64 \[4\], as `slots`"),
-        ({"source": 2}, ValueError, "`source` must be a rank from 0 to 1, got 2"),
-        ({"most_copies": 1}, ValueError, "`most_copies` must be at least 2"),
+        ({"shares": torch.ones(3)}, r"`shares` must be float64 \[4\], as `slots`"),
+        ({"source": 2}, "`source` must be a rank from 0 to 1, got 2"),
+        ({"most_copies": 1}, "`most_copies` must be at least 2"),
     ],
     "fresh": [
-        ({"slots_per_rank": 4}, ValueError, "`slots_per_rank` must give 9 experts a slot on 2 ranks, got 4"),
-        ({"ranks_per_node": 3}, ValueError, "`ranks_per_node` must divide 2 ranks, got 3"),
+        ({"slots_per_rank": 4}, "`slots_per_rank` must give 9 experts a slot on 2 ranks, got 4"),
+        ({"ranks_per_node": 3}, "`ranks_per_node` must divide 2 ranks, got 3"),
     ],
     "simulate_routing": [
-        ({"kind": "poisson"}, ValueError, "`kind` must be one of uniform, zipf, .* got 'poisson'"),
-        ({"kind": "drift", "step": -1}, ValueError, "`step` must be a number of at least 0, got -1"),
-        ({"num_tokens": -1}, ValueError, "`num_tokens`.* got -1, 8"),
-        ({"top_k": 9}, ValueError, "`top_k` must be 1 to 8.* got 9"),
-        ({"top_k": 0}, ValueError, "`top_k` must be 1 to 8.* got 0"),
-        ({"id_dtype": torch.int16}, ValueError, "`id_dtype` must be torch.int32 or torch.int64"),
-        ({"kind": "group_limited", "num_expert_groups": 3}, ValueError, "`num_expert_groups` must divide 8"),
-        ({"kind": "group_limited", "top_k": 5, "top_groups": 4}, ValueError, "`top_k` must be 1 to 4.* got 5"),
-        ({"kind": "hot_rank", "hot_rank": 4}, ValueError, "`rank` must be an integer from 0 to 3, got 4"),
+        ({"kind": "poisson"}, "`kind` must be one of uniform, zipf, .* got 'poisson'"),
+        ({"kind": "drift", "step": -1}, "`step` must be a number of at least 0, got -1"),
+        ({"num_tokens": -1}, "`num_tokens`.* got -1, 8"),
+        ({"top_k": 9}, "`top_k` must be 1 to 8.* got 9"),
+        ({"top_k": 0}, "`top_k` must be 1 to 8.* got 0"),
+        ({"id_dtype": torch.int16}, "`id_dtype` must be torch.int32 or torch.int64"),
+        ({"kind": "group_limited", "num_expert_groups": 3}, "`num_expert_groups` must divide 8"),
+        ({"kind": "group_limited", "top_k": 5, "top_groups": 4}, "`top_k` must be 1 to 4.* got 5"),
+        ({"kind": "hot_rank", "hot_rank": 4}, "`rank` must be an integer from 0 to 3, got 4"),
     ],
     "ExpertParallel": [
         ({"config": alone().model_dump()}, TypeError, rf"{A_PATH} dict: use EPConfig\(\*\*config\)"),
         ({"config": None}, TypeError, f"{A_PATH} NoneType"),
         ({"config": alone().model}, TypeError, f"{A_PATH} ModelConfig"),
         ({"config": "missing.yaml"}, epmoe.ConfigError, "missing.yaml: no such configuration file"),
-        ({"config": alone(64, topology={"ep_size": 33}), "device": "cuda"}, ValueError, "size` must be at most 32 on"),
-        ({"config": alone(64, top_k=33), "device": "cuda"}, ValueError, "per_tok` must be at most 32 on GPUs, got 33"),
-        (
-            {"config": alone(topology={"ep_size": 2})},
-            ValueError,
-            "the size of the group, 1, got 2; torch.distributed is",
-        ),
-        ({"config": ON_THE_CPU, "device": "cuda"}, ValueError, "`device` must be cpu with .*'shared_memory', got cuda"),
-        ({"config": BY_NVLINK, "device": "cpu"}, ValueError, "must be cuda with exchange.transport='nvlink', got cpu"),
+        ({"config": alone(64, topology={"ep_size": 33}), "device": "cuda"}, "size` must be at most 32 on"),
+        ({"config": alone(64, top_k=33), "device": "cuda"}, "per_tok` must be at most 32 on GPUs, got 33"),
+        ({"config": alone(topology={"ep_size": 2})}, "the size of the group, 1, got 2; torch.distributed is"),
+        ({"config": ON_THE_CPU, "device": "cuda"}, "`device` must be cpu with .*'shared_memory', got cuda"),
+        ({"config": BY_NVLINK, "device": "cpu"}, "must be cuda with exchange.transport='nvlink', got cpu"),
         ({"group": "cpu"}, TypeError, f"{A_GROUP} str"),
         ({"group": [0]}, TypeError, f"{A_GROUP} list"),
-        ({"group": NO_MEMBER}, ValueError, "this process is no member of `group`"),
-        ({"device": "gpu"}, ValueError, "`device` must be cpu or cuda with .*='auto', got gpu"),
+        ({"group": NO_MEMBER}, "this process is no member of `group`"),
+        ({"device": "gpu"}, "`device` must be cpu or cuda with .*='auto', got gpu"),
         ({"device": {"type": "cpu"}}, TypeError, "`device` must be a torch.device or its name, got dict"),
     ],
     "MoELayer": [
         ({"ep": None}, TypeError, "`ep` must be an ExpertParallel, got NoneType"),
         ({"experts": None}, TypeError, r"`experts` must be callable on \(rows, expert_offsets, scales\), got NoneType"),
         ({"experts": torch.zeros(3)}, TypeError, r"`experts` must be callable on .*, got float32 \[3\]"),
-        (
-            {"experts": GroupedExperts(torch.zeros(11, 64, 64), torch.zeros(11, 64, 32))},
-            ValueError,
-            "`experts` must be the 12 of this rank, with D=64, got 11 with D=64",
+        *(
+            ({"experts": GroupedExperts(torch.zeros(e, 64, D), torch.zeros(e, D, 32))}, f"12 .*, got {e} with D={D}")
+            for e, D in ((11, 64), (12, 128))
         ),
-        (
-            {"experts": GroupedExperts(torch.zeros(12, 64, 128), torch.zeros(12, 128, 32))},
-            ValueError,
-            "`experts` must be the 12 of this rank, with D=64, got 12 with D=128",
-        ),
-        ({"router_weight": None}, TypeError, r"`router_weight` must be .* \[12, 64\], got NoneType"),
-        ({"router_weight": torch.zeros(12, 64).int()}, TypeError, r"`router_weight` must be .*, got int32 \[12, 64\]"),
-        ({"router_weight": torch.zeros(64)}, ValueError, r"`router_weight` must be \[12, 64\], got \[64\]"),
-        ({"bias": torch.zeros(11)}, ValueError, r"`bias` must be .*float32.* \[12\], got float32 \[11\]"),
-        ({"bias": torch.zeros(12).double()}, TypeError, r"`bias` must be .*float32.* \[12\], got float64 \[12\]"),
-        ({"bias": 0.0}, TypeError, r"`bias` must be .*float32.* \[12\], got float"),
+        ({"router_weight": torch.zeros(64)}, r"`router_weight` must be \[12, 64\], got \[64\]"),
         ({"shared": 1}, TypeError, "`shared` must be callable on x"),
     ],
     "with a bias of the logits": [
-        ({"logit_bias": None}, ValueError, "`logit_bias` must be given, since `routing.logit_bias` says that the logi"),
-        ({"logit_bias": torch.zeros(11)}, ValueError, r"`logit_bias` must be float32 \[12\], got float32 \[11\]"),
-        ({"logit_bias": torch.zeros(12).half()}, TypeError, r"`logit_bias` must be float32 \[12\], got float16 \[12\]"),
+        ({"logit_bias": None}, "`logit_bias` must be given, since `routing.logit_bias` says that the logi"),
     ],
 }
 
+GROUPS_OF_32 = ("gate_up", 8), ("down", 4)
+FLOAT, INT = "float32 or float16 or bfloat16", "int32 or int64"
+WEIGHT = f"{FLOAT} or float64 or float8_e4m3fn or float4_e2m1fn_x2 [e, D, F]"
+TENSORS = [
+    ("route", "logits", f"{FLOAT} [T, E]"), ("route", "bias", f"{FLOAT} [8]"), ("permute", "ids", f"{INT} [4, K]"),
+    ("permute", "x", f"{FLOAT} or float8_e4m3fn [S, D]"), ("permute", "expert_map", "int32 [P]"),
+    ("permute", "counts_R", "int32 [R]"), ("finalize", "expert_rows", f"{FLOAT} [N, D]"),
+    ("finalize", "weights", f"{FLOAT} [4, 2]"), ("quantize_fp8", "x", f"{FLOAT} [T, D]"), ("experts", "w_down", WEIGHT),
+    ("experts", "w_gate_up", "float32 [2, 8, 4]"), ("experts", "rows", "float32 [N, 4]"),
+    ("experts", "expert_offsets", "int32 [3]"), ("MoELayer", "bias", f"{FLOAT} [12]"),
+    ("with a bias of the logits", "logit_bias", "float32 [12]"),
+    *((f"experts of {FP8}", f"{name}_scales", f"float32 [4, 2, {n}]") for name, n in (("gate_up", 2), ("down", 1))),
+    *((f"experts of {MXFP4}", f"{name}_scales", f"float8_e8m0fnu [4, 256, {n}]") for name, n in GROUPS_OF_32),
+    (f"experts of {FP8}", "gate_up_bias", "bfloat16 [4, 256]"),
+    (f"experts of {MXFP4}", "down_bias", "bfloat16 [4, 256]"),
+    (f"experts of {MXFP4}", "w_gate_up", "float4_e2m1fn_x2 [4, 256, 128]"),
+]  # fmt: skip
+"""What a tensor of a call must be."""
+
+
+def no_such_tensor(name: str, right: Tensor | None, must_be: str) -> Iterator[tuple]:
+    """The mistakes of any tensor: another type or dtype, a dimension more, one less of a number in `must_be`."""
+    dtypes, sizes = must_be.removesuffix("]").split(" [")
+    numbers = [(i, int(size)) for i, size in enumerate(sizes.split(", ")) if size.isdecimal()]
+    if right is None:
+        right = torch.zeros([size for _, size in numbers] or 1, dtype=getattr(torch, dtypes.split()[0]))
+    wrong = [([0], TypeError), (right.contiguous().view(torch.int8).clone(), TypeError), (right[None], ValueError)]
+    for value, error in wrong + [(right.narrow(i, 0, size - 1), ValueError) for i, size in numbers]:
+        wanted = re.escape(must_be if error is TypeError else f" [{sizes}]")
+        yield {name: value}, error, f"`{name}` must be .*{wanted}, got {re.escape(describe(value))}"
+
+
+for call, name, must_be in TENSORS:
+    MISTAKES.setdefault(call, []).extend(no_such_tensor(name, RIGHT[call][1].get(name), must_be))
+for call, name in (
+    ("route", "logits"), ("route", "bias"), ("permute", "x"), ("finalize", "expert_rows"), ("finalize", "weights"),
+    ("quantize_fp8", "x"), ("zero_padding_rows_", "x"),
+):  # fmt: skip
+    wrong = RIGHT[call][1].get(name, torch.zeros(8)).clone().requires_grad_()
+    MISTAKES.setdefault(call, []).append(({name: wrong}, RuntimeError, NO_GRADIENTS))
+
 
 def rows_of(table: dict[Any, list[tuple]]) -> list:
-    """A parameter for each mistake, whose id is the call and the sentence."""
+    """A parameter for each mistake, whose id is the call and the sentence. The error is a ValueError by default."""
     named = {call: call if isinstance(call, str) else " ".join(call) for call in table}
-    return [pytest.param(call, *row, id=f"{named[call]}: {row[-1]}") for call, rows in table.items() for row in rows]
+    rows = [(call, *row) for call, rows in table.items() for row in rows]
+    return [
+        pytest.param(call, wrong, *error or [ValueError], says, id=f"{named[call]}: {says}")
+        for call, wrong, *error, says in rows
+    ]
 
 
 @pytest.mark.parametrize(("call", "wrong", "error", "says"), rows_of(MISTAKES))
@@ -370,64 +343,52 @@ TOO_MANY = {"x": x.repeat(4, 1)[:19], "ids": ids.repeat(4, 1)[:19], "weights": w
 MANY_BYTES = number[:, None].expand(T, 13)
 BY_COLUMNS = scales.T.contiguous().T
 A_SMALLER_D = {"x": q[:, :200], "scales": scales[:, :2]}
-WRONG_SENDS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+WRONG_SENDS: dict[str, list[tuple]] = {
     "plain": [
-        ({"x": x.double()}, TypeError, r"`x` must be .*float32.* \[T, D\], got float64 \[5, 384\]"),
-        ({"x": x.int()}, TypeError, r"`x` must be .*float32.* \[T, D\], got int32 \[5, 384\]"),
-        ({"x": x[0]}, ValueError, r"`x` must be .* \[T, D\], got float32 \[384\]"),
-        ({"x": x.repeat(1, 2)}, ValueError, r"`x` must be float32 \[T, 384\].*, got float32 \[5, 768\]"),
-        ({"x": x[:, :63]}, ValueError, r"`x` must be float32 \[T, 384\].*16 bytes, got float32 \[5, 63\]"),
-        ({"x": x.clone().requires_grad_()}, RuntimeError, r"forward only.*torch\.inference_mode"),
-        ({"x": x.to("meta")}, ValueError, "`x` must be on (cpu|cuda:0), got meta"),
-        ({"x": x.numpy()}, TypeError, "`x` must be .*, got ndarray"),
-        ({"ids": ids[:4]}, ValueError, rf"{OF_5} int32 \[4, 3\]"),
-        ({"ids": ids[0]}, ValueError, rf"{OF_5} int32 \[3\]"),
-        ({"ids": ids.repeat(1, 2)}, ValueError, r"`ids` must be int32 or int64 \[5, 1\.\.3\], got int32 \[5, 6\]"),
+        ({"x": x.repeat(1, 2)}, r"`x` must be float32 \[T, 384\].*, got float32 \[5, 768\]"),
+        ({"x": x[:, :63]}, r"`x` must be float32 \[T, 384\].*16 bytes, got float32 \[5, 63\]"),
+        ({"ids": ids.repeat(1, 2)}, r"`ids` must be int32 or int64 \[5, 1\.\.3\], got int32 \[5, 6\]"),
         ({"ids": weights, "weights": ids}, TypeError, rf"{OF_5} float32 \[5, 3\]"),
-        ({"ids": ids.short()}, TypeError, rf"{OF_5} int16 \[5, 3\]"),
-        ({"weights": weights[:, :2]}, ValueError, r"`weights` must be .* \[5, 3\], got float32 \[5, 2\]"),
-        ({"weights": weights.double()}, TypeError, r"`weights` must be .* \[5, 3\], got float64 \[5, 3\]"),
-        ({"weights": weights.to("meta")}, ValueError, "`weights` must be on (cpu|cuda:0), got meta"),
-        ({"weights": weights.flatten()}, ValueError, r"`weights` must be .* \[5, 3\]"),
-        ({"weights": None}, TypeError, "`weights` must be .*, got NoneType"),
-        ({"layout": "token"}, ValueError, r"`layout` must be 'expert' or 'rank', got 'token'"),
+        ({"layout": "token"}, r"`layout` must be 'expert' or 'rank', got 'token'"),
         ({"num_tokens": 2.0}, TypeError, r"`num_tokens` must be an int or .*, got float"),
         ({"num_tokens": torch.ones(2)}, TypeError, r"`num_tokens` must be int32 \[1\], got float32 \[2\]"),
         (TOO_MANY, ValueError, r"19 tokens, but capacity\.max_num_tokens_per_rank is 16: set it to at least 19"),
-        ({"scales": scales, "x": q}, ValueError, "`scales` need an `exchange.payload` with scales"),
+        ({"scales": scales, "x": q}, "`scales` need an `exchange.payload` with scales"),
         ({"apply_router_weight_on_input": "yes"}, TypeError, "`apply_router_weight_on_input` must be a bool, got str"),
         (
             {"layout": "rank", "apply_router_weight_on_input": True},
-            ValueError,
             r"`apply_router_weight_on_input` .* must be False with layout='rank'",
         ),
-        ({"extra": number}, ValueError, "from 1 to 0 bytes a token, as `capacity.extra_bytes` says, got 2"),
+        ({"extra": number}, "from 1 to 0 bytes a token, as `capacity.extra_bytes` says, got 2"),
     ],
     "fp8": [
-        ({"scales": None}, ValueError, r"`scales` must be float32 \[T, D/128\] where `x` is float8_e4m3fn, got NoneTy"),
-        ({"scales": scales.double()}, TypeError, r"`scales` must be float32 \[5, 3\], got float64 \[5, 3\]"),
-        ({"scales": scales.tolist()}, TypeError, r"`scales` must be float32 \[5, 3\], got list"),
-        ({"scales": scales[:4]}, ValueError, r"`scales` must be float32 \[5, 3\], got float32 \[4, 3\]"),
-        ({"scales": scales[:, :2]}, ValueError, r"`scales` must be float32 \[5, 3\], got float32 \[5, 2\]"),
-        ({"scales": BY_COLUMNS}, ValueError, r"contiguous rows, got strides \(1, 5\): use `.contiguous\(\)`"),
-        ({"scales": scales.to("meta")}, ValueError, "`scales` must be on (cpu|cuda:0), got meta"),
-        ({"scales": scales.clone().requires_grad_()}, RuntimeError, "forward only, but an input requires grad"),
+        ({"scales": None}, r"`scales` must be float32 \[T, D/128\] where `x` is float8_e4m3fn, got NoneTy"),
+        ({"scales": BY_COLUMNS}, r"contiguous rows, got strides \(1, 5\): use `.contiguous\(\)`"),
         ({"x": q.float()}, TypeError, r"`x` must be float8_e4m3fn \[T, D\], got float32 \[5, 384\]"),
         ({"x": q.to(torch.float8_e5m2)}, TypeError, r"`x` must be float8_e4m3fn \[T, D\], got float8_e5m2"),
         (A_SMALLER_D, ValueError, r"`x` must be float8_e4m3fn \[T, 384\], or a smaller D of whole blocks of 128, got"),
-        ({"x": x.bfloat16()[:, :192], "scales": None}, ValueError, r"whole blocks of 128, got bfloat16 \[5, 192\]"),
+        ({"x": x.bfloat16()[:, :192], "scales": None}, r"whole blocks of 128, got bfloat16 \[5, 192\]"),
     ],
     "with extra": [
-        ({"extra": number[:4]}, ValueError, r"`extra` must be \[5, …\], a row for each token, got int16 \[4\]"),
-        ({"extra": number[0]}, ValueError, r"got int16 \[\]"),
-        ({"extra": MANY_BYTES}, ValueError, "from 1 to 24 bytes a token.*, got 26"),
-        ({"extra": number[:, None][:, :0]}, ValueError, "got 0"),
+        ({"extra": number[:4]}, r"`extra` must be \[5, …\], a row for each token, got int16 \[4\]"),
+        ({"extra": number[0]}, r"got int16 \[\]"),
+        ({"extra": MANY_BYTES}, "from 1 to 24 bytes a token.*, got 26"),
+        ({"extra": number[:, None][:, :0]}, "got 0"),
         ({"extra": [0] * T}, TypeError, "`extra` must be a tensor"),
         ({"extra": number.float().requires_grad_()}, RuntimeError, "requires grad"),
-        ({"extra": number.to("meta")}, ValueError, "`extra` must be on"),
-        ({"apply_router_weight_on_input": True}, ValueError, "`extra` must be None with apply"),
+        ({"apply_router_weight_on_input": True}, "`extra` must be None with apply"),
     ],
 }
+
+for kind, name, must_be in (
+    ("plain", "x", f"{FLOAT} [T, D]"), ("plain", "ids", f"{INT} [5, K]"), ("plain", "weights", f"{FLOAT} [5, 3]"),
+    ("fp8", "scales", "float32 [5, 3]"),
+):  # fmt: skip
+    right = SENT[kind][name]
+    elsewhere = {name: right.to("meta")}, f"`{name}` must be on (cpu|cuda:0), got meta"
+    WRONG_SENDS[kind] += [*no_such_tensor(name, right, must_be), elsewhere]
+    if right.is_floating_point():
+        WRONG_SENDS[kind].append(({name: right.clone().requires_grad_()}, RuntimeError, "forward only, but an input"))
 
 
 def assert_whole(ep: epmoe.ExpertParallel, kind: str) -> None:
@@ -460,16 +421,16 @@ OTHERS = {"NoneType": None, "str": "round 1", r"float32 \[3\]": torch.zeros(3), 
 IS_NO_HANDLE = "`dispatched` must be what dispatch returned, got"
 ENDS_IN_FP8 = r"got float8.*count with their `scales`"
 Arguments = Callable[[Any], tuple]
-WRONG_IN_A_ROUND: dict[tuple[str, str, str], list[tuple[Arguments, type[Exception], str]]] = {
+WRONG_IN_A_ROUND: dict[tuple[str, str, str], list[tuple]] = {
     **{
         ("plain", "expert", call): [
             (lambda d: (d, d.rows), TypeError, rf"{IS_NO_HANDLE} float32 \[.*\]: {call} takes the rows first"),
             (lambda d: (d, d), TypeError, r"`expert_rows` must be float32 \[N, 384\], got Dispatched"),
-            (lambda d: (d.rows[:14], d), ValueError, "`expert_rows` must hold at least 15 rows, got 14"),
+            (lambda d: (d.rows[:14], d), "`expert_rows` must hold at least 15 rows, got 14"),
             (lambda d: (d.rows.double(), d), TypeError, r"`expert_rows` must be float32 \[N, 384\], got float64"),
-            (lambda d: (d.rows[:, :32], d), ValueError, r"`expert_rows` must be float32 \[N, 384\], got float32"),
-            (lambda d: (d.rows[0], d), ValueError, r"`expert_rows` must be float32 \[N, 384\], got float32 \[384\]"),
-            (lambda d: (d.rows.to("meta"), d), ValueError, "`expert_rows` must be on (cpu|cuda:0), got meta"),
+            (lambda d: (d.rows[:, :32], d), r"`expert_rows` must be float32 \[N, 384\], got float32"),
+            (lambda d: (d.rows[0], d), r"`expert_rows` must be float32 \[N, 384\], got float32 \[384\]"),
+            (lambda d: (d.rows.to("meta"), d), "`expert_rows` must be on (cpu|cuda:0), got meta"),
             (lambda d: (d.rows.clone().requires_grad_(), d), RuntimeError, "forward only"),
             (lambda d: (d.rows.cpu().numpy(), d), TypeError, "`expert_rows` must be .*, got ndarray"),
             *(
@@ -481,17 +442,13 @@ WRONG_IN_A_ROUND: dict[tuple[str, str, str], list[tuple[Arguments, type[Exceptio
     },
     ("plain", "expert", "combine_partial"): [
         (lambda d: (d, d.rows), TypeError, rf"{IS_NO_HANDLE} float32 \[.*\]: combine_partial takes the rows first"),
-        (lambda d: (torch.zeros(1, M, D, device=d.rows.device), d), ValueError, "layout='expert' ends with combine"),
+        (lambda d: (torch.zeros(1, M, D, device=d.rows.device), d), "layout='expert' ends with combine"),
     ],
     ("plain", "rank", "combine"): [
-        (lambda d: (torch.zeros(15, D, device=d.recv.x.device), d), ValueError, "layout='rank'.*combine_partial"),
+        (lambda d: (torch.zeros(15, D, device=d.recv.x.device), d), "layout='rank'.*combine_partial"),
     ],
     ("plain", "rank", "combine_partial"): [
-        (
-            lambda d: (d.recv.x[:, :7], d),
-            ValueError,
-            r"`partial` must be float32 \[1, 16, 384\], got float32 \[1, 7, 384\]",
-        ),
+        (lambda d: (d.recv.x[:, :7], d), r"`partial` must be float32 \[1, 16, 384\], got float32 \[1, 7, 384\]"),
     ],
     ("fp8", "expert", "combine"): [
         (lambda d: (torch.zeros(d.rows.shape, device=d.rows.device), d), TypeError, "`expert_rows` must be bfloat16"),
@@ -539,18 +496,12 @@ def test_a_wrong_call_in_a_round(groups, device, call, wrong, error, says):
     assert_whole(ep, kind)
 
 
-@pytest.mark.parametrize(
-    ("logits", "error", "says"),
-    [  # 16 columns for 12 experts would give ids 12 to 15, which dispatch takes for "no expert": zeros in y
-        (torch.zeros(T, 16), ValueError, r"`logits` must be .* \[T, 12\], got float32 \[5, 16\]"),
-        (torch.zeros(12), ValueError, r"`logits` must be .* \[T, 12\], got float32 \[12\]"),
-        (torch.zeros(T, 12, device="meta"), ValueError, "`logits` must be on cpu, got meta"),
-        ([[0.0] * 12], TypeError, r"`logits` must be .* \[T, 12\], got list"),
-    ],
-)
-def test_wrong_logits(groups, logits, error, says):
-    with pytest.raises(error, match=says):
-        groups("plain", CPU).route(logits)
+def test_wrong_logits(groups):
+    """16 columns for 12 experts would give ids 12 to 15, which dispatch takes for "no expert": zeros in y."""
+    wide = {"logits": torch.zeros(T, 16)}, ValueError, r"`logits` must be .* \[T, 12\], got float32 \[5, 16\]"
+    for wrong, error, says in (wide, *no_such_tensor("logits", torch.zeros(T, E), f"{FLOAT} [T, 12]")):
+        with pytest.raises(error, match=says):
+            groups("plain", CPU).route(**wrong)
 
 
 @pytest.mark.parametrize(

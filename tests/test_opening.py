@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 import torch
 from exchanges import make_config
-from host import SLACK_S, Host, create, resume
+from host import SLACK_S, Host, create, die, fail_in, resume
 
 import epmoe
 import epmoe.rail.opening
@@ -46,22 +46,6 @@ def config_of(nodes: int) -> epmoe.EPConfig:
     return make_config(RANKS, experts=8, timeout_s=1.0, ranks_per_node=RANKS // nodes, exchange=exchange)
 
 
-def fail(state, where: str, error: Callable[[], None]) -> None:
-    """Opening calls `error` in place of a function. The next opening works."""
-    module = epmoe.service if where == "check_size" else epmoe.rail.opening
-    before = getattr(module, where)
-
-    def failing(*_: object) -> None:
-        setattr(module, where, before)
-        error()
-
-    setattr(module, where, failing)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def no_memory() -> None:
     raise MemoryError("no room for the window")
 
@@ -84,7 +68,7 @@ def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
     if fault == "has ended":
         host.signal(FAULTY, signal.SIGKILL)
     elif fault == "ends in the windows":
-        host.do([FAULTY], fail, "open_window", die)
+        host.do([FAULTY], fail_in, "opens its window", die)
         host.start([FAULTY], create, config_of(nodes))
     started = time.monotonic()
     for error in host.do(opening, create, config_of(nodes)):
@@ -96,15 +80,15 @@ def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
 @pytest.mark.parametrize(
     ("where", "problem", "own", "theirs"),
     [
-        ("check_size", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
-        ("open_window", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
-        ("NodeExchange", no_file, "FileNotFoundError: no such", "RuntimeError: rank 2: FileNotFoundError: no such"),
+        ("checks", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
+        ("opens its window", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
+        ("has windows", no_file, "FileNotFoundError: no such", "RuntimeError: rank 2: FileNotFoundError: no such"),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, theirs):
     """Soon, and without a trace: the same group opens the next one."""
     before = host.do(NAMES, threads)
-    host.do([FAULTY], fail, where, problem)
+    host.do([FAULTY], fail_in, where, problem)
     started = time.monotonic()
     *others, faulty = host.do(NAMES, create, config_of(nodes))
     assert faulty.startswith(own), faulty
@@ -120,7 +104,7 @@ def test_resume_again_in_the_same_store(host, nodes):
     assert host.do(NAMES, create, config_of(nodes)) == [None] * RANKS
     placement = config_of(nodes).place_experts()
     for _ in range(2):
-        host.do([FAULTY], fail, "open_window", no_memory)
+        host.do([FAULTY], fail_in, "opens its window", no_memory)
         assert all("MemoryError: rank 2" in error for error in host.do(NAMES, resume, placement))
     host.do(NAMES, resume, placement)
     host.play(NAMES)

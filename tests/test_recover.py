@@ -15,33 +15,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import host as ranks
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import ROOT, long, slow
-from host import (
-    EMPTY,
-    EXPERTS,
-    E,
-    Host,
-    L,
-    S,
-    all_held,
-    balance,
-    begin_to_move,
-    finish,
-    go_on,
-    lose,
-    moving,
-    play,
-    play_until_timeout,
-    read,
-    resume,
-    rotate,
-    serve,
-    take,
-    weights,
-)
+from host import Host
 from launched import context
 
 import epmoe
@@ -51,49 +29,38 @@ from epmoe.group.peers import MissingRankError, Peers
 @pytest.mark.parametrize("dead", [0, 2])
 def test_kill_recover_join(host, dead):
     """One dies, three go on; then a new one joins them, between two rounds."""
-    alive = lose(host, serve(host, copies=1), dead)
-    loaded = host.succeed(alive, go_on, host.folder)
-    assert sum(map(len, loaded)) == EXPERTS // 4  # those of the dead rank
+    alive = ranks.lose(host, ranks.serve(host, copies=1), dead)
+    loaded = host.succeed(alive, ranks.go_on, host.folder)
+    assert sum(map(len, loaded)) == ranks.EXPERTS // 4  # those of the dead rank
     host.play(alive)
-    host.take_in(alive, [4], go_on)
+    host.take_in(alive, [4], ranks.go_on)
     host.play([*alive, 4])
-
-
-def die(state) -> None:
-    signal.raise_signal(signal.SIGKILL)
 
 
 def test_another_dies_while_the_rest_recovers(host):
     """It never comes to the meeting, and nobody has heard of its end: the last call leaves it out."""
-    lose(host, serve(host), 3)
-    host.start([2], die)
-    host.succeed([0, 1], go_on, host.folder)
+    ranks.lose(host, ranks.serve(host), 3)
+    host.signal(2, signal.SIGKILL)
+    host.succeed([0, 1], ranks.go_on, host.folder)
     host.play([0, 1])
 
 
 def go_on_late(state, folder: Path, how: str, late_s: float) -> None:
     """As on a machine that is busy: torch takes this rank so much longer, or what it imports before it calls."""
     if how == "connects":
-        connect = dist.init_process_group
-
-        def late(*arguments, **options) -> None:
-            dist.init_process_group = connect
-            time.sleep(late_s)
-            connect(*arguments, **options)
-
-        dist.init_process_group = late
+        ranks.fail_in(state, "connects", partial(time.sleep, late_s))
     until = time.monotonic() + late_s
     while how == "calls" and time.monotonic() < until:
         pass
-    go_on(state, folder)
+    ranks.go_on(state, folder)
 
 
 @pytest.mark.parametrize("how", ["connects", "calls"])
 def test_a_rank_that_is_late_is_not_given_up(host, how):
     """Later than the last call: it lives, and says so."""
-    alive = lose(host, serve(host, copies=1), 3)
+    alive = ranks.lose(host, ranks.serve(host, copies=1), 3)
     host.start([1], go_on_late, host.folder, how, 4.0)
-    host.start([0, 2], go_on, host.folder)
+    host.start([0, 2], ranks.go_on, host.folder)
     host.answers(alive)
     host.play(alive)
 
@@ -106,14 +73,15 @@ def spin() -> None:
 @pytest.mark.parametrize("cycles", [slow(3), long(25)])
 def test_no_rank_that_lives_is_lost_on_a_busy_machine(host, cycles):
     """Two recoveries in each cycle: one rank dies, and a new one joins."""
-    names, busy = serve(host, ranks=3, copies=1), [context.Process(target=spin) for _ in range(4 * os.cpu_count())]
+    names = ranks.serve(host, ranks=3, copies=1)
+    busy = [context.Process(target=spin) for _ in range(4 * os.cpu_count())]
     try:
         for process in busy:
             process.start()
         for new in range(3, 3 + cycles):
-            alive = lose(host, names, names[new % 3])
-            host.succeed(alive, go_on, host.folder)
-            host.take_in(alive, [new], go_on)
+            alive = ranks.lose(host, names, names[new % 3])
+            host.succeed(alive, ranks.go_on, host.folder)
+            host.take_in(alive, [new], ranks.go_on)
             names = host.in_order([*alive, new])
             host.play(names)
     finally:
@@ -138,9 +106,9 @@ def lose_the_last_word(state) -> None:
 @pytest.mark.parametrize("joins", [False, True])
 def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
     """All try again, none is left out, and weights are loaded once: the others must not go on without it."""
-    names, new = lose(host, serve(host, copies=1), 3), [4] * joins
+    names, new = ranks.lose(host, ranks.serve(host, copies=1), 3), [4] * joins
     host.do([1], lose_the_last_word)
-    host.take_in(names, new, go_on)
+    host.take_in(names, new, ranks.go_on)
     host.play([*names, *new])
 
 
@@ -149,22 +117,22 @@ def play_on_another_thread_meanwhile(state, folder: Path, how: str) -> list[str]
 
     def load_weights(moves) -> None:
         with ThreadPoolExecutor(1) as other:
-            error = other.submit(play, state).exception()
+            error = other.submit(ranks.play, state).exception()
         results.append(f"{type(error).__name__}: {error}")
-        take(state, moves)
+        ranks.take(state, moves)
 
     results = list[str]()
     if how == "recover":
         epmoe.recover(state.ep, folder, load_weights)
     elif not epmoe.resize(state.ep, folder, 2, load_weights):
         return []
-    return [*results, play(state)]
+    return [*results, ranks.play(state)]
 
 
 @pytest.mark.parametrize("how", ["recover", "resize"])
 def test_no_round_of_another_thread_before_the_weights_are_there(host, how):
-    names = serve(host, ranks=3, copies=1)
-    alive = lose(host, names, 2) if how == "recover" else names
+    names = ranks.serve(host, ranks=3, copies=1)
+    alive = ranks.lose(host, names, 2) if how == "recover" else names
     for refused, played in filter(None, host.do(alive, play_on_another_thread_meanwhile, host.folder, how)):
         assert refused.startswith("RuntimeError: another thread is in a call") and played == "played"
 
@@ -181,26 +149,26 @@ def fail_to_load(state, folder: Path) -> str:
 @pytest.mark.parametrize("again", [False, True])
 def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
     """The other ranks hear of it at once. They go on without this one, or with it, and it loads all its experts."""
-    alive = lose(host, serve(host, ranks=3, copies=1), 2)
+    alive = ranks.lose(host, ranks.serve(host, ranks=3, copies=1), 2)
     host.start([1], fail_to_load, host.folder)
-    host.succeed([0], go_on, host.folder)
+    host.succeed([0], ranks.go_on, host.folder)
     assert "closed" in host.results([1])[0]
-    assert host.do([0], play_until_timeout) == [[1]]
+    assert host.do([0], ranks.play_until_timeout) == [[1]]
     if not again:
         host.signal(1, signal.SIGKILL)
         alive = [0]
-    loaded = host.succeed(alive, go_on, host.folder)
-    assert list(map(len, loaded)) == ([0, EXPERTS // 2] if again else [EXPERTS // 2])
+    loaded = host.succeed(alive, ranks.go_on, host.folder)
+    assert list(map(len, loaded)) == ([0, ranks.EXPERTS // 2] if again else [ranks.EXPERTS // 2])
     host.play(alive)
 
 
 def die_while_experts_move(host: Host, stage: str) -> list[int]:
     """Rank 2 of four is killed. Returns the others, which name it."""
-    names, victim = host.begin(moving(4)), 2
-    begin_to_move(host, names, stage, victim)
+    names, victim = host.begin(ranks.moving(4)), 2
+    ranks.begin_to_move(host, names, stage, victim)
     host.signal(victim, signal.SIGKILL)
     alive = [name for name in names if name != victim]
-    for error in host.do(alive, finish):
+    for error in host.do(alive, ranks.finish):
         assert "EPTimeoutError" in error and f"rank(s) [{victim}]" in error, error
     return alive
 
@@ -210,13 +178,13 @@ def test_a_rank_dies_while_experts_move(host, stage):
     """Before they are dropped, while weights are copied, and when they are ready. The others resume by hand."""
     alive = die_while_experts_move(host, stage)
     host.form(alive)
-    assert host.succeed(alive, resume) == [[]] * 3
-    all_held(host, alive)
+    assert host.succeed(alive, ranks.resume) == [[]] * 3
+    ranks.all_held(host, alive)
     host.play(alive)
-    host.succeed(alive, rotate)
-    host.succeed(alive, finish)
+    host.succeed(alive, ranks.rotate)
+    host.succeed(alive, ranks.finish)
     host.play(alive)
-    plans = host.succeed(alive, balance)
+    plans = host.succeed(alive, ranks.balance)
     assert plans[0] and plans == plans[:1] * 3
     host.play(alive)
 
@@ -225,48 +193,48 @@ def test_a_rank_dies_while_experts_move(host, stage):
 def test_recover_and_join_while_experts_move(host, stage):
     """One is killed in the middle of a move, three go on; a new rank comes, and gets experts from the others."""
     alive = die_while_experts_move(host, stage)
-    assert host.succeed(alive, go_on, host.folder) == [[]] * 3  # survivors have copies of all
-    all_held(host, alive)
+    assert host.succeed(alive, ranks.go_on, host.folder) == [[]] * 3  # survivors have copies of all
+    ranks.all_held(host, alive)
     host.play(alive)
-    assert host.take_in(alive, [4], go_on) == [[[]] * 3, [[[EMPTY] * S] * L]]
+    assert host.take_in(alive, [4], ranks.go_on) == [[[]] * 3, [[[ranks.EMPTY] * ranks.S] * ranks.L]]
     names = [*alive, 4]
     host.play(names)
-    plans = host.succeed(names, balance)
+    plans = host.succeed(names, ranks.balance)
     assert plans[0] and plans == plans[:1] * 4
-    slots = all_held(host, names)
-    assert all(set(layer[3 * S :]) != {EMPTY} for layer in slots)  # the balancer has filled the new rank's
+    slots = ranks.all_held(host, names)
+    assert all(set(layer[3 * ranks.S :]) != {ranks.EMPTY} for layer in slots)  # the balancer has filled the new rank's
     host.succeed(names, fill)
-    assert EMPTY not in [expert for layer in all_held(host, names) for expert in layer]
+    assert ranks.EMPTY not in [expert for layer in ranks.all_held(host, names) for expert in layer]
     host.play(names)
-    begin_to_move(host, names, stage, 0)
-    assert host.succeed(names, go_on, host.folder) == [[]] * 4  # nobody has died
-    all_held(host, names)
+    ranks.begin_to_move(host, names, stage, 0)
+    assert host.succeed(names, ranks.go_on, host.folder) == [[]] * 4  # nobody has died
+    ranks.all_held(host, names)
     host.play(names)
 
 
 def fill(state) -> None:
     """Leaves no slot empty."""
     P = state.ep.slots.shape[1]
-    state.ep.replace((torch.arange(P) % E).expand(L, -1), partial(weights, state))
+    state.ep.replace((torch.arange(P) % ranks.E).expand(ranks.L, -1), partial(ranks.weights, state))
     state.ep.apply()
 
 
 def two_of_three(host: Host) -> list[int]:
     """Three ranks of two slots were there, and rank 1 is killed: the only copies of experts 2 and 3 are lost."""
-    return lose(host, host.begin(moving(3, 2)), 1)
+    return ranks.lose(host, host.begin(ranks.moving(3, 2)), 1)
 
 
 def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
     alive = two_of_three(host)
     host.form(alive)
-    for error in host.do(alive, resume):
+    for error in host.do(alive, ranks.resume):
         assert error.startswith("ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)")
-    assert host.succeed(alive, go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
-    all_held(host, alive)
+    assert host.succeed(alive, ranks.go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
+    ranks.all_held(host, alive)
     host.play(alive)
-    (last,) = lose(host, alive, 0)
-    assert host.succeed([last], go_on, host.folder) == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
-    assert len(all_held(host, [last])[0]) == E
+    (last,) = ranks.lose(host, alive, 0)
+    assert host.succeed([last], ranks.go_on, host.folder) == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
+    assert len(ranks.all_held(host, [last])[0]) == ranks.E
     host.play([last])
 
 
@@ -274,14 +242,14 @@ def test_a_failed_attempt_loads_nothing(host):
     """Rank 2 opens the group and rank 0 does not: what rank 2 would have loaded is loaded in the next attempt."""
     alive = two_of_three(host)
     host.do([0], lose_the_last_word)
-    assert host.succeed(alive, go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
+    assert host.succeed(alive, ranks.go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
     host.play(alive)
 
 
 @pytest.mark.parametrize("name", ["load_weights", "load_slots"])
 def test_the_page_shows_it(host, name):
     """Functions of docs/recovery.md, word by word."""
-    alive = lose(host, serve(host), 0) if name == "load_weights" else two_of_three(host)
+    alive = ranks.lose(host, ranks.serve(host), 0) if name == "load_weights" else two_of_three(host)
     host.succeed(alive, follow_the_page, host.folder, name)
     host.play(alive)
 
@@ -290,7 +258,7 @@ def follow_the_page(state, folder: Path, name: str) -> None:
     (function,) = re.findall(rf"```python\n(def {name}.*?)```", (ROOT / "docs/recovery.md").read_text(), re.DOTALL)
     fixed = name == "load_weights"
     names = {"ep": state.ep, "w": state.rows[0] if fixed else state.rows}
-    names["read"] = partial(read, state.ep.config, *[0] * fixed)
+    names["read"] = partial(ranks.read, state.ep.config, *[0] * fixed)
     exec(function, names)
     epmoe.recover(state.ep, folder, names[name], last_call_s=3.0 if state.device.type == "cpu" else 10.0)
     state.rows = names["w"][None] if fixed else names["w"]

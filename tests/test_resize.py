@@ -10,26 +10,10 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import host as ranks
 import pytest
 import torch.distributed as dist
 from helpers import slow
-from host import (
-    EMPTY,
-    EXPERTS,
-    L,
-    S,
-    all_held,
-    balance,
-    begin_to_move,
-    come,
-    go_on,
-    lose,
-    moving,
-    resize,
-    serve,
-    survivors,
-    take,
-)
 
 import epmoe
 import epmoe.group.recovery
@@ -40,61 +24,50 @@ from epmoe.group.store import OutlivingStore
 @pytest.mark.parametrize("stage", ["copy", slow("drop"), slow("add")])
 def test_two_four_three_while_experts_move(host, stage):
     """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over."""
-    begin_to_move(host, host.begin(moving(2)), stage, 0)
-    assert host.take_in([0, 1], [2, 3], resize) == [[[]] * 2, [[[EMPTY] * S] * L] * 2]
+    ranks.begin_to_move(host, host.begin(ranks.moving(2)), stage, 0)
+    assert host.take_in([0, 1], [2, 3], ranks.resize) == [[[]] * 2, [[[ranks.EMPTY] * ranks.S] * ranks.L] * 2]
     names = host.in_order([0, 1, 2, 3])
     host.play(names)
-    assert host.succeed(names, balance)[0]  # the new ranks hold experts
-    begin_to_move(host, names, stage, 0)
-    assert host.succeed(names, resize, host.folder, 3) == [[], [], [], False]
-    all_held(host, names[:3])
+    assert host.succeed(names, ranks.balance)[0]  # the new ranks hold experts
+    ranks.begin_to_move(host, names, stage, 0)
+    assert host.succeed(names, ranks.resize, host.folder, 3) == [[], [], [], False]
+    ranks.all_held(host, names[:3])
     host.play(names[:3])
-    assert host.succeed(names[:3], balance)[0]
+    assert host.succeed(names[:3], ranks.balance)[0]
     expected = [[], [], False]  # what the balancer has planned ends
-    assert host.succeed(names[:3], resize, host.folder, 2, 20.0, True) == expected
-    all_held(host, names[:2])
+    assert host.succeed(names[:3], ranks.resize, host.folder, 2, 20.0, True) == expected
+    ranks.all_held(host, names[:2])
     host.play(names[:2])
 
 
 @pytest.mark.slow
 def test_a_rank_that_has_too_few_slots_loads(host):
     """Two ranks of two slots become one of four: what the other held is loaded."""
-    host.begin(moving(2, 2))
-    assert host.succeed([0, 1], resize, host.folder, 1) == [[(1, 2), (1, 3), (2, 2), (2, 3)], False]
+    host.begin(ranks.moving(2, 2))
+    assert host.succeed([0, 1], ranks.resize, host.folder, 1) == [[(1, 2), (1, 3), (2, 2), (2, 3)], False]
     host.play([0])
 
 
 @pytest.mark.slow
 def test_experts_that_stay(host):
     """Without `placement.live` the experts of ranks that leave are loaded, and all are spread anew over new ranks."""
-    names = serve(host, ranks=2, copies=1)
-    assert all(host.take_in(names, [2], resize)[0])
+    names = ranks.serve(host, ranks=2, copies=1)
+    assert all(host.take_in(names, [2], ranks.resize)[0])
     host.play([0, 1, 2])
-    *loaded, left = host.succeed([0, 1, 2], resize, host.folder, 2)
-    assert left is False and EXPERTS // 3 <= sum(map(len, loaded)) <= -(-EXPERTS // 3)
+    *loaded, left = host.succeed([0, 1, 2], ranks.resize, host.folder, 2)
+    assert left is False and ranks.EXPERTS // 3 <= sum(map(len, loaded)) <= -(-ranks.EXPERTS // 3)
     host.play([0, 1])
 
 
 @pytest.mark.slow
 def test_fewer_come_than_were_asked_for(host):
-    names = serve(host, ranks=2)
-    assert host.succeed(names, resize, host.folder, 3, 0.1) == [[], []]
-    assert host.succeed(names, survivors) == [[0, 1]] * 2
+    names = ranks.serve(host, ranks=2)
+    assert host.succeed(names, ranks.resize, host.folder, 3, 0.1) == [[], []]
+    assert host.succeed(names, ranks.survivors) == [[0, 1]] * 2
     host.play(names)
 
 
 SOON_S, LATE_S = 8.0, 20.0  # a failed attempt costs far less than any deadline
-
-
-def die_in(state, where: str) -> None:
-    """This process ends when it next does something."""
-    owner, name = {
-        "connects": (dist, "init_process_group"),
-        "opens": (epmoe.service.Peers, "all_gather"),
-        "maps": (epmoe.service, "open_exchange"),  # the others have closed their windows so far by then
-        "confirms": (Meeting, "confirm"),
-    }[where]
-    setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGKILL))
 
 
 def import_this(state) -> None:
@@ -102,25 +75,16 @@ def import_this(state) -> None:
 
 
 def recover_late(state, folder: Path) -> None:
-    epmoe.recover(state.ep, folder, partial(take, state), last_call_s=LATE_S)
-
-
-def come_or_die(state, folder: Path, where: str) -> None:
-    die_in(state, where)
-    epmoe.join_group(folder, device=state.device)
-
-
-def recover_or_die(state, folder: Path, where: str) -> None:
-    die_in(state, where)
-    recover_late(state, folder)
+    epmoe.recover(state.ep, folder, partial(ranks.take, state), last_call_s=LATE_S)
 
 
 @pytest.mark.parametrize("where", [slow("connects"), slow("opens"), "maps", slow("confirms")])
 def test_another_rank_dies_as_the_group_forms(host, where):
     """The others see the end of its process, and wait for no deadline."""
-    lose(host, serve(host), 3)
+    ranks.lose(host, ranks.serve(host), 3)
     host.do([0, 1, 2], import_this)
-    host.start([2], recover_or_die, host.folder, where)
+    host.do([2], ranks.fail_in, where, ranks.die)
+    host.start([2], recover_late, host.folder)
     begin = time.monotonic()
     assert host.do([0, 1], recover_late, host.folder) == [None] * 2
     assert time.monotonic() - begin < SOON_S
@@ -131,12 +95,13 @@ def test_another_rank_dies_as_the_group_forms(host, where):
 @pytest.mark.parametrize("where", ["connects", "opens", "maps", "confirms"])
 def test_a_new_rank_dies_as_the_group_forms(host, where):
     """The others wait for no other new rank in its place."""
-    names = serve(host, ranks=2)
+    names = ranks.serve(host, ranks=2)
     host.spawn(2)
     host.do([*names, 2], import_this)
-    host.start([2], come_or_die, host.folder, where)
+    host.do([2], ranks.fail_in, where, ranks.die)
+    host.start([2], ranks.come, host.folder)
     begin = time.monotonic()
-    host.succeed(names, resize, host.folder, 3)
+    host.succeed(names, ranks.resize, host.folder, 3)
     assert time.monotonic() - begin < SOON_S
     host.play(names)
 
@@ -152,7 +117,7 @@ def fail_to_form(state) -> None:
 
 @pytest.mark.slow
 def test_a_process_in_which_a_group_has_failed(host):
-    alive = lose(host, serve(host, ranks=3), 2)
+    alive = ranks.lose(host, ranks.serve(host, ranks=3), 2)
     assert host.do([1], fail_to_form) == [None]
     assert host.do(alive, recover_late, host.folder) == [None] * 2
 
@@ -179,12 +144,12 @@ def resize_during_a_call(state, folder: Path) -> str:
 
 def resize_on_a_thread(state, folder: Path, size: int) -> list | bool:
     with ThreadPoolExecutor(1) as other:
-        return other.submit(resize, state, folder, size).result()
+        return other.submit(ranks.resize, state, folder, size).result()
 
 
 def test_from_a_fork_and_from_other_threads(host):
     """What is refused leaves no word in the store. Then all threads of a rank may call in turn."""
-    names = serve(host, ranks=2)
+    names = ranks.serve(host, ranks=2)
     (error,) = host.do([1], resize_in_a_child, host.folder)
     assert error.startswith("EPStateError: this ExpertParallel belongs to process"), error
     (error,) = host.do([1], resize_during_a_call, host.folder)
@@ -204,38 +169,24 @@ def resize_twice(state, folder: Path, where: str) -> list | bool:
     def handler(*_: object) -> None:
         raise Interrupted
 
-    signal.signal(signal.SIGUSR1, handler)
-    owner, name = {
-        "decides": (epmoe.group.recovery, "_decide"),
-        "opens": (epmoe.service, "open_exchange"),
-    }[where]
-    original = getattr(owner, name)
-
-    def interrupted(*arguments: object) -> object:
-        setattr(owner, name, original)
-        if where == "decides":  # it waits there
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-        else:
-            signal.raise_signal(signal.SIGUSR1)
-        return original(*arguments)
-
     signal.signal(signal.SIGALRM, handler)
-    setattr(owner, name, interrupted)
+    now, soon = partial(signal.raise_signal, signal.SIGALRM), partial(signal.setitimer, signal.ITIMER_REAL, 0.2)
+    ranks.fail_in(state, where, soon if where == "decides" else now)  # it waits there
     with pytest.raises(Interrupted):
-        resize(state, folder, 2)
-    return resize(state, folder, 2)
+        ranks.resize(state, folder, 2)
+    return ranks.resize(state, folder, 2)
 
 
-@pytest.mark.parametrize("where", [slow("decides"), "opens"])
+@pytest.mark.parametrize("where", [slow("decides"), "maps"])
 def test_a_signal_handler_raises(host, where):
     """The attempt ends for all, and all get into the next one once this rank calls again."""
-    names = serve(host, ranks=3)
+    names = ranks.serve(host, ranks=3)
     host.do(names, import_this)
     host.start([1], resize_twice, host.folder, where)
     if where == "decides":
         time.sleep(0.5)
     begin = time.monotonic()
-    host.start([0, 2], resize, host.folder, 2)
+    host.start([0, 2], ranks.resize, host.folder, 2)
     assert [one is False for one in host.answers(names)] == [False, False, True]
     assert time.monotonic() - begin < SOON_S
     host.play(names[:2])
@@ -250,15 +201,15 @@ def go_on_counted(state, folder: Path) -> int:
         form(*arguments)
 
     Meeting.connect = counted
-    go_on(state, folder)
+    ranks.go_on(state, folder)
     return len(attempts)
 
 
 def test_a_new_rank_that_died_while_it_waited(host):
     """The others ask it whether it is still there: an attempt with it would last until `warmup_timeout_s`."""
-    names = lose(host, serve(host), 2)
+    names = ranks.lose(host, ranks.serve(host), 2)
     host.spawn(4)
-    host.start([4], come, host.folder)
+    host.start([4], ranks.come, host.folder)
     board, deadline = Board(OutlivingStore(host.folder), "epmoe"), time.monotonic() + 30
     while not board.read("arrivals/1"):
         assert time.monotonic() < deadline

@@ -5,65 +5,23 @@ This process is the host: it starts the ranks, kills or stops them, and has the 
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
 
+import host as ranks
 import pytest
 import torch.distributed as dist
 from helpers import slow
-from host import (
-    EMPTY,
-    EXPERTS,
-    RESUME_S,
-    SLACK_S,
-    E,
-    L,
-    S,
-    all_held,
-    create,
-    describe,
-    finish,
-    form,
-    lose,
-    mapped_windows,
-    moving,
-    play,
-    play_until_timeout,
-    resume,
-    rotate,
-    serve,
-    spread,
-    staying,
-    survivors,
-    table,
-)
-
-import epmoe
-import epmoe.rail.opening
 
 
-def expect_no_windows(state) -> None:
+def expect_no_windows() -> None:
     """When new windows are opened, the old ones are gone: both might not fit."""
-    open_window = epmoe.rail.opening.open_window
-
-    def check_and_open(*arguments):
-        assert mapped_windows() == 0
-        return open_window(*arguments)
-
-    epmoe.rail.opening.open_window = check_and_open
+    assert ranks.mapped_windows() == 0
 
 
 def window_starts(state) -> list[int]:
     return [region.data_ptr() for region in state.ep.exchange.window.regions]
-
-
-def die_in_windows(state) -> None:
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    epmoe.rail.opening.open_window = die
 
 
 def miss(state, mask: int) -> None:
@@ -74,7 +32,7 @@ def miss(state, mask: int) -> None:
 def keep_and_create(state) -> None:
     """A second object of the same group; it is the present one."""
     state.other, config = state.ep, state.ep.config
-    create(state, config)
+    ranks.create(state, config)
 
 
 def exchange_objects(state) -> None:
@@ -84,34 +42,34 @@ def exchange_objects(state) -> None:
 @pytest.mark.parametrize("dead", [0, slow(2)])
 def test_the_rest_goes_on_after_a_death(host, dead):
     """Rank 0 has hosted the store of the first group."""
-    names = serve(host)
+    names = ranks.serve(host)
     starts = host.do(names, window_starts)
-    alive = lose(host, names, dead)
+    alive = ranks.lose(host, names, dead)
     host.form(alive)
-    host.do(alive, expect_no_windows)
-    moves = host.do(alive, resume)
+    host.do(alive, ranks.fail_in, "opens its window", expect_no_windows)
+    moves = host.do(alive, ranks.resume)
     assert host.do(alive, window_starts) == [starts[name][: len(alive)] for name in alive]
     assert all(source is not None for of_rank in moves for _, _, source in of_rank), "weights of copies need no load"
     host.play(alive)
-    for rank, (text, generation, windows) in enumerate(host.do(alive, describe)):
+    for rank, (text, generation, windows) in enumerate(host.do(alive, ranks.describe)):
         assert f"rank {rank} of 3, generation 1, E=8" in text and generation == 1
         assert windows == (3 if host.device.type == "cpu" else 0)
 
 
 @pytest.mark.slow
 def test_two_deaths_one_after_the_other(host):
-    alive = serve(host, copies=3)
+    alive = ranks.serve(host, copies=3)
     for dead in (3, 0):
-        alive = lose(host, alive, dead)
+        alive = ranks.lose(host, alive, dead)
         host.form(alive)
-        host.do(alive, resume)
+        host.do(alive, ranks.resume)
         host.play(alive)
 
 
 def test_the_last_rank_needs_no_group(host):
-    alive = lose(host, serve(host, ranks=2), 0)
+    alive = ranks.lose(host, ranks.serve(host, ranks=2), 0)
     host.do(alive, leave_groups)
-    host.do(alive, resume)
+    host.do(alive, ranks.resume)
     host.play(alive)
 
 
@@ -121,141 +79,141 @@ def leave_groups(state) -> None:
 
 @pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])
 def test_a_second_death_during_resume(host, how):
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = ranks.lose(host, ranks.serve(host, copies=3), 3)
     host.form(alive)
     rest, started = alive[:2], time.monotonic()
     if how == "in the windows":
-        host.do([2], die_in_windows)
-        host.start([2], resume)
+        host.do([2], ranks.fail_in, "opens its window", ranks.die)
+        host.start([2], ranks.resume)
     else:
         host.signal(2, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-    for error in host.do(rest, resume):
+    for error in host.do(rest, ranks.resume):
         assert error.startswith("EPResumeError: the new group did not form"), error
         assert "rank(s) [2] of the group" in error
-    assert time.monotonic() - started < 2 * RESUME_S + SLACK_S or host.device.type == "cuda"
+    assert time.monotonic() - started < 2 * ranks.RESUME_S + ranks.SLACK_S or host.device.type == "cuda"
     host.form(rest)
-    host.do(rest, resume)
+    host.do(rest, ranks.resume)
     host.play(rest)
 
 
 def test_ranks_that_disagree_all_hear_of_it(host):
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = ranks.lose(host, ranks.serve(host, copies=3), 3)
     host.form(alive)
-    old, new = spread(4, 3), spread(4, 3).without([3])
+    old, new = ranks.spread(4, 3), ranks.spread(4, 3).without([3])
     for placements, message in [
-        ((new, new, spread(3, 1)), "the config of rank [012] differs from that of rank"),
+        ((new, new, ranks.spread(3, 1)), "the config of rank [012] differs from that of rank"),
         ((None, new, None), "the `placement` of rank [012] differs from that of rank"),
         ((old, old, old), "topology.ep_size must equal the size of the group, 3, got 4"),
     ]:
         for name, placement in zip(alive, placements, strict=True):
-            host.start([name], resume, placement)
+            host.start([name], ranks.resume, placement)
         for error in host.results(alive):
             assert re.match(f"ValueError: {message}", error), error
-    host.do(alive, resume)
+    host.do(alive, ranks.resume)
     host.play(alive)
 
 
 def test_survivors_with_different_views(host):
     """Each forms the group that it believes in. No group forms, all raise, and they agree once all have the report."""
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = ranks.lose(host, ranks.serve(host, copies=3), 3)
     host.do([1], miss, 1 << 2)
-    views = [set(view) for view in host.do(alive, survivors)]
+    views = [set(view) for view in host.do(alive, ranks.survivors)]
     assert views == [{0, 1, 2}, {0, 1}, {0, 1, 2}]
     for name, view in zip(alive, views, strict=True):
         if name in view:
-            host.start([name], form, host.folder / f"views-{sorted(view)}", sorted(view), 1.0)
+            host.start([name], ranks.form, host.folder / f"views-{sorted(view)}", sorted(view), 1.0)
     assert all("timeout" in str(error).lower() for error in host.results(alive))
     host.do([0, 2], miss, 1 << 2)
-    assert host.do(alive, survivors) == [[0, 1]] * 3
+    assert host.do(alive, ranks.survivors) == [[0, 1]] * 3
     host.form([0, 1])
-    host.do([0, 1], resume)
+    host.do([0, 1], ranks.resume)
     host.play([0, 1])
 
 
 def test_a_stopped_rank_that_comes_back(host):
     """It sees the latch and has no way into the new windows; later it may come back by the same call."""
-    names = serve(host)
-    host.start([3], play_until_timeout)
-    alive = lose(host, names, 3, signal.SIGSTOP)
+    names = ranks.serve(host)
+    host.start([3], ranks.play_until_timeout)
+    alive = ranks.lose(host, names, 3, signal.SIGSTOP)
     host.form(alive)
-    host.do(alive, resume)
-    host.start(alive, play, 60)
+    host.do(alive, ranks.resume)
+    host.start(alive, ranks.play, 60)
     host.signal(3, signal.SIGCONT)
     (missing,) = host.results([3])
-    assert missing == [3] and host.do([3], survivors) == [[0, 1, 2]]
+    assert missing == [3] and host.do([3], ranks.survivors) == [[0, 1, 2]]
     assert host.results(alive) == ["played"] * 3
     host.form(names)
-    assert all("`placement` must be given" in error for error in host.do(names, resume)), "it counts as new"
-    host.do(names, resume, spread(4, 2))
+    assert all("`placement` must be given" in error for error in host.do(names, ranks.resume)), "it counts as new"
+    host.do(names, ranks.resume, ranks.spread(4, 2))
     host.play(names)
 
 
 def test_a_group_grows(host):
     """First without a placement for the new rank: all raise, and the old group's windows still work."""
-    names = [*serve(host, ranks=2, copies=1), 2]
-    new = spread(3, 2)
+    names = [*ranks.serve(host, ranks=2, copies=1), 2]
+    new = ranks.spread(3, 2)
     host.spawn(2)
     host.form(names)
-    host.start([2], create, staying(new, host.device))
-    host.start([0, 1], resume)
+    host.start([2], ranks.create, ranks.staying(new, host.device))
+    host.start([0, 1], ranks.resume)
     assert all("`placement` must be given" in error for error in host.results(names))
     host.play([0, 1])
-    host.start([2], create, staying(new, host.device))
-    host.start([0, 1], resume, new)
+    host.start([2], ranks.create, ranks.staying(new, host.device))
+    host.start([0, 1], ranks.resume, new)
     moves = host.results(names)[:2]
     for rank, of_rank in enumerate(moves):
-        before = {p for p in range(EXPERTS) if p % 2 == rank}
+        before = {p for p in range(ranks.EXPERTS) if p % 2 == rank}
         after = {new.logical(p) for p in new.local_experts(rank)}
         assert {logical for _, logical, source in of_rank if source is None} == after - before
     host.play(names)
-    assert [generation for _, generation, _ in host.do(names, describe)] == [1] * 3
+    assert [generation for _, generation, _ in host.do(names, ranks.describe)] == [1] * 3
 
 
-@pytest.mark.parametrize("arguments", [(spread(4, 1).without([1], spread_lost=True),), slow((None, True))])
+@pytest.mark.parametrize("arguments", [(ranks.spread(4, 1).without([1], spread_lost=True),), slow((None, True))])
 def test_lost_experts_are_named(host, arguments):
-    alive = lose(host, serve(host, copies=1), 1)
+    alive = ranks.lose(host, ranks.serve(host, copies=1), 1)
     host.form(alive)
-    for error in host.do(alive, resume):
+    for error in host.do(alive, ranks.resume):
         assert error.startswith("ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]")
-    moves = host.do(alive, resume, *arguments)
+    moves = host.do(alive, ranks.resume, *arguments)
     assert sorted(logical for of_rank in moves for _, logical, source in of_rank if source is None) == [1, 5]
     host.play(alive)
 
 
 def test_a_group_grows_whose_experts_move(host):
     """Slots stay, and the new rank's are empty; ranks that disagree on lost experts all raise."""
-    host.begin(moving(2))
-    before = host.succeed([0, 1], table)[0]
+    host.begin(ranks.moving(2))
+    before = host.succeed([0, 1], ranks.table)[0]
     host.spawn(2)
     names = [2, 0, 1]
     for spread_lost in (True, False):
         host.form(names)
-        host.start([2], create, moving(3))
-        host.start([0], resume, None, spread_lost)
-        host.start([1], resume)
+        host.start([2], ranks.create, ranks.moving(3))
+        host.start([0], ranks.resume, None, spread_lost)
+        host.start([1], ranks.resume)
         results = host.results(names)
         assert spread_lost == all("the `spread_lost` of rank" in str(result) for result in results), results
-    assert host.succeed(names, table) == [[[EMPTY] * S + layer for layer in before]] * 3
+    assert host.succeed(names, ranks.table) == [[[ranks.EMPTY] * ranks.S + layer for layer in before]] * 3
     host.play(names)
 
 
 def test_slots_begin_again_with_a_placement(host):
-    names = host.begin(moving(2))
-    host.succeed(names, rotate)
-    host.succeed(names, finish)
+    names = host.begin(ranks.moving(2))
+    host.succeed(names, ranks.rotate)
+    host.succeed(names, ranks.finish)
     host.form(names)
-    assert list(map(len, host.succeed(names, resume, moving(2).place_experts()))) == [L * S] * 2
-    assert all_held(host, names) == [[p % E for p in range(2 * S)]] * L
+    assert list(map(len, host.succeed(names, ranks.resume, ranks.moving(2).place_experts()))) == [ranks.L * ranks.S] * 2
+    assert ranks.all_held(host, names) == [[p % ranks.E for p in range(2 * ranks.S)]] * ranks.L
     host.play(names)
 
 
 def test_ranks_that_resume_different_objects_hear_of_it(host):
     """Two ExpertParallels of one group, resumed in another order by one rank."""
-    names = serve(host, ranks=2)
+    names = ranks.serve(host, ranks=2)
     host.do(names, keep_and_create)
     host.do([0], exchange_objects)
     host.form(names)
-    assert all("resume different ExpertParallels" in error for error in host.do(names, resume))
+    assert all("resume different ExpertParallels" in error for error in host.do(names, ranks.resume))
     host.do([0], exchange_objects)
-    host.do(names, resume)
+    host.do(names, ranks.resume)
     host.play(names)

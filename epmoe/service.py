@@ -696,13 +696,7 @@ class ExpertParallel(HoldsWindows):
         self.exchange.wait_for_device(timeout_s)
         self.poll()
 
-    def _join(
-        self,
-        peers: Peers,
-        config: EPConfig,
-        request: JoinRequest,
-        confirm: Confirm = lambda _: True,
-    ) -> None:
+    def _join(self, peers: Peers, config: EPConfig, request: JoinRequest, confirm: Confirm = lambda _: True) -> None:
         """Become a rank of a group, whose turn this thread has; see `resume`. Collective; where a step fails on one
         rank, all raise. The windows of the group so far are released once all ranks are able to join: both might not
         fit."""

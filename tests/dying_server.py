@@ -27,26 +27,17 @@ STEP = 10  # in which a rank dies first
 POISON = 13
 
 
-def patch(
-    owner: object, name: str, dies: Callable[..., bool], behind: bool = False, number: int = signal.SIGKILL
-) -> None:
-    """This process kills itself in a call, at its begin or `behind` it, for which `dies` says so."""
-    original = getattr(owner, name)
+def patch(owner, name: str, dies: int | Callable[..., bool], behind: bool = False, number=signal.SIGKILL) -> None:
+    """This process kills itself in a call, at its begin or `behind` it: in the n-th one, or where `dies` says so."""
+    original, calls = getattr(owner, name), count(1)
 
     def patched(*arguments, **options):
-        if not behind and dies(*arguments):
+        result = original(*arguments, **options) if behind else None
+        if dies(*arguments) if callable(dies) else next(calls) == dies:
             signal.raise_signal(number)
-        result = original(*arguments, **options)
-        if behind and dies(*arguments):
-            signal.raise_signal(number)
-        return result
+        return result if behind else original(*arguments, **options)
 
     setattr(owner, name, patched)
-
-
-def nth(n: int) -> Callable[..., bool]:
-    calls = count(1)
-    return lambda *_: next(calls) == n
 
 
 def moving(balancer: epmoe.Balancer) -> bool:
@@ -64,31 +55,31 @@ def first(folder: str, name: str) -> bool:
 
 
 def step_ends(**options) -> None:
-    patch(serve_rank.Rank, "step", nth(STEP), **options)
+    patch(serve_rank.Rank, "step", STEP, **options)
 
 
 # By state, what the first ones to die do, and what a first new rank, or another old one does while a new one joins. A
 # new rank opens a group of one before it joins. An old one has opened its first group, and that of `recover`.
 STATES = {
     "before": (step_ends, None, None),
-    "in": (lambda: patch(epmoe.GroupedExperts, "forward", nth(serve_rank.BLOCKS * STEP)), None, None),
+    "in": (lambda: patch(epmoe.GroupedExperts, "forward", serve_rank.BLOCKS * STEP), None, None),
     "after": (partial(step_ends, behind=True), None, None),
     "moving": (lambda: patch(epmoe.Balancer, "tick", moving, behind=True), None, None),
     "hangs": (partial(step_ends, number=signal.SIGSTOP), None, None),
-    "new-waits": (step_ends, lambda: patch(Meeting, "decision", nth(1)), None),
-    "new-forms": (step_ends, lambda: patch(Meeting, "connect", nth(1)), None),
-    "new-connects": (step_ends, lambda: patch(dist, "init_process_group", nth(1)), None),
-    "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),
-    "new-maps": (step_ends, lambda: patch(epmoe.service, "open_exchange", nth(2)), None),
-    "new-hangs": (step_ends, lambda: patch(Meeting, "connect", nth(1), number=signal.SIGSTOP), None),
-    "new-steps": (step_ends, lambda: patch(serve_rank.Rank, "step", nth(1)), None),
-    "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", nth(1))),
-    "old-forms": (step_ends, None, lambda: patch(Meeting, "connect", nth(2))),
-    "old-connects": (step_ends, None, lambda: patch(dist, "init_process_group", nth(3))),
-    "old-opens": (step_ends, None, lambda: patch(epmoe.ExpertParallel, "go_on", nth(2))),
-    "old-maps": (step_ends, None, lambda: patch(epmoe.service, "open_exchange", nth(3))),
+    "new-waits": (step_ends, lambda: patch(Meeting, "decision", 1), None),
+    "new-forms": (step_ends, lambda: patch(Meeting, "connect", 1), None),
+    "new-connects": (step_ends, lambda: patch(dist, "init_process_group", 1), None),
+    "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", 2), None),
+    "new-maps": (step_ends, lambda: patch(epmoe.service, "open_exchange", 2), None),
+    "new-hangs": (step_ends, lambda: patch(Meeting, "connect", 1, number=signal.SIGSTOP), None),
+    "new-steps": (step_ends, lambda: patch(serve_rank.Rank, "step", 1), None),
+    "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", 1)),
+    "old-forms": (step_ends, None, lambda: patch(Meeting, "connect", 2)),
+    "old-connects": (step_ends, None, lambda: patch(dist, "init_process_group", 3)),
+    "old-opens": (step_ends, None, lambda: patch(epmoe.ExpertParallel, "go_on", 2)),
+    "old-maps": (step_ends, None, lambda: patch(epmoe.service, "open_exchange", 3)),
     "two": (step_ends, None, None),
-    "two-new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(2)), None),
+    "two-new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", 2), None),
 }
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import count, takewhile
 from pathlib import Path
@@ -26,6 +27,14 @@ RANKS, RANK, SIZE = [0, 2, 4], 2, 6
 OTHERS = [0, 4]
 
 
+@pytest.fixture
+def store(monkeypatch) -> dist.HashStore:
+    """The store of the default group."""
+    store = dist.HashStore()
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+    return store
+
+
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
@@ -36,19 +45,16 @@ OTHERS = [0, 4]
         ({0: "-1,x,1e3,,\u0663," + "9" * 5000, 4: "3"}, [3]),
     ],
 )
-def test_only_ranks_of_the_group_count(monkeypatch, words, missing):
-    store = dist.HashStore()
-    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+def test_only_ranks_of_the_group_count(store, words, missing):
     for rank, text in words.items():
         store.set(f"epmoe/x/missing/{rank}", text)
     assert board.RollCall(RANKS, RANK, SIZE, "x").missing([]) == missing
     assert store.get(f"epmoe/x/missing/{RANK}").decode() == ",".join(map(str, missing))
 
 
-def test_a_rank_that_has_succeeded_is_not_missing(monkeypatch):
+@pytest.mark.usefixtures("store")
+def test_a_rank_that_has_succeeded_is_not_missing():
     """The last step of an attempt may fail on some ranks only. Successes of earlier attempts do not count."""
-    store = dist.HashStore()
-    monkeypatch.setattr(board, "_get_default_store", lambda: store)
     board.RollCall(RANKS, 4, SIZE, "x", "first").succeed()
     board.RollCall(RANKS, 0, SIZE, "x", "second").succeed()
     assert board.RollCall(RANKS, RANK, SIZE, "x", "second").missing([]) == [4]
@@ -78,10 +84,9 @@ def test_the_end_of_a_process_is_seen_by_its_name(ended):
         assert not has_ended(name)
 
 
+@pytest.mark.usefixtures("store")
 def test_a_rank_whose_process_has_ended_is_missing_at_once(monkeypatch, ended):
     """Also where a rank that lives has not noticed yet: it may learn of the failure by the leaving of this one only."""
-    store = dist.HashStore()
-    monkeypatch.setattr(board, "_get_default_store", lambda: store)
     for rank, name in ((0, name_of_process()), (4, ended)):
         monkeypatch.setattr(board, "name_of_process", lambda name=name: name)
         board.RollCall(RANKS, rank, SIZE, "x").arrive()
@@ -177,18 +182,20 @@ def test_silence_is_counted_in_looks(monkeypatch):
     assert sign.silent_s == 0 and sign.fresh
 
 
+def wait(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_rank_is_there_until_it_ends(tmp_path):
     meeting = Meeting(Board(OutlivingStore(tmp_path), "epmoe"), "group/0")
     here = Presence(meeting.root, meeting.key_of(0))
-    deadline = time.monotonic() + 20
-    while not meeting.sign_of(0).fresh:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait(lambda: meeting.sign_of(0).fresh)
     assert not meeting.lost(0, 10.0)
     here.ended = True
-    while not meeting.lost(0, 0.5):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait(lambda: meeting.lost(0, 0.5))
 
 
 def test_a_rank_whose_process_has_ended_is_lost_at_once(ended):
@@ -203,16 +210,12 @@ def test_a_process_that_computes_and_has_not_called_is_waited_for():
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         name = f"{name_of_process().rpartition('/')[0]}/{process.pid}"
-        meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
-        begin, last_call_s = time.monotonic(), 0.5
-        while not meeting.lost(0, last_call_s):
-            assert time.monotonic() < begin + 60
-            time.sleep(0.02)
+        meeting, last_call_s = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name]), 0.5
+        wait(lambda: meeting.lost(0, last_call_s))
         assert meeting.signs[0].waited_s > 4 * last_call_s > meeting.signs[0].silent_s
         process.send_signal(signal.SIGSTOP)
         meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
-        while not meeting.lost(0, last_call_s):
-            time.sleep(0.02)
+        wait(lambda: meeting.lost(0, last_call_s))
         assert meeting.signs[0].waited_s < 3 * last_call_s
     finally:
         process.kill()

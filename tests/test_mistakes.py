@@ -109,9 +109,7 @@ MISTAKES: dict[str, list[tuple]] = {
         ({"max_rows": -1}, r"`max_rows` must be .*, got -1"),
         ({"counts_R": ints(0, 0, 0)}, r"`x` must hold 3 slabs of equal size, got 4 slots"),
     ],
-    "finalize": [
-        ({"permuted": None}, TypeError, "`permuted` must be what permute returned, got NoneType"),
-    ],
+    "finalize": [({"permuted": None}, TypeError, "`permuted` must be what permute returned, got NoneType")],
     "quantize_fp8": [
         ({"granularity": "row"}, "`granularity` must be 'tensor' or 'block', got 'row'"),
         ({"num_tokens": 1.5}, TypeError, "`num_tokens` must be an int or an int32 scalar tensor, got float"),
@@ -129,11 +127,9 @@ MISTAKES: dict[str, list[tuple]] = {
         ({"rows": ENDS, "expert_offsets": X}, TypeError, r"`rows` must be float32 \[N, 4\], got int32 \[3\]"),
         ({"scales": torch.ones(3, 0)}, TypeError, r"`rows` must be float8_e4m3fn \[N, 4\], got float32 \[3, 4\]"),
     ],
-    f"experts of {BF16}": [
-        ({"gate_up_scales": torch.ones(4, 2, 2)}, "must be None where the weights are bfloat16"),
-    ],
+    f"experts of {BF16}": [({"gate_up_scales": torch.ones(4, 2, 2)}, "must be None where the weights are bfloat16")],
     f"experts of {FP8}": [
-        ({"gemm": "cublas"}, "`gemm` must be 'auto', 'torch', 'deep_gemm' or 'hopper', got 'cublas'"),
+        ({"gemm": "cublas"}, "`gemm` must be 'auto', 'torch', 'deep_gemm' or 'hopper', got 'cublas'")
     ],
     f"experts of {MXFP4}": [
         ({"w_down": torch.zeros(4, 256, 64, dtype=torch.uint8)}, TypeError, "or float4_e2m1fn_x2 .*, got uint8"),
@@ -222,7 +218,7 @@ MISTAKES: dict[str, list[tuple]] = {
         ({"shared": 1}, TypeError, "`shared` must be callable on x"),
     ],
     "with a bias of the logits": [
-        ({"logit_bias": None}, "`logit_bias` must be given, since `routing.logit_bias` says that the logi"),
+        ({"logit_bias": None}, "`logit_bias` must be given, since `routing.logit_bias` says that the logi")
     ],
 }
 
@@ -445,17 +441,17 @@ WRONG_IN_A_ROUND: dict[tuple[str, str, str], list[tuple]] = {
         (lambda d: (torch.zeros(1, M, D, device=d.rows.device), d), "layout='expert' ends with combine"),
     ],
     ("plain", "rank", "combine"): [
-        (lambda d: (torch.zeros(15, D, device=d.recv.x.device), d), "layout='rank'.*combine_partial"),
+        (lambda d: (torch.zeros(15, D, device=d.recv.x.device), d), "layout='rank'.*combine_partial")
     ],
     ("plain", "rank", "combine_partial"): [
-        (lambda d: (d.recv.x[:, :7], d), r"`partial` must be float32 \[1, 16, 384\], got float32 \[1, 7, 384\]"),
+        (lambda d: (d.recv.x[:, :7], d), r"`partial` must be float32 \[1, 16, 384\], got float32 \[1, 7, 384\]")
     ],
     ("fp8", "expert", "combine"): [
         (lambda d: (torch.zeros(d.rows.shape, device=d.rows.device), d), TypeError, "`expert_rows` must be bfloat16"),
         (lambda d: (d.rows, d), TypeError, f"`expert_rows` must be bfloat16, {ENDS_IN_FP8}"),
     ],
     ("fp8", "rank", "combine_partial"): [
-        (lambda d: (d.recv.x, d), TypeError, f"`partial` must be bfloat16, {ENDS_IN_FP8}"),
+        (lambda d: (d.recv.x, d), TypeError, f"`partial` must be bfloat16, {ENDS_IN_FP8}")
     ],
     ("plain", "expert", "dispatch_recv"): [
         (lambda _, other=other: (other,), TypeError, f"`sent` must be what dispatch_send returned, got {name}")

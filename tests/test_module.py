@@ -65,16 +65,13 @@ def test_equals_the_dense_layer(ep, dtype):
         assert_close(layer(x), want(layer, x), slack=4)
 
 
-def test_a_router_in_another_dtype_keeps_it(ep):
-    layer = epmoe.MoELayer(ep, randn(E, D, dtype=torch.bfloat16).to(ep.device), make_experts(ep))
-    assert layer.half().router_weight.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_bias_in_another_dtype_is_kept_in_fp32(ep, dtype):
-    bias, x = randn(E, dtype=dtype, seed=5).to(ep.device), randn(M, D).to(ep.device)
-    layers = [epmoe.MoELayer(ep, randn(E, D).to(ep.device), make_experts(ep), bias=b) for b in (bias, bias.float())]
-    assert layers[0].bias.dtype == torch.float32 and torch.equal(layers[0](x), layers[1](x))
+def test_router_and_bias_in_another_dtype(ep, dtype):
+    """The router keeps it, and the bias is kept in fp32."""
+    router, bias, x = (randn(*s, dtype=dtype, seed=5).to(ep.device) for s in ((E, D), (E,), (M, D)))
+    layers = [epmoe.MoELayer(ep, router, make_experts(ep), bias=b) for b in (bias, bias.float())]
+    assert layers[0].bias.dtype == torch.float32 and torch.equal(layers[0](x.float()), layers[1](x.float()))
+    assert layers[0].float().router_weight.dtype == dtype
 
 
 @pytest.mark.parametrize("arguments", [["meta"], ["meta", torch.bfloat16], [torch.zeros((), device="meta")]])
@@ -175,10 +172,10 @@ def test_torchs_checkpoint_in_one_process(ep, tmp_path):
         assert torch.equal(second(x), first(x))
 
 
-@pytest.mark.parametrize("save", [pickle.dumps, lambda layer: torch.save(layer, io.BytesIO())])
-def test_a_whole_layer_cannot_be_pickled(ep, save):
-    with pytest.raises(TypeError, match=r"it holds windows of this process.*Save a layer by its `state_dict\(\)`"):
-        save(make_layer(ep))
+def test_a_whole_layer_cannot_be_pickled(ep):
+    for save in (pickle.dumps, lambda layer: torch.save(layer, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"it holds windows of this process.*Save a layer by its `state_dict\(\)`"):
+            save(make_layer(ep))
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 7), (7, 1), (0, 4), (4, 0)])
@@ -206,19 +203,12 @@ def test_x_for_experts_of_the_user(ep):
         assert layer(randn(4, D, dtype=dtype).to(ep.device)).dtype == dtype
 
 
-def test_a_router_left_on_another_device(ep):
-    layer = epmoe.MoELayer(ep, randn(E, D).to("meta"), make_experts(ep))
-    with pytest.raises(
-        ValueError, match=f"`router_weight` must be on {ep.device}, got meta: move the layer with `.to`"
-    ):
-        layer(randn(4, D).to(ep.device))
-
-
-def test_experts_left_on_another_device(ep):
-    layer = make_layer(ep)
-    layer.experts.to("meta")
-    with pytest.raises(ValueError, match=f"`experts` must be on {ep.device}, got meta: move the layer"):
-        layer(randn(4, D).to(ep.device))
+def test_a_part_left_on_another_device(ep):
+    layers = {"router_weight": epmoe.MoELayer(ep, randn(E, D).to("meta"), make_experts(ep)), "experts": make_layer(ep)}
+    layers["experts"].experts.to("meta")
+    for part, layer in layers.items():
+        with pytest.raises(ValueError, match=f"`{part}` must be on {ep.device}, got meta: move the layer with `.to`"):
+            layer(randn(4, D).to(ep.device))
 
 
 def test_repr_says_what_it_is(ep):

@@ -269,6 +269,7 @@ class ExpertParallel(HoldsWindows):
                 exchange.end_waits()
             exchange.release()
 
+    @takes_turn_of_exchange
     def sleep(self) -> None:
         """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank calls it.
 
@@ -278,9 +279,6 @@ class ExpertParallel(HoldsWindows):
 
         Raises EPStateError where a round is open or this object is closed, and what `check` does; then it is awake.
         """
-        self.alone(self._sleep)
-
-    def _sleep(self) -> None:
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")

@@ -104,7 +104,6 @@ class Decision(BaseModel):
     config: EPConfig  # of the group to be
     last_call_s: float  # a member that is silent for so long is given up
     arrivals: int  # new ranks up to here have their answer
-    keeps: bool  # former ranks keep their slots, with `placement.live`
     left: list[int]  # former ranks that have left in this attempt or before it
 
 

@@ -30,7 +30,6 @@ def recover(
     *,
     min_ranks: int = 1,
     max_ranks: int | None = None,
-    placement: Callable[[Placement, list[int | None]], Placement] | None = None,
     last_call_s: float | None = None,
     timeout_s: float = 300.0,
     backend: str = "gloo",
@@ -45,6 +44,9 @@ def recover(
     they are left out. The default process group is destroyed and made anew; it holds the ranks of `ep`. No other thread
     gets its turn before the weights are loaded.
 
+    Each expert stays, and lost ones go to the ranks with the fewest. With new ranks all experts are spread anew, except
+    with `placement.live`, where slots of new ranks are empty.
+
     Args:
         ep: the ExpertParallel that is to go on.
         store: outlives each of the ranks: a folder that all see and nobody else can write into, or a `TCPStore` that
@@ -53,9 +55,6 @@ def recover(
             closed, and this rank may call again: it loads all its experts then.
         min_ranks: with fewer the ranks wait for new ones.
         max_ranks: new ranks are taken in up to this number; by default to the size so far, or `min_ranks`.
-        placement: from the placement so far, and the former rank (None: new) of each rank of the group to be, to that
-            of the group to be. By default each expert stays, and lost ones go to the ranks with the fewest; with new
-            ranks all experts are spread anew, except with `placement.live`, where slots of new ranks are empty.
         last_call_s: how long a rank waits for the sign of another, in seconds; by default 5 more than
             `exchange.timeout_s`.
         timeout_s: of the whole call, in seconds; it is looked at before each attempt.
@@ -63,15 +62,14 @@ def recover(
 
     Raises:
         EPStateError: the others go on without this rank.
-        ValueError: on all ranks, if the placement does not fit; or the store is a FileStore, or holds a decision that
-            no rank has written.
+        ValueError: the store is a FileStore, or holds a decision that no rank has written.
         TimeoutError: no group of `min_ranks` has formed in time.
         MemoryError: the windows do not fit.
         PermissionError: other users can write into the folder.
     """
     wait_s = ep.config.exchange.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
-    wanted = Wanted(min_ranks, most, wait_s, timeout_s, backend, placement)
+    wanted = Wanted(min_ranks, most, wait_s, timeout_s, backend)
     ep.alone(lambda: regroup(ep, store, load_weights, wanted))
 
 
@@ -84,7 +82,6 @@ class Wanted:
     last_call_s: float
     timeout_s: float
     backend: str
-    placement: Callable[[Placement, list[int | None]], Placement] | None = None
     grow_s: float = 0.0  # to wait for new ranks up to `max_ranks`
     leaves: bool = False  # the others are to go on without this rank
 
@@ -109,7 +106,7 @@ def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]],
                 return False
             if ep.rank not in decision.members:
                 raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
-            placement = None if decision.keeps else decision.config.place_experts()
+            placement = None if decision.config.placement.live else decision.config.place_experts()
             moves = _enter(meeting, decision, ep.rank, wanted.backend, partial(ep.go_on, None, placement, True))
         here.ended = True
         load_weights(moves)
@@ -151,18 +148,12 @@ def _decide(meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, befor
         now = time.monotonic()
         may_come = may_answer or len(members) < most and now < start + wanted.grow_s
         if set(ranks) <= {*came, *gone, *lost} and not may_come and len(members) >= wanted.min_ranks:
-            keeps = ep.config.placement.live and wanted.placement is None
-            if keeps:
+            if ep.config.placement.live:
                 config = ep.config.of_size(len(members))
             else:
-                config = ep.config.with_placement(_place(ep.placement, members, wanted.placement))
+                config = ep.config.with_placement(_place(ep.placement, members))
             mine = Decision(
-                members=members,
-                config=config,
-                last_call_s=wanted.last_call_s,
-                arrivals=arrivals - 1,
-                keeps=keeps,
-                left=sorted(gone),
+                members=members, config=config, last_call_s=wanted.last_call_s, arrivals=arrivals - 1, left=sorted(gone)
             )
             board.settle("decision", mine.model_dump_json())  # whoever was first has decided
         elif now > deadline:
@@ -214,13 +205,8 @@ def _enter(
         raise
 
 
-def _place(
-    old: Placement, members: list[int], chosen: Callable[[Placement, list[int | None]], Placement] | None
-) -> Placement:
-    former = [member if member >= 0 else None for member in members]
-    if chosen is not None:
-        return chosen(old, former)
-    if None not in former:
+def _place(old: Placement, members: list[int]) -> Placement:
+    if min(members) >= 0:
         return old.without(set(range(old.ep_size)).difference(members), spread_lost=True)
     E, R = old.num_experts, len(members)
     # A copy on the rank of its original is of no use.

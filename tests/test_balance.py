@@ -1,4 +1,4 @@
-"""Plans of placements: moves that can be carried out, shares that are the best, thresholds that keep to the shares."""
+"""Plans of placements: moves that can be carried out, shares that are the best, quotas that keep to the shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import epmoe
-from epmoe.balance import choices, fresh, shares_of
+from epmoe.balance import fresh, shares_of
 from epmoe.cli import app
 from epmoe.live import tables
 from epmoe.live.balance import GOAL, MAX_MOVES
@@ -25,7 +25,7 @@ from epmoe.live.slots import read_slots
 from epmoe.local.simulate import simulate_routing
 
 ZIPF = 1.2
-ALL = 2**32
+NUMBERS = 2**16
 
 
 def draw(seed: int) -> tuple[Tensor, Tensor, int]:
@@ -126,7 +126,6 @@ def test_moves_can_be_made_one_after_another(seed, max_moves):
         assert now.count(expert) <= max(most, before[expert])
     assert now == plan.slots.tolist() and len(plan.moves) <= max_moves
     assert plan.slots.dtype == torch.int32
-    torch.testing.assert_close(plan.shares, shares_of(loads, plan.slots, R))
     assert plan.balance_after[0] <= plan.balance_before[0] + 1e-6
     for table, balance in ((slots, plan.balance_before[0]), (plan.slots, plan.balance_after[0])):
         on_ranks = rank_loads(loads, table, shares_of(loads, table, R), R)
@@ -179,56 +178,43 @@ def test_layers_are_independent_and_plans_repeat():
     assert plan.moves == again.moves and torch.equal(plan.slots, again.slots)
     for i in range(4):
         alone = epmoe.balance(loads[i], slots[i].long(), ep_size=4)
-        assert torch.equal(alone.slots, plan.slots[i]) and torch.equal(alone.shares, plan.shares[i])
+        assert torch.equal(alone.slots, plan.slots[i])
         assert [move[1:] for move in alone.moves] == [move[1:] for move in plan.moves if move.layer == i]
 
 
-def quotas(slots: Tensor, thresholds: Tensor, P: int) -> Tensor:
-    """[E, P] the part of one source's tokens that each slot gets, from rows of `choices`."""
-    widths = thresholds.diff(dim=1, prepend=torch.zeros(len(thresholds), 1, dtype=torch.int64))
-    assert (widths >= 0).all() and (thresholds[:, -1] == ALL).all()
-    return torch.zeros(len(slots), P, dtype=torch.float64).scatter_add_(1, slots.long(), widths.double() / ALL)
+def parts_of(entries: Tensor, slots: Tensor) -> Tensor:
+    """[E, P] the part of one source's tokens that each slot gets, from a table of quotas [E, width]."""
+    parts = torch.zeros(len(entries), len(slots), dtype=torch.float64)
+    for x, row in enumerate(entries.long().bitwise_and(0xFFFFFFFF).tolist()):
+        begin = 0
+        for last, slot in (divmod(entry, NUMBERS) for entry in row):
+            if begin < NUMBERS:
+                assert last >= begin and slots[slot] == x
+                parts[x, slot], begin = (last + 1 - begin) / NUMBERS, last + 1
+        assert begin == NUMBERS
+    return parts
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_thresholds_of_all_sources_add_up_to_the_shares(seed):
+def test_quotas_of_all_sources_add_up_to_the_shares(seed):
+    """With few tokens all sources take one copy of each expert, and the busiest rank has as few as possible."""
     loads, slots, R = draw(seed)
     E, P, S = len(loads), len(slots), len(slots) // R
-    shares = shares_of(loads, slots, R)
-    most = int(slots[slots >= 0].bincount().max()) + seed % 2
-    total = torch.zeros(E, P, dtype=torch.float64)
+    shares, most = shares_of(loads, slots, R), int(slots[slots >= 0].bincount().max())
+    total, ones = torch.zeros(E, P, dtype=torch.float64), []
     for source in range(R):
-        table, thresholds = choices(slots, shares, source, ep_size=R, num_experts=E, most_copies=most)
-        assert table.dtype == torch.int32 and thresholds.dtype == torch.int64
-        assert table.shape == thresholds.shape == (E, most)
-        assert (slots[table.long()] == torch.arange(E)[:, None]).all()
-        mine = quotas(table, thresholds, P)
+        (few, many), *none = tables.tables(slots[None], loads[None].double(), source, R, most, most + seed % 2)
+        assert not none and few.dtype == torch.int32 and few.shape == many.shape == (E, most + seed % 2)
+        ones.append(parts_of(few, slots))
+        mine = parts_of(many, slots)
         total += mine / R
         for p in range(source * S, (source + 1) * S):  # the own copy comes first, up to its share
             if (x := int(slots[p])) >= 0:
-                assert float(mine[x, p]) == pytest.approx(min(1, float(shares[p]) * R), abs=1e-6)
-    torch.testing.assert_close(total.sum(dim=0), shares, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_one_copy_of_each_expert_spread_over_the_ranks(seed):
-    loads, slots, R = draw(seed)
-    E, S = len(loads), len(slots) // R
-    shares = shares_of(loads, slots, R)
-    rows = [choices(slots, shares, source, ep_size=R, num_experts=E, one_copy=True) for source in range(R)]
-    assert all(torch.equal(row.slots, rows[0].slots) for row in rows) and (rows[0].thresholds == ALL).all()
-    chosen = rows[0].slots[:, 0].long()
-    assert (rows[0].slots == rows[0].slots[:, :1]).all() and torch.equal(slots[chosen], torch.arange(E).int())
-    most = int((chosen // S).bincount().max())
+                assert float(mine[x, p]) == pytest.approx(min(1, float(shares[p]) * R), abs=1 / NUMBERS)
+    torch.testing.assert_close(total.sum(dim=0), shares, rtol=0, atol=1 / NUMBERS)
+    assert all(torch.equal(one, ones[0]) for one in ones) and (ones[0].count_nonzero(dim=1) == 1).all()
+    most = int((ones[0].argmax(dim=1) // S).bincount().max())
     assert most == 1 or not fits([1.0] * E, slots.tolist(), R, most - 1)
-
-
-def test_quotas_drop_copies_without_a_number():
-    slots = torch.tensor([[7, 3, 9, 9]], dtype=torch.int32)
-    thresholds = torch.tensor([[0, 2**31, 2**32, 2**32]])
-    got = tables.quotas(slots, thresholds).long() & 0xFFFFFFFF
-    assert (got >> 16).tolist() == [[2**15 - 1, 2**16 - 1, 2**16 - 1, 2**16 - 1]]
-    assert (got & 0xFFFF)[0, :2].tolist() == [3, 9]
 
 
 def drifted(ranks: int, spare: int, step: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -306,7 +292,6 @@ def test_layers_that_gain_too_little_keep_their_slots():
     for strict in ({"least_gain": 9.0}, {"goal": 9.0}):
         found = few_moves(loads, slots, **limits | strict)
         assert torch.equal(found.slots, slots) and not found.moves and found.balance_after == plan.balance_before
-        assert torch.equal(found.shares, shares_of(loads, slots, 2))
 
 
 def test_a_fresh_placement_is_approached_where_no_move_helps():

@@ -59,17 +59,16 @@ std::vector<Move> plan_moves(Layer& layer, int32_t max_moves, double goal, int32
 std::vector<int32_t> fresh_slots(const double* loads_E, int32_t E, int32_t R, int32_t S, int32_t most_copies,
                                  int32_t ranks_per_node);
 
-struct Choices {
-  int32_t* slots_EC;
-  int64_t* thresholds_EC;  // 0 to 2³²
-  int32_t C;
+// Which copies of each expert a source sends to, as copies.h reads it.
+struct QuotaTable {
+  int32_t* entries;  // [E, width]
+  int64_t width;     // at least the copies of an expert
 };
 
-// The copies that one source rank sends to. A hash u in [0, 2³²) of a token chooses the first copy with u < threshold.
-void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S, int32_t source,
-                      const Choices& out);
+// The copies that one source rank sends to, so that all sources together keep to the shares of a level layer.
+void choose_by_shares(const Layer& layer, int32_t source, QuotaTable out);
 
 // The same for all sources: one copy of each expert, so that the rank with most chosen copies has as few as possible.
-void choose_one_copy(const int32_t* slots_P, int32_t E, int32_t R, int32_t S, const Choices& out);
+void choose_one_copy(const Layer& layer, QuotaTable out);
 
 }  // namespace epmoe::cpu

@@ -12,49 +12,47 @@
 namespace epmoe::cpu {
 namespace {
 
-std::vector<std::vector<int32_t>> slots_of_experts(const int32_t* slots_P, int32_t E, int32_t P) {
-  std::vector<std::vector<int32_t>> of(E);
-  for (int32_t p = 0; p < P; ++p)
-    if (slots_P[p] != kEmpty) of[slots_P[p]].push_back(p);
-  return of;
+constexpr double kNumbers = 65536;  // that the copies of an expert share: `copy_by_quota` in copies.h
+
+// In ascending order, whatever the loads are.
+std::vector<int32_t> slots_of(const Layer& layer, int32_t expert) {
+  std::vector<int32_t> slots = layer.copies[expert];
+  std::sort(slots.begin(), slots.end());
+  return slots;
 }
 
-// Writes the row of an expert, where `parts` says how much of the source's tokens each copy gets.
-void write_row(int32_t expert, const std::vector<int32_t>& slots, const std::vector<double>& parts,
-               const Choices& out) {
-  constexpr int64_t kAll = int64_t{1} << 32;
-  size_t n = slots.size(), last = 0;
-  double sum = 0, before = 0;
-  for (size_t i = 0; i < n; ++i) {
-    sum += parts[i];
-    if (parts[i] > 0) last = i;
+// The entries of an expert, where `parts` says how much of the source's tokens each copy gets. A copy without a number
+// has no entry.
+void write_entries(int32_t expert, const std::vector<int32_t>& slots, const std::vector<double>& parts,
+                   QuotaTable out) {
+  int32_t* entry = out.entries + expert * out.width;
+  int32_t* end = entry + out.width;
+  double sum = std::accumulate(parts.begin(), parts.end(), 0.0), before = 0;
+  int64_t taken = 0;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    before += parts[i];
+    int64_t takes = std::llround(before / sum * kNumbers);
+    if (takes > taken) *entry++ = static_cast<int32_t>((takes - 1) << 16 | slots[i]), taken = takes;
   }
-  for (int32_t c = 0; c < out.C; ++c) {
-    size_t i = std::min<size_t>(c, n - 1);
-    if (c < static_cast<int32_t>(n)) before += parts[i];
-    out.slots_EC[int64_t{expert} * out.C + c] = slots[i];
-    out.thresholds_EC[int64_t{expert} * out.C + c] =
-        i >= last ? kAll : std::llround(before / sum * static_cast<double>(kAll));
-  }
+  std::fill(entry, end, -1);
 }
 
 }  // namespace
 
-void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S, int32_t source,
-                      const Choices& out) {
-  auto experts = slots_of_experts(slots_P, E, R * S);
+void choose_by_shares(const Layer& layer, int32_t source, QuotaTable out) {
+  int32_t R = layer.R;
   std::vector<double> bring(R);
-  for (int32_t x = 0; x < E; ++x) {
-    std::vector<int32_t>& slots = experts[x];
-    std::stable_partition(slots.begin(), slots.end(), [&](int32_t p) { return p / S == source; });
+  for (int32_t x = 0; x < layer.E; ++x) {
+    std::vector<int32_t> slots = slots_of(layer, x);
+    std::stable_partition(slots.begin(), slots.end(), [&](int32_t p) { return layer.rank_of(p) == source; });
     size_t n = slots.size();
     std::vector<double> left(n), parts(n);  // what a copy can still take, and what it takes from this source
     std::fill(bring.begin(), bring.end(), 1.0 / R);
     double takes = 0;
     for (size_t i = 0; i < n; ++i) {
-      int32_t rank = slots[i] / S;
-      double own = std::min(bring[rank], shares_P[slots[i]]);
-      left[i] = shares_P[slots[i]] - own, bring[rank] -= own;
+      int32_t rank = layer.rank_of(slots[i]);
+      double share = layer.share(slots[i]), own = std::min(bring[rank], share);
+      left[i] = share - own, bring[rank] -= own;
       takes += left[i];
       if (rank == source) parts[i] = own;
     }
@@ -64,22 +62,23 @@ void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E,
       if (left[i] > 0) parts[i] += matched * left[i] / takes;
     for (double& part : parts)
       if (part * R < 1e-9) part = 0;  // rounding, and less than a hash resolves
-    write_row(x, slots, parts, out);
+    write_entries(x, slots, parts, out);
   }
 }
 
-void choose_one_copy(const int32_t* slots_P, int32_t E, int32_t R, int32_t S, const Choices& out) {
-  auto experts = slots_of_experts(slots_P, E, R * S);
-  std::vector<int32_t> chosen(E);
-  std::vector<std::vector<int32_t>> active(R);  // the experts whose chosen copy is on a rank
+void choose_one_copy(const Layer& layer, QuotaTable out) {
+  std::vector<std::vector<int32_t>> slots(layer.E);
+  for (int32_t x = 0; x < layer.E; ++x) slots[x] = slots_of(layer, x);
+  std::vector<int32_t> chosen(layer.E);
+  std::vector<std::vector<int32_t>> active(layer.R);  // the experts whose chosen copy is on a rank
   std::vector<bool> seen;
   size_t most = 1;
   // An augmenting path of a matching: a rank that is full hands one of its experts to another rank.
   std::function<bool(int32_t)> place = [&](int32_t x) {
-    for (int32_t p : experts[x]) {
-      std::vector<int32_t>& here = active[p / S];
-      if (seen[p / S]) continue;
-      seen[p / S] = true;
+    for (int32_t p : slots[x]) {
+      std::vector<int32_t>& here = active[layer.rank_of(p)];
+      if (seen[layer.rank_of(p)]) continue;
+      seen[layer.rank_of(p)] = true;
       auto freed = here.size() < most ? here.insert(here.end(), x) : std::find_if(here.begin(), here.end(), place);
       if (freed == here.end()) continue;
       *freed = x, chosen[x] = p;
@@ -87,9 +86,9 @@ void choose_one_copy(const int32_t* slots_P, int32_t E, int32_t R, int32_t S, co
     }
     return false;
   };
-  for (int32_t x = 0; x < E; ++x)
-    for (seen.assign(R, false); !place(x); seen.assign(R, false)) ++most;
-  for (int32_t x = 0; x < E; ++x) write_row(x, {chosen[x]}, {1.0}, out);
+  for (int32_t x = 0; x < layer.E; ++x)
+    for (seen.assign(layer.R, false); !place(x); seen.assign(layer.R, false)) ++most;
+  for (int32_t x = 0; x < layer.E; ++x) write_entries(x, {chosen[x]}, {1.0}, out);
 }
 
 }  // namespace epmoe::cpu

@@ -40,23 +40,12 @@ class Plan:
 
     slots: Tensor
     """int32 [L, P] after the moves, or [P] if that was given: the expert in each slot, or −1"""
-    shares: Tensor
-    """float64, as `slots`: the part of its expert's load that each slot takes"""
     moves: list[ExpertMove]
     """in this order one after another: every expert keeps a copy, and no rank ever has two of one"""
     balance_before: list[float]
     """[L] max / mean of the load of ranks, with the best shares of the slots that were given"""
     balance_after: list[float]
     """[L] the same after the moves"""
-
-
-class Choices(NamedTuple):
-    """The copies that a source rank sends to: a hash u in [0, 2³²) takes the first with u < threshold."""
-
-    slots: Tensor
-    """int32 [E, C], or [L, E, C]: a source's own copy first; the last one is repeated"""
-    thresholds: Tensor
-    """int64, as `slots`, ascending from 0 to 2³²; a copy that gets nothing has an empty interval"""
 
 
 def balance(
@@ -92,12 +81,10 @@ def balance(
     """
     loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
     check_limits(max_moves, goal)
-    after, shares, moves, balances = ops.balance_plan(
-        loads_LE, slots_LP, ep_size, max_moves, goal, _copies(most_copies, ep_size)
-    )
+    most = _copies(most_copies, ep_size)
+    after, moves, balances = ops.balance_plan(loads_LE, slots_LP, ep_size, max_moves, goal, most)
     return Plan(
         slots=after.view(slots.shape),
-        shares=shares.view(slots.shape),
         moves=[ExpertMove(*row) for row in moves.tolist()],
         balance_before=balances[:, 0].tolist(),
         balance_after=balances[:, 1].tolist(),
@@ -123,51 +110,6 @@ def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
     """
     loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
     return ops.balance_shares(loads_LE, slots_LP, ep_size).view(slots.shape)
-
-
-def choices(
-    slots: Tensor,
-    shares: Tensor,
-    source: int,
-    *,
-    ep_size: int,
-    num_experts: int,
-    most_copies: int | None = None,
-    one_copy: bool = False,
-) -> Choices:
-    """The copies of every expert that one source rank sends to, so that all sources together keep to the shares.
-
-    Every source is taken to bring 1/R of an expert's load. It fills the copy on its own rank first. What is left of
-    sources and copies is matched in proportion.
-
-    With few rows an expert takes as long as its weights take to read, however many rows it has. `one_copy` then makes
-    all sources choose the same copy of each expert, and the rank with most chosen copies has as few as possible.
-
-    Args:
-        slots: [L, P] or [P], as `balance` takes them.
-        shares: float64, as `slots`: what `shares_of` returns.
-        source: the rank, from 0 to R − 1.
-        ep_size: R
-        num_experts: E
-        most_copies: C; by default the most copies that an expert has in `slots`.
-        one_copy: choose the same copy on all sources, without regard to `shares` and `source`.
-
-    Returns:
-        Slots and thresholds.
-
-    Raises:
-        ValueError: an argument does not fit, or an expert has more than `most_copies` copies.
-    """
-    _positive("num_experts", num_experts)
-    slots_LP = check_slots(slots, torch.empty((*slots.shape[:-1], num_experts)), ep_size, most_copies)
-    if shares.shape != slots.shape or shares.dtype != torch.float64:
-        raise ValueError(f"`shares` must be float64 {list(slots.shape)}, as `slots`, got {describe(shares)}")
-    if not is_int(source) or not 0 <= source < ep_size:
-        raise ValueError(f"`source` must be a rank from 0 to {ep_size - 1}, got {source!r}")
-    most = int(_num_copies(slots_LP, num_experts).max()) if most_copies is None else most_copies
-    shares_LP = shares.cpu().contiguous().view(slots_LP.shape)
-    found = ops.balance_choices(slots_LP, shares_LP, num_experts, ep_size, -1 if one_copy else source, most)
-    return Choices(*(table if slots.dim() == 2 else table[0] for table in found))
 
 
 def fresh(
@@ -205,8 +147,11 @@ def fresh(
     _positive("ep_size", ep_size)
     if not is_int(slots_per_rank) or not E <= slots_per_rank * ep_size <= _ANY:
         raise ValueError(f"`slots_per_rank` must give {E} experts a slot on {ep_size} ranks, got {slots_per_rank!r}")
-    most, node = _copies(most_copies, ep_size), _node(ranks_per_node, ep_size)
-    slots_LP = ops.balance_fresh(loads_LE, ep_size, slots_per_rank, most, node)
+    node = ep_size if ranks_per_node is None else ranks_per_node
+    _positive("ranks_per_node", node)
+    if ep_size % node:
+        raise ValueError(f"`ranks_per_node` must divide {ep_size} ranks, got {node}")
+    slots_LP = ops.balance_fresh(loads_LE, ep_size, slots_per_rank, _copies(most_copies, ep_size), node)
     return slots_LP if loads.dim() == 2 else slots_LP[0]
 
 
@@ -237,9 +182,9 @@ def check_slots(slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | N
             f"`slots` must not hold an expert twice on a rank: layer {layer}, rank {rank}, "
             f"expert {int(on_rank[layer, rank, i])}"
         )
-    most = int(counts.max())
-    if most_copies is not None and (not is_int(most_copies) or most_copies < most):
-        raise ValueError(f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies!r}")
+    if most_copies is not None and counts.max() > most_copies:
+        most = int(counts.max())
+        raise ValueError(f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies}")
     return slots_LP.int()
 
 
@@ -269,15 +214,6 @@ def _copies(most_copies: int | None, ep_size: int) -> int:
         return ep_size
     _positive("most_copies", most_copies)
     return min(most_copies, ep_size)
-
-
-def _node(ranks_per_node: int | None, ep_size: int) -> int:
-    if ranks_per_node is None:
-        return ep_size
-    _positive("ranks_per_node", ranks_per_node)
-    if ep_size % ranks_per_node:
-        raise ValueError(f"`ranks_per_node` must divide {ep_size} ranks, got {ranks_per_node}")
-    return ranks_per_node
 
 
 def _positive(name: str, value: object) -> None:

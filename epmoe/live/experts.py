@@ -274,7 +274,7 @@ class LiveExperts:
         shape = (self._L, self._E)
         if not isinstance(loads, Tensor) or loads.shape != shape or not (loads.isfinite() & (loads >= 0)).all():
             raise ValueError(f"`loads` must be {list(shape)}, finite and at least 0, got {describe(loads)}")
-        return loads.detach().to("cpu", torch.float64)
+        return loads.detach().to("cpu", torch.float64).contiguous()
 
     def _registered(self, tag: int, local: int) -> Sequence[Tensor]:
         return self.weights[tag](tag, local)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epmoe.live.balance import MOVES_OF_A_STEP, Plan, balance, fresh, shares_of
+from epmoe.live.balance import MOVES_OF_A_STEP, Plan, balance, fresh
 
 Policy = Callable[..., Plan]
 """It is called as `few_moves`, on a thread of rank 0, and all ranks carry out the `slots` of its plan."""
@@ -45,7 +45,6 @@ def few_moves(loads: Tensor, slots: Tensor, *, goal: float, least_gain: float, *
     return replace(
         plan,
         slots=kept,
-        shares=shares_of(loads, kept, R),
         moves=[move for move in plan.moves if pays[move.layer]],
         balance_after=torch.where(pays, after, before).tolist(),
     )

@@ -109,19 +109,16 @@ _library.define(
     "bool receive, int multiprocessors, int major) -> Tensor"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
-# Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 and shares float64 [L, P].
+# Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 [L, P].
 _library.define("balance_shares(Tensor loads, Tensor slots, int ep_size) -> Tensor")
 _library.define(
     "balance_plan(Tensor loads, Tensor slots, int ep_size, int max_moves, float goal, int most_copies) "
-    "-> (Tensor slots, Tensor shares, Tensor moves, Tensor balance)"
+    "-> (Tensor slots, Tensor moves, Tensor balance)"
 )
 _library.define(
     "balance_fresh(Tensor loads, int ep_size, int slots_per_rank, int most_copies, int ranks_per_node) -> Tensor"
 )
-_library.define(
-    "balance_choices(Tensor slots, Tensor shares, int num_experts, int ep_size, int source, "
-    "int most_copies) -> (Tensor slots, Tensor thresholds)"
-)
+_library.define("balance_quotas(Tensor loads, Tensor slots, int ep_size, int source, int width) -> Tensor")
 _library.define("layouts() -> str")  # see epmoe/native/layouts.py
 # Raises RuntimeError, with a sentence for users, if the other operators cannot work on GPUs here.
 _library.define("load_cuda() -> ()")

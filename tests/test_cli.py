@@ -45,21 +45,12 @@ def write(tmp_path: Path, **changes: dict) -> Path:
     return path
 
 
-def test_help_lists_every_command() -> None:
-    result = epmoe("--help")
-    assert result.exit_code == 0
-    for command in ("run", "plan", "doctor", "schema", "bench"):
-        assert command in result.output
-
-
-def test_python_m_epmoe_is_the_command_line() -> None:
+def test_the_command_line_has_its_commands_a_schema_and_a_version() -> None:
+    shown = epmoe("--help").output
+    assert all(command in shown for command in ("run", "plan", "balance", "doctor", "schema", "bench"))
     run = run_python("-m", "epmoe", "schema")
-    assert run.returncode == 0, run.stderr
-    assert "num_experts" in run.stdout
-
-
-def test_schema_equals_the_config_schema() -> None:
-    assert json.loads(epmoe("schema").output) == EPConfig.model_json_schema()
+    assert run.returncode == 0 and json.loads(run.stdout) == EPConfig.model_json_schema(), run.stderr
+    assert epmoe("--version").output == f"epmoe {__version__}\n"
 
 
 def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
@@ -71,14 +62,12 @@ def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
     assert f"{4 * plan.total_bytes:,}" in result.output  # four equal ranks
 
 
-def test_plan_writes_json_to_a_file_or_prints_it(tmp_path: Path) -> None:
-    assert epmoe("plan", DEMO, "--json", tmp_path / "plan.json").output == ""
-    assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(epmoe("plan", DEMO, "--json", "-").output)
-
-
 def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -> None:
+    """It is written to a file, or printed."""
     path = write(tmp_path, model={"num_experts": 7})
+    assert epmoe("plan", path, "--json", tmp_path / "plan.json").output == ""
     shown = json.loads(epmoe("plan", path, "--json", "-").output)
+    assert json.loads((tmp_path / "plan.json").read_text()) == shown
     plans = [MemoryPlan.build(EPConfig.load(path), rank) for rank in (0, 1)]
     assert [rank["total_bytes"] for rank in shown["ranks"]] == [plan.total_bytes for plan in plans]
     assert shown["node_bytes"] == sum(plan.total_bytes for plan in plans)
@@ -116,11 +105,16 @@ def test_without_torchrun_a_command_starts_its_ranks(command: str, monkeypatch: 
     assert started == [(4, [command, str(DEMO)]), (2, [command, "cpu_demo", "--nproc", "2", "--tokens", "8"])]
 
 
+def launched(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """This process is rank 0 of a launcher; the port is a free one."""
+    for variable, value in {"RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(variable, str(value))
+
+
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_wrong_number_of_processes_is_an_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["epmoe", command, "my config.yaml"])
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    launched(monkeypatch, 3)
     result = epmoe(command, DEMO)
     assert result.exit_code == 2
     assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
@@ -132,9 +126,7 @@ def test_wrong_number_of_processes_is_an_error(command: str, monkeypatch: pytest
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the only rank of a launcher; the port is a free one."""
-    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(variable, value)
+    launched(monkeypatch, 1)
 
 
 def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
@@ -171,13 +163,8 @@ def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -
     sections = {"topology": {"ep_size": 1}, "model": {"hidden_size": 128, "dtype": "bfloat16"}}
     placement = {"strategy": "round_robin", "num_redundant_experts": 3}
     path = write(tmp_path, **sections, placement=placement, exchange={"payload": payload, "combine_payload": payload})
-    result = epmoe("run", path, "--steps", 2)
+    result = epmoe("run", path, "--steps", 2, "--tokens", 5)
     assert result.exit_code == 0 and "✓ error against" in result.output, result.output
-
-
-def test_run_says_what_travelled(one_rank: None, tmp_path: Path) -> None:
-    result = epmoe("run", write(tmp_path, topology={"ep_size": 1}), "--steps", 2, "--tokens", 5)
-    assert result.exit_code == 0, result.output
     assert "travelled: 0 rows between ranks (0 B out, 0 B back); 10 stayed" in result.output
 
 
@@ -188,10 +175,6 @@ def test_a_ready_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch:
     assert shown == json.loads(epmoe("plan", "cpu_demo.yaml", "--json", "-").output)
     write(tmp_path).rename("cpu_demo")  # a file comes before a name
     assert "a configuration must end in .yaml" in epmoe("plan", "cpu_demo").output
-
-
-def test_the_version() -> None:
-    assert epmoe("--version").output == f"epmoe {__version__}\n"
 
 
 def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +195,12 @@ def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_nvlink_with_too_few_gpus_is_an_error(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    launched(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     result = epmoe(command, write(tmp_path, exchange={"transport": "nvlink"}))
     assert result.exit_code == 2
     assert "wants a GPU for each of 2 ranks, and torch sees 1; EPMOE_EXCHANGE__TRANSPORT=shared_memory" in result.output
-    monkeypatch.setenv("WORLD_SIZE", "4")  # on two nodes, of which torch sees one
+    launched(monkeypatch, 4)  # on two nodes, of which torch sees one
     two_nodes = write(tmp_path, topology={"ep_size": 4, "ranks_per_node": 2}, exchange={"transport": "nvlink"})
     assert "wants a GPU for each of 2 ranks, and torch sees 1" in epmoe(command, two_nodes).output
 
@@ -246,13 +228,8 @@ def test_a_table_in_a_file_has_all_columns(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_human_readable_numbers() -> None:
-    assert [human_bytes(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "3.0 GiB",
-        "5.0 TiB",
-    ]
+    sizes = ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
+    assert [human_bytes(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == sizes
     assert [human_seconds(s) for s in (2.5, 0.0123, 45e-6)] == ["2.5 s", "12.3 ms", "45 µs"]
     assert [human_seconds(s) for s in (1234, 999.6e-6, 999.6e-3, 0)] == ["1,234 s", "1 ms", "1 s", "0 s"]
     assert [human_seconds(s, zeros=True) for s in (2.5, 0.012, 0.1, 0)] == ["2.50 s", "12.0 ms", "100 ms", "0 s"]

@@ -91,8 +91,6 @@ def check_ranks(config: EPConfig) -> None:
             f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees {found}; "
             "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on the CPU"
         )
-    if launched:
-        _require_variables("MASTER_ADDR", "MASTER_PORT")
     if not dist.is_available() or not dist.is_gloo_available() or (on_gpus and not dist.is_nccl_available()):
         needed = "gloo and NCCL" if on_gpus else "gloo"
         raise UserError(f"this build of torch has no torch.distributed with {needed}: install torch from pytorch.org")
@@ -100,24 +98,19 @@ def check_ranks(config: EPConfig) -> None:
 
 def _started_ranks() -> int:
     """The WORLD_SIZE that a launcher set, whose other variables are checked."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        value = os.environ.get(name)
-        if value is not None and not value.isdecimal():
-            raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
-    _require_variables("WORLD_SIZE")
-    rank = int(os.environ["RANK"])
-    size = int(os.environ["WORLD_SIZE"])
-    if rank >= size:
-        raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {rank}")
-    return size
-
-
-def _require_variables(*names: str) -> None:
-    if missing := [name for name in names if not os.environ.get(name)]:
+    values = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
+    if missing := [name for name, value in values.items() if not value]:
         raise UserError(
             f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this command starts its ranks "
             "itself, or start it under torchrun"
         )
+    for name, value in [*values.items()][:3]:
+        if not value.isdecimal():
+            raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
+    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    if rank >= size:
+        raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {rank}")
+    return size
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import difflib
 import json
 import reprlib
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +43,19 @@ def _parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ConfigError(f"key `{key}` is given twice: keep one")
-        result[key] = value
-    return result
-
-
 def _parse_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_unique_pairs)
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-    ".toml": tomllib.loads,
-    ".json": _parse_json,
-}
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ConfigError(f"key `{key}` is given twice: keep one")
+    return result
+
+
+_PARSERS = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": tomllib.loads, ".json": _parse_json}
 
 
 def ready_configs() -> dict[str, Path]:
@@ -112,32 +107,22 @@ def read_config(path: str | Path, holds: str = "sections such as `model:` and `t
 
 def _text_of(path: Path) -> str:
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError("is not a file")
-        content = path.read_bytes()
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError("no such configuration file") from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
-    if b"\0" in content:
-        raise ConfigError("is not a text file")
-    try:
-        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"is not a text file in UTF-8 (line {line}, byte 0x{content[error.start]:02x})") from None
+        byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError(f"is not a text file in UTF-8: {byte}") from None
 
 
 def _brief(error: Exception) -> str:
+    """The line of a mistake and what it is; parsers of YAML and JSON have them under names of their own."""
     mark = getattr(error, "problem_mark", None)
-    line = getattr(error, "lineno", None)
-    if mark is not None:
-        line = mark.line + 1
-    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "msg", None)
-    text = " ".join(str(problem or error).split())
-    if "'\\t'" in text:
-        text = "a tab, where YAML is indented with spaces"
-    return (f"line {line}: " if line is not None else "") + _short(text, 160)
+    line = getattr(error, "lineno", None) if mark is None else mark.line + 1
+    text = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "msg", None) or error
+    return (f"line {line}: " if line is not None else "") + _short(" ".join(str(text).split()), 160)
 
 
 def environment_overrides(

@@ -1,57 +1,51 @@
-"""Local checkpoints for `epmoe run --model PATH`: what they need, before anything is loaded, and their tokenizer."""
+"""Local checkpoints for `epmoe run --model PATH`: whether they can run, before anything is loaded; their tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from epmoe.cli.console import UserError, human_bytes
+from epmoe.config.config import EPConfig
+from epmoe.exchange.window import available_memory_bytes
+
 Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
 
 
-class Checkpoint(NamedTuple):
-    """A model in a local folder, without its weights."""
+def check(folder: Path, config: EPConfig) -> None:
+    """Raise UserError, in one sentence, if the checkpoint in `folder` cannot run as `config` says; reads config.json.
 
-    architecture: str
-    num_experts: int
-    """of a layer"""
-    fp32_bytes: int
-    """of all weights"""
-    shares_weights: bool
-    """whether transformers can spread the weights over the ranks; else each rank holds all"""
-
-
-def inspect(folder: Path, ranks: int) -> Checkpoint:
-    """What the checkpoint in `folder` holds, whose experts shall be spread over `ranks`. Only config.json is read.
-
-    Raises ValueError if it cannot run here; the message says why, in one sentence.
+    Every rank holds its share of the weights, in fp32; or all of them where transformers cannot spread them.
     """
     logging.set_verbosity_error()
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: has no config.json, as a checkpoint of transformers has")
-    if not [*folder.glob("*.safetensors")]:
-        raise ValueError(f"{folder}: has no weights (*.safetensors)")
+    if not (folder / "config.json").is_file() or not [*folder.glob("*.safetensors")]:
+        raise UserError(f"`--model` {folder}: has no config.json or no weights (*.safetensors)")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            known = AutoConfig.from_pretrained(folder, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except Exception as error:  # transformers raises whatever a wrong value leads to
         text = " ".join(str(error).split())
-        raise ValueError(f"{folder}: transformers cannot make the model: {text[:200]}") from None
-    architecture = type(model).__name__
+        raise UserError(f"`--model` {folder}: transformers cannot make the model: {text[:200]}") from None
+    ranks, architecture = config.topology.ep_size, type(model).__name__
     numbers = {module.num_experts for name, module in model.named_modules() if _are_experts(name, module)}
     if not numbers:
-        raise ValueError(f"{folder}: {architecture} has no experts that transformers can spread over ranks")
-    if len(numbers) > 1 or (number := numbers.pop()) % ranks:
-        raise ValueError(f"{folder}: its experts must divide evenly over {ranks} ranks, got {numbers or number}")
-    size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    return Checkpoint(architecture, number, size, bool(getattr(model, "ep_plan", None)))
+        raise UserError(f"`--model` {folder}: {architecture} has no experts that transformers can spread over ranks")
+    if len(numbers) > 1 or any(number % ranks for number in numbers):
+        raise UserError(f"`--model` {folder}: its experts must divide evenly over {ranks} ranks, got {sorted(numbers)}")
+    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    needed *= 1 if getattr(model, "ep_plan", None) else ranks
+    if config.exchange.transport != "nvlink" and needed > (available := available_memory_bytes()):
+        raise UserError(
+            f"`--model` {folder}: {architecture} needs {human_bytes(needed)} in fp32, and this machine has "
+            f"{human_bytes(available)} available"
+        )
 
 
 def tokenizer_of(folder: Path, vocabulary: int) -> tuple[Encode, Decode]:

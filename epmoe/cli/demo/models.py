@@ -7,12 +7,11 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from epmoe.cli.console import UserError, console, human_bytes, require
+from epmoe.cli.console import UserError, console, require
 from epmoe.cli.demo.tiny import MODELS
 from epmoe.cli.result import Result
 from epmoe.cli.tables import show, summarise
 from epmoe.config.config import EPConfig
-from epmoe.exchange.window import available_memory_bytes
 
 NAMES = (*MODELS, "all")
 """The values of `--model` apart from folders."""
@@ -28,16 +27,7 @@ def check_models(config: EPConfig, names: Sequence[str]) -> None:
             raise UserError(f"`--model` {name!r} is not one of {', '.join(NAMES)}, nor a folder with a checkpoint")
         from epmoe.cli.demo import checkpoint
 
-        try:
-            found = checkpoint.inspect(Path(name), config.topology.ep_size)
-        except ValueError as error:
-            raise UserError(f"`--model` {error}") from None
-        needed = found.fp32_bytes * (1 if found.shares_weights else config.topology.ep_size)
-        if config.exchange.transport != "nvlink" and needed > (available := available_memory_bytes()):
-            raise UserError(
-                f"`--model` {name}: {found.architecture} needs {human_bytes(needed)} in fp32, and this machine has "
-                f"{human_bytes(available)} available"
-            )
+        checkpoint.check(Path(name), config)
 
 
 def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) -> list[Result]:

@@ -28,11 +28,8 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> No
     assert ["own" in one.get("class", "") for one in cells] == [i == j for i in range(3) for j in range(3)]
     assert [one.get("style") for one in cells[3:6]] == ["--v:100%", None, "--v:12%"]
     page = Elements(written(tmp_path, three))
-    cells = [attributes for tag, attributes in page.tags if tag == "td" and " to " in attributes.get("title", "")]
-    assert len(cells) == 9
-    for own in page.of_class("own")[:3]:
-        assert "to itself" in own["title"] and "--v" not in own.get("style", "")
-    assert "rank 1 to rank 0: 8 rows" in [cell["title"] for cell in cells]
+    titles = [title for title in page.titles("td") if " to " in title]
+    assert len(titles) == 9 and titles[0] == "rank 0 to itself: 900 rows" and titles[3] == "rank 1 to rank 0: 8 rows"
     assert "17 rows cross to another rank" in page.text and "1,600 rows stay on their rank" in page.text
     assert page.of_class("ramp"), "a colour bar"
 
@@ -42,24 +39,16 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     assert three.late == (1, 2.004)
     heat = Elements(charts.waits(three))
     cells = [one for tag, one in heat.tags if tag == "td" and "title" in one]
-    assert [one["title"].partition(": ")[2] for one in cells] == [
+    assert [title.partition(": ")[2] for title in heat.titles("td")] == [
         "0", "2 s", "500 ms", "250 ms", "0", "1 s", "0", "4 ms", "0",
     ]  # fmt: skip
     assert [one.get("style") for one in cells[:3]] == [None, "--v:100%", "--v:25%"]
     page = Elements(written(tmp_path, three))
     assert "Who waits for whom" in page.text and "waited longest for rank 1: 2.00 s" in page.text
-    titles = [attributes.get("title", "") for tag, attributes in page.tags if tag == "td"]
-    assert "rank 1 for rank 0: 250 ms" in titles and "rank 2 for itself: 0" in titles
+    assert {"rank 1 for rank 0: 250 ms", "rank 2 for itself: 0"} <= {*page.titles("td")}
     assert three_ranks().late is None and "Nobody has waited" in written(tmp_path, three_ranks())
-    alone = result(
-        placement=Placement.build(5, 1),
-        traffic=[[5]],
-        dropped=[0],
-        waited=[[0.0]],
-        stages=[{}],
-        elapsed=[0.0],
-        texts=(),
-    )
+    one_rank = {"traffic": [[5]], "dropped": [0], "waited": [[0.0]], "stages": [{}], "elapsed": [0.0], "texts": ()}
+    alone = result(placement=Placement.build(5, 1), **one_rank)
     assert "Who waits" not in written(tmp_path, alone), "one rank has nobody to wait for"
 
 
@@ -86,8 +75,7 @@ def test_loads_of_ranks_while_experts_move(tmp_path: Path) -> None:
     assert lines[5].endswith("0.33×load of a rank, over the mean2.00×")
     page = Elements(written(tmp_path, three_ranks(balancing=balancing)))
     assert "5 experts have moved; the busiest rank took 2.00 × the mean in the first quarter, 1.10 ×" in page.text
-    titles = [attributes.get("title", "") for tag, attributes in page.tags if tag == "td"]
-    assert "rank 1, rounds 1 to 2: 0.67× the mean" in titles
+    assert "rank 1, rounds 1 to 2: 0.67× the mean" in page.titles("td")
     assert "Load of the slots" in page.text and "busiest slot" in page.text
     assert {attributes.get("scope") for tag, attributes in page.tags if tag == "th"} == {"col", "row"}
     assert "while experts move" not in written(tmp_path, three_ranks())

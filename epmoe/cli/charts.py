@@ -75,109 +75,76 @@ def stages(result: Result) -> Markup:
 
 def traffic(result: Result) -> Markup:
     """The heat map of the rows from rank to rank."""
-    words = {"down": "from", "across": "to", "what": "rows on the wire", "itself": "not on the wire"}
-    return _pairs(result.traffic, lambda rows: f"{rows:,.0f}", unit=" rows", **words)
+    words = ("from", "to", "rows on the wire", "not on the wire")
+    return _pairs(result.traffic, *words, lambda rows: f"{rows:,.0f}", " rows")
 
 
 def waits(result: Result) -> Markup:
     """The heat map of the time that each rank waited for each other rank."""
-    words = {"down": "rank", "across": "for", "what": "time waited", "itself": "never"}
-    return _pairs(result.waited, lambda seconds: human_seconds(seconds) if seconds else "0", unit="", **words)
+    words = ("rank", "for", "time waited", "never")
+    return _pairs(result.waited, *words, lambda seconds: human_seconds(seconds) if seconds else "0")
 
 
 def _pairs(
     values: Sequence[Sequence[float]],
-    label: Callable[[float], str],
-    *,
-    unit: str,
-    down: str,
-    across: str,
-    what: str,
-    itself: str,
-) -> Markup:
+    down: str, across: str, what: str, itself: str,
+    label: Callable[[float], str], unit: str = "",
+) -> Markup:  # fmt: skip
     """A heat map of [R][R] values: a rank for each row and column. A rank's value for itself has no colour."""
+    ranks = range(len(values))
     others = [one for i, row in enumerate(values) for j, one in enumerate(row) if i != j] or [0]
-    low = min(others)
-    top = max(others)
-    rows = [
-        [
-            Cell(
-                label(one),
-                f"rank {i} {across} {'itself' if i == j else f'rank {j}'}: {label(one)}{unit}",
-                (one - low) / (top - low or 1),
-                i == j,
-            )
-            for j, one in enumerate(row)
-        ]
-        for i, row in enumerate(values)
-    ]
-    labelled = len(rows) <= MOST_LABELLED
-    heads = [_number(rank, len(rows)) for rank in range(len(rows))]
+    low, top = min(others), max(others)
+
+    def cell(i: int, j: int) -> Cell:
+        one, whom = values[i][j], "itself" if i == j else f"rank {j}"
+        return Cell(label(one), f"rank {i} {across} {whom}: {label(one)}{unit}", (one - low) / (top - low or 1), i == j)
+
     key = (element("span", class_="own key"), element("span", f"{across} itself: {itself}"))
-    grid = _grid(f"{across} rank", down, heads, rows, labelled, len(rows))
+    heads = [_number(rank, len(ranks)) for rank in ranks]
+    grid = _grid(f"{across} rank", down, heads, [[cell(i, j) for j in ranks] for i in ranks])
     return element("div", grid, _scale(label(low), what, label(top), *key), class_="heat")
 
 
 def balance(balancing: Balancing) -> Markup:
     """The load of each rank over the mean: ranks as rows, parts of the run as columns."""
-    rounds = len(balancing.rows[0])
-    ranks = len(balancing.rows)
+    rounds, ranks = len(balancing.rows[0]), len(balancing.rows)
     count = min(rounds, MOST_PARTS)
     spans = list(itertools.pairwise(rounds * n // count for n in range(count + 1)))
     loads = [[sum(rows[begin:end]) for rows in balancing.rows] for begin, end in spans]
     over = [[load * ranks / (sum(part) or 1) for load in part] for part in loads]
-    low = min(map(min, over))
-    top = max(map(max, over))
-    rows = [
-        [
-            Cell(
-                f"{part[rank]:.2f}",
-                f"rank {rank}, rounds {begin + 1} to {end}: {part[rank]:.2f}× the mean",
-                (part[rank] - low) / (top - low or 1),
-            )
-            for (begin, end), part in zip(spans, over, strict=True)
-        ]
-        for rank in range(ranks)
-    ]
+    low, top = min(map(min, over)), max(map(max, over))
+
+    def cell(rank: int, n: int) -> Cell:
+        text, (begin, end) = f"{over[n][rank]:.2f}", spans[n]
+        title = f"rank {rank}, rounds {begin + 1} to {end}: {text}× the mean"
+        return Cell(text, title, (over[n][rank] - low) / (top - low or 1))
+
     moves = [sum(moves for tick, moves in balancing.moves if begin < tick <= end) for begin, end in spans]
     busiest = [f"{imbalance(load) or 1:.2f}" for load in loads]
     below = [
-        element("tr", element("th", name, scope="row"), *(element("td", cell, class_="corner") for cell in cells))
+        element("tr", element("th", name, scope="row"), *(element("td", one, class_="corner") for one in cells))
         for name, cells in (("most", busiest), ("moves", moves))
     ]
-    labelled = ranks <= MOST_LABELLED
     heads = [f"{begin + 1}" for begin, _ in spans]
-    grid = _grid("from round", "rank", heads, rows, labelled, count if labelled else max(count, ranks), *below)
+    grid = _grid("from round", "rank", heads, [[cell(i, n) for n in range(count)] for i in range(ranks)], *below)
     return element("div", grid, _scale(f"{low:.2f}×", "load of a rank, over the mean", f"{top:.2f}×"), class_="heat")
 
 
 def _grid(
-    caption: str,
-    corner: str,
-    heads: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    labelled: bool,
-    size: int,
-    *below: Markup,
-) -> Markup:
-    """The cells of a heat map, a rank for each row. `size` says how many columns' room they get."""
-    top = element("tr", element("td", corner, class_="corner"), *(element("th", head, scope="col") for head in heads))
-    lines = []
+    caption: str, corner: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], *below: Markup
+) -> Markup:  # fmt: skip
+    """The cells of a heat map, a rank for each row; with many ranks small ones, without their texts."""
+    labelled = len(rows) <= MOST_LABELLED
+    lines = [element("tr", element("td", corner, class_="corner"), *(element("th", one, scope="col") for one in heads))]
     for rank, row in enumerate(rows):
-        cells = [
-            element(
-                "td",
-                cell.text if labelled else "",
-                class_="own" if cell.own else "",
-                style="" if cell.own else f"--v:{100 * cell.level:.0f}%",
-                title=cell.title,
-            )
-            for cell in row
-        ]
+        cells = []
+        for one in row:
+            css, style = ("own", "") if one.own else ("", f"--v:{100 * one.level:.0f}%")
+            cells.append(element("td", one.text if labelled else "", class_=css, style=style, title=one.title))
         lines.append(element("tr", element("th", _number(rank, len(rows)), scope="row"), *cells))
+    style = f"--n:{len(heads) if labelled else max(len(heads), len(rows))}"  # how many columns' room they get
     css = f"cells{' small' * (not labelled)}"
-    style = f"--n:{size}"
-    table = element("table", element("caption", caption), top, *lines, *below, class_=css, style=style)
+    table = element("table", element("caption", caption), *lines, *below, class_=css, style=style)
     return element("div", table, class_="scroll", tabindex=0)
 
 
@@ -195,38 +162,30 @@ def _number(rank: int, ranks: int) -> str:
 
 def loads(result: Result) -> Markup:
     """Tokens of each physical expert, as bars, rank by rank."""
-    placement = result.placement
-    holder = result.holder
+    placement, holder, R = result.placement, result.holder, result.placement.ep_size
     mean = sum(result.load) / len(result.load)
     top, ticks = axis(max(result.load), lambda value: f"{value:,.0f}", whole=True)
-    gap = f"gap:min(22px,{24 / placement.ep_size:.2f}%)"
-    groups = []
+    gap = f"gap:min(22px,{24 / R:.2f}%)"
+
+    def bar(rank: int, expert: int) -> Markup:
+        load, logical = result.load[expert], placement.logical(expert)
+        copy = f" (copy of {logical})" if logical != expert and holder == "expert" else ""
+        title = f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, {times(load / (mean or 1))} the mean"
+        return element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title)
+
+    groups, below = [], []
     for rank, experts in enumerate(by_rank(placement, range(len(result.load)))):
-        bars = []
-        for expert in experts:
-            load = result.load[expert]
-            logical = placement.logical(expert)
-            copy = f" (copy of {logical})" if logical != expert and holder == "expert" else ""
-            title = f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, {times(load / (mean or 1))} the mean"
-            bars.append(element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title))
-        groups.append(element("div", *bars, style=f"flex:{len(experts)}"))
+        width = f"flex:{len(experts)}"
+        groups.append(element("div", *(bar(rank, expert) for expert in experts), style=width))
+        name = f"rank {rank}" if R <= 6 else f"{rank}" if R <= 16 or rank % 8 == 0 else ""
+        below.append(element("span", name, style=width))
     axis_labels = (element("span", label, style=f"top:{100 - at}%") for at, label in ticks)
     lines = (element("i", class_="grid", style=f"top:{100 - at}%") for at, _ in ticks)
     limit = element("i", element("b", f"mean {mean:,.0f}"), class_="limit", style=f"top:{100 - 100 * mean / top}%")
+    bars = element("div", *groups, class_="groups", style=gap)
     area = element(
-        "div",
-        *lines,
-        element("div", *groups, class_="groups", style=gap),
-        limit,
-        class_="area",
-        role="img",
-        aria_label=f"Tokens of each {holder}, rank by rank",
+        "div", *lines, bars, limit, class_="area", role="img", aria_label=f"Tokens of each {holder}, rank by rank"
     )
-    R = placement.ep_size
-    names = [f"rank {rank}" if R <= 6 else f"{rank}" if R <= 16 or rank % 8 == 0 else "" for rank in range(R)]
-    below = [
-        element("span", name, style=f"flex:{placement.num_local_experts(rank)}") for rank, name in enumerate(names)
-    ]
     return join(
         (
             element("div", element("div", *axis_labels, class_="y"), area, class_="plot load"),

@@ -174,46 +174,26 @@ def _anonymous_memory() -> Finding:
     except OSError as error:
         advice = "the container's seccomp profile must allow memfd_create"
         return Finding("fail", "CPU windows", f"memfd_create fails: {error.strerror}", advice)
-    try:
-        shm = os.statvfs("/dev/shm")
-        size = human_bytes(shm.f_blocks * shm.f_frsize)
-    except OSError:
-        size = "absent"
-    return Finding("ok", "CPU windows", f"anonymous memory (memfd): /dev/shm ({size}) does not limit them")
+    return Finding("ok", "CPU windows", "anonymous memory (memfd), which /dev/shm does not limit")
 
 
 def _memory(config: EPConfig | None) -> Iterator[Finding]:
     available = available_memory_bytes()
-    detail = f"{human_bytes(available)} available, cgroup limit {_cgroup_limit()}"
+    detail = f"{human_bytes(available)} available"
     if config is None:
         yield Finding("ok", "memory", detail)
         return
-    plans = rank_plans(config)
-    size = config.topology.ep_size
-    needed = sum(p.total_bytes for p in plans)
+    sizes, ranks = [plan.total_bytes for plan in rank_plans(config)], config.topology.ep_size
     advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
     if config.exchange.transport == "nvlink":
-        if torch.cuda.device_count() < size:  # _gpus says so
+        if torch.cuda.device_count() < ranks:  # _gpus says so
             return
-        each = max(p.total_bytes for p in plans)
         free, _ = torch.cuda.mem_get_info()
-        fits = each <= free
-        detail = f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"
+        fits = max(sizes) <= free
+        detail = f"{human_bytes(max(sizes))} planned on each GPU, {human_bytes(free)} free"
     else:
-        fits = needed <= available
-        detail = f"{human_bytes(needed)} planned for {size} ranks; {detail}"
-        cores = len(os.sched_getaffinity(0))
-        if size > cores:
-            yield Finding("warn", "cores", f"{size} ranks on {cores} cores: works, but they take turns")
+        fits = sum(sizes) <= available
+        detail = f"{human_bytes(sum(sizes))} planned for {ranks} ranks; {detail}"
+        if ranks > (cores := len(os.sched_getaffinity(0))):
+            yield Finding("warn", "cores", f"{ranks} ranks on {cores} cores: works, but they take turns")
     yield Finding("ok", "memory", detail) if fits else Finding("fail", "memory", detail, advice)
-
-
-def _cgroup_limit() -> str:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # version 2, 1
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for "none"
-            return human_bytes(int(text))
-    return "none"

@@ -139,18 +139,12 @@ def caution(results: Sequence[Result]) -> str:
     """What a reader of the times must know."""
     if results[0].config.exchange.transport == "nvlink":
         return ""
-    ranks = results[0].placement.ep_size
-    cores = len(os.sched_getaffinity(0))
-    compared = ""
-    turns = "All of it runs on the CPU"
-    if ranks > cores:
-        turns = f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}"
-    if results[0].baseline and ranks > 1:
-        compared = (
-            f" One process is there to check the tokens, not to compare the times: it generates one text and has the "
-            f"machine to itself, while the {ranks} generate {ranks} texts at once and wait for each other."
-        )
-    return f"{turns}: the times say where the time goes, not what a GPU would need.{compared}"
+    ranks, cores = results[0].placement.ep_size, len(os.sched_getaffinity(0))
+    shared = (
+        f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}" if ranks > cores else "All is on the CPU"
+    )
+    compared = " One process, which generates one text, has the machine to itself." * bool(results[0].baseline)
+    return f"{shared}: the times say where the time goes, not what a GPU would need.{compared * (ranks > 1)}"
 
 
 def settings(config: EPConfig) -> str:

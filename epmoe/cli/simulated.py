@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,22 +34,6 @@ _PLANS = 16  # of a run
 PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 
 
-@dataclass
-class Measured:
-    """One rank's figures over all rounds."""
-
-    seconds: dict[str, float]
-    """by stage"""
-    worst_error: float = 0.0
-    """relative to the largest element of a round's output"""
-    waited: list[float] = field(default_factory=list)
-    """seconds that this rank waited for each rank"""
-    rows: list[int] = field(default_factory=list)
-    """where experts move, rows of this rank's experts by round"""
-    moves: list[tuple[int, int]] = field(default_factory=list)
-    """(rounds before it, moves on all ranks) of each plan"""
-
-
 def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, balances: bool) -> Result:
     """Run the layer over all ranks of the default group. The Result is the same on every rank."""
     model = config.model
@@ -66,11 +49,11 @@ def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None,
         mine = _measure(ep, kind, steps, tokens, seed, lambda: progress.advance(task), balances)
         health = ep.health()
         placement = ep.placement
-    of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather((asdict(mine), health.as_dict()))
-    measured = [Measured(**one) for one, _ in of_ranks]
-    counts = Result.counts(placement, [Health(**one) for _, one in of_ranks])
+    of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather(mine | {"health": health.as_dict()})
+    by_rank = {key: [one[key] for one in of_ranks] for key in of_ranks[0]}
+    counts = Result.counts(placement, [Health(**one) for one in by_rank["health"]])
     limit = _tolerance(config)
-    worst = max(one.worst_error for one in measured)
+    worst = max(by_rank["worst_error"])
     check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
     return Result(
         name=name,
@@ -83,11 +66,11 @@ def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None,
         },
         checks=[check] if tokens else [],
         placement=placement,
-        **counts | {"waited": [one.waited for one in measured]},  # without that of the empty round
-        stages=[one.seconds for one in measured],
-        elapsed=[sum(one.seconds.values()) for one in measured],
+        **counts | {"waited": by_rank["waited"]},  # without that of the empty round
+        stages=by_rank["stages"],
+        elapsed=[sum(seconds.values()) for seconds in by_rank["stages"]],
         rounds=steps,
-        balancing=Balancing([one.rows for one in measured], mine.moves) if balances else None,
+        balancing=Balancing(by_rank["rows"], mine["moves"]) if balances else None,
     )
 
 
@@ -99,15 +82,16 @@ def _measure(
     seed: int,
     advance: Callable[[], object],
     balances: bool,
-) -> Measured:
+) -> dict[str, Any]:
     """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
 
-    `advance` is called after each round. With `balances`, experts move between the ranks meanwhile.
+    `advance` is called after each round. With `balances`, experts move between the ranks meanwhile. Returns what
+    `Result` and `Balancing` have of each rank, and the worst error, relative to a round's largest output.
     """
     config = ep.config
     model = config.model
     clock = StageClock(ep.device)
-    measured = Measured(clock.seconds)
+    worst_error, rows, moves = 0.0, list[int](), list[tuple[int, int]]()
     weights = _expert_weights(config, seed, ep.device)
     tag = int(config.placement.live)
     held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
@@ -147,19 +131,19 @@ def _measure(
             y_TD = ep.combine(rows_ND, d)
         some = slice(None, None, max(1, tokens // CHECKED_ROWS))
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
-        measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
+        worst_error = max(worst_error, _relative_error(y_TD[some], expected_TD))
         advance()
         if balancer is not None:
-            measured.rows.append(sum(ep.health().tokens_per_expert))
+            rows.append(sum(ep.health().tokens_per_expert))
             balancer.tick()
     ep.check()
     if balancer is not None:
         balancer.finish()
-        measured.rows = [after - before for before, after in pairwise([rows_before, *measured.rows])]
-        measured.moves = [(step.tick, step.moves) for step in balancer.history]
+        rows = [after - before for before, after in pairwise([rows_before, *rows])]
+        moves = [(step.tick, step.moves) for step in balancer.history]
         balancer.close()
-    measured.waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]
-    return measured
+    waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]
+    return {"stages": clock.seconds, "worst_error": worst_error, "waited": waited, "rows": rows, "moves": moves}
 
 
 def _synchronise(ep: ExpertParallel) -> None:
@@ -185,7 +169,7 @@ def live(config: EPConfig) -> EPConfig:
 
 
 def _tolerance(config: EPConfig) -> float:
-    """The limit of `Measured.worst_error`: it allows for the rounding of rows' dtype, also inside the experts."""
+    """The limit of the worst error: it allows for the rounding of rows' dtype, also inside the experts."""
     return FP8_TOLERANCE if config.exchange.quantizes else TOLERANCE[config.model.dtype]
 
 

@@ -97,7 +97,7 @@ class WeightReceiver:
         self.version, self.pause_s = _NONE, 0.0
         self.problem: BaseException | None = None
         self._target = _NONE
-        self._staging: Promise[Version] | None = None
+        self._staging: Promise[None] | None = None
         self._staged: Version | None = None
         self._looked = 0.0
         with naming("WeightReceiver", [ep]), (peers := peers_of(ep)).together():
@@ -151,12 +151,13 @@ class WeightReceiver:
         self._check_state()
         ep, rounds = self._ep, self.exchange.rounds
         target, behind, version, *staged = ops.read_words(self._words).tolist()
-        flips = self._staged is not None and version == self._staged.number and 0 <= behind < rounds.count
-        if flips:
-            assert self._staged is not None
-            self._flip(self._staged)
-            self._staged = None
-        self._go_on(target)
+        flips = False
+        if (new := self._staged) is not None and version == new.number and 0 <= behind < rounds.count:
+            self._flip(new)
+            self._staged, flips = None, True
+        if target > self._target:
+            self._target, self._staged = target, None
+            self._staging = self._worker.submit(partial(self._stage_and_say, target))
         if ep.rank == 0 and version <= self.version:  # no flip is to come
             self._decide(target, staged, rounds.count)
         return flips
@@ -173,22 +174,14 @@ class WeightReceiver:
         if rounds.state != CLOSED:
             raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
-    def _go_on(self, target: int) -> None:
-        """Stage the version that rank 0 has named, on the thread, and say so once it is."""
-        if self._staging is not None:
-            if not self._staging.done:
-                return
-            staging, self._staging = self._staging, None
-            if staging.error is None:
-                self._staged, self.problem = staging.get(), None
-                self._post(_STAGED + self._ep.rank, self._target)
-            else:
-                self.problem = staging.error
-                _log.warning("version %d of the weights is not taken: %s", self._target, staging.error)
-                self._post(_STAGED + self._ep.rank, _failed(self._target))
-        if target > self._target:
-            self._target, self._staged = target, None
-            self._staging = self._worker.submit(partial(self._stage, target))
+    def _stage_and_say(self, number: int) -> None:
+        """Stage a version, on the thread, and tell rank 0 how that went."""
+        try:
+            self._staged, self.problem, said = self._stage(number), None, number
+        except BaseException as error:
+            _log.warning("version %d of the weights is not taken: %s", number, error)
+            self.problem, said = error, _failed(number)
+        self._post(_STAGED + self._ep.rank, said)
 
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""

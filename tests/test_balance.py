@@ -338,33 +338,32 @@ def command(tmp_path, monkeypatch):
     return lambda *options: CliRunner().invoke(app, ["balance", "sizes.json", *options])
 
 
+LOADS = [[1.0] * 8, [1, 1, 9, 9, 9, 1, 1, 1]]
+
+
 @pytest.mark.parametrize("suffix", [".json", ".pt", ".npy"])
 def test_the_command_prints_the_plan(command, suffix):
-    loads = torch.tensor([[1.0] * 8, [1, 1, 9, 9, 9, 1, 1, 1]])
-    path = Path("loads").with_suffix(suffix)
+    loads, path = torch.tensor(LOADS), Path("loads").with_suffix(suffix)
     if suffix == ".json":
-        path.write_text(json.dumps(loads.tolist()))
+        path.write_text(json.dumps(LOADS))
     elif suffix == ".pt":
         torch.save(loads, path)
     else:
         numpy.save(path, loads.numpy())
     result = command("--loads", str(path), "--out", "slots.json")
     assert result.exit_code == 0, result.output
-    slots = torch.tensor(json.loads(Path("slots.json").read_text())["slots"], dtype=torch.int32)
-    start = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], dtype=torch.int32)
-    plan = epmoe.balance(loads, start.expand(2, -1), ep_size=2)
-    assert torch.equal(slots, plan.slots)
+    plan = epmoe.balance(loads, (torch.arange(10) % 8).expand(2, -1), ep_size=2)
+    assert json.loads(Path("slots.json").read_text()) == {"slots": plan.slots.tolist()}
     assert f"{plan.balance_before[1]:.3f}" in result.output and f"{plan.balance_after[1]:.3f}" in result.output
-    assert plan.moves and plan.balance_after[1] < plan.balance_before[1]
     volume = len(plan.moves) * 3  # KiB: 3 · 16 · 32 numbers of 2 bytes
-    assert f"{len(plan.moves)} moves of 3.0 KiB, {volume}.0 KiB in all" in result.output
+    assert plan.moves and f"{len(plan.moves)} moves of 3.0 KiB, {volume}.0 KiB in all" in result.output
 
 
 def test_the_command_goes_on_from_a_file_of_slots(command):
     """What it writes is a file for `placement.slots`, from which the next plan begins."""
     placement = {"live": True, "slots_per_rank": 5, "layers": 2, "most_copies": 2}
     Path("sizes.json").write_text(json.dumps(SIZES | {"placement": placement}))
-    Path("loads.json").write_text(json.dumps([[1.0] * 8, [1, 1, 9, 9, 9, 1, 1, 1]]))
+    Path("loads.json").write_text(json.dumps(LOADS))
     assert command("--loads", "loads.json", "--out", "first.json").exit_code == 0
     config = SIZES | {"placement": placement | {"slots": "first.json"}}
     Path("sizes.json").write_text(json.dumps(config))
@@ -380,13 +379,10 @@ def test_the_command_goes_on_from_a_file_of_slots(command):
 @pytest.mark.parametrize("placement", [{}, {"live": True, "slots_per_rank": 4}])
 def test_the_command_says_that_no_slot_is_free(command, placement):
     Path("sizes.json").write_text(json.dumps(SIZES | {"placement": placement}))
-    Path("loads.json").write_text(json.dumps([1, 1, 9, 9, 9, 1, 1, 1]))
+    Path("loads.json").write_text(json.dumps(LOADS[1]))
     shown = command("--loads", "loads.json").output
     key = "slots_per_rank" if placement else "num_redundant_experts"
     assert "0 moves" in shown and "No slot is free" in shown and f"`placement.{key}` gives more slots" in shown
-
-
-def test_the_help_names_the_shapes_of_loads(command):
     assert "Load of each expert, [layers, E] or [E]: a JSON list" in command("--help").output
 
 

@@ -74,21 +74,11 @@ def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -
     assert [b["nbytes"] for b in shown["ranks"][1]["buffers"]] == [b.nbytes for b in plans[1].buffers]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"num_experts_per_tok": 9}}, "`model.num_experts_per_tok` must be at most"),
-        ({"topology": {"ep_sise": 2}}, "`topology.ep_sise` is not a known key; did you mean `ep_size`?"),
-        ({"model": {"hidden_size": True}}, "`model.hidden_size`"),
-        ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be at most 64 on one node, got 65"),
-    ],
-)
 @pytest.mark.parametrize("command", ["plan", "run", "doctor", "bench"])
-def test_wrong_key_gives_one_message_and_exit_code_2(tmp_path: Path, command: str, changes: dict, message: str) -> None:
-    result = epmoe(command, write(tmp_path, **changes))
-    assert result.exit_code == 2
-    assert message in result.output
-    assert "Traceback" not in result.output
+def test_wrong_key_gives_one_message_and_exit_code_2(tmp_path: Path, command: str) -> None:
+    result = epmoe(command, write(tmp_path, topology={"ep_sise": 2}))
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "`topology.ep_sise` is not a known key; did you mean `ep_size`?" in result.output
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
@@ -166,15 +156,6 @@ def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -
     result = epmoe("run", path, "--steps", 2, "--tokens", 5)
     assert result.exit_code == 0 and "✓ error against" in result.output, result.output
     assert "travelled: 0 rows between ranks (0 B out, 0 B back); 10 stayed" in result.output
-
-
-def test_a_ready_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shown = json.loads(epmoe("plan", "cpu_demo", "--json", "-").output)
-    assert shown == json.loads(epmoe("plan", DEMO, "--json", "-").output)
-    assert shown == json.loads(epmoe("plan", "cpu_demo.yaml", "--json", "-").output)
-    write(tmp_path).rename("cpu_demo")  # a file comes before a name
-    assert "a configuration must end in .yaml" in epmoe("plan", "cpu_demo").output
 
 
 def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,8 @@ def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
 def test_defaults():
     config = make()
     assert config.model.torch_dtype is torch.bfloat16
-    assert (config.routing.scoring, config.placement.strategy, config.exchange.transport) == (
-        "softmax",
-        "linear",
-        "auto",
-    )
+    chosen = config.routing.scoring, config.placement.strategy, config.exchange.transport
+    assert chosen == ("softmax", "linear", "auto")
     assert config.capacity.max_expert_rows is None
     assert config.num_physical_experts == 16
     swiglu = {"interleaved": False, "limit": None, "alpha": 1.0, "up_offset": 0.0}
@@ -70,7 +67,9 @@ FILES = {"c.yaml": YAML, "c.yml": YAML, "c.toml": TOML, "c.json": json.dumps({"m
 
 @pytest.mark.parametrize("name", FILES)
 def test_all_formats_load_the_same_config(tmp_path, name):
+    """A byte order mark is no mistake."""
     assert EPConfig.load(write(tmp_path, FILES[name], name)) == make()
+    assert EPConfig.load(write(tmp_path, "\ufeff" + FILES[name], name)) == make()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,6 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"experts": {"activation": "gelu"}}, "`experts.activation` is not a known key"),
         ({"routing": {"scoring": "relu"}}, "`routing.scoring` must be 'softmax' or 'sigmoid', got 'relu'"),
         ({"model": {"num_expert": 8}}, "`model.num_expert` is not a known key; did you mean `num_experts`?"),
-        ({"colour": {}}, "`colour` is not a known key; use model, topology, routing"),
         ({"hardware": {"put_us": 30.0}}, "`hardware` is not a known key; use model, topology, .* exchange$"),
         ({"model": {"num_experts_per_tok": 17}}, "`model.num_experts_per_tok` must be .* = 16, got 17"),
         ({"model": {"hidden_size": 60}}, "`model.hidden_size` must be a multiple of 8, so that a bfloat16"),
@@ -99,15 +97,9 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"routing": {"top_groups": 2}}, "`routing.top_groups` must be from 1 to 1"),
         ({"topology": {"ranks_per_node": 3}}, "`topology.ranks_per_node` must be a divisor of .* = 4, got 3"),
         ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be at most 64 on one node, got 65"),
-        (
-            {"topology": {"ep_size": 32, "ranks_per_node": 2}},
-            "`topology.ranks_per_node` must be such that every node owns an expert, got 2",
-        ),
+        ({"topology": {"ep_size": 32, "ranks_per_node": 2}}, "`topology.ranks_per_node` .* every node owns an expert"),
         ({"capacity": {"max_rows_per_node": 1025}}, "`capacity.max_rows_per_node` must be at most M = 1024 rows"),
-        (
-            {"placement": {"strategy": "explicit"}},
-            "`placement.assignment` must be given with strategy 'explicit'.* none",
-        ),
+        ({"placement": {"strategy": "explicit"}}, "`placement.assignment` must be given .* 'explicit'.* none"),
         ({"placement": {"assignment": [0] * 16}}, "`placement.assignment` must be given .* got 'linear' with one"),
         ({"placement": {"strategy": "explicit", "assignment": [0]}}, "`placement.assignment` must be 16 .* 1"),
         (
@@ -119,16 +111,13 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             r"`placement.assignment\[1\]` must be a valid integer, got True",
         ),
         (
-            {
-                "model": {"num_experts": 4096, "num_experts_per_tok": 4096},
-                "capacity": {"max_num_tokens_per_rank": 2**20},
-            },
+            {"model": {"num_experts": 4096, "num_experts_per_tok": 4096}}
+            | {"capacity": {"max_num_tokens_per_rank": 2**20}},
             "`capacity.max_num_tokens_per_rank` must be at most 131039, as R·M·K rows are numbered in int32",
         ),
         (
             {"capacity": {"alignment": 128, "max_expert_rows": 2**31 - 1}},
-            "`capacity.max_expert_rows` must be at most 2147483520, the largest int32 multiple of "
-            "the alignment 128, got 2147483647",
+            "`capacity.max_expert_rows` must be at most 2147483520, the largest .* alignment 128, got 2147483647",
         ),
     ],
 )
@@ -167,11 +156,7 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
         ("EPMOE_TOPOLGY__EP_SIZE", "2", "EPMOE_TOPOLGY__EP_SIZE: no section `topolgy`"),
         ("EPMOE_TOPOLOGY__EP_SIZE", "yes", "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE"),
         ("EPMOE_TOPOLOGY__EP_SIZE", "[", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: "),
-        (
-            "EPMOE_TOPOLOGY__EP_SIZE",
-            "*four",
-            "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: found undefined alias",
-        ),
+        ("EPMOE_TOPOLOGY__EP_SIZE", "*four", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: .* undefined alias"),
         ("EPMOE_TOPOLOGY_EP_SIZE", "2", "EPMOE_TOPOLOGY_EP_SIZE: .* did you mean EPMOE_TOPOLOGY__EP_SIZE, with two"),
         ("EPMOE_EXCHANGE_TIMEOUTS", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
         ("EPMOE_TIMEOUT_S", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
@@ -183,26 +168,17 @@ def test_a_wrong_variable_is_named(tmp_path, monkeypatch, variable, value, messa
         EPConfig.load(write(tmp_path, YAML))
 
 
-def test_find_config_takes_a_file_before_a_name(tmp_path, monkeypatch):
+def test_a_ready_configuration_is_found_by_its_name(tmp_path, monkeypatch):
+    """A file of this name comes first."""
     monkeypatch.chdir(tmp_path)
     ready = ROOT / "configs" / "cpu_demo.yaml"
     assert find_config("cpu_demo") == find_config("cpu_demo.yaml") == ready
+    assert EPConfig.load("cpu_demo") == EPConfig.load(ready)
     assert find_config("other.yaml") == Path("other.yaml")  # reading it gives the error
     write(tmp_path, YAML, "cpu_demo.yaml")
     assert (find_config("cpu_demo"), find_config("cpu_demo.yaml")) == (ready, Path("cpu_demo.yaml"))
-    with pytest.raises(
-        ConfigError, match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_demo, h"
-    ):
-        find_config("cpu_dem")
-
-
-def test_a_ready_configuration_is_loaded_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert EPConfig.load("cpu_demo") == EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")
-    for load in (EPConfig.load, epmoe.ExpertParallel):
-        with pytest.raises(
-            ConfigError, match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_demo, h"
-        ):
+    for load in (find_config, EPConfig.load, epmoe.ExpertParallel):
+        with pytest.raises(ConfigError, match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_d"):
             load("cpu_dem")
     monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "1")
     with epmoe.ExpertParallel("cpu_demo") as ep:
@@ -220,12 +196,6 @@ def test_ready_configs_are_those_of_the_package_if_it_has_some(tmp_path, monkeyp
     (tmp_path / "epmoe" / "configs").mkdir(parents=True)
     inside = write(tmp_path / "epmoe" / "configs", YAML, "inside.yaml")
     assert config_file.ready_configs() == {"inside": inside}
-
-
-def test_a_byte_order_mark_is_no_mistake(tmp_path):
-    for name, text in FILES.items():
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
-        assert EPConfig.load(tmp_path / name) == make()
 
 
 def test_the_schema_documents_every_key():

@@ -82,6 +82,9 @@ def test_the_plan_says_what_max_expert_rows_would_save():
     shown = words(plan(DEEPSEEK))
     assert "By default a rank has 69,632 rows" in shown
     assert "8,192 rows a rank are the mean of balanced routing" in shown
+    rows = json.loads(plan(DEEPSEEK, "--json", "-"))["expert_rows"]
+    assert (rows["worst"], rows["mean"]) == (69632, 8192)
+    assert [one["load"] for one in rows["suggestions"]] == list(LOADS)
     config = EPConfig.load(DEEPSEEK)
     found = suggestions(EPConfig.load(DEEPSEEK))
     assert [one.load for one in found] == list(LOADS) == [1.0, 1.5, 2.0]
@@ -97,16 +100,7 @@ def test_the_plan_says_what_max_expert_rows_would_save():
 def test_a_limit_that_is_set_is_told_as_a_load():
     shown = words(plan(DEEPSEEK, EPMOE_CAPACITY__MAX_EXPERT_ROWS="12902", EPMOE_CAPACITY__ALIGNMENT="1"))
     assert "`capacity.max_expert_rows` = 12,902 is enough for 1.5 × the mean load" in shown
-
-
-def test_nothing_is_advised_where_little_would_be_saved():
-    assert "max_expert_rows" not in plan("cpu_demo")
-
-
-def test_the_rows_as_json():
-    rows = json.loads(plan(DEEPSEEK, "--json", "-"))["expert_rows"]
-    assert (rows["worst"], rows["mean"]) == (69632, 8192)
-    assert [one["load"] for one in rows["suggestions"]] == list(LOADS)
+    assert "max_expert_rows" not in plan("cpu_demo"), "it would save little"
 
 
 def test_rows_by_hand():
@@ -119,12 +113,8 @@ def test_rows_by_hand():
     assert capacity.rows(10.0) == 1200  # never more than the worst case
     assert Capacity.of(tiny(alignment=8)).rows(1.0) == 382 + 3 * 7
     assert Capacity.of(tiny(alignment=8)).worst == 1224  # 1200 + 3 · 7, rounded up
-
-
-@pytest.mark.parametrize("load", [0.5, *LOADS])
-def test_the_load_of_a_limit_is_the_inverse(load):
-    capacity = Capacity.of(tiny(alignment=4))
-    assert capacity.load(capacity.rows(load)) == pytest.approx(load, rel=0.01)
+    for load in (0.5, *LOADS):
+        assert capacity.load(capacity.rows(load)) == pytest.approx(load, rel=0.01), "the inverse"
 
 
 def test_balanced_routing_stays_below_the_value_for_a_load_of_1():

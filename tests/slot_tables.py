@@ -1,13 +1,15 @@
-"""Drawn tables of slots, and experts that multiply rows, for tests of experts that move."""
+"""Drawn tables of slots, and experts that multiply rows by their gains, for tests of experts that move."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import torch
+from helpers import randn
 from torch import Tensor
 
-from epmoe import Dispatched
+from epmoe import Dispatched, ExpertParallel
 from epmoe.live.layout import EMPTY
 
 
@@ -46,3 +48,46 @@ def times_slots(d: Dispatched, gains_SD: Tensor) -> Tensor:
 def weighted_sum(x: Tensor, ids: Tensor, weights: Tensor, gains_ED: Tensor) -> Tensor:
     """What combine gives for experts that multiply by their gains, float64 [T, D]."""
     return (x.double()[:, None] * gains_ED.double()[ids.long()] * weights.double()[:, :, None]).sum(1)
+
+
+class Slots:
+    """The weights of all slots of a rank: a row of gains [D], and data that only moves."""
+
+    def __init__(self, ep: ExpertParallel, D: int, numbers: int) -> None:
+        self.ep, layers, S = ep, len(ep.slots), ep.num_local_experts
+        self.rows = torch.full((layers, S, D), torch.nan, device=ep.device)
+        self.data = torch.full((layers, S, numbers), -1, dtype=torch.int32, device=ep.device)
+        self.load()
+
+    def load(self) -> None:
+        """All experts of this rank, also those that are here."""
+        for layer, local, expert in self.held():
+            self.rows[layer, local], self.data[layer, local] = self.gain(layer, expert), expert
+
+    def held(self) -> Iterator[tuple[int, int, int]]:
+        """(layer, local slot, expert) of this rank."""
+        for layer in range(len(self.rows)):
+            for local, expert in enumerate(self.ep.logical_experts(layer + 1)):
+                if expert != EMPTY:
+                    yield layer, local, expert
+
+    def gain(self, layer: int, expert: int) -> Tensor:
+        return 1 + randn(self.rows.shape[-1], seed=100 * layer + expert).abs()
+
+    def of(self, tag: int, local: int) -> list[Tensor]:
+        return [self.rows[tag - 1, local], self.data[tag - 1, local]]
+
+    def check(self) -> None:
+        """Each slot has the weights of the expert that it holds. What holds none may hold anything."""
+        for layer, local, expert in self.held():
+            assert torch.equal(self.rows[layer, local].cpu(), self.gain(layer, expert)), (layer, local, expert)
+            assert (self.data[layer, local] == expert).all(), (layer, local, expert)
+        self.rows[(self.ep.live.held == EMPTY).to(self.ep.device)] = torch.nan
+
+    def run(self, d: Dispatched, layer: int) -> Tensor:
+        return times_slots(d, self.rows[layer])
+
+    def want(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """The sums of a round, float64 [T, D]."""
+        gains = torch.stack([self.gain(layer, expert) for expert in range(self.ep.config.model.num_experts)])
+        return weighted_sum(x, ids, weights, gains)

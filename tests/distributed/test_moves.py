@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import ON_GPUS, assert_close, generator, randn, slow
-from slot_tables import draw_slots, times_slots, weighted_sum
+from slot_tables import Slots, draw_slots
 from torch import Tensor
 
-from epmoe import Dispatched, EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel, MoELayer
+from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel, MoELayer
 from epmoe.config.deadlines import Deadlines
 from epmoe.live import tables
 from epmoe.live.layout import EMPTY, Word
@@ -31,44 +31,6 @@ E, K, D, M, L = 12, 3, 32, 16, 3
 DATA = 300_000  # bytes of an expert beside its row: several parts of the staging
 
 
-def gain(expert: int, layer: int) -> Tensor:
-    return 1 + randn(D, seed=100 * layer + expert).abs()
-
-
-def experts_of(ep: ExpertParallel) -> Iterator[tuple[int, int, int]]:
-    """(layer, local slot, expert) of this rank."""
-    for layer in range(L):
-        for local, expert in enumerate(ep.logical_experts(layer + 1)):
-            if expert != EMPTY:
-                yield layer, local, expert
-
-
-class Slots:
-    """The weights of all slots of a rank: a row, and data that only moves."""
-
-    def __init__(self, ep: ExpertParallel, big: bool = False) -> None:
-        self.ep, S = ep, ep.num_local_experts
-        self.rows = torch.full((L, S, D), torch.nan, device=ep.device)
-        self.data = torch.full((L, S, 5 * DATA if big else 3), -1, dtype=torch.int32, device=ep.device)
-        for layer, local, expert in experts_of(ep):
-            self.rows[layer, local], self.data[layer, local] = gain(expert, layer), expert
-
-    def of(self, tag: int, local: int) -> list[Tensor]:
-        return [self.rows[tag - 1, local], self.data[tag - 1, local]]
-
-    def poison_unused(self) -> None:
-        """What holds no expert may hold anything."""
-        empty = (self.ep.live.held == EMPTY).to(self.ep.device)
-        self.rows[empty] = torch.nan
-
-    def run(self, d: Dispatched, layer: int) -> Tensor:
-        return times_slots(d, self.rows[layer])
-
-    def move(self, seed: int, **options: int) -> Moves:
-        """Begin to move to a drawn table."""
-        return self.ep.replace(draw_table(self.ep, seed, **options), self.of)
-
-
 def draw_table(ep: ExpertParallel, seed: int, most: int = 4) -> Tensor:
     return draw_slots(seed, L, E, ep.size, ep.num_local_experts, most=most, free=1)
 
@@ -77,10 +39,6 @@ def make_round(rank: int, seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = generator(1000 * seed + rank)
     ids = torch.rand(T, E, generator=draw).argsort(dim=1)[:, :K].int()
     return randn(T, D, seed=7 * seed + rank), ids, 0.1 + torch.rand(T, K, generator=draw)
-
-
-def want(x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-    return weighted_sum(x, ids, weights, torch.stack([gain(expert, layer) for expert in range(E)]))
 
 
 @pytest.fixture
@@ -101,16 +59,38 @@ def ep(make) -> ExpertParallel:
 
 
 @pytest.fixture
+def several(size) -> None:
+    if size == 1:
+        pytest.skip("nothing moves")
+
+
+@pytest.fixture
 def slots(ep) -> Slots:
-    return Slots(ep)
+    return slots_of(ep)
+
+
+def slots_of(ep: ExpertParallel, big: bool = False) -> Slots:
+    return Slots(ep, D, 5 * DATA if big else 3)
+
+
+def begin(slots: Slots, seed: int, **options: int) -> Moves:
+    """Begin to move to a drawn table."""
+    return slots.ep.replace(draw_table(slots.ep, seed, **options), slots.of)
 
 
 def play(ep: ExpertParallel, slots: Slots, seed: int, layer: int, T: int) -> Tensor:
     x, ids, weights = make_round(ep.rank, seed, T)
     d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=layer + 1)
     y = ep.combine(slots.run(d, layer), d)
-    assert_close(y.cpu(), want(x, ids, weights, layer), slack=4)
+    assert_close(y.cpu(), slots.want(x, ids, weights, layer), slack=4)
     return y
+
+
+def assert_alike(size: int, value: object) -> None:
+    """All ranks have the same value."""
+    values = [None] * size
+    dist.all_gather_object(values, value)
+    assert values == [value] * size
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -118,7 +98,7 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
     """Each rank steps at its own times; drawn tables follow one another."""
     ep = make()
     ep.exchange.plan.sizes["few_tokens"] = M if few else 0
-    slots, draw, rounds = Slots(ep, big=True), random.Random(rank), 0
+    slots, draw, rounds = slots_of(ep, big=True), random.Random(rank), 0
     for number in range(4):
         target = draw_table(ep, seed=number)
         loads = torch.rand(L, E, generator=generator(number))
@@ -130,40 +110,30 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
                 ep.poll()
         ep.apply()
         assert moves.done and not moves.stalls
-        slots.poison_unused()
-        for layer, local, expert in experts_of(ep):
-            assert torch.equal(slots.rows[layer, local].cpu(), gain(expert, layer))
-            assert (slots.data[layer, local] == expert).all()
-        for held, wanted in zip(ep.slots.view(L, size, -1).tolist(), target.view(L, size, -1).tolist(), strict=True):
-            assert [sorted(h) for h in held] == [sorted(w) for w in wanted]
+        slots.check()
+        assert torch.equal(*(table.view(L, size, -1).sort().values for table in (ep.slots, target)))
         dist.barrier()
 
 
 def test_equal_tables_give_equal_bits(ep, slots):
     first = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
-    begin = ep.slots.clone()
-    slots.move(3)
+    start = ep.slots.clone()
+    begin(slots, 3)
     ep.apply()
     moved = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
     again = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
     assert all(map(torch.equal, moved, again))
     dist.barrier()
-    ep.replace(begin, slots.of)
+    ep.replace(start, slots.of)
     ep.apply()
     assert all(map(torch.equal, first, [play(ep, slots, seed, seed % L, 9) for seed in range(L)]))
 
 
-def test_shares_follow_loads(make, size, rank):
+def test_shares_follow_loads(ep, slots, several, size, rank):
     """The whole load on one expert with copies: they take as much of it as each other."""
-    ep = make()
     ep.exchange.plan.sizes["few_tokens"] = 0
-    slots = Slots(ep)
-    if size == 1:
-        return
-    table = ep.slots.clone().view(L, size, -1)
-    before = ep.loads().sum()
-    assert before == 0
-    holders = (table[0] == 0).any(1)
+    assert ep.loads().sum() == 0
+    holders = (ep.slots.view(L, size, -1)[0] == 0).any(1)
     loads = torch.zeros(L, E)
     loads[:, 0] = 1
     ep.share(loads)
@@ -171,8 +141,7 @@ def test_shares_follow_loads(make, size, rank):
     dist.barrier()
     for seed in range(20):
         x, _, weights = make_round(rank, seed, M)
-        ids = torch.zeros(M, K, dtype=torch.int32)
-        ids[:, 1:] = -1
+        ids = torch.tensor([[0, -1, -1]], dtype=torch.int32).repeat(M, 1)
         d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=1)
         ep.combine(slots.run(d, 0), d)
     ep.check()
@@ -180,42 +149,36 @@ def test_shares_follow_loads(make, size, rank):
     dist.barrier()
     total = ep.loads()
     assert total[0, 0] == 20 * M * size and total.sum() == total[0, 0]
-    mine = torch.tensor(ep.health().tokens_per_expert).sum()
-    if holders[rank]:
-        assert 0.7 < mine / (total[0, 0] / holders.sum()) < 1.3
-    else:
-        assert mine == 0
+    mine = torch.tensor(ep.health().tokens_per_expert).sum() / (total[0, 0] / holders.sum())
+    assert 0.7 < mine < 1.3 if holders[rank] else mine == 0
 
 
 def test_moves_that_are_cancelled_leave_every_expert_in_use(ep, slots, size, rank):
-    moves = slots.move(5)
+    moves = begin(slots, 5)
     if rank == 0:
         moves.cancel()
     for seed in range(8):
         play(ep, slots, seed, seed % L, 5)
         ep.poll()
     ep.apply()
-    tables = [None] * size
-    dist.all_gather_object(tables, ep.slots.tolist())
-    assert moves.done and all(table == tables[0] for table in tables)
-    slots.move(6)
+    assert moves.done
+    assert_alike(size, ep.slots.tolist())
+    begin(slots, 6)
     ep.apply()
     play(ep, slots, 9, 1, 5)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_ranks_with_other_tables_hear_of_it(ep, slots, size, rank, first):
+def test_ranks_with_other_tables_hear_of_it(ep, slots, several, rank, first):
     """And begin again: with `first`, rank 0 does before the others have looked, and is not taken for ready."""
-    if size == 1:
-        return
-    moves = slots.move(10 + rank)
+    moves = begin(slots, 10 + rank)
     dist.barrier()
     for turn in (rank == 0, rank > 0) if first else (True,):
         if turn:
             with pytest.raises(EPRefusedError, match="were given other slots"):
                 ep.apply()
             assert moves.done and moves.version == -1
-            slots.move(10)
+            begin(slots, 10)
         if first:
             dist.barrier()
     play(ep, slots, 1, 1, 5)
@@ -228,11 +191,9 @@ def slots_in_use(ep: ExpertParallel) -> list[set[int]]:
     return [set(table[table != -1].bitwise_and(0xFFFF).tolist()) for table in ep.exchange.views["table.copies"]]
 
 
-def test_shares_on_their_way_do_not_bring_dropped_slots_back(ep, slots, size):
-    if size == 1:
-        return
+def test_shares_on_their_way_do_not_bring_dropped_slots_back(ep, slots, several):
     ep.share(torch.rand(L, E))
-    moves = slots.move(3)
+    moves = begin(slots, 3)
     dist.barrier()
     time.sleep(0.3)  # all tables are made
     while moves.version < 0:
@@ -245,7 +206,7 @@ def test_shares_on_their_way_do_not_bring_dropped_slots_back(ep, slots, size):
 
 
 def test_shares_given_during_the_last_wave_are_used(ep, slots, size):
-    moves = slots.move(3)
+    moves = begin(slots, 3)
     while moves.version < moves.last:
         ep.poll()
     loads = torch.rand(L, E, generator=generator(7))
@@ -259,20 +220,17 @@ def test_shares_given_during_the_last_wave_are_used(ep, slots, size):
 def test_copies_move_where_no_more_are_allowed(make, size, seed):
     """Between two waves an expert has its new copies, and those that it is to lose."""
     ep = make(most_copies=2, more_slots=2)
-    slots = Slots(ep)
+    slots = slots_of(ep)
     for number in range(3):
-        slots.move(10 * seed + number, most=2)
+        begin(slots, 10 * seed + number, most=2)
         ep.apply()
         play(ep, slots, number, number, 9)
         dist.barrier()
 
 
-def test_weights_that_fail_begin_nothing(make, size, rank):
+def test_weights_that_fail_begin_nothing(ep, slots, several, rank):
     """And all ranks drop each such call."""
-    if size == 1:
-        return
-    ep = make()
-    slots, target = Slots(ep), draw_table(ep, seed=3)
+    target = draw_table(ep, seed=3)
     if rank == 0:
         with pytest.raises(ZeroDivisionError):
             ep.replace(target, lambda tag, slot: [torch.zeros(1 // 0)])
@@ -293,12 +251,9 @@ def test_weights_that_fail_begin_nothing(make, size, rank):
     play(ep, slots, 2, 2, 5)
 
 
-def test_moves_that_a_rank_does_not_begin_can_be_cancelled(make, size, rank):
+def test_moves_that_a_rank_does_not_begin_can_be_cancelled(ep, slots, several, rank):
     """They end at once, and no rank waits for it. It hears of it when it comes."""
-    if size == 1:
-        return
-    ep = make()
-    slots, target = Slots(ep), draw_table(ep, seed=3)
+    target = draw_table(ep, seed=3)
     if rank:
         moves = ep.replace(target, slots.of)
     dist.barrier()
@@ -360,7 +315,7 @@ def interrupted(moment: int) -> Iterator[None]:
 def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
     """In `replace`, `share` and `poll`: what began goes on, the rest is dropped on all ranks, and sums are right."""
     ep = make()
-    slots, draw, rounds, begun = Slots(ep, big=True), random.Random(8 * seed + rank), 0, 0
+    slots, draw, rounds, begun = slots_of(ep, big=True), random.Random(8 * seed + rank), 0, 0
     for number in range(10):
         target, calls = draw_table(ep, seed=number), ep.live.calls
         while ep.live.calls == calls:
@@ -380,22 +335,20 @@ def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
         except EPRefusedError:
             refused = True
         ep.apply()
-        tables = [None] * size
-        dist.all_gather_object(tables, (ep.slots.tolist(), ep.health().refused_plans, ep.live.is_idle))
-        assert tables == [tables[0]] * size and tables[0][2]
-        whole = [sorted(held) for held in ep.slots.view(-1, ep.num_local_experts).tolist()]
-        if whole == [sorted(held) for held in target.view(-1, ep.num_local_experts).tolist()]:
+        assert_alike(size, [ep.slots.tolist(), ep.health().refused_plans])
+        assert ep.live.is_idle
+        if torch.equal(*(table.view(L, size, -1).sort().values for table in (ep.slots, target))):
             begun += 1
         else:
             assert refused or ep.health().refused_plans
         assert torch.equal(ep.live.held, ep.slots.view(L, size, -1)[:, rank])
-        slots.poison_unused()
+        slots.check()
     assert begun and (size == 1 or ep.health().refused_plans)
 
 
 def test_weights_that_fail_later_are_asked_for_again(make, size):
     ep = make()
-    slots, fails = Slots(ep, big=True), False
+    slots, fails = slots_of(ep, big=True), False
 
     def weights(tag: int, slot: int) -> list[Tensor]:
         nonlocal fails
@@ -414,8 +367,7 @@ def test_weights_that_fail_later_are_asked_for_again(make, size):
             continue
     assert ep.live is not None and moves.copied_bytes == moves.total_bytes == ep.live.moved_bytes
     dist.barrier()
-    for layer, local, expert in experts_of(ep):
-        assert (slots.data[layer, local] == expert).all()
+    slots.check()
     for layer in range(L):
         play(ep, slots, layer, layer, 9)
 
@@ -425,11 +377,11 @@ def test_weights_that_are_transposed_or_of_inference_mode(make, size):
     ep = make()
     with torch.inference_mode():
         stored = torch.zeros(L, ep.num_local_experts, 3, 2, device=ep.device)
-        for layer, local, expert in experts_of(ep):
+        for layer, local, expert in slots_of(ep).held():
             stored[layer, local] = torch.arange(6).view(3, 2) + 10 * expert
     ep.replace(draw_table(ep, seed=3), lambda tag, slot: [stored[tag - 1, slot].T])
     ep.apply()
-    for layer, local, expert in experts_of(ep):
+    for layer, local, expert in slots_of(ep).held():
         assert torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
 
 
@@ -438,21 +390,17 @@ def test_experts_in_mxfp4_move(make, rank):
     ep = make(dtype="bfloat16")
     codes = {"w_gate_up": (2 * D, D // 2), "w_down": (D, D // 2), "gate_up_scales": (2 * D, 1), "down_scales": (D, 1)}
     draw = generator(5)
+    dtypes = {name: MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu for name in codes}
     full = [
-        {
-            name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8).view(
-                MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu
-            )
-            for name, shape in codes.items()
-        }
-        for _ in range(L)
-    ]
+        {name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8).view(dtypes[name])
+         for name, shape in codes.items()} for _ in range(L)
+    ]  # fmt: skip
     layers = [MoELayer.from_full(ep, randn(E, D, seed=layer), **given) for layer, given in enumerate(full)]
     x = randn(9, D, seed=rank, dtype=torch.bfloat16).to(ep.device)
     before = [layer(x) for layer in layers]
     ep.replace(draw_table(ep, seed=3), lambda tag, slot: ep.live.weights[tag](tag, slot))
     ep.apply()
-    for layer, local, expert in experts_of(ep):
+    for layer, local, expert in slots_of(ep).held():
         for name, whole in full[layer].items():
             moved = getattr(layers[layer].experts, name)[local].cpu()
             assert torch.equal(moved.view(torch.uint8), whole[expert].view(torch.uint8))
@@ -461,7 +409,7 @@ def test_experts_in_mxfp4_move(make, rank):
 
 
 def test_moves_end_with_their_windows(ep, slots):
-    moves = slots.move(3)
+    moves = begin(slots, 3)
     dist.barrier()
     ep.close()
     moves.cancel()  # writes nowhere
@@ -471,11 +419,8 @@ def test_moves_end_with_their_windows(ep, slots):
         ep.apply()
 
 
-def test_apply_names_a_late_rank_and_goes_on_later(make, size, rank):
-    if size == 1:
-        return
-    ep = make()
-    slots, target = Slots(ep), draw_table(ep, seed=3)
+def test_apply_names_a_late_rank_and_goes_on_later(ep, slots, several, rank):
+    target = draw_table(ep, seed=3)
     if rank:
         moves = ep.replace(target, slots.of)
         moves.deadlines = Deadlines(0.05, 0.05, lambda: 2)
@@ -514,11 +459,11 @@ def test_calls_up_to_the_last_number(ep, slots, rank):
     assert ep.live is not None
     ep.live.calls = MOST_CALLS - 2
     for n in range(2):
-        slots.move(n)
+        begin(slots, n)
         ep.apply()
         play(ep, slots, n, n, T=M - rank)
     with pytest.raises(EPStateError, match="`resume` begins anew"):
-        slots.move(2)
+        begin(slots, 2)
     play(ep, slots, 2, 2, T=M)
 
 
@@ -526,10 +471,10 @@ def test_calls_up_to_the_last_number(ep, slots, rank):
 def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, rank):
     """Tables change, and VERSION is written, behind the stream of the last round, and before the next round there."""
     ep = make()
-    slots, rounds, words = Slots(ep), torch.cuda.Stream(), ep.exchange.views["moves.words"]
+    slots, rounds, words = slots_of(ep), torch.cuda.Stream(), ep.exchange.views["moves.words"]
     table, fetch = ep.exchange.views["table.copies"], ep.live.mail.fetch
     play(ep, slots, 0, 0, 5)
-    moves = slots.move(3)
+    moves = begin(slots, 3)
     ep.live.mail.flush()
     dist.barrier()  # all plans are here
     before, _, failed = fetch(table), fetch(words), []
@@ -555,7 +500,7 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
     assert not rounds.query(), "the rounds have ended too early for this test"
     assert not failed and torch.equal(seen, before) and said == 0
     with torch.cuda.stream(rounds):
-        assert_close(y.cpu(), want(*make_round(rank, 1, 5), 0), slack=4)
+        assert_close(y.cpu(), slots.want(*make_round(rank, 1, 5), 0), slack=4)
         play(ep, slots, 2, 0, 5)
         assert not torch.equal(table.cpu(), before)
         ep.apply()
@@ -569,7 +514,7 @@ def test_replays_while_experts_move(make, size, rank):
     ep = make()
     if ep.device.type == "cpu":
         pytest.skip("the CPU has no graphs")
-    slots, draw = Slots(ep, big=True), random.Random(rank)
+    slots, draw = slots_of(ep, big=True), random.Random(rank)
     for seed in range(L):
         play(ep, slots, seed, seed, 4)
     captured: dict[tuple[int, int], tuple[list[Tensor], Tensor, torch.cuda.CUDAGraph]] = {}
@@ -583,7 +528,7 @@ def test_replays_while_experts_move(make, size, rank):
             captured[layer, T] = inputs, y, graph
     rounds = 0
     for number in range(4):
-        moves = slots.move(20 + number)
+        moves = begin(slots, 20 + number)
         for _ in range(25):
             T, layer = draw.choice((1, 7, M)), rounds % L
             inputs, y, graph = captured[layer, T]
@@ -592,11 +537,11 @@ def test_replays_while_experts_move(make, size, rank):
                 buffer.copy_(value)
             y.fill_(torch.nan)
             graph.replay()
-            assert_close(y.cpu(), want(*fresh, layer), slack=4)
+            assert_close(y.cpu(), slots.want(*fresh, layer), slack=4)
             rounds += 1
             for _ in range(draw.randrange(4)):
                 ep.poll()
         ep.apply()
         assert moves.done
-        slots.poison_unused()
+        slots.check()
         dist.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,14 +21,9 @@ from epmoe.cli import launch
 from epmoe.config.config import EPConfig
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.json"
-    model = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"}
-    path.write_text(json.dumps({"model": model, "topology": {"ep_size": 2}}))
-    return path
+MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TWO_RANKS = EPConfig(model=MODEL, topology={"ep_size": 2})
 
 
 @pytest.fixture
@@ -56,20 +51,20 @@ def epmoe(command: str, folder: Path, **variables: str) -> subprocess.CompletedP
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def test_run_starts_its_ranks_itself(alone: Path, config: Path) -> None:
+def test_run_starts_its_ranks_itself(alone: Path, tmp_path: Path) -> None:
     """By name and outside the tree, with another number of ranks than the file has."""
-    done = epmoe("run cpu_demo --nproc 2 --steps 1 --tokens 8 --report report.html", config.parent)
+    done = epmoe("run cpu_demo --nproc 2 --steps 1 --tokens 8 --report report.html", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert done.stdout.count("✓ error against the dense fp64 reference") == 1
     assert "travelled: " in done.stdout and "rows between ranks" in done.stdout
-    assert "</html>" in (config.parent / "report.html").read_text()
+    assert "</html>" in (tmp_path / "report.html").read_text()
     assert list(alone.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_a_failed_exchange_is_one_message_and_exit_code_1(alone: Path, config: Path) -> None:
-    done = epmoe(f"run {config.name} --steps 1", config.parent, EPMOE_CAPACITY__MAX_EXPERT_ROWS="8")
+def test_a_failed_exchange_is_one_message_and_exit_code_1(alone: Path, tmp_path: Path) -> None:
+    done = epmoe("run cpu_demo --nproc 2 --steps 1", tmp_path, EPMOE_CAPACITY__MAX_EXPERT_ROWS="8")
     assert done.returncode == 1, done.stdout + done.stderr
     (message,) = done.stderr.splitlines()
     assert message.startswith("epmoe: rank ") and "EPOverflowError: " in message
@@ -115,92 +110,88 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
 }
 
 
+@pytest.fixture
+def ranks(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Starts two ranks of a program with these arguments: the exit code, and what is printed to stderr."""
+
+    def start(program: str, *arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(launch, "_RUN", SAY + program)
+        running, before = children(), (dict(os.environ), *map(signal.getsignal, SIGNALS))
+        code = launch.start_ranks(TWO_RANKS, [str(argument) for argument in arguments])
+        assert list(alone.iterdir()) == [] and children() <= running, "nothing is left behind"
+        assert (dict(os.environ), *map(signal.getsignal, SIGNALS)) == before
+        return code, capfd.readouterr().err
+
+    return start
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", RANKS)
-def test_a_rank(what: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    program, code, printed = RANKS[what]
-    monkeypatch.setattr(launch, "_RUN", SAY + program)
-    before = dict(os.environ)
-    running = children()
+def test_a_rank(what: str, ranks: Callable[..., tuple[int, str]]) -> None:
+    program, wanted, printed = RANKS[what]
     started = time.monotonic()
-    assert launch.start_ranks(two_ranks(), []) == code
-    assert time.monotonic() - started < 20
-    error = capfd.readouterr().err
+    code, error = ranks(program)
+    assert code == wanted and time.monotonic() - started < 20
     assert error.startswith(printed) and len(error.splitlines()) == bool(printed), error
-    assert list(alone.iterdir()) == [] and children() <= running and os.environ == before
 
 
-def test_ranks_that_cannot_be_started_are_one_message(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_cannot_be_started_are_one_message(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert launch.start_ranks(two_ranks(), []) == 1
-    assert capfd.readouterr().err.startswith("epmoe: the ranks cannot be started: FileNotFoundError: ")
-    assert list(alone.iterdir()) == []
+    code, error = ranks("")
+    assert code == 1 and error.startswith("epmoe: the ranks cannot be started: FileNotFoundError: ")
 
 
-def two_ranks() -> EPConfig:
-    model = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}
-    return EPConfig(model=model, topology={"ep_size": 2})
-
-
-def test_ranks_have_an_environment_of_their_own(alone: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_have_an_environment_of_their_own(ranks, alone: Path, tmp_path: Path) -> None:
     """The module search path of this process, one thread, a folder for temporary files, and the arguments."""
     tell = "import tempfile; tempfile.mkstemp(); found = [sys.argv[1:], sys.path, tempfile.gettempdir(), "
     tell += (
-        "os.environ['OMP_NUM_THREADS'], os.environ['WORLD_SIZE']]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
+        "*map(os.environ.get, ('OMP_NUM_THREADS', 'WORLD_SIZE'))]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
     )
-    monkeypatch.setattr(launch, "_RUN", SAY + tell)
-    assert launch.start_ranks(two_ranks(), [str(tmp_path / "rank"), "two words"]) == 0
+    assert ranks(tell, tmp_path / "rank", "two words") == (0, "")
     for rank in range(2):
-        arguments, path, temporary, threads, size = eval((tmp_path / f"rank{rank}").read_text())
+        arguments, path, temporary, *numbers = eval((tmp_path / f"rank{rank}").read_text())
         assert arguments == [str(tmp_path / "rank"), "two words"]
         assert [entry for entry in path if entry in sys.path] == [entry for entry in dict.fromkeys(sys.path) if entry]
-        assert Path(temporary).is_relative_to(alone)
-        assert (threads, size) == ("1", "2")
-    assert list(alone.iterdir()) == []
+        assert Path(temporary).is_relative_to(alone) and numbers == ["1", "2"]
+
+
+WAIT = """
+open(sys.argv[1] + str(rank), "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def wait_for(files: list[Path]) -> None:
+    deadline = time.monotonic() + 120
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_ends_all_ranks_at_once(
-    number: int,
-    code: int,
-    alone: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    ready = tmp_path / "ready"
+def test_a_signal_ends_all_ranks_at_once(ranks, number: int, code: int, tmp_path: Path) -> None:
     sent = []
-    monkeypatch.setattr(launch, "_RUN", SAY + WAIT.format(ready=str(ready)))
 
     def send() -> None:
-        while not (Path(f"{ready}0").exists() and Path(f"{ready}1").exists()):
-            time.sleep(0.05)
+        wait_for([tmp_path / "ready0", tmp_path / "ready1"])
         sent.append(time.monotonic())
         os.kill(os.getpid(), number)
 
-    handler = signal.getsignal(number)
-    running = children()
     threading.Thread(target=send, daemon=True).start()
-    assert launch.start_ranks(two_ranks(), []) == code
+    assert ranks(WAIT, tmp_path / "ready") == (code, "")
     assert time.monotonic() - sent[0] < 5
-    assert capfd.readouterr().err == ""
-    assert list(alone.iterdir()) == [] and children() <= running and signal.getsignal(number) is handler
 
 
-def test_ranks_meet_where_no_other_machine_reaches_them(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_meet_where_no_other_machine_reaches_them(ranks, tmp_path: Path) -> None:
     """Both the store and gloo listen on the loopback interface alone."""
-    meet = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); "
-    meet += "file = sys.argv[1] + str(rank); open(file, 'w').close()\nwhile os.path.exists(file): time.sleep(0.01)"
-    monkeypatch.setattr(launch, "_RUN", SAY + meet)
+    meet = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); file = sys.argv[1] + "
+    meet += "str(rank); open(file, 'w').write('here')\nwhile os.path.exists(file): time.sleep(0.01)"
     files, found = [tmp_path / f"rank{rank}" for rank in range(2)], set[str]()
 
     def look() -> None:
-        while not all(file.exists() for file in files):
-            time.sleep(0.05)
+        wait_for(files)
         try:
             found.update(listening([os.getpid(), *map(int, children())]))
         finally:
@@ -208,14 +199,8 @@ def test_ranks_meet_where_no_other_machine_reaches_them(
                 file.unlink()
 
     threading.Thread(target=look, daemon=True).start()
-    assert launch.start_ranks(two_ranks(), [str(tmp_path / "rank")]) == 0
+    assert ranks(meet, tmp_path / "rank") == (0, "")
     assert found == {"127.0.0.1"}
-
-
-WAIT = """
-open({ready!r} + str(rank), "w").close()
-time.sleep(60)
-"""
 
 
 @pytest.mark.slow
@@ -223,15 +208,12 @@ def test_ranks_end_with_the_process_that_started_them(alone: Path, tmp_path: Pat
     program = f"""
 from epmoe.cli import launch
 from epmoe.config.config import EPConfig
-launch._RUN = {SAY!r} + "open({str(tmp_path / "pid")!r} + str(rank), 'w').write(str(os.getpid()))\\ntime.sleep(60)"
-launch.start_ranks(EPConfig(**{two_ranks().model_dump()!r}), [])
+launch._RUN = {SAY + WAIT!r}
+launch.start_ranks(EPConfig(**{TWO_RANKS.model_dump()!r}), [{str(tmp_path / "pid")!r}])
 """
     starter = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})
     files = [tmp_path / "pid0", tmp_path / "pid1"]
-    deadline = time.monotonic() + 120
-    while not all(file.exists() and file.read_text() for file in files):
-        assert starter.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(files)
     starter.kill()
     starter.wait()
     time.sleep(1)

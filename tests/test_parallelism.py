@@ -19,11 +19,7 @@ from epmoe.config.config import EPConfig
 from epmoe.local.gemm.few_rows import MOST_ROWS
 
 PAGE = (ROOT / "docs/parallelism.md").read_text()
-MODELS = {
-    "Qwen3-30B-A3B": "h200x2_qwen3_30b",
-    "DeepSeek-V3": "h200x8_deepseek_v3",
-    "Mixtral-8x7B": "h200x8_mixtral",
-}
+MODELS = {"Qwen3-30B-A3B": "h200x2_qwen3_30b", "DeepSeek-V3": "h200x8_deepseek_v3", "Mixtral-8x7B": "h200x8_mixtral"}
 
 
 @cache

@@ -21,8 +21,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 
 CONFIG = EPConfig(
-    model={"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "bfloat16"},
-    topology={"ep_size": 2},
+    model={"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "bfloat16"}, topology={"ep_size": 2}
 )
 ABOUT = {
     "Command": "epmoe run tiny.yaml --report report.html",
@@ -165,6 +164,7 @@ def test_the_time_of_a_model_is_all_in_named_stages() -> None:
     from epmoe.cli.demo.generate import run_model
 
     outcome = run_model("mixtral", max_new_tokens=4)
+    assert outcome.passed and outcome.rows_moved == 0 and len(outcome.load) == 24
     for seconds, elapsed in (
         *zip(outcome.stages, outcome.elapsed, strict=True),
         *zip(outcome.baseline.stages, outcome.baseline.elapsed, strict=True),

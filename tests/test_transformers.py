@@ -16,7 +16,6 @@ import adapter_models
 from fp8_models import calls_of_experts
 from helpers import assert_close, randn
 from launched import run_python
-from rich.progress import Progress
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
@@ -309,16 +308,6 @@ def test_demo_tokenizer_decodes_its_encoded_prompts():
     assert tokenizer.get_vocab_size() == demo.MODELS["mixtral"]["vocab_size"]
     assert [tokenizer.decode(tokenizer.encode(prompt).ids) for prompt in demo.PROMPTS] == list(demo.PROMPTS)
     assert tokenizer.decode(range(tokenizer.get_vocab_size())).isprintable()
-
-
-def test_the_demo_in_one_process():
-    progress = Progress(disable=True)
-    result = demo.run_model("mixtral", max_new_tokens=6, progress=progress)
-    assert result.passed
-    assert result.rows_moved == 0
-    assert len(result.load) == 24
-    assert [(task.completed, task.total) for task in progress.tasks] == [(6, 6), (6, 6)]
-    assert not integration.shared()
 
 
 def test_unknown_demo_model_is_an_error():

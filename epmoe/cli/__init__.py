@@ -65,12 +65,7 @@ class _Commands(TyperGroup):
             raise fail(text + SEE_TRACEBACK, code=1, every_rank=True) from None
 
 
-app = typer.Typer(
-    cls=_Commands,
-    name="epmoe",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_Commands, name="epmoe", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

@@ -58,17 +58,19 @@ def balance(
 
 def _read(path: Path, num_experts: int) -> Tensor:
     """Loads [L, E]."""
-    if path.suffix.lower() not in _SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix not in _SUFFIXES:
         raise UserError(f"`--loads` must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {path}")
     try:
-        if path.suffix.lower() == ".json":
-            loads = torch.tensor(json.loads(path.read_text(encoding="utf-8")), dtype=torch.float64)
-        elif path.suffix.lower() == ".pt":
-            loads = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+        if suffix == ".json":
+            found = json.loads(path.read_text(encoding="utf-8"))
+        elif suffix == ".pt":
+            found = torch.load(path, map_location="cpu", weights_only=True)
         else:
             import numpy
 
-            loads = torch.from_numpy(numpy.load(path, allow_pickle=False))
+            found = numpy.load(path, allow_pickle=False)
+        loads = torch.as_tensor(found, dtype=torch.float64)
     except OSError as error:
         raise UserError(f"`--loads` cannot be read: {path}: {error.strerror}") from None
     except Exception as error:  # each format has errors of its own

@@ -20,10 +20,7 @@ from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_
 from epmoe.local.simulate import Kind
 
 # Options, and those without which they go.
-_WITHOUT = {
-    "--training": ("--layer", "--eager", "--peers", "--side"),
-    "--layer": ("--side", "--payload", "--eager"),
-}
+_WITHOUT = {"--training": ("--layer", "--eager", "--peers", "--side"), "--layer": ("--side", "--payload", "--eager")}
 # Options for GPUs, and those with which they are for CPUs as well.
 _FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer"}
 
@@ -47,8 +44,7 @@ def bench(
         ),
     ] = None,
     whole_layer: Annotated[
-        bool,
-        typer.Option("--layer", help="Instead time route + dispatch + experts + combine, and the experts alone."),
+        bool, typer.Option("--layer", help="Instead time route + dispatch + experts + combine, and the experts alone.")
     ] = False,
     passes: Annotated[
         bool, typer.Option("--training", help="Instead time forward and backward, of the exchange and of a layer.")
@@ -57,8 +53,7 @@ def bench(
         bool, typer.Option(help="On GPUs: dispatch and combine called one after the other, without CUDA graphs.")
     ] = False,
     drivers: Annotated[
-        Path | None,
-        typer.Option("--peers", help="On GPUs or with --layer: also these; a folder of drivers, or one."),
+        Path | None, typer.Option("--peers", help="On GPUs or with --layer: also these; a folder of drivers, or one.")
     ] = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file; `-` prints them alone.")

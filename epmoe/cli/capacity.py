@@ -51,17 +51,13 @@ class Capacity:
     @classmethod
     def of(cls, config: EPConfig) -> Capacity:
         """A token's K experts are K draws from the P, of which e are this rank's."""
-        placement = config.place_experts()
-        R = config.topology.ep_size
-        K = config.model.num_experts_per_tok
-        P = config.num_physical_experts
-        tokens = R * config.capacity.max_num_tokens_per_rank
+        R, K, P = config.topology.ep_size, config.model.num_experts_per_tok, config.num_physical_experts
+        placement, tokens = config.place_experts(), R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
         variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # for one token: draws without replacement
-        alignment = config.alignment
-        padding = e * (alignment - 1)
-        worst = round_up(tokens * K + padding, alignment)
+        padding = e * (config.alignment - 1)
+        worst = round_up(tokens * K + padding, config.alignment)
         return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)
 
     def rows(self, load: float) -> int:
@@ -71,10 +67,8 @@ class Capacity:
 
     def load(self, rows: int) -> float:
         """The largest load, times the mean, for which `rows` are enough: the inverse of `rows`."""
-        free = max(0, rows - self.padding)
-        chance = SIGMAS * self.sigma
-        root = (math.sqrt(chance**2 + 4 * self.mean * free) - chance) / (2 * self.mean)
-        return root**2
+        free, chance = max(0, rows - self.padding), SIGMAS * self.sigma
+        return ((math.sqrt(chance**2 + 4 * self.mean * free) - chance) / (2 * self.mean)) ** 2
 
 
 def suggestions(config: EPConfig) -> list[Suggestion]:
@@ -91,11 +85,9 @@ def suggestions(config: EPConfig) -> list[Suggestion]:
 
 def advice(config: EPConfig) -> Iterator[str | Table]:
     """What `max_expert_rows` would save, if that is much; if it is set, the load that it is enough for."""
-    capacity = Capacity.of(config)
-    limit = config.capacity.max_expert_rows
-    beyond = "A round with more rows raises EPOverflowError."
-    if config.capacity.on_overflow == "drop":
-        beyond = "Pairs beyond it are dropped and counted."
+    capacity, limit = Capacity.of(config), config.capacity.max_expert_rows
+    drops = config.capacity.on_overflow == "drop"
+    beyond = "Pairs beyond it are dropped and counted." if drops else "A round with more rows raises EPOverflowError."
     mean = f"{capacity.mean:,.0f} rows a rank are the mean of balanced routing"
     if limit is not None:
         yield (
@@ -119,15 +111,12 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
 
 def network(config: EPConfig) -> Iterator[str]:
     """What crosses the network between several nodes, and what padding adds to it."""
-    nodes = config.topology.num_nodes
-    model = config.model
+    nodes, limit = config.topology.num_nodes, config.rows_per_node
     if nodes == 1:
         return
-    E = model.num_experts
-    K = model.num_experts_per_tok
+    E, K = config.model.num_experts, config.model.num_experts_per_tok
     elsewhere = math.comb(E - max(E // nodes, 1), K) / math.comb(E, K)  # that a token needs none of a node's experts
     per_token = nodes * (1 - elsewhere)
-    limit = config.rows_per_node
     yield (
         f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and goes to each of them "
         f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or as many as `ep.at_most` says. If these "

@@ -35,6 +35,10 @@ class Check:
     measured: str
     passed: bool
 
+    @property
+    def mark(self) -> str:
+        return "✓" if self.passed else "✗"
+
 
 @dataclass(frozen=True)
 class Baseline:

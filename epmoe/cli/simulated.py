@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import Progress
 
 from epmoe.cli.capacity import rank_plans
 from epmoe.cli.clock import StageClock
@@ -43,10 +41,9 @@ def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None,
         ep = ExpertParallel(config)
     except (ValueError, MemoryError) as error:
         raise UserError(str(error)) from None
-    with ep, Progress(console=console, transient=True) as progress:
+    with ep, console.status(f"{steps} rounds"):
         _synchronise(ep)
-        task = progress.add_task("rounds", total=steps)
-        mine = _measure(ep, kind, steps, tokens, seed, lambda: progress.advance(task), balances)
+        mine = _measure(ep, kind, steps, tokens, seed, balances)
         health = ep.health()
         placement = ep.placement
     of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather(mine | {"health": health.as_dict()})
@@ -74,19 +71,11 @@ def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None,
     )
 
 
-def _measure(
-    ep: ExpertParallel,
-    kind: Kind,
-    steps: int,
-    tokens: int,
-    seed: int,
-    advance: Callable[[], object],
-    balances: bool,
-) -> dict[str, Any]:
+def _measure(ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int, balances: bool) -> dict[str, Any]:
     """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
 
-    `advance` is called after each round. With `balances`, experts move between the ranks meanwhile. Returns what
-    `Result` and `Balancing` have of each rank, and the worst error, relative to a round's largest output.
+    With `balances`, experts move between the ranks meanwhile. Returns what `Result` and `Balancing` have of each rank,
+    and the worst error, relative to a round's largest output.
     """
     config = ep.config
     model = config.model
@@ -132,7 +121,6 @@ def _measure(
         some = slice(None, None, max(1, tokens // CHECKED_ROWS))
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
         worst_error = max(worst_error, _relative_error(y_TD[some], expected_TD))
-        advance()
         if balancer is not None:
             rows.append(sum(ep.health().tokens_per_expert))
             balancer.tick()

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from epmoe.cli.console import console, human_bytes, human_seconds, plain_table, print_table, share, sparkline
-from epmoe.cli.result import STAGES, Check, Result, imbalance, mean_stages
+from epmoe.cli.result import STAGES, Result, imbalance, mean_stages
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def show(result: Result) -> None:
     counts = [f"{name.replace('_', ' ')} {count:,}" for name, count in result.health.items() if count]
     console.print(f"  health: {', '.join(counts) or 'nothing to report'}")
     for check in result.checks:
-        console.print(f"  {'[green]✓[/]' if check.passed else '[bold red]✗[/]'} {escape(check.what)}: {check.measured}")
+        style = "green" if check.passed else "bold red"
+        console.print(f"  [{style}]{check.mark}[/] {escape(check.what)}: {check.measured}")
     if not result.checks:
         console.print("  – nothing was checked: no rank brought tokens")
     if result.cause:
@@ -76,7 +77,10 @@ def summary_table(results: Sequence[Result]) -> Cells:
     rows = [
         (
             result.name,
-            *({check.what: _verdict(check) for check in result.checks}.get(what, "–") for what in checks),
+            *(
+                {check.what: f"{check.mark} {check.measured}" for check in result.checks}.get(what, "–")
+                for what in checks
+            ),
             human_seconds(mean(result.baseline.elapsed), zeros=True) if result.baseline else "–",
             human_seconds(mean(result.elapsed), zeros=True),
             f"{result.rows_moved:,}",
@@ -141,7 +145,3 @@ def mean(values: Sequence[float]) -> float:
 def times(imbalance: float | None) -> str:
     """1.5 → "1.50×"; "–" where there is no load."""
     return "–" if imbalance is None else f"{imbalance:.2f}×"
-
-
-def _verdict(check: Check) -> str:
-    return f"{'✓' if check.passed else '✗'} {check.measured}"

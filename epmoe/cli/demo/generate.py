@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import Progress, TaskID
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 import epmoe.integrations.transformers as integration
@@ -47,14 +45,13 @@ CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has m
 _RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
 
 
-def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> Result:
+def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
 
     `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process group calls it with the
     same arguments; without torch.distributed, a single process does. Models are fp32, on GPUs if the group has NCCL,
     otherwise on the CPU. The ranks take turns with the single process, so that one is in memory at a time. Every
-    `ExpertParallel` of the integration is closed before and after the run. `progress` gets a bar of tokens for each of
-    the two. Raises ValueError for an unknown `name`.
+    `ExpertParallel` of the integration is closed before and after the run. Raises ValueError for an unknown `name`.
     """
     if name not in MODELS and not Path(name).is_dir():
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
@@ -64,11 +61,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
-    alone = StageClock(device)
-    clock = StageClock(device)
-    progress = progress or Progress(disable=True)
-    alone_bar = progress.add_task("one process", total=max_new_tokens)
-    spread_bar = progress.add_task(f"experts on {size} ranks", total=max_new_tokens)
+    alone, clock = StageClock(device), StageClock(device)
     with saved_model(name, seed=seed) if name in MODELS else nullcontext(name) as path:
         encode, decode = _tokenizer(name, path)
         ids = torch.tensor([encode(prompt)], device=device)
@@ -77,15 +70,14 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
                 single = _load(path).to(device)
                 architecture = type(single).__name__
                 with alone.watch(single):
-                    tokens, logits = generate(single, ids, max_new_tokens, _Counter(progress, alone_bar))
+                    tokens, logits = generate(single, ids, max_new_tokens)
                 del single
             _barrier()
         spread = _load_distributed(path, size, device)
     _barrier()  # otherwise the first stage would include waiting for the slowest to load
     integration.configure(clock=clock.now)
     with clock.watch(spread):
-        counter = _Counter(progress, spread_bar)
-        got, got_logits = generate(spread, ids, max_new_tokens, counter, synced_gpus=size > 1)
+        got, got_logits = generate(spread, ids, max_new_tokens, synced_gpus=size > 1)
 
     (layers,) = integration.shared()
     health = layers.ep.health()
@@ -199,7 +191,6 @@ def generate(
     model: PreTrainedModel,
     ids: torch.Tensor,
     max_new_tokens: int,
-    streamer: BaseStreamer | None = None,
     synced_gpus: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each step."""
@@ -211,27 +202,9 @@ def generate(
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
-        streamer=streamer,
         synced_gpus=synced_gpus,
     )
     return output.sequences[0, ids.shape[1] :], torch.cat(output.logits)
-
-
-class _Counter(BaseStreamer):
-    """Advances a bar after each generated token."""
-
-    def __init__(self, progress: Progress, bar: TaskID) -> None:
-        self._progress = progress
-        self._bar = bar
-        self._in_prompt = True  # generate streams it first
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._in_prompt:
-            self._progress.advance(self._bar)
-        self._in_prompt = False
-
-    def end(self) -> None:
-        pass
 
 
 def _barrier() -> None:

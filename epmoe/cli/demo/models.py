@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from epmoe.cli.console import UserError, console, require
 from epmoe.cli.demo.tiny import MODELS
 from epmoe.cli.result import Result
@@ -59,11 +57,10 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
         )
     console.print()
     results = []
-    columns = (TextColumn("  {task.description:<36}"), BarColumn(), TimeElapsedColumn())
     for number, name in enumerate([*chosen, *checkpoints], start=1):
         console.rule(f"[bold]{Path(name).resolve().name}[/] ({number} of {len(chosen) + len(checkpoints)})")
-        with Progress(*columns, console=console) as progress:
-            results.append(run_model(name, max_new_tokens=steps, seed=seed, progress=progress))
+        with console.status(f"generating {steps} tokens in one process, then on {config.topology.ep_size} ranks"):
+            results.append(run_model(name, max_new_tokens=steps, seed=seed))
         show(results[-1])
     summarise(results)
     return results

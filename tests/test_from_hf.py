@@ -18,24 +18,9 @@ from epmoe.config.from_hf import _ROWS, MODEL_TYPES, REFUSED
 
 pytest.importorskip("transformers")
 
+import moe_blocks
 import transformers
-from moe_blocks import (
-    D,
-    E,
-    F,
-    K,
-    T,
-    behind,
-    beside,
-    block_of,
-    outputs,
-    router_weight,
-    save,
-    table,
-    tiny,
-    types_with_experts,
-    variants,
-)
+from moe_blocks import D, E, F, K, T, behind, beside, block_of, outputs, router_weight, save, tiny, variants
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -127,22 +112,9 @@ def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: P
             assert_equals(ours, theirs)
 
 
-def test_lists_with_a_number_for_each_layer() -> None:
-    """As Hunyuan-A13B's configuration has them."""
-    hf = tiny("hunyuan_v1_moe").to_dict()
-    assert EPConfig.from_hf(hf | {"moe_topk": [3, 3]}, ep_size=1).model.num_experts_per_tok == 3
-    with pytest.raises(ConfigError, match=r"`model.num_experts_per_tok` must be one number for all layers, got \[3, "):
-        EPConfig.from_hf(hf | {"moe_topk": [3, 2]}, ep_size=1)
-
-
-def test_groups_of_axk2_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a axk2 must have `n_group` 1, got `n_group` 4"):
-        EPConfig.from_hf(tiny("axk2", n_group=4, topk_group=2), ep_size=1)
-
-
 def test_every_model_type_with_experts_is_known() -> None:
     """A type that a new release of transformers brings needs a row, or a refusal with its reason."""
-    assert types_with_experts().keys() <= {*MODEL_TYPES, *REFUSED}
+    assert moe_blocks.types_with_experts().keys() <= {*MODEL_TYPES, *REFUSED}
     assert not REFUSED.keys() & set(MODEL_TYPES)
 
 
@@ -157,13 +129,11 @@ def test_what_a_source_may_be(tmp_path: Path) -> None:
     want = EPConfig.from_hf(hf, ep_size=2)
     assert want.topology.ep_size == 2
     hf.save_pretrained(tmp_path)
-    for source in (
-        hf.to_dict(),
-        tmp_path,
-        str(tmp_path / "config.json"),
-        {"model_type": "vl", "text_config": hf.to_dict()},
-    ):
+    keys = hf.to_dict()
+    for source in (keys, tmp_path, str(tmp_path / "config.json"), {"model_type": "vl", "text_config": keys}):
         assert EPConfig.from_hf(source, ep_size=2) == want
+    keys = tiny("hunyuan_v1_moe").to_dict() | {"moe_topk": [3, 3]}  # for each layer, as Hunyuan-A13B's has them
+    assert EPConfig.from_hf(keys, ep_size=1).model.num_experts_per_tok == 3
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     assert EPConfig.from_hf(model, ep_size=2) == want
@@ -190,19 +160,12 @@ def test_the_ready_configurations_are_those_of_the_models(ready: str, ep_size: i
 
 def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key: value for key, value in QWEN3.items() if key != "norm_topk_prob"}
-    with pytest.raises(
-        ConfigError, match=r"^a qwen3_moe must have the keys `norm_topk_prob` \(our `routing.renormalize`\)"
-    ):
+    lacks = r"^a qwen3_moe must have the keys `norm_topk_prob` \(our `routing.renormalize`\)"
+    with pytest.raises(ConfigError, match=lacks):
         EPConfig.from_hf(keys, ep_size=8)
     monkeypatch.setenv("EPMOE_CAPACITY__ALIGNMENT", "4")
-    config = EPConfig.from_hf(
-        keys,
-        ep_size=8,
-        routing={"renormalize": True},
-        model={"dtype": "float32"},
-        topology={"ranks_per_node": 4},
-        capacity={"alignment": 2},
-    )
+    sections = {"routing": {"renormalize": True}, "model": {"dtype": "float32"}, "topology": {"ranks_per_node": 4}}
+    config = EPConfig.from_hf(keys, ep_size=8, capacity={"alignment": 2}, **sections)
     assert (config.routing.renormalize, config.model.dtype, config.model.num_experts) == (True, "float32", 128)
     assert (config.topology.ep_size, config.topology.ranks_per_node, config.capacity.alignment) == (8, 4, 4)
 
@@ -213,15 +176,11 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
         ({"model_type": "llama"}, r"model_type 'llama' is not known: .*'num_experts_per_tok'.*Known are qwen2_moe, .*"),
         ({"model_type": None}, "model_type None is not known"),
         ({"model_type": "phimoe"}, "a phimoe is not read, since sparsemixer .* `dispatch`"),
-        (
-            {"model_type": "deepseek_v3", "scoring_func": "softmax"},
-            r"`scoring_func` 'sigmoid', got `scoring_func` 'softmax'",
-        ),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "`scoring_func` 'sigmoid', got .* 'softmax'"),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "`norm_topk_prob` False.*got `norm_topk_prob` True"),
-        (
-            {"hidden_act": "gelu"},
-            r"`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E.* of your own",
-        ),
+        (tiny("axk2", n_group=4, topk_group=2).to_dict(), "a axk2 must have `n_group` 1, got `n_group` 4"),
+        ({"num_experts_per_tok": [3, 2]}, r"`model.num_experts_per_tok` must be one number for all layers, got \[3, 2"),
+        ({"hidden_act": "gelu"}, "`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E"),
         ({"hidden_act": ["silu"]}, r"`hidden_act` must be one of .*got \['silu'\]"),
         ({"swiglu_limit": 7.0}, r"`swiglu_limit` 7.0 does not say .* experts of a qwen3_moe: .*experts={'limit': …}"),
         ({"mlp_bias": True}, r"`mlp_bias` True does not say .*experts={'biases': …}"),
@@ -245,15 +204,12 @@ GPT_OSS = {
     ("keys", "sections", "want"),
     [
         (GPT_OSS, {}, {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
-        (
-            GPT_OSS
-            | {"swiglu_limit": 5, "swiglu_alpha": 1.5, "hidden_act": "gelu"},  # an act that its code never reads
-            {},
+        (  # an act that its code never reads
+            GPT_OSS | {"swiglu_limit": 5, "swiglu_alpha": 1.5, "hidden_act": "gelu"}, {},
             {"interleaved": True, "limit": 5.0, "alpha": 1.5, "up_offset": 1.0},
         ),
         (
-            GPT_OSS | {"swiglu_limit": None},
-            {"up_offset": 0.5},
+            GPT_OSS | {"swiglu_limit": None}, {"up_offset": 0.5},
             {"interleaved": True, "limit": None, "alpha": 1.702, "up_offset": 0.5},
         ),
         (
@@ -262,10 +218,8 @@ GPT_OSS = {
             {"interleaved": False, "limit": None, "alpha": 1.702, "up_offset": 0.0},
         ),
     ],
-)
-def test_what_experts_compute_is_read_or_given(
-    keys: dict[str, Any], sections: dict[str, Any], want: dict[str, Any]
-) -> None:
+)  # fmt: skip
+def test_what_experts_compute_is_read_or_given(keys: dict[str, Any], sections: dict, want: dict) -> None:
     config = EPConfig.from_hf(keys, ep_size=1, experts=sections)
     assert config.experts.options == want | {"batch_invariant": False}
     assert config.experts.biases == (keys["model_type"] == "gpt_oss") and not config.experts.weights_on_input
@@ -273,19 +227,18 @@ def test_what_experts_compute_is_read_or_given(
 
 
 def test_a_wrong_source_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Qwen/Qwen3-30B-A3B: is no file or folder: give a local checkpoint"):
-        EPConfig.from_hf("Qwen/Qwen3-30B-A3B", ep_size=1)
-    with pytest.raises(ConfigError, match="is a folder without config.json"):
-        EPConfig.from_hf(tmp_path, ep_size=1)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="config.json: model_type 'llama'"):
-        EPConfig.from_hf(tmp_path, ep_size=1)
-    with pytest.raises(TypeError, match="`source` must be a model or a configuration of transformers, .* got int"):
-        EPConfig.from_hf(3, ep_size=1)
-    with pytest.raises(ConfigError, match="`capcity` is not a known key; did you mean `capacity`"):
-        EPConfig.from_hf(QWEN3, ep_size=1, capcity={"alignment": 2})
-    with pytest.raises(ConfigError, match="`topology` must be a mapping"):
-        EPConfig.from_hf(QWEN3, ep_size=1, topology=8)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"}))
+    for source, sections, kind, message in (
+        ("Qwen/Qwen3-30B-A3B", {}, ConfigError, "Qwen/Qwen3-30B-A3B: is no file or folder: give a local checkpoint"),
+        (tmp_path.parent, {}, ConfigError, "is a folder without config.json"),
+        (tmp_path, {}, ConfigError, "config.json: model_type 'llama'"),
+        (3, {}, TypeError, "`source` must be a model or a configuration of transformers, .* got int"),
+        (QWEN3, {"capcity": {"alignment": 2}}, ConfigError, "`capcity` is not a known key; did you mean `capacity`"),
+        (QWEN3, {"topology": 8}, ConfigError, "`topology` must be a mapping"),
+    ):
+        with pytest.raises(kind, match=message):
+            EPConfig.from_hf(source, ep_size=1, **sections)
 
 
 def test_a_model_with_a_selection_bias_is_not_routed_without_it() -> None:
@@ -312,7 +265,7 @@ def test_the_page_on_models_has_the_table_that_the_blocks_make() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}," not in page:
         pytest.skip("the table is that of another version of transformers")
-    assert table() in page, "run python tests/moe_blocks.py"
+    assert moe_blocks.table() in page, "run python tests/moe_blocks.py"
 
 
 def test_the_page_on_models_has_values_of_checkpoints() -> None:

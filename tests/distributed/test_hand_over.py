@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
 from epmoe.local.quantize import quantize_weights
+from epmoe.local.spread import local_view
 
 E, K, D, F, M, TOKENS, LAYERS = 12, 3, 128, 128, 32, 40, 2
 KINDS = {
@@ -90,7 +91,7 @@ def send(model: Model, sender: WeightSender, version: int) -> None:
         router, gate_up, down = weights(version, i)
         held = layer.ep.logical_experts(layer.tag)
         for parameter, full in ((layer.experts.w_gate_up, gate_up), (layer.experts.w_down, down)):
-            getattr(parameter.data, "_local_tensor", parameter.data).copy_(full[held])
+            local_view(parameter.data).copy_(full[held])
         routers[f"router.{i}"] = router
     sender.send(version, routers if layer.ep.rank == 0 else None)
 

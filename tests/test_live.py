@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -50,20 +50,9 @@ def wait_for(result: Promise) -> None:
         time.sleep(1e-4)
 
 
-def on_another_thread(call: Callable[[], None]) -> None:
-    errors = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+def on_another_thread(call: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
 
 
 def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,7 @@ def interrupted(state, draw: random.Random, call: Callable, within_s: float = 2e
 @contextmanager
 def another_thread(state, draw: random.Random, permitted: str = BUSY) -> Iterator[None]:
     """It calls whatever does not begin a round. What it gets is at most a RuntimeError with `permitted` words."""
-    ep, stop, wrong = state.ep, threading.Event(), list[BaseException]()
+    ep, stop = state.ep, threading.Event()
     loads = torch.rand(L, E, generator=generator(draw.randrange(1000)))
     calls = [ep.poll, ep.check, ep.loads, ep.health, lambda: repr(ep), lambda: ep.share(loads), ep.abort]
     calls = [*calls, lambda: ep.combine(state.slots.rows, None), ep.poll, ep.poll][: 10 if draw.random() < 0.8 else 0]
@@ -114,17 +115,15 @@ def another_thread(state, draw: random.Random, permitted: str = BUSY) -> Iterato
                 pass
             except RuntimeError as error:
                 if BUSY not in str(error) and permitted not in str(error):
-                    wrong.append(error)
+                    raise
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if wrong:
-        raise wrong[0]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run)
+        try:
+            yield
+        finally:
+            stop.set()
+    future.result()
 
 
 def fork(state) -> None:

@@ -19,6 +19,7 @@ posts, or does again. What follows from the state is computed from it, and kept 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,14 +53,6 @@ class _Part(NamedTuple):
     begin: int
     end: int
     is_last: bool
-
-
-class _Size(NamedTuple):
-    """The size of a tensor of weights, with its dimensions in the order of memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
 
 
 @dataclass(eq=False, repr=False)
@@ -102,7 +95,7 @@ class Moves:
         self._rank = self.mail.rank
         self._ranks = range(self.mail.size)
         self._S = self.slots_per_rank
-        self._done = self._ended = self._cancels = False
+        self._done = self._cancels = False
         self._cancelled_at: int | None = None
         self._copied = 0  # parts in their slots, of those that come to this rank
         self._pushed = [0] * self.mail.size  # by rank: the number behind the last part that it got from here
@@ -112,7 +105,7 @@ class Moves:
         parts: list[list[_Part]] = [[] for _ in self._ranks]
         for wave, (moves, _) in enumerate(self.waves, 1):
             for move in moves:
-                nbytes = sum(size.nbytes for size in sizes[move.layer])
+                nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes[move.layer])
                 parts[move.slot // self._S] += _parts(wave, move, nbytes, len(self.staging))
         self._parts = parts
         self._mine = parts[self._rank]
@@ -136,7 +129,7 @@ class Moves:
     @property
     def cancelled(self) -> bool:
         """Whether they end, or have ended, before the last wave that was asked for."""
-        return self._ended or self.last < len(self.waves)
+        return self.last < len(self.waves)
 
     @property
     def done(self) -> bool:
@@ -155,8 +148,8 @@ class Moves:
 
     def end(self) -> None:
         """End at once: nothing is read or written any more."""
-        self._ended = self._ended or not self._done
-        self._done = True
+        if not self._done:
+            self.last, self._done = self.version, True
 
     def waits_for(self) -> list[int]:
         """Other ranks that the next step of this one needs, as far as it knows."""
@@ -232,7 +225,8 @@ class Moves:
             return
         others = [rank for rank in self._ranks if self._value(rank, Word.PLAN) not in (-1, self._checksum)]
         if others:
-            self.refused_by, self._ended, self._done = others, True, True
+            self.refused_by = others
+            self.end()
             raise EPRefusedError(others, all(self._value(rank, Word.PLAN) == REFUSED for rank in others))
 
     def _go_on(self) -> None:
@@ -296,15 +290,15 @@ class Moves:
         tensors = [tensor.detach() for tensor in self.weights(layer + 1, local)]
         return [t.permute(sorted(range(t.dim()), key=t.stride().__getitem__, reverse=True)) for t in tensors]
 
-    def _sizes(self) -> dict[int, list[_Size]]:
-        """What the slots of a layer hold, by layer whose experts move."""
+    def _sizes(self) -> dict[int, list[tuple[tuple[int, ...], torch.dtype]]]:
+        """The shapes, in the order of memory, and dtypes of a slot's tensors, by layer whose experts move."""
         moves = [move for wave in self.waves for move in wave.moves]
         slots = {(move.layer, slot) for move in moves for slot in (move.slot, move.source)}
         mine = {(layer, slot % self._S) for layer, slot in slots if slot // self._S == self._rank}
-        device, sizes = self.staging.device, dict[int, list[_Size]]()
+        device, sizes = self.staging.device, dict[int, list[tuple[tuple[int, ...], torch.dtype]]]()
         for layer, local in sorted(mine | {(layer, 0) for layer, _ in slots}):
             tensors = self._tensors(layer, local)
-            found = [_Size(tuple(t.shape), t.dtype, t.nbytes) for t in tensors]
+            found = [(tuple(t.shape), t.dtype) for t in tensors]
             fits = all(t.is_contiguous() and t.device == device for t in tensors)
             if not fits or sizes.setdefault(layer, found) != found:
                 raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ON_GPUS, alone, distinct_ids, randn
+from helpers import alone, distinct_ids, randn
 
 import epmoe
 from epmoe.native import ops
@@ -37,12 +37,6 @@ def test_opcheck_permute_and_finalize(device, id_dtype, counts):
         torch.library.opcheck(ops.finalize, (rows, row_of_pair, randn(T, K).to(device), None))
 
 
-@ON_GPUS
-def test_opcheck_dequantize_mxfp4(device):
-    codes = torch.arange(2 * 3 * 32, dtype=torch.uint8, device=device).view(2, 3, 32)
-    torch.library.opcheck(ops.dequantize_mxfp4, (codes, codes[..., :2].contiguous()))
-
-
 @pytest.mark.parametrize("real", [None, 5])
 def test_opcheck_quantize_and_zero_padding(device, real):
     num_tokens = None if real is None else torch.tensor(real, dtype=torch.int32, device=device)
@@ -55,7 +49,7 @@ def test_opcheck_quantize_and_zero_padding(device, real):
 @pytest.mark.parametrize("phase", ["", "_send", "_recv"])
 def test_opcheck_exchange(phase):
     """The round is open and its send phase is over, because opcheck runs an op twice, on copies of its arguments."""
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    checks = ("test_schema", "test_autograd_registration")
     with epmoe.ExpertParallel(alone(E, K, D, max_tokens=T)) as ep:
         sent = ep.dispatch_send(x := randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 0.25))
         *_, window, scratch, descriptor = sent.arguments

@@ -1,7 +1,8 @@
 """The native operators: their schemas and fakes, and the library that implements them.
 
 Schemas live here, implementations in ``csrc``; the dispatcher picks the device. A number that follows T is a SymInt, so
-that one compiled graph serves every T. ``EPMOE_LIBRARY`` names a library to load in place of the built one.
+that one compiled graph serves every T. Operators that compilers see have a fake; the others run within operators of
+Python. ``EPMOE_LIBRARY`` names a library to load in place of the built one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,21 +135,10 @@ def _(logits: Tensor, top_k: int, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("epmoe::permute")
-def _(
-    x: Tensor,
-    ids: Tensor,
-    expert_map: Tensor,
-    num_local_experts: int,
-    counts: Tensor | None,
-    alignment: int,
-    max_rows: int,
-    counters: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def new_int32(*shape: int) -> Tensor:
-        return ids.new_empty(shape, dtype=torch.int32)
-
-    rows = x.new_empty((max_rows, x.shape[1]))
-    return rows, new_int32(num_local_experts + 1), new_int32(num_local_experts), new_int32(*ids.shape)
+def _(x: Tensor, ids: Tensor, expert_map: Tensor, num_local_experts: int, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, max_rows, _ = rest
+    shapes = (num_local_experts + 1,), (num_local_experts,), ids.shape
+    return x.new_empty((max_rows, x.shape[1])), *(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
 @torch.library.register_fake("epmoe::finalize")
@@ -162,17 +153,6 @@ def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> 
     return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
 
 
-@torch.library.register_fake("epmoe::pack_fp8")
-def _(x: Tensor, num_tokens: Tensor | None, num_rows: int) -> Tensor:
-    packed = WIRE_FORMATS["packed_fp8"]
-    return x.new_empty((x.shape[0], packed.row_bytes(x.shape[1], x.dtype)), dtype=packed.element)
-
-
-@torch.library.register_fake("epmoe::unpack_fp8")
-def _(packed: Tensor, like: Tensor, expert_offsets: Tensor) -> Tensor:
-    return like.new_empty((packed.shape[0], like.shape[1]))
-
-
 @torch.library.register_fake("epmoe::gated_activation")
 def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     quantize = rest[-1]
@@ -183,20 +163,9 @@ def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
 
 
-@torch.library.register_fake("epmoe::dequantize_mxfp4")
-def _(codes: Tensor, scales: Tensor) -> Tensor:
-    e, n, pairs = codes.shape
-    return codes.new_empty((e, n, 2 * pairs), dtype=torch.bfloat16)
-
-
 @torch.library.register_fake("epmoe::few_rows")
 def _(rows: Tensor, *_: object) -> Tensor:
     return rows.new_empty(rows.shape, dtype=torch.bfloat16)
-
-
-@torch.library.register_fake("epmoe::invariant_linear")
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 @torch.library.register_fake("epmoe::scales_by_block")
@@ -204,31 +173,15 @@ def _(scales: Tensor, expert_offsets: Tensor, tokens_per_expert: Tensor | None) 
     return scales.new_empty((scales.shape[1], (scales.shape[0] + 3) // 4 * 4))
 
 
-@torch.library.register_fake("epmoe::weighted_gates")
-def _(gate_up: Tensor, *rest: object) -> Tensor:
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-
-
-@torch.library.register_fake("epmoe::weighted_gates_backward")
-def _(grad: Tensor, gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty((gate_up.shape[0],), dtype=torch.float32)
-
-
 @torch.library.impl(_library, "weighted_rows_backward_", "CPU")
-def _(
-    grad: Tensor,
-    rows: Tensor,
-    row_weights: Tensor | None,
-    expert_offsets: Tensor,
-    tokens_per_expert: Tensor | None,
-) -> Tensor:
+def _(grad: Tensor, rows: Tensor, row_weights: Tensor | None, expert_offsets: Tensor, tokens: Tensor | None) -> Tensor:
     # In torch and not in C++: sums in torch's order have the bits of a layer of torch.
     by_weights = rows.new_empty(len(rows), dtype=torch.float32)
     places = torch.arange(min(int(expert_offsets[-1]), len(rows)))
     by_weights[: len(places)] = 0
-    if tokens_per_expert is not None:
+    if tokens is not None:
         expert = torch.bucketize(places, expert_offsets[1:], right=True)
-        places = places[places - expert_offsets[expert] < tokens_per_expert[expert]]
+        places = places[places - expert_offsets[expert] < tokens[expert]]
     for part in places.split(_ROWS_AT_ONCE):
         by_rows = grad[part].float()
         factors = rows[part].float()
@@ -238,20 +191,9 @@ def _(
     return by_weights
 
 
-@torch.library.register_fake("epmoe::weighted_rows_backward_")
-def _(grad: Tensor, rows: Tensor, *rest: object) -> Tensor:
-    return rows.new_empty((rows.shape[0],), dtype=torch.float32)
-
-
 @torch.library.register_fake("epmoe::zero_padding_rows_")
-@torch.library.register_fake("epmoe::dispatch")
-@torch.library.register_fake("epmoe::dispatch_send")
-@torch.library.register_fake("epmoe::dispatch_recv")
-@torch.library.register_fake("epmoe::combine")
-@torch.library.register_fake("epmoe::combine_send")
-@torch.library.register_fake("epmoe::combine_recv")
 def _(*arguments: object) -> None:
-    """They return nothing."""
+    """It returns nothing."""
 
 
 def __getattr__(name: str) -> torch._ops.OpOverload:

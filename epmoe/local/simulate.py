@@ -8,7 +8,7 @@ and Welling, 2019).
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -86,13 +86,9 @@ def simulate_routing(
     *,
     seed: int = 0,
     id_dtype: torch.dtype = torch.int32,
-    num_expert_groups: int = 8,
-    top_groups: int = 4,
-    ep_size: int = 4,
-    hot_rank: int = 0,
-    step: float = 0,
+    **options: Any,
 ) -> Routing:
-    """Ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K]; kinds as in `simulate_logits`.
+    """Ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K]; kinds and `options` as in `simulate_logits`.
 
     The ids of a row are distinct and in [0, E), and its weights sum to 1. The kind adversarial breaks these rules in
     half of its rows. Such a row may have duplicate ids, −1, E and other ids out of range, and weights NaN, ±Inf, 0
@@ -102,19 +98,9 @@ def simulate_routing(
     """
     if id_dtype not in (torch.int32, torch.int64):
         raise ValueError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
-    logits_TE = simulate_logits(
-        "uniform" if kind == "adversarial" else kind,
-        num_tokens,
-        num_experts,
-        seed=seed,
-        dtype=torch.float64,
-        num_expert_groups=num_expert_groups,
-        top_groups=top_groups,
-        ep_size=ep_size,
-        hot_rank=hot_rank,
-        step=step,
-    )
-    reachable = num_experts // num_expert_groups * top_groups if kind == "group_limited" else num_experts
+    clean: Kind = "uniform" if kind == "adversarial" else kind
+    logits_TE = simulate_logits(clean, num_tokens, num_experts, seed=seed, dtype=torch.float64, **options)
+    reachable = min([num_experts, *logits_TE.isfinite().sum(1).tolist()])
     if not 1 <= top_k <= reachable:
         raise ValueError(f"`top_k` must be 1 to {reachable}, as a token reaches no more, got {top_k}")
     ids_TK = logits_TE.topk(top_k, dim=1).indices

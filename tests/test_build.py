@@ -30,6 +30,7 @@ SOURCES = {
     "cuda/local/segments.cuh": "",
     "cuda/hopper/gemm.cu": '#include "types.h"\n',
 }
+EDIT = "// edited\n"
 # A compiler that writes its command line, and the source that it compiles. A real one tells what the source includes.
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && exec {cat} "$0.version"
@@ -53,14 +54,19 @@ class Toolchain:
         self.bin, self.csrc = folder / "bin", folder / "csrc"
         self.bin.mkdir()
         real = {"cxx": shutil.which("c++"), "cat": shutil.which("cat"), "bin": self.bin}
-        for tool, version in (("c++", "g++ 12.2"), ("nvcc", "nvcc: release 13.0, V13.0.88")):
+        for tool in ("c++", "nvcc"):
             (self.bin / tool).write_text(COMPILER.format(**real))
             (self.bin / tool).chmod(0o755)
-            self.release(tool, version)
         self.meanwhile("")
         self.commands()
         if ninja := shutil.which("ninja"):
             (self.bin / "ninja").symlink_to(ninja)
+        self.reset()
+
+    def reset(self) -> None:
+        """Let compilers and sources be as they are at first."""
+        self.release("c++", "g++ 12.2")
+        self.release("nvcc", "nvcc: release 13.0, V13.0.88")
         for name in SOURCES:
             self.edit(name)
 
@@ -115,26 +121,41 @@ def every(*suffixes: str) -> list[str]:
     return sorted(name for name in SOURCES if name.endswith(suffixes))
 
 
-def test_only_what_an_edit_reaches_is_compiled(toolchain, tmp_path):
+EVERYTHING = every(".cpp", ".cu")
+
+
+@pytest.mark.parametrize(
+    ("change", "compiled"),
+    [
+        (lambda tools, to: tools.edit("ops.cpp", EDIT), ["ops.cpp"]),
+        (lambda tools, to: tools.edit("cuda/local/permute.cu", EDIT), ["cuda/local/permute.cu"]),
+        (lambda tools, to: tools.edit("cuda/local/segments.cuh", EDIT), ["cuda/local/permute.cu"]),
+        (lambda tools, to: tools.edit("cpu/convert.h", EDIT), ["cpu/route.cpp"]),
+        (lambda tools, to: tools.edit("types.h", EDIT), ["cpu/route.cpp", "cuda/hopper/gemm.cu", "ops.cpp"]),
+        (lambda tools, to: to.setattr(torch, "__version__", "2.99.0"), every(".cpp")),
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "9.0"), EVERYTHING),
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX"), EVERYTHING),
+        (lambda tools, to: to.setattr(build, "CUDA_FLAGS", ("-O2",)), EVERYTHING),
+        (lambda tools, to: tools.release("nvcc", "nvcc: release 13.1"), EVERYTHING),
+        (lambda tools, to: tools.release("c++", "g++ 13.1"), EVERYTHING),
+        # Other spellings of the same GPUs. Environments with the same torch share the library.
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "10.0 9.0 8.0"), []),
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "8.0, 9.0,10.0,9.0"), []),
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "7.5;8.0;9.0;10.0"), []),
+        (lambda tools, to: to.setattr(torch, "__file__", "/another place/torch/__init__.py"), []),
+    ],
+)
+def test_a_change_compiles_what_it_reaches(change, compiled, toolchain, tmp_path):
     """Whatever the times of the files are: the objects of the other sources are those of the last build."""
     first = build.build(tmp_path, portable=True)
-    assert toolchain.compiled() == every(".cpp", ".cu")
-    for file, reached in (
-        ("ops.cpp", ["ops.cpp"]),
-        ("cuda/local/permute.cu", ["cuda/local/permute.cu"]),
-        ("cuda/local/segments.cuh", ["cuda/local/permute.cu"]),
-        ("cpu/convert.h", ["cpu/route.cpp"]),
-        ("types.h", ["cpu/route.cpp", "cuda/hopper/gemm.cu", "ops.cpp"]),
-    ):
-        toolchain.edit(file, "// edited\n")
-        assert build.build(tmp_path, portable=True) != first
-        assert toolchain.compiled() == reached
-    for file in SOURCES:
-        toolchain.edit(file)
+    assert toolchain.compiled() == EVERYTHING
+    with pytest.MonkeyPatch.context() as to:
+        change(toolchain, to)
+        again = build.build(tmp_path, portable=True)
+        assert toolchain.compiled() == compiled and (again != first) == bool(compiled)
+        assert build.build(tmp_path, portable=True) == again and not toolchain.commands()
+    toolchain.reset()
     assert build.build(tmp_path, portable=True) == first and not toolchain.commands()
-    toolchain.edit("cuda_api.cu", "// edited\n")
-    build.build(tmp_path, portable=True)
-    assert toolchain.compiled() == every(".cpp", ".cu")  # the others are as they were at first
 
 
 @pytest.mark.parametrize(
@@ -147,8 +168,7 @@ def test_a_library_without_one_guard_compiles_one_source(guard, source, toolchai
     without = build.build(tmp_path, (guard,), portable=True)
     compiles = [words for words in toolchain.commands() if "-c" in words]
     assert [(words[-1], f"-D{guard}" in words) for words in compiles] == [(source, True)]
-    assert build.build(tmp_path, portable=True) == whole != without and not toolchain.commands()
-    assert build.build(tmp_path, ("EPMOE_MUTATE_NOTHING",), portable=True) == whole
+    assert build.build(tmp_path, ("EPMOE_MUTATE_NOTHING",), portable=True) == whole != without
 
 
 def test_guards_stand_in_sources():
@@ -163,7 +183,7 @@ def test_an_edit_during_a_build_reaches_no_compiler(toolchain, tmp_path):
     toolchain.meanwhile("")
     (object_file,) = tmp_path.rglob("ops.cpp.o")
     assert SOURCES["ops.cpp"] in object_file.read_text() and "edited" not in object_file.read_text()
-    assert toolchain.compiled() == every(".cpp", ".cu")
+    assert toolchain.compiled() == EVERYTHING
     assert build.build(tmp_path, portable=True) != library
     assert toolchain.compiled() == ["ops.cpp"] and "edited" in object_file.read_text()
 
@@ -175,50 +195,11 @@ def test_a_file_that_is_gone_is_not_found_in_the_copy(toolchain, tmp_path):
         build.build(tmp_path, portable=True)
 
 
-def test_kernels_are_built_anew_for_other_gpus_or_another_nvcc(toolchain, tmp_path, monkeypatch):
-    libraries = [build.build(tmp_path, portable=True)]
-    for change in (
-        lambda: monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0"),
-        lambda: monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX"),
-        lambda: toolchain.release("nvcc", "nvcc: release 13.1"),
-        lambda: toolchain.release("c++", "g++ 13.1"),
-        lambda: monkeypatch.setattr(build, "CUDA_FLAGS", ("-O2",)),
-    ):
-        change()
-        toolchain.commands()
-        libraries.append(build.build(tmp_path, portable=True))
-        assert set(every(".cu")) <= set(toolchain.compiled())
-    assert len({library.parent for library in libraries}) == len(libraries)
-    assert build.build(tmp_path, portable=True) == libraries[-1] and not toolchain.commands()
-
-
-def test_another_spelling_of_the_same_gpus_builds_nothing(toolchain, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0")
-    library = build.build(tmp_path, portable=True)
-    for spelling in ("10.0 9.0 8.0", "8.0, 9.0,10.0,9.0", "7.5;8.0;9.0;10.0", ""):
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", spelling)
-        assert build.build(tmp_path, portable=True) == library
-
-
-def test_another_torch_builds_the_operators_anew_and_not_the_kernels(toolchain, tmp_path, monkeypatch):
-    before = build.build(tmp_path, portable=True)
-    toolchain.commands()
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    after = build.build(tmp_path, portable=True)
-    assert before != after and toolchain.compiled() == every(".cpp")
-    assert links(after)[1] == links(before)[1].replace(before.parent.name, after.parent.name)
-
-
-def test_the_folder_of_torch_builds_nothing(toolchain, tmp_path, monkeypatch):
-    """Environments with the same torch share the library."""
-    library = build.build(tmp_path, portable=True)
+def test_commands_find_the_torch_of_this_environment(toolchain, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "another place" / "torch" / "__init__.py"))
-    assert build.build(tmp_path, portable=True) == library
-    toolchain.edit("ops.cpp", "// edited")
-    toolchain.commands()
     build.build(tmp_path, portable=True)
-    compiles, link = (words for words in toolchain.commands() if words[0] == "c++")
-    assert compiles[-1] == "ops.cpp" and "place/torch/include" in compiles and "place/torch/lib" in link
+    *compiles, link = (words for words in toolchain.commands() if words[0] == "c++")
+    assert all("place/torch/include" in words for words in compiles) and "place/torch/lib" in link
 
 
 def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_path, monkeypatch):
@@ -245,45 +226,30 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
     assert "-cudart=static" in link and not [word for word in link if "torch" in word or "cudart=shared" in word]
 
 
-def test_first_use_builds_for_the_gpus_that_torch_sees(toolchain, tmp_path, monkeypatch):
+def test_a_first_use_builds_for_the_gpus_that_torch_sees_and_says_so_once(toolchain, tmp_path, monkeypatch, capsys):
     use_gpus(monkeypatch, (9, 0), (8, 0), (9, 0))
     assert build.architectures() == ("8.0", "9.0")
-    assert "code=sm_80 -gencode=arch=compute_90,code=sm_90" in links(build.build(tmp_path))[1]
-
-
-def test_a_first_use_says_what_it_does_and_the_next_one_nothing(toolchain, tmp_path, monkeypatch, capsys):
-    use_gpus(monkeypatch, (9, 0), (8, 0))
-    folder = build.build(tmp_path).parent
-    assert capsys.readouterr().err == (
-        f"epmoe: compiling the native library for the CPU and GPUs of compute capability 8.0, 9.0 into {folder}, once\n"
-    )
+    library = build.build(tmp_path)
+    assert "code=sm_80 -gencode=arch=compute_90,code=sm_90" in links(library)[1]
+    purpose = "the CPU and GPUs of compute capability 8.0, 9.0"
+    said = f"epmoe: compiling the native library for {purpose} into {library.parent}, once\n"
+    assert capsys.readouterr().err == said
     build.build(tmp_path)
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("gpus", [(), ((7, 5),)], ids=["no GPU", "an old GPU"])
-def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(gpus, toolchain, tmp_path, monkeypatch):
-    """A login node, a container or CI, where torch and nvcc are those of the machines with GPUs."""
-    use_gpus(monkeypatch, *gpus)
-    library = build.build(tmp_path)
-    assert library.exists() and not library.with_name(build.CUDA_LIBRARY).exists()
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    assert links(build.build(tmp_path))
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
-    use_gpus(monkeypatch, (9, 0))
-    with_gpu = build.build(tmp_path)
-    assert with_gpu != library and links(with_gpu)
-
-
-@pytest.mark.parametrize("missing", ["nvcc", "CUDA in torch"])
-def test_first_use_without_cuda_builds_the_cpu_kernels(missing, toolchain, tmp_path, monkeypatch):
-    if missing == "nvcc":
-        use_gpus(monkeypatch)
+@pytest.mark.parametrize("without", ["a GPU", "a new GPU", "nvcc", "CUDA in torch"])
+def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(without, toolchain, tmp_path, monkeypatch):
+    """A login node, a container or CI, where torch and nvcc may be those of the machines with GPUs."""
+    use_gpus(monkeypatch, *{"a GPU": (), "a new GPU": ((7, 5),)}.get(without, ((9, 0),)))
+    if without == "nvcc":
         (toolchain.bin / "nvcc").unlink()
-    else:
+    elif without == "CUDA in torch":
         monkeypatch.setattr(torch.version, "cuda", None)
     library = build.build(tmp_path)
     assert library.exists() and not library.with_name(build.CUDA_LIBRARY).exists()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert build.build(tmp_path).with_name(build.CUDA_LIBRARY).exists() == ("GPU" in without)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +304,7 @@ def test_a_build_that_was_killed_goes_on(toolchain, tmp_path):
     os.waitpid(builder, 0)
     library = build.build(tmp_path, portable=True)
     assert sorted(path.name for path in library.parent.iterdir()) == ["libepmoe.so", build.CUDA_LIBRARY]
-    assert toolchain.compiled() == every(".cpp", ".cu")
+    assert toolchain.compiled() == EVERYTHING
 
 
 def test_what_a_killed_compiler_left_is_made_again(toolchain, tmp_path):
@@ -354,7 +320,7 @@ def test_of_several_processes_one_builds(toolchain, tmp_path):
     toolchain.meanwhile(f"{shutil.which('sleep', path=os.defpath)} 0.1")
     children = [in_a_child(tmp_path) for _ in range(3)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
-    assert toolchain.compiled() == every(".cpp", ".cu")
+    assert toolchain.compiled() == EVERYTHING
 
 
 def in_a_child(cache: Path) -> int:
@@ -413,6 +379,7 @@ def test_the_cache_is_for_its_user_alone(cache, umask):
 
 
 PLACES = ["epmoe", "epmoe/KEY", "epmoe/NINJA", "epmoe/KEY/libepmoe.so", "epmoe/KEY/libepmoe_cuda.so"]
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 def place_of(which: str, library: Path) -> Path:
@@ -422,20 +389,24 @@ def place_of(which: str, library: Path) -> Path:
     return cache / which.replace("KEY", library.parent.name).replace("NINJA", work.name)
 
 
-@pytest.mark.parametrize("which", ["", *PLACES])
-@pytest.mark.parametrize(("mode", "who"), [(0o777, "every user"), (0o775, "group 54321")])
-def test_a_cache_that_others_can_write_into_is_refused(cache, which, mode, who):
+@pytest.mark.parametrize(
+    ("which", "who"),
+    [
+        *((which, "can be written by every user") for which in ("", *PLACES)),
+        *(pytest.param(which, "can be written by group 54321", marks=NEEDS_ROOT) for which in ("", *PLACES)),
+        *(pytest.param(which, "belongs to user 54321", marks=NEEDS_ROOT) for which in PLACES),
+    ],
+)
+def test_a_cache_of_others_is_refused(cache, which, who):
     """What lies there may be another user's code."""
     library = build.build(portable=True)
     path = place_of(which, library)
-    own_group = path.stat().st_gid
-    if "group" in who:
-        if os.geteuid():
-            pytest.skip("needs root")
-        os.chown(path, -1, 54321)
-    path.chmod(mode)
-    refused(str(path), f"can be written by {who}", "remove it" if which else f"run `chmod go-w {path}`")
-    os.chown(path, -1, own_group)
+    found = path.stat()
+    if "every" not in who:
+        os.chown(path, 54321 if "belongs" in who else -1, 54321 if "group" in who else -1)
+    path.chmod(0o777 if "every" in who else 0o775 if "group" in who else 0o755)
+    refused(str(path), who, "remove it" if which else f"run `chmod go-w {path}`")
+    os.chown(path, found.st_uid, found.st_gid)
     path.chmod(0o755)
     assert build.build(portable=True) == library
 
@@ -455,16 +426,7 @@ def test_a_group_of_one_may_write(cache, monkeypatch):
     assert build._writers(found) == "group ann"
 
 
-@pytest.mark.parametrize("which", PLACES)
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_what_another_user_owns_is_refused(cache, which):
-    library = build.build(portable=True)
-    path = place_of(which, library)
-    os.chown(path, 54321, -1)
-    refused(str(path), "belongs to user 54321")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@NEEDS_ROOT
 def test_a_link_of_another_user_is_refused(cache, tmp_path):
     build.build(portable=True)
     (cache / "epmoe").rename(tmp_path / "elsewhere")

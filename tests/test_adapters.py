@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import chain
 
 import adapter_models
 import pytest
 import torch
-from expert_inputs import random_mxfp4
+from expert_inputs import MXFP4, quantized, random_mxfp4
 from helpers import assert_close, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
 from epmoe.checkpoint import load_adapter
 from epmoe.local.adapters import ExpertAdapters, LoRA
-from epmoe.local.gemm.gemm import plain_weights
+from epmoe.local.weight_formats import dequantize_weights
 from epmoe.native.arguments import FP8
 
 E, K, D, F, T = 4, 2, 64, 32, 12
@@ -135,48 +136,36 @@ def test_moves_leave_no_adapter_uninitialised(device, on_meta):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("payload", ["auto", "fp8"])
-@pytest.mark.parametrize("tokens", [6, 16])
-def test_fp8_experts(device, payload, tokens):
-    """On GPUs of compute capability 9.0 by DeepGEMM, also where its kernels for few rows would serve without."""
+@pytest.mark.parametrize(
+    ("dtype", "payload", "tokens"),
+    [*((FP8, payload, tokens) for payload in ("auto", "fp8") for tokens in (6, 16)), (MXFP4, "auto", 12)],
+)
+def test_quantized_experts(device, dtype, payload, tokens):
+    """fp8 on GPUs of compute capability 9.0 by DeepGEMM, also where its kernels for few rows would serve without.
+    Adapters go by the numbers of a weight, of which a byte of MXFP4 has two."""
     n = 128
-    sections = {"model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": n, "dtype": "bfloat16"}}
-    gate_up, down = (randn(E, *shape, seed=i).to(FP8) for i, shape in enumerate(((2 * n, n), (n, n))))
-    scales = {"gate_up_scales": torch.full((E, 2, 1), 1 / 16), "down_scales": torch.full((E, 1, 1), 1 / 16)}
+    shapes = (E, 2 * n, n), (E, n, n)
+    if dtype == FP8:
+        pairs = [quantized(randn(*shape, seed=i) / 16) for i, shape in enumerate(shapes)]
+    else:
+        pairs = [random_mxfp4(*shape, seed=i) for i, shape in enumerate(shapes)]
+    (gate_up, gate_up_scales), (down, down_scales) = pairs
+    base = tuple(dequantize_weights(*pair, torch.float64) for pair in pairs)
     factors = adapter_models.draw(E, n, n, 4, seed=3)
+    sections = {"model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": n, "dtype": "bfloat16"}}
     with epmoe.ExpertParallel(config(**sections, exchange={"payload": payload}), device=device) as ep:
-        layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up, down, **scales, adapters=2, adapter_rank=8)
+        options = {"gate_up_scales": gate_up_scales, "down_scales": down_scales, "adapters": 2, "adapter_rank": 8}
+        layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up, down, **options)
         layer.adapters.put_local(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
         x = randn(tokens, n, seed=5, dtype=torch.bfloat16).to(device)
         numbers = (torch.arange(tokens) % 2).to(device, torch.int16)
         ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
-        base = gate_up.double() / 16, down.double() / 16
         want = adapter_models.merged_reference(x.cpu(), ids, weights, base, {1: (factors, 0.5)}, numbers.cpu())
         got = layer(x, adapter_ids=numbers).cpu().double()
         for number in (0, 1):
             mine = numbers.cpu() == number
             error = (got - want)[mine].norm() / want[mine].norm()
-            assert error < 0.1, error
-
-
-@torch.no_grad()
-def test_mxfp4_experts(device):
-    """Adapters go by the numbers of a weight, of which a byte of MXFP4 has two."""
-    n = 64
-    sections = {"model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": n, "dtype": "bfloat16"}}
-    gate_up, down = (random_mxfp4(E, *shape, seed=i) for i, shape in enumerate(((2 * n, n), (n, n))))
-    factors = adapter_models.draw(E, n, n, 4, seed=3)
-    with epmoe.ExpertParallel(config(**sections), device=device) as ep:
-        scales = {"gate_up_scales": gate_up[1], "down_scales": down[1]}
-        options = {"adapters": 2, "adapter_rank": 8}
-        layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up[0], down[0], **scales, **options)
-        plain = [plain_weights(weights).to(torch.bfloat16) for weights in (gate_up, down)]
-        same = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, *plain, **options)
-        for one in (layer, same):
-            one.adapters.put_local(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
-        x = randn(T, n, seed=5, dtype=torch.bfloat16).to(device)
-        numbers = (torch.arange(T) % 2).to(device, torch.int16)
-        assert_close(layer(x, adapter_ids=numbers), same(x, adapter_ids=numbers), slack=4)
+            assert error < (0.1 if dtype == FP8 else 0.02), error
 
 
 def test_what_adapters_refuse(ep):
@@ -238,6 +227,8 @@ def test_what_layers_refuse(ep, device):
         pytest.raises(ValueError, match="`capacity.extra_bytes` must be at least 4 with `adapters`, got 0"),
     ):
         layer_of(small)
+    with pytest.raises(ValueError, match="must not be batch_invariant with adapters"):
+        layer_of(ep, batch_invariant=True)
     x, numbers = tokens(device)
     plain, layer = layer_of(ep, adapters=None), layer_of(ep)
     with torch.no_grad(), pytest.raises(ValueError, match="`adapter_ids` must be None"):
@@ -250,12 +241,6 @@ def test_what_layers_refuse(ep, device):
     layer.requires_grad_(True)
     with pytest.raises(RuntimeError, match="layers with `adapters` have no gradients"):
         layer(x)
-
-
-def test_experts_that_are_batch_invariant():
-    experts = epmoe.GroupedExperts(randn(E, 2 * F, D), randn(E, D, F), batch_invariant=True)
-    with pytest.raises(ValueError, match="must not be batch_invariant with adapters"):
-        ExpertAdapters(experts, 1, 4)
 
 
 @pytest.mark.parametrize("targets", [("gate_up", "down"), ("down",), ("gate_up",)])
@@ -284,8 +269,8 @@ def test_a_folder_with_a_model_too(tmp_path):
     (tmp_path / "other" / "adapter_model.safetensors").rename(tmp_path / "model.safetensors")
     index = {"weight_map": dict.fromkeys([f"base_model.model.{BLOCK}.experts.lora_A.weight"], "model.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for got, part in zip(load_adapter(tmp_path, BLOCK, ALL, SIZES), want, strict=True):
-        assert torch.equal(got[0], part[0]) and torch.equal(got[1], part[1])
+    got = load_adapter(tmp_path, BLOCK, ALL, SIZES)
+    assert all(torch.equal(*pair) for pair in zip(chain(*got), chain(*want), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -374,12 +359,8 @@ def test_parts_that_nobody_serves(tmp_path, name, experts_only):
     if not experts_only:
         plain = tmp_path / "plain"
         adapter_models.save(plain, FACTORS, BLOCK)
-        for got, want in zip(
-            load_adapter(tmp_path, BLOCK, ALL, SIZES, experts_only=True),
-            load_adapter(plain, BLOCK, ALL, SIZES),
-            strict=True,
-        ):
-            assert torch.equal(got[1], want[1])
+        got, want = (load_adapter(path, BLOCK, ALL, SIZES, experts_only=True) for path in (tmp_path, plain))
+        assert all(torch.equal(*pair) for pair in zip(chain(*got), chain(*want), strict=True))
 
 
 def test_files_that_are_refused(tmp_path):

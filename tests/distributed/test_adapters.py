@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -68,10 +67,13 @@ def want(layer: MoELayer, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tenso
         {},
         {"placement": {"num_redundant_experts": 3, "strategy": "round_robin"}},
         {"capacity": {"extra_bytes": 40, "alignment": 8, "gap_rows": "undefined"}},
+        {"ranks_per_node": 1},
     ],
 )
-def test_each_token_gets_its_adapter(open_ep, rank, options):
+def test_each_token_gets_its_adapter(open_ep, device, rank, options):
     """Also where a rank brings no tokens, or padding of NaN, and beside a layer without adapters."""
+    if device.type == "cuda" and "ranks_per_node" in options:
+        pytest.skip("NCCL takes two nodes of one machine by tests/two_gpu_nodes.sh only")
     ep = open_ep(**options)
     layer, plain = make_layer(ep), make_layer(ep, adapters=None)
     for seed, tokens in enumerate((T, 0 if rank == 0 else 5, M)):
@@ -87,14 +89,6 @@ def test_each_token_gets_its_adapter(open_ep, rank, options):
     x, numbers = inputs(ep, 5, 8)
     y = layer(x.view(2, 4, D), adapter_ids=numbers.view(2, 4))
     assert y.shape == (2, 4, D) and torch.equal(y.view(8, D), layer(x, adapter_ids=numbers))
-
-
-def test_over_several_nodes(open_ep, device):
-    if device.type == "cuda":
-        pytest.skip("NCCL takes two nodes of one machine by tests/two_gpu_nodes.sh only")
-    layer = make_layer(open_ep(ranks_per_node=1))
-    x, numbers = inputs(layer.ep)
-    assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
 
 
 def test_fp8_rows(open_ep):
@@ -149,31 +143,27 @@ def test_adapters_are_no_part_of_checkpoints(open_ep):
     assert torch.equal(layer(x, adapter_ids=numbers), before)
 
 
-def test_from_the_folder_of_peft(open_ep):
-    """Each rank reads its own experts, in the dtype of the file; a lower rank than there is room for."""
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """It has a folder of PEFT for each adapter, of which one has a lower rank than there is room for."""
+    for number, factors in FACTORS.items():
+        adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
+    return tmp_path
+
+
+@pytest.fixture
+def loaded(open_ep, folder) -> tuple[MoELayer, Path, torch.Tensor]:
+    """A layer with both adapters of files, the folder, and what it computes of `inputs` with them."""
     layer = make_layer(open_ep())
     x, numbers = inputs(layer.ep)
     before = layer(x, adapter_ids=numbers)
     for number in ADAPTERS:
         layer.put_adapter(number, None)
     assert torch.equal(layer(x, adapter_ids=numbers), layer(x))
-    with tempfile.TemporaryDirectory() as folder:
-        for number, factors in FACTORS.items():
-            adapter_models.save(Path(folder) / str(number), factors, BLOCK, r=(4, 2)[number])
-            layer.load_adapter(number, Path(folder) / str(number), BLOCK)
-    assert torch.equal(layer(x, adapter_ids=numbers), before)
-
-
-@pytest.fixture
-def loaded(open_ep, tmp_path) -> tuple[MoELayer, Path, torch.Tensor]:
-    """A layer with both adapters of files, the folders, and what it computes of `inputs` with them."""
-    for number, factors in FACTORS.items():
-        adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
-    layer = make_layer(open_ep())
     for number in FACTORS:
-        layer.load_adapter(number, tmp_path / str(number), BLOCK)
-    x, numbers = inputs(layer.ep)
-    return layer, tmp_path, layer(x, adapter_ids=numbers)
+        layer.load_adapter(number, folder / str(number), BLOCK)
+    assert torch.equal(layer(x, adapter_ids=numbers), before), "each rank reads its own experts"
+    return layer, folder, before
 
 
 @pytest.mark.parametrize(
@@ -258,12 +248,10 @@ def test_a_rank_that_fails_while_all_load(loaded, rank, size, monkeypatch):
 
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("live", [False, True])
-def test_another_group(open_ep, rank, size, live, copies, tmp_path):
+def test_another_group(open_ep, rank, size, live, copies, folder):
     """All ranks lose all adapters where one gets an expert without its weights, and keep them otherwise."""
     if size == 1:
         pytest.skip("one rank leaves no other")
-    for number, factors in FACTORS.items():
-        adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
     placement = {"num_redundant_experts": (copies - 1) * E, "strategy": "round_robin"}
     if live:
         placement = {"live": True, "slots_per_rank": -(-copies * E // size), "layers": 1, "most_copies": 2}
@@ -286,26 +274,25 @@ def test_another_group(open_ep, rank, size, live, copies, tmp_path):
         return
     with pytest.raises(EPStateError, match=r"adapter\(s\) \[0, 1\] are not whole"):
         layer(x, adapter_ids=numbers)
-    layer.load_adapter(1, tmp_path / "1", BLOCK)
+    layer.load_adapter(1, folder / "1", BLOCK)
     layer.put_adapter(0, None)
     numbers.masked_fill_(numbers == 0, -1)
     assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
-    layer.load_adapter(0, tmp_path / "0", BLOCK)
+    layer.load_adapter(0, folder / "0", BLOCK)
     x, numbers = inputs(ep)
     assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
 
 
-def test_while_experts_move(open_ep, size, tmp_path):
+def test_while_experts_move(open_ep, size, folder):
     if size == 1:
         pytest.skip("experts of one rank have nowhere to go")
-    adapter_models.save(tmp_path, FACTORS[1], BLOCK, r=2)
     live = {"live": True, "slots_per_rank": E, "layers": 1, "staging_mb": 1, "most_copies": 2}
     layer = make_layer(ep := open_ep(placement=live), layer_id=1)
     ep.replace(ep.slots.view(1, size, -1).roll(1, dims=1).flatten(1))
     with pytest.raises(EPStateError, match="experts are moving"):
-        layer.load_adapter(0, tmp_path, BLOCK)
+        layer.load_adapter(0, folder / "1", BLOCK)
     ep.apply()
-    layer.load_adapter(1, tmp_path, BLOCK)
+    layer.load_adapter(1, folder / "1", BLOCK)
     x, numbers = inputs(ep)
     assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
 
@@ -319,13 +306,11 @@ def dist_any(value: bool) -> bool:
 @pytest.mark.slow
 @ON_THE_CPU
 @pytest.mark.parametrize("seed", range(4))
-def test_a_storm(open_ep, rank, size, seed, tmp_path):
+def test_a_storm(open_ep, rank, size, seed, folder):
     """Loads, right ones and wrong ones, moves, other groups and calls of another thread, in any order: each token has
     the adapter that its number has by then, or its call is refused. The `extra` of other rounds is their own."""
     if size == 1:
         pytest.skip("one rank leaves no other")
-    for number, factors in FACTORS.items():
-        adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
     live = {"live": True, "slots_per_rank": E, "layers": 1, "staging_mb": 1, "most_copies": 2}
     ep, random, held = open_ep(placement=live), Random(seed), dict(ADAPTERS)
     layer = make_layer(ep)
@@ -334,7 +319,7 @@ def test_a_storm(open_ep, rank, size, seed, tmp_path):
         number, file, bad = random.randrange(3), random.randrange(2), random.choice([None, *range(size)])
         refused = nullcontext() if bad is None else pytest.raises(ValueError, match="cannot be read")
         with refused:
-            layer.load_adapter(number, tmp_path / ("none" if rank == bad else str(file)), BLOCK)
+            layer.load_adapter(number, folder / ("none" if rank == bad else str(file)), BLOCK)
             held[number] = ADAPTERS[file]
 
     def move() -> None:
@@ -368,7 +353,7 @@ def test_a_storm(open_ep, rank, size, seed, tmp_path):
                 layer(x, adapter_ids=numbers)
         for number in range(3):
             layer.put_adapter(number, None)
-            layer.load_adapter(number, tmp_path / str(number % 2), BLOCK)
+            layer.load_adapter(number, folder / str(number % 2), BLOCK)
             held[number] = ADAPTERS[number % 2]
 
     def clear() -> None:

@@ -53,32 +53,14 @@ struct Entry<kFunction> {
 template <auto kFunction>
 constexpr auto kEntry = Entry<kFunction>::call;
 
-constexpr Api kApi = {
-    .error_string = error_string,
-    .current_device = [](int* index) -> int { return cudaGetDevice(index); },
-    .order_after = order_after,
-    .permute_workspace_bytes = permute_workspace_bytes,
-    .route = kEntry<route>,
-    .permute = kEntry<permute>,
-    .finalize = kEntry<finalize>,
-    .zero_padding_rows = kEntry<zero_padding_rows>,
-    .quantize = kEntry<quantize>,
-    .gated_activation = kEntry<gated_activation>,
-    .scales_by_block = kEntry<scales_by_block>,
-    .dequantize_mxfp4 = kEntry<dequantize_mxfp4>,
-    .few_rows = kEntry<few_rows>,
-    .grouped_gemm = kEntry<grouped_gemm>,
-    .invariant_linear_parts = invariant_linear_parts,
-    .invariant_linear = kEntry<invariant_linear>,
-    .weighted_gates = kEntry<weighted_gates>,
-    .unpack = kEntry<unpack>,
-    .weighted_rows_backward = kEntry<weighted_rows_backward>,
-    .dispatch = kEntry<dispatch>,
-    .combine = kEntry<combine>,
-    .rail_pack = kEntry<rail_pack>,
-    .rail_sum = kEntry<rail_sum>,
-    .rail_mark = kEntry<rail_mark>,
-    .rail_tags = kEntry<rail_tags>,
+constexpr Api kApi = {.error_string = error_string,
+                      .current_device = [](int* index) -> int { return cudaGetDevice(index); },
+                      .order_after = order_after,
+                      .permute_workspace_bytes = permute_workspace_bytes,
+                      .invariant_linear_parts = invariant_linear_parts,
+#define EPMOE_ENTRY(name, ...) .name = kEntry<name>,
+                      EPMOE_LAUNCHES(EPMOE_ENTRY)
+#undef EPMOE_ENTRY
 };
 
 }  // namespace

@@ -14,32 +14,40 @@ constexpr int32_t kMaxTopK = 32;  // of route and rail_pack: one lane keeps each
 
 using Stream = CUstream_st*;  // cudaStream_t
 
+// The functions that launch kernels: the name, and the types of the arguments in front of the stream. A function does
+// not synchronise, and a graph can capture it. The operators have checked the arguments. Ids, counts and row indices
+// inside tensors are unchecked, and the kernels check them before they become addresses.
+#define EPMOE_LAUNCHES(F)                                \
+  F(route, const RouteArgs&)                             \
+  F(permute, const PermuteArgs&)                         \
+  F(finalize, const FinalizeArgs&)                       \
+  F(zero_padding_rows, const PaddingArgs&)               \
+  F(quantize, const QuantizeArgs&)                       \
+  F(gated_activation, const GatedActivationArgs&)        \
+  F(scales_by_block, const ScalesByBlockArgs&)           \
+  F(dequantize_mxfp4, const DequantizeArgs&)             \
+  F(few_rows, const FewRowsArgs&)                        \
+  F(grouped_gemm, const GroupedGemmArgs&)                \
+  F(invariant_linear, const InvariantLinearArgs&)        \
+  F(weighted_gates, const WeightedGatesArgs&)            \
+  F(unpack, const UnpackArgs&)                           \
+  F(weighted_rows_backward, const WeightedRowsArgs&)     \
+  F(dispatch, const Exchange&, const DispatchArgs&)      \
+  F(combine, const Exchange&, const CombineArgs&, DType) \
+  F(rail_pack, const RailPackArgs&)                      \
+  F(rail_sum, const RailSumArgs&)                        \
+  F(rail_mark, const RailMarkArgs&)                      \
+  F(rail_tags, const RailTagsArgs&)
+
 struct Api {
   const char* (*error_string)(int error);
   int (*current_device)(int* index);
   int (*order_after)(Stream stream, Stream earlier);  // what is launched on `stream` starts after `earlier`'s work
   int64_t (*permute_workspace_bytes)(int64_t S, int32_t K, int32_t num_local_experts);
-  int (*route)(const RouteArgs& args, Stream stream);
-  int (*permute)(const PermuteArgs& args, Stream stream);
-  int (*finalize)(const FinalizeArgs& args, Stream stream);
-  int (*zero_padding_rows)(const PaddingArgs& args, Stream stream);
-  int (*quantize)(const QuantizeArgs& args, Stream stream);
-  int (*gated_activation)(const GatedActivationArgs& args, Stream stream);
-  int (*scales_by_block)(const ScalesByBlockArgs& args, Stream stream);
-  int (*dequantize_mxfp4)(const DequantizeArgs& args, Stream stream);
-  int (*few_rows)(const FewRowsArgs& args, Stream stream);
-  int (*grouped_gemm)(const GroupedGemmArgs& args, Stream stream);
   int64_t (*invariant_linear_parts)(int64_t T, int64_t n, int64_t k);
-  int (*invariant_linear)(const InvariantLinearArgs& args, Stream stream);
-  int (*weighted_gates)(const WeightedGatesArgs& args, Stream stream);
-  int (*unpack)(const UnpackArgs& args, Stream stream);
-  int (*weighted_rows_backward)(const WeightedRowsArgs& args, Stream stream);
-  int (*dispatch)(const Exchange& exchange, const DispatchArgs& args, Stream stream);
-  int (*combine)(const Exchange& exchange, const CombineArgs& args, DType dtype, Stream stream);
-  int (*rail_pack)(const RailPackArgs& args, Stream stream);
-  int (*rail_sum)(const RailSumArgs& args, Stream stream);
-  int (*rail_mark)(const RailMarkArgs& args, Stream stream);
-  int (*rail_tags)(const RailTagsArgs& args, Stream stream);
+#define EPMOE_POINTER(name, ...) int (*name)(__VA_ARGS__, Stream stream);
+  EPMOE_LAUNCHES(EPMOE_POINTER)
+#undef EPMOE_POINTER
 };
 
 // The one symbol of libepmoe_cuda.so that libepmoe.so looks up: `const Api* epmoe_cuda_api()`.

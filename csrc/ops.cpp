@@ -15,13 +15,6 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
                                  const std::optional<Tensor>& counters) {
   check_rows(logits, "logits");
   int64_t T = logits.size(0), E = logits.size(1);
-  STD_TORCH_CHECK(1 <= top_k && top_k <= E, "top_k must lie in [1, E]");
-  STD_TORCH_CHECK(!logits.is_cuda() || top_k <= cuda::kMaxTopK, "top_k must be at most 32 on CUDA");
-  STD_TORCH_CHECK(num_groups >= 1 && E % num_groups == 0 && 1 <= top_groups && top_groups <= num_groups &&
-                      top_k <= top_groups * (E / num_groups),
-                  "groups must divide E and leave at least top_k experts");
-  STD_TORCH_CHECK(1 <= scores_per_group && scores_per_group <= E / num_groups,
-                  "scores_per_group must lie in [1, E / num_groups]");
   Tensor ids = empty_like_device(logits, {T, top_k}, wide_ids ? ScalarType::Long : ScalarType::Int);
   Tensor weights = empty_like_device(logits, {T, top_k}, ScalarType::Float);
   RouteArgs args{
@@ -59,8 +52,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   int64_t S = x.size(0), D = x.size(1), K = ids.size(1), R = counts ? counts->numel() : 1;
   STD_TORCH_CHECK(ids.size(0) == S, "x and ids must have the same number of rows");
   STD_TORCH_CHECK(R >= 1 && S % R == 0, "the slots must divide into the sources of counts");
-  STD_TORCH_CHECK(alignment >= 1 && num_local_experts >= 0 && 0 <= max_rows && max_rows <= INT32_MAX,
-                  "alignment, num_local_experts or max_rows is out of range");
   Tensor rows = torch::stable::new_empty(x, {max_rows, D});
   Tensor expert_offsets = empty_like_device(ids, {num_local_experts + 1}, ScalarType::Int);
   Tensor tokens_per_expert = empty_like_device(ids, {num_local_experts}, ScalarType::Int);
@@ -74,8 +65,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
       .x_SD = x.data_ptr(),
       .dtype = dtype_of(x),
       .x_stride_bytes = x.stride(0) * itemsize(dtype_of(x)),
-      .scales_SB = nullptr,
-      .scales_stride = 0,
       .ids_SK = ids.data_ptr(),
       .wide_ids = is_wide(ids),
       .ids_stride = ids.stride(0),
@@ -90,14 +79,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
       .alignment = alignment,
       .max_rows = max_rows,
       .rows_ND = rows.data_ptr(),
-      .row_scales_NB = nullptr,
       .expert_offsets = static_cast<int32_t*>(expert_offsets.data_ptr()),
       .tokens_per_expert = static_cast<int32_t*>(tokens_per_expert.data_ptr()),
       .row_of_pair_SK = static_cast<int32_t*>(row_of_pair.data_ptr()),
       .row_of_pair_stride = K,
       .workspace = workspace.data_ptr(),
       .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
-      .needed = nullptr,
   };
   launch(x, args, cpu::permute, &cuda::Api::permute);
   return {rows, expert_offsets, tokens_per_expert, row_of_pair};
@@ -176,8 +163,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
   STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
                   "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
   STD_TORCH_CHECK(N * blocks <= INT32_MAX, "gate_up has too many rows");
-  STD_TORCH_CHECK(!bias || (bias->scalar_type() == gate_up.scalar_type() && bias->is_contiguous() && bias->dim() == 2 &&
-                            bias->size(0) == e && bias->size(1) == 2 * F),
+  STD_TORCH_CHECK(!bias || is_whole(*bias, gate_up.scalar_type(), {e, 2 * F}),
                   "bias must be contiguous [e, 2F] in the dtype of gate_up");
   Tensor out = empty_like_device(gate_up, {N, F}, quantize ? ScalarType::Float8_e4m3fn : gate_up.scalar_type());
   Tensor scales = empty_like_device(gate_up, {blocks, columns}, ScalarType::Float);
@@ -190,7 +176,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
       .N = N,
       .F = F,
       .interleaved = interleaved,
-      .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
+      .gating = gating_of(limit, alpha, up_offset),
       .out_NF = out.data_ptr(),
       .scales_BN = quantize ? static_cast<float*>(scales.data_ptr()) : nullptr,
       .scales_stride = columns,
@@ -220,52 +206,35 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
 }
 
 // Weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32] of scales.
-void check_mxfp4(const Tensor& codes, const Tensor& scales) {
-  STD_TORCH_CHECK(codes.element_size() == 1 && scales.element_size() == 1 && codes.dim() == 3 && scales.dim() == 3 &&
-                      codes.is_contiguous() && scales.is_contiguous() &&
-                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && scales.size(0) == codes.size(0) &&
-                      scales.size(1) == codes.size(1) && scales.size(2) * kMxfp4Group == 2 * codes.size(2),
-                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
-}
-
 Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
-  check_mxfp4(codes, scales);
-  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
+  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2), groups = k / kMxfp4Group;
+  STD_TORCH_CHECK(is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
+                      is_whole(scales, scales.scalar_type(), {e, n, groups}) && k % kMxfp4Group == 0 &&
+                      codes.element_size() == 1 && scales.element_size() == 1,
+                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
   Tensor out = empty_like_device(codes, {e, n, k}, ScalarType::BFloat16);
-  DequantizeArgs args{codes.data_ptr(), static_cast<const uint8_t*>(scales.data_ptr()), e * n * (k / kMxfp4Group),
-                      out.data_ptr()};
-  launch_on_device_of(codes,
-                      [&](const cuda::Api& api, cuda::Stream stream) { return api.dequantize_mxfp4(args, stream); });
+  DequantizeArgs args{codes.data_ptr(), static_cast<const uint8_t*>(scales.data_ptr()), e * n * groups, out.data_ptr()};
+  launch(codes, args, &cuda::Api::dequantize_mxfp4);
   return out;
 }
 
-// Weights [e, n, k] of few_rows, which reads them 16 bytes at a time, and their scales, or null.
-struct FewRowsWeights {
-  const void *values, *scales;
-};
-
-FewRowsWeights few_rows_weights(const Tensor& weights, const std::optional<Tensor>& scales, int64_t e, int64_t n,
-                                int64_t k, WeightFormat format) {
+// Checks weights [e, n, k] of few_rows, which reads them 16 bytes at a time, and returns their scales, or null.
+const void* few_rows_scales(const Tensor& weights, const std::optional<Tensor>& scales, int64_t e, int64_t n, int64_t k,
+                            WeightFormat format) {
   constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn, ScalarType::Float4_e2m1fn_x2};
   const bool packed = format == WeightFormat::kMxfp4;
-  STD_TORCH_CHECK(weights.scalar_type() == kTypes[static_cast<int>(format)] && weights.is_contiguous() &&
-                      weights.dim() == 3 && weights.size(0) == e && weights.size(1) == n &&
-                      weights.size(2) == (packed ? k / 2 : k) &&
-                      reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0,
-                  "weights must be contiguous [e, n, k], aligned to 16 bytes, in one dtype");
+  STD_TORCH_CHECK(
+      is_whole(weights, kTypes[static_cast<int>(format)], {e, n, packed ? k / 2 : k}) && is_aligned(weights),
+      "weights must be contiguous [e, n, k], aligned to 16 bytes, in one dtype");
   STD_TORCH_CHECK(scales.has_value() == (format != WeightFormat::kBf16), "weights must have scales, but bfloat16 none");
-  if (format == WeightFormat::kBf16) return {weights.data_ptr(), nullptr};
-  if (packed) {
-    check_mxfp4(weights, *scales);
-    return {weights.data_ptr(), scales->data_ptr()};
-  }
-  return {weights.data_ptr(), pointer<float>(scales, e * (n / kScaleBlock) * (k / kScaleBlock), "scales")};
+  if (!packed) return pointer<float>(scales, e * (n / kScaleBlock) * (k / kScaleBlock), "scales");
+  STD_TORCH_CHECK(scales->element_size() == 1 && is_whole(*scales, scales->scalar_type(), {e, n, k / kMxfp4Group}),
+                  "scales of MXFP4 must be contiguous [e, n, k / 32]");
+  return scales->data_ptr();
 }
 
 const void* few_rows_bias(const std::optional<Tensor>& bias, int64_t e, int64_t n) {
-  STD_TORCH_CHECK(
-      !bias || (bias->scalar_type() == ScalarType::BFloat16 && bias->is_contiguous() && bias->numel() == e * n),
-      "a bias must be contiguous bfloat16 [e, n]");
+  STD_TORCH_CHECK(!bias || is_whole(*bias, ScalarType::BFloat16, {e, n}), "a bias must be contiguous bfloat16 [e, n]");
   return bias ? bias->data_ptr() : nullptr;
 }
 
@@ -281,9 +250,9 @@ Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, con
   const bool fp8 = format == WeightFormat::kFp8, packed = format == WeightFormat::kMxfp4;
   int64_t N = rows.size(0), D = rows.size(1), F = down.size(2) * (packed ? 2 : 1), e = segments.num_local_experts;
   int64_t step = fp8 ? kScaleBlock : packed ? kMxfp4Group : kScaleBlock / 2;
-  STD_TORCH_CHECK(rows.is_contiguous() && reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
-                      dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
-                  "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such weights, else bfloat16");
+  STD_TORCH_CHECK(
+      rows.is_contiguous() && is_aligned(rows) && dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
+      "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such weights, else bfloat16");
   STD_TORCH_CHECK(D % step == 0 && F % step == 0, "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
   STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 2 || (packed && token_tiles == 4), "token_tiles must be 1 or 2");
@@ -297,38 +266,36 @@ Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, con
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
   Tensor exponents = empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
-  auto [gate_up_values, gate_up_scale_values] = few_rows_weights(gate_up, gate_up_scales, e, 2 * F, D, format);
-  auto [down_values, down_scale_values] = few_rows_weights(down, down_scales, e, D, F, format);
   FewRowsArgs args{
       .format = format,
       .token_tiles = static_cast<uint8_t>(token_tiles),
       .rows_ND = rows.data_ptr(),
       .row_scales_NB = fp8 ? static_cast<const float*>(row_scales->data_ptr()) : nullptr,
       .row_scales_stride = fp8 ? row_scales->stride(0) : 0,
-      .gate_up_e2FD = gate_up_values,
-      .gate_up_scales = gate_up_scale_values,
+      .gate_up_e2FD = gate_up.data_ptr(),
+      .gate_up_scales = few_rows_scales(gate_up, gate_up_scales, e, 2 * F, D, format),
       .gate_up_bias = few_rows_bias(gate_up_bias, e, 2 * F),
-      .down_eDF = down_values,
-      .down_scales = down_scale_values,
+      .down_eDF = down.data_ptr(),
+      .down_scales = few_rows_scales(down, down_scales, e, D, F, format),
       .down_bias = few_rows_bias(down_bias, e, D),
       .segments = segments,
       .N = N,
       .D = D,
       .F = F,
       .interleaved = interleaved,
-      .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
+      .gating = gating_of(limit, alpha, up_offset),
       .h_NF = h.data_ptr(),
       .exponents_N = static_cast<uint8_t*>(exponents.data_ptr()),
       .out_ND = out.data_ptr(),
   };
-  launch_on_device_of(rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.few_rows(args, stream); });
+  launch(rows, args, &cuda::Api::few_rows);
   return out;
 }
 
 Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
   int64_t T = x.size(0), n = weight.size(0), k = x.size(1);
-  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == k && x.is_contiguous() &&
-                      weight.is_contiguous() && dtype_of(x) == dtype_of(weight) && dtype_of(x) != DType::kFloat8E4M3,
+  STD_TORCH_CHECK(is_whole(x, x.scalar_type(), {T, k}) && is_whole(weight, x.scalar_type(), {n, k}) &&
+                      dtype_of(x) != DType::kFloat8E4M3,
                   "x must be contiguous [T, k] and weight [n, k], in one dtype");
   int64_t parts = cuda::library().api->invariant_linear_parts(T, n, k);
   Tensor workspace = empty_like_device(x, {parts, T, n}, ScalarType::Float);
@@ -343,7 +310,7 @@ Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
       .parts = parts ? static_cast<float*>(workspace.data_ptr()) : nullptr,
       .out_Tn = out.data_ptr(),
   };
-  launch_on_device_of(x, [&](const cuda::Api& api, cuda::Stream stream) { return api.invariant_linear(args, stream); });
+  launch(x, args, &cuda::Api::invariant_linear);
   return out;
 }
 

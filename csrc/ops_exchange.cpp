@@ -105,8 +105,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
                   "a row of x must fit the plan");
   STD_TORCH_CHECK(d.to_caller || args.dtype != wire(WireFormat::kPackedFp8).element || scales,
                   "packed rows are for training");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0,
-                  "rows of x must start at multiples of 16 bytes");
+  STD_TORCH_CHECK(is_aligned(x) && args.x_stride_bytes % 16 == 0, "rows of x must start at multiples of 16 bytes");
   args.expert_major = d.expert_major;
   args.weight_rows = d.weight_rows;
   args.zero_gaps = d.zero_gaps;
@@ -139,10 +138,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
   STD_TORCH_CHECK(!d.row_values == !d.pair_values && (!d.row_values || !wire(plan.combine_format).has_scales()),
                   "values return with sums without scales");
   CombineArgs args{
-      .rows = nullptr,
       .expert_major = d.expert_major != 0,
-      .rows_stride_bytes = 0,
-      .num_rows = 0,
       .y_TD = y.data_ptr(),
       .T = y.size(0),
       .D = y.size(1),
@@ -156,8 +152,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
     int64_t stride_bytes = rows->stride(0) * itemsize(dtype_of(y));
     STD_TORCH_CHECK(rows->size(1) == y.size(1) && dtype_of(*rows) == dtype_of(y), "rows must be like y");
     STD_TORCH_CHECK(args.expert_major || rows->size(0) == plan.R * plan.M, "partial rows must be [R * M, D]");
-    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(rows->data_ptr()) % 16 == 0 && stride_bytes % 16 == 0,
-                    "rows must start at multiples of 16 bytes");
+    STD_TORCH_CHECK(is_aligned(*rows) && stride_bytes % 16 == 0, "rows must start at multiples of 16 bytes");
     static const char kNoRow[16] = {};  // an empty tensor has no address, but null would abort the round
     args.rows = rows->size(0) ? rows->data_ptr() : kNoRow;
     args.rows_stride_bytes = stride_bytes;

@@ -22,9 +22,9 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, d.format);
   WireTraits traits = wire(d.format);
   int64_t row_bytes = args.D * itemsize(args.dtype), num_nodes = d.num_nodes, P = node_of.numel();
-  STD_TORCH_CHECK(!x.is_cuda() || (args.K <= cuda::kMaxTopK && !needed.is_cuda() &&
-                                   reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0 &&
-                                   row_bytes % 16 == 0 && (!traits.has_scales() || args.D % traits.block == 0)),
+  STD_TORCH_CHECK(!x.is_cuda() || (args.K <= cuda::kMaxTopK && !needed.is_cuda() && is_aligned(x) &&
+                                   args.x_stride_bytes % 16 == 0 && row_bytes % 16 == 0 &&
+                                   (!traits.has_scales() || args.D % traits.block == 0)),
                   "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
   STD_TORCH_CHECK(wire_row_bytes(d.format, args.D, args.dtype) <= d.slot.scales &&
                       d.slot.ids + args.K * 4 <= d.slot.weights && d.slot.weights + args.K * 4 <= d.slot.tag &&
@@ -82,7 +82,7 @@ void rail_mark(const Tensor& count, const Tensor& shown, const std::optional<Ten
       .stop = reinterpret_cast<RailStop*>(pointer<int64_t>(stop, 3, "stop")),
       .missed = pointer<int64_t>(missed, 1, "missed"),
   };
-  launch_on_device_of(count, [&](const cuda::Api& api, cuda::Stream stream) { return api.rail_mark(args, stream); });
+  launch(count, args, &cuda::Api::rail_mark);
 }
 
 void rail_tags(const Tensor& received, int64_t slab_rows, const Tensor& descriptor, int64_t D, int64_t K, int64_t dtype,
@@ -98,7 +98,7 @@ void rail_tags(const Tensor& received, int64_t slab_rows, const Tensor& descript
                static_cast<int32_t>(epoch)},
       .differing = pointer<int64_t>(differing, 1, "differing"),
   };
-  launch_on_device_of(received, [&](const cuda::Api& api, cuda::Stream stream) { return api.rail_tags(args, stream); });
+  launch(received, args, &cuda::Api::rail_tags);
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional
       .N = N,
       .F = F,
       .interleaved = interleaved,
-      .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
+      .gating = gating_of(limit, alpha, up_offset),
   };
 }
 
@@ -48,8 +48,7 @@ std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Ten
                                                    double limit, double alpha, double up_offset) {
   auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
                                   up_offset);
-  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == args.N && grad.size(1) == args.F &&
-                      grad.scalar_type() == gate_up.scalar_type(),
+  STD_TORCH_CHECK(is_whole(grad, gate_up.scalar_type(), {args.N, args.F}),
                   "grad must be contiguous [N, F] in the dtype of gate_up");
   Tensor grad_gate_up = empty_like_device(gate_up, {args.N, 2 * args.F}, gate_up.scalar_type());
   Tensor grad_weights = empty_like_device(gate_up, {args.N}, ScalarType::Float);
@@ -73,10 +72,9 @@ Tensor pack_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_
 Tensor unpack_fp8(const Tensor& packed, const Tensor& like, const Tensor& expert_offsets) {
   STD_TORCH_CHECK(like.dim() == 2 && dtype_of(like) != DType::kFloat8E4M3, "like must be 2-D and no fp8");
   int64_t N = packed.size(0), D = like.size(1);
-  STD_TORCH_CHECK(packed.dim() == 2 && packed.is_contiguous() && packed.size(1) == kPacked.packed_row_bytes(D) &&
-                      dtype_of(packed) == kPacked.element && D % kPacked.block == 0 && N <= INT32_MAX,
-                  "packed must hold rows as pack_fp8 makes them");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(packed.data_ptr()) % 16 == 0, "packed must be aligned to 16 bytes");
+  STD_TORCH_CHECK(is_whole(packed, ScalarType::Float8_e4m3fn, {N, kPacked.packed_row_bytes(D)}) && is_aligned(packed) &&
+                      D % kPacked.block == 0 && N <= INT32_MAX,
+                  "packed must hold rows as pack_fp8 makes them, aligned to 16 bytes");
   Tensor rows = empty_like_device(like, {N, D}, like.scalar_type());
   UnpackArgs args{
       .packed_N = packed.data_ptr(),
@@ -97,9 +95,7 @@ Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const std::option
   int64_t N = rows.size(0), D = rows.size(1);
   STD_TORCH_CHECK(dtype_of(rows) != DType::kFloat8E4M3 && N <= INT32_MAX,
                   "rows must be float32, float16 or bfloat16, and fewer than 2^31");
-  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == N && grad.size(1) == D &&
-                      grad.scalar_type() == rows.scalar_type(),
-                  "grad must be contiguous [N, D] in the dtype of rows");
+  STD_TORCH_CHECK(is_whole(grad, rows.scalar_type(), {N, D}), "grad must be contiguous [N, D] in the dtype of rows");
   Tensor grad_weights = empty_like_device(rows, {N}, ScalarType::Float);
   WeightedRowsArgs args{
       .grad_ND = grad.data_ptr(),
@@ -113,16 +109,14 @@ Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const std::option
       .D = D,
       .grad_weights_N = static_cast<float*>(grad_weights.data_ptr()),
   };
-  launch_on_device_of(
-      rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.weighted_rows_backward(args, stream); });
+  launch(rows, args, &cuda::Api::weighted_rows_backward);
   return grad_weights;
 }
 
 // Whether TMA can read the matrix: bf16, in lines of multiples of 16 bytes.
 void check_for_tma(const Tensor& matrix, const char* name) {
-  STD_TORCH_CHECK(matrix.scalar_type() == ScalarType::BFloat16 && matrix.size(-1) % 8 == 0 &&
-                      reinterpret_cast<uintptr_t>(matrix.data_ptr()) % 16 == 0,
-                  name, " must be bfloat16 of multiples of 8, aligned to 16 bytes");
+  STD_TORCH_CHECK(matrix.scalar_type() == ScalarType::BFloat16 && matrix.size(-1) % 8 == 0 && is_aligned(matrix), name,
+                  " must be bfloat16 of multiples of 8, aligned to 16 bytes");
 }
 
 GroupedGemmArgs grouped_gemm_args(const Tensor& rows, const Tensor& ends) {
@@ -131,22 +125,17 @@ GroupedGemmArgs grouped_gemm_args(const Tensor& rows, const Tensor& ends) {
                   "rows must be contiguous [N, k]");
   return {
       .rows_Nk = rows.data_ptr(),
-      .weights_enk = nullptr,
-      .transposed = false,
-      .grad_Nn = nullptr,
       .ends = pointer<int32_t>(ends, 0, "ends"),
       .e = static_cast<int32_t>(ends.numel()),
       .N = rows.size(0),
-      .n = 0,
       .k = rows.size(1),
-      .out = nullptr,
   };
 }
 
 Tensor grouped_gemm(GroupedGemmArgs& args, const Tensor& rows, std::initializer_list<int64_t> shape) {
   Tensor out = empty_like_device(rows, shape, ScalarType::BFloat16);
   args.out = out.data_ptr();
-  launch_on_device_of(rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.grouped_gemm(args, stream); });
+  launch(rows, args, &cuda::Api::grouped_gemm);
   return out;
 }
 

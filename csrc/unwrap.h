@@ -47,6 +47,16 @@ inline void check_rows(const Tensor& t, const char* name) {
                   "` must be 2-D with contiguous rows");
 }
 
+// Whether a tensor is contiguous, of this dtype and shape.
+inline bool is_whole(const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> shape) {
+  bool same = t.scalar_type() == dtype && t.is_contiguous() && t.dim() == static_cast<int64_t>(shape.size());
+  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == shape.begin()[i];
+  return same;
+}
+
+// Whether a tensor begins where kernels read 16 bytes at once.
+inline bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
+
 template <typename T>
 constexpr ScalarType kScalarType = ScalarType::Undefined;
 template <>
@@ -84,6 +94,10 @@ inline Segments segments_of(const Tensor& expert_offsets, const std::optional<Te
   };
 }
 
+inline Gating gating_of(double limit, double alpha, double up_offset) {
+  return {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)};
+}
+
 // Quantizes x [T, D] into `q` as it travels in training, without scales.
 inline QuantizeArgs quantize_args(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows,
                                   const Tensor& q) {
@@ -95,10 +109,7 @@ inline QuantizeArgs quantize_args(const Tensor& x, const std::optional<Tensor>& 
       .T = x.size(0),
       .num_rows = num_rows,
       .D = x.size(1),
-      .per_tensor = false,
       .q_TD = q.data_ptr(),
-      .scales_TB = nullptr,
-      .largest = nullptr,
   };
 }
 
@@ -145,12 +156,19 @@ void launch_on_device_of(const Tensor& t, F&& launch) {
   check(launch(*cuda.api, stream));
 }
 
-// Calls `on_cuda` of the CUDA kernels for a tensor on a GPU, else `on_cpu`.
 template <typename Args>
-void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
-            int (*cuda::Api::*on_cuda)(const Args&, cuda::Stream)) {
-  if (!like.is_cuda()) return on_cpu(args);
+using OnCuda = int (*cuda::Api::*)(const Args&, cuda::Stream);
+
+// Calls a function of the CUDA kernels.
+template <typename Args>
+void launch(const Tensor& like, const Args& args, OnCuda<Args> on_cuda) {
   launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) { return (api.*on_cuda)(args, stream); });
+}
+
+// Calls `on_cuda` for a tensor on a GPU, else `on_cpu`.
+template <typename Args>
+void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&), OnCuda<Args> on_cuda) {
+  like.is_cuda() ? launch(like, args, on_cuda) : on_cpu(args);
 }
 
 inline Tensor empty_like_device(const Tensor& t, std::initializer_list<int64_t> shape, ScalarType dtype) {

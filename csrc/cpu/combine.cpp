@@ -44,8 +44,7 @@ template <typename T>
 void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   FinalizeArgs finalize_args{
-      .rows_ND = args.rows,
-      .dtype = {},  // it is T
+      .rows_ND = args.rows,  // of T
       .rows_stride_bytes = args.rows_stride_bytes,
       .num_rows = args.num_rows,
       .row_of_pair_SK = in_scratch<int32_t>(ex, plan.row_of_pair),
@@ -53,12 +52,10 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
       .weights_SK = in_window<float>(ex, plan.rank, plan.recv_weights),
       .weights_dtype = DType::kFloat32,
       .weights_stride = plan.K,
-      .counts_R = nullptr,
       .S = plan.R * plan.M,
       .D = args.D,
       .K = round.K,
       .R = static_cast<int32_t>(plan.R),
-      .partial_SD = nullptr,
   };
   std::vector<float> sum_D(args.D);
   std::vector<T> packed_D(args.D);

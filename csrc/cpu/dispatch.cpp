@@ -112,7 +112,6 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
       .scales_SB = wire(plan.payload_format).has_scales() ? in_window<float>(ex, plan.rank, plan.recv_scales) : nullptr,
       .scales_stride = plan.scale_blocks,
       .ids_SK = in_window<int32_t>(ex, plan.rank, plan.recv_ids),
-      .wide_ids = false,
       .ids_stride = plan.K,
       .expert_map_P = in_scratch<int32_t>(ex, plan.table_expert_map),
       .counts_R = counts_R,
@@ -130,7 +129,6 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
       .tokens_per_expert = in_scratch<int32_t>(ex, plan.tokens_per_expert),
       .row_of_pair_SK = in_scratch<int32_t>(ex, plan.row_of_pair),
       .row_of_pair_stride = plan.K,
-      .workspace = nullptr,
       .counters = in_scratch<int64_t>(ex, plan.health_counters),
       .needed = &needed,
   };

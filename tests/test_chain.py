@@ -46,6 +46,13 @@ def test_declared_padding_yields_zeros(device, tokens, real):
     assert y[real:].eq(0).all()
 
 
+def test_invalid_and_zero_weight_pairs_contribute_nothing():
+    """Also to the reference, with which layers are compared."""
+    ids, weights = torch.tensor([[0, 1, 2, -1]]), torch.tensor([[2.0, torch.nan, 0.0, 1.0]])
+    y = moe_reference(torch.ones(1, 4), ids, weights, lambda rows, i: rows * (torch.nan if i else 3.0))
+    assert y.tolist() == [[6.0] * 4]
+
+
 # Guard → the tests that fail without it, and tests that still pass because of the next guard.
 LINKS = {
     "EPMOE_MUTATE_ROUTE_CLAMP": (

@@ -27,19 +27,23 @@ def _want(experts: GroupedExperts, rows: torch.Tensor, ends: list[int]) -> torch
     return torch.cat([expert(rows[a:b], i) for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False))])
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
 @pytest.mark.parametrize(("e", "D", "F", "grouped"), SHAPES)
-def test_agrees_with_fp64(device, dtype, e, D, F, grouped):
-    experts = _experts(e, D, F, dtype, device)
+def test_agrees_with_fp64(device, dtype, cast, e, D, F, grouped):
+    """Whether grouped_mm takes the weights depends on their dtype: it is tried again after a cast."""
+    experts = _experts(e, D, F, torch.float32 if cast else dtype, device).to(dtype)
+    assert experts.w_gate_up.dtype == experts.w_down.dtype == experts.dtype == dtype
     if device.type == "cpu":
-        assert (experts.gemm == "torch") is grouped
+        assert (experts.gemm == "torch") is (grouped and dtype in FLOATS)
     ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[: e + 1]  # one expert is idle
     rows = poison_(torch.empty(24, D, dtype=dtype, device=device))
     used = int(ends[-1])
     rows[:used] = randn(used, D, dtype=dtype).to(device)
     out = experts(rows, ends)
     assert out.shape == rows.shape and out.dtype == dtype
-    assert_close(out[:used], _want(experts, rows[:used], ends.tolist()), slack=4)
+    want = _want(experts, rows[:used], ends.tolist())
+    assert_close(out[:used], want, dtype if dtype in FLOATS else torch.float32, slack=4)
 
 
 def test_no_rows_and_no_experts(device):
@@ -78,22 +82,6 @@ def test_weights_are_not_copied_and_frozen_ones_need_no_no_grad():
     with torch.enable_grad():
         rows, offsets = randn(5, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
         assert experts(rows, offsets).requires_grad and not experts.requires_grad_(False)(rows, offsets).requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("e", "D", "F", "grouped"), SHAPES)
-def test_to_casts_the_weights(device, dtype, e, D, F, grouped):
-    """Whether grouped_mm takes the weights depends on their dtype: it is tried again."""
-    experts = _experts(e, D, F, torch.float32, device).to(dtype)
-    assert experts.w_gate_up.dtype == experts.w_down.dtype == experts.dtype == dtype
-    if device.type == "cpu":
-        assert (experts.gemm == "torch") is (grouped and dtype == torch.bfloat16)
-    ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[: e + 1]
-    used = int(ends[-1])
-    rows = randn(used, D, dtype=dtype).to(device)
-    out = experts(rows, ends)
-    assert out.dtype == dtype
-    assert_close(out, _want(experts, rows, ends.tolist()), dtype if dtype in FLOATS else torch.float32, slack=4)
 
 
 def test_weights_may_come_with_load_state_dict_assign():

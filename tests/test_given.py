@@ -284,21 +284,19 @@ def test_wrong_calls_give_their_round_up(ep):
 def test_what_they_refuse(ep):
     model = model_of(ep)
     pair = torch.zeros(3, K, dtype=torch.int32), torch.ones(3, K)
-
-    def every_layer(routes: object) -> AbstractContextManager[None]:
-        return replay(model, dict.fromkeys(NAMES, routes))
-
-    for context, error, says in [
-        (lambda: adapters_of(model, torch.zeros(3)), ValueError, "no MoELayer with `adapters`"),
-        (lambda: adapters_of(adapted(ep), [0, 1]), TypeError, "`ids` must be a tensor"),
-        (lambda: replay(model, {}), ValueError, "each of 2 layers, but 'model.layers.0.mlp' has none"),
-        (lambda: replay(model, dict.fromkeys([*NAMES, "x"], pair)), ValueError, "'x' is no layer"),
-        (lambda: every_layer(1), TypeError, "must be `Routes`, ids and weights, or ids, got int"),
-        (lambda: every_layer(pair[0][:, :1]), ValueError, r"ids and weights \[T, 2\], got int32"),
-        (lambda: every_layer((pair[0], pair[1][:2])), ValueError, r"ids and weights \[T, 2\]"),
-        (lambda: every_layer([pair, ()]), TypeError, "must be `Routes`"),
+    with pytest.raises(ValueError, match="no MoELayer with `adapters`"), adapters_of(model, torch.zeros(3)):
+        raise AssertionError
+    with pytest.raises(TypeError, match="`ids` must be a tensor"), adapters_of(adapted(ep), [0, 1]):
+        raise AssertionError
+    for of_each, error, says in [
+        ({}, ValueError, "each of 2 layers, but 'model.layers.0.mlp' has none"),
+        (dict.fromkeys([*NAMES, "x"], pair), ValueError, "'x' is no layer"),
+        (dict.fromkeys(NAMES, 1), TypeError, "must be `Routes`, ids and weights, or ids, got int"),
+        (dict.fromkeys(NAMES, pair[0][:, :1]), ValueError, r"ids and weights \[T, 2\], got int32"),
+        (dict.fromkeys(NAMES, (pair[0], pair[1][:2])), ValueError, r"ids and weights \[T, 2\]"),
+        (dict.fromkeys(NAMES, [pair, ()]), TypeError, "must be `Routes`"),
     ]:
-        with pytest.raises(error, match=says), context():
+        with pytest.raises(error, match=says), replay(model, of_each):
             raise AssertionError
     assert not any(layer.mlp.contexts for layer in model.model.layers)
 

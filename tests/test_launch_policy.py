@@ -134,13 +134,10 @@ def test_a_launch_holds_together():
                         assert c.threads // 32 % c.team == 0 or c.send_lines
                         assert d.threads in (384, 512) and c.threads in (384, 512)
                         assert max(d.shared_bytes, c.shared_bytes) <= shared_bytes_needed(plan)
-
-
-def test_one_phase_leaves_room():
-    """A launch that waits takes at most three quarters of the GPU, and one line a lane."""
-    for T in (1, 64, 1024, 4096):
-        d, c = launches(plan_of(2), T, send=False)
-        assert max(d.blocks, c.blocks) <= 132 * 3 // 4 and max(d.recv_lines, c.send_lines) <= 1
+                        assert (d.recv_lines > 0) == (c.send_lines > 0) == (T <= LL_MAX_TOKENS)
+                        if not send:  # it waits: at most three quarters of the GPU, and one line a lane
+                            assert max(d.blocks, c.blocks) <= max(sms * 3 // 4, 1)
+                            assert max(d.recv_lines, c.send_lines) <= 1
 
 
 @pytest.mark.parametrize("R", [2, 8])
@@ -204,11 +201,3 @@ def compiled_variants(stage: str, folder) -> set[str]:
 def test_the_variant_table_is_what_is_compiled(stage, tmp_path):
     documented = {name for name in documented_variants() if name.startswith(stage)}
     assert compiled_variants(stage, tmp_path) == documented
-
-
-@pytest.mark.parametrize("expert_major", [True, False])
-def test_both_layouts_use_ll_up_to_its_limit(expert_major):
-    plan = plan_of(M=4096)
-    for tokens, uses_ll in ((1, True), (LL_MAX_TOKENS, True), (LL_MAX_TOKENS + 1, False)):
-        dispatch, combine = launches(plan, tokens, expert_major=expert_major)
-        assert (dispatch.recv_lines > 0, combine.send_lines > 0) == (uses_ll, uses_ll)

@@ -34,11 +34,14 @@ def test_by_hand(device):
     """Three tokens, top-2. This rank owns experts 3 and 0 (local 0 and 1). Expert 1 is foreign, and id 9 is invalid."""
     x = torch.tensor([[1.0, 1], [2, 2], [3, 3]], device=device)
     ids = torch.tensor([[0, 3], [1, 3], [9, 0]], dtype=torch.int32, device=device)
-    permuted = epmoe.permute(x, ids, expert_map(4, [3, 0], device), 2)
+    permuted = checked_permute(x, ids, expert_map(4, [3, 0], device), 2)
     assert permuted.expert_offsets.tolist() == [0, 2, 4]
     assert permuted.tokens_per_expert.tolist() == [2, 2]
     assert permuted.rows[:4, 0].tolist() == [1, 2, 1, 3]
     assert permuted.row_of_pair.tolist() == [[2, 0], [-1, 1], [-1, 3]]
+    gaps = checked_permute(x, ids, expert_map(4, [3, 0], device), 2, alignment=4, max_rows=5)
+    assert gaps.expert_offsets.tolist() == [0, 4, 5] and gaps.tokens_per_expert.tolist() == [2, 1]
+    assert gaps.rows[:, 0].tolist() == [1, 2, 0, 0, 1] and gaps.row_of_pair.tolist() == [[4, 0], [-1, 1], [-1, -1]]
 
 
 @pytest.mark.parametrize("alignment", [1, 128])

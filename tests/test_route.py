@@ -64,6 +64,9 @@ def test_agrees_with_the_reference(device, scoring, dtype):
             if device.type == "cuda" and K > 32:
                 continue
             assert_agrees(epmoe.route(logits, K, **options), route_reference(logits, K, **options))
+        scores = logits.double().softmax(1) if scoring == "softmax" else logits.double().sigmoid()
+        weights = epmoe.route(logits, min(K, 32), scoring=scoring).weights.double()
+        torch.testing.assert_close(weights, scores.topk(min(K, 32)).values, rtol=WEIGHT_TOLERANCE, atol=1e-37)
 
 
 @pytest.mark.parametrize(

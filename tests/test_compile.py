@@ -63,10 +63,11 @@ def real_tokens(kind: str, T: int, device: torch.device) -> int | Tensor:
     return T // 2 if kind == "int" else torch.tensor(T // 2, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("num_tokens", ["int", "tensor"])
-def test_one_graph_serves_a_layer(ep, backend, num_tokens):
+@pytest.mark.parametrize(("num_tokens", "dynamic"), [("int", True), ("tensor", True), ("tensor", None)])
+def test_one_graph_serves_a_layer(ep, backend, num_tokens, dynamic):
+    """Without `dynamic`, torch takes the first T as static, and makes the second graph for any T ≥ 2."""
     layer = make_layer(ep)
-    step = compiled(layer, backend)
+    step = compiled(layer, backend, dynamic)
     for seed, T in enumerate(TOKENS):
         x, real = randn(T, D, seed=seed).to(ep.device), real_tokens(num_tokens, T, ep.device)
         before = ep.health().rounds
@@ -74,17 +75,7 @@ def test_one_graph_serves_a_layer(ep, backend, num_tokens):
         assert ep.health().rounds == before + 1
         assert_same_bits(y, layer(x, real))
     # Half of 2 and of 3 tokens is 1, for which dynamo makes another graph, as for any int.
-    assert compiles() <= GRAPHS + (num_tokens == "int")
-
-
-def test_without_a_word_on_dynamic_shapes(ep, backend):
-    """torch's default takes the first T as static, and makes the second graph for any T ≥ 2."""
-    layer = make_layer(ep)
-    step = compiled(layer, backend, dynamic=None)
-    for T in TOKENS:
-        x = randn(T, D, seed=T).to(ep.device)
-        assert_same_bits(step(x), layer(x))
-    assert compiles() <= GRAPHS + 1
+    assert compiles() <= GRAPHS + (num_tokens == "int" or not dynamic)
 
 
 def test_batches_autocast_and_grad_mode(ep, backend):

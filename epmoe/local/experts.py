@@ -38,33 +38,28 @@ class GroupedExperts(nn.Module):
     require grad in grad mode has gradients, which have the same bits on every run; any other call only serves. Outputs
     have the same bits either way, for the same GEMM; with gradients it is Hopper's, torch's, or the loop. fp8, MXFP4
     and fp64 weights serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
+    Casts, moves and `load_state_dict` choose the GEMMs again. Casts leave fp8 weights and scales alone.
 
     In a `MoELayer` over several ranks the weights become DTensors [E, …], of which each rank has its own rows: see
     `epmoe.training.spread`.
 
-    The GEMM is a library's, or our own. `gemm` says which one GPUs use:
+    `gemm` says which GEMM GPUs use:
 
     - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights: fp8 with D and F
       multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`,
-      or kernels of our own: bf16 with multiples of 8, compute capability 9.0. These also train such weights.
+      or kernels of our own: bf16 with multiples of 8, compute capability 9.0. These also train such weights. Calls of
+      `MoELayer` with few tokens take other kernels of our own, which read the weights once: docs/kernels.md, "Experts
+      with few rows". Bits of outputs then depend on the number of tokens; `batch_invariant` leaves them out.
     - "deep_gemm": DeepGEMM or an error.
     - "hopper": our own or an error.
     - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and takes the memory of
       the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
-    With "auto", calls of `MoELayer` with few tokens take kernels of our own, which read the weights once: bf16 and fp8
-    on compute capability 9.0, with D and F as above, where an expert has at most 8 rows on average, or 4 where the
-    weights are many: docs/kernels.md, "Experts with few rows". Bits of outputs then depend on the number of tokens;
-    `batch_invariant` leaves these kernels out.
-
-    MXFP4 weights stay as they are in such calls, also of more rows. Calls with many rows, other GPUs and CPUs
-    dequantize them in every call, to bf16 on GPUs: that takes the memory of all experts of the layer in bf16 for as
-    long as the call runs.
-
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
-    `MoELayer` does; "auto" takes another for any other call. "deep_gemm" counts on it. Where torch does not take the
-    weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts computes the same,
-    and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights and scales alone.
+    `MoELayer` does; "auto" takes another for any other call, and "deep_gemm" counts on it. MXFP4 weights stay as they
+    are in calls with few rows. All other calls dequantize them, which takes the memory of all experts of the layer in
+    bf16 for as long as the call runs. Weights that torch does not take either (it needs strides of multiples of 16
+    bytes, and no fp64) go through a loop over the experts, which looks at the host.
 
     Args:
         w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows;

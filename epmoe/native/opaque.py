@@ -72,34 +72,18 @@ class Registry(Generic[_Named]):
 class Layer(Protocol):
     """What `epmoe::moe` runs."""
 
-    @property
-    def layer_id(self) -> int:
-        """The number that `register` has returned."""
-
-    @property
-    def order(self) -> Tensor:
-        """`ExpertParallel.order`. A module has it as a buffer: other changed inputs keep a graph out of CUDA graphs."""
+    layer_id: int
+    """The number that `register` has returned."""
+    order: Tensor
+    """`ExpertParallel.order`. A module has it as a buffer: other changed inputs keep a graph out of CUDA graphs."""
 
     def run(
-        self,
-        x_TD: Tensor,
-        routing: Tensor,
-        weights_TK: Tensor | None,
-        num_tokens: int | Tensor | None,
+        self, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None,
         extra: Tensor | None = None,
-    ) -> Tensor:
-        """Run a round. Raises what the exchange has reported.
-
-        Args:
-            x_TD: tokens [T, D].
-            routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
-            weights_TK: [T, K], or None.
-            num_tokens: real tokens.
-            extra: what else the layer takes for each token, or None.
-
-        Returns:
-            y [T, D], contiguous, in the dtype of x and in memory of its own.
-        """
+    ) -> Tensor:  # fmt: skip
+        """Run a round for tokens [T, D]. `routing` are logits [T, E] if `weights_TK` is None, otherwise ids [T, K], and
+        `extra` is what else the layer takes for each token. Returns y [T, D], contiguous, in the dtype of x and in
+        memory of its own. Raises what the exchange has reported."""
 
 
 Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ from helpers import ON_GPUS, alone, poison_, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, FewRowsOfMxfp4, most_rows
+from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, most_rows
 from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.quantize import dequantize_rows
@@ -217,36 +217,12 @@ def test_calls_of_few_rows_take_the_kernels(device):
     assert built(MXFP4, device).gemms[0] == "few_rows_mxfp4" != built(MXFP4, device).gemm
 
 
-def test_which_calls_take_the_kernels(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    few = FewRows()
-    made = {dtype: (torch.zeros(2, 512, 256).to(dtype), torch.zeros(2, 256, 256).to(dtype)) for dtype in (BF16, FP8)}
-    for gate_up, down in made.values():
-        assert few.problem_with(gate_up, down) is None
-    gate_up, down = made[FP8]
-    assert "contiguous" in str(few.problem_with(gate_up, down.transpose(1, 2)))
-    assert "contiguous" in str(
-        few.problem_with(gate_up.view(-1)[:65536].view(1, 256, 256), down.view(-1)[1:65537].view(1, 256, 256))
-    )
-    assert "multiples of 128" in str(
-        few.problem_with(torch.zeros(2, 384, 256).to(FP8), torch.zeros(2, 256, 192).to(FP8))
-    )
-    assert "bfloat16 or float8_e4m3fn, got torch.float32" in str(few.problem_with(gate_up.float(), down.float()))
-    of_mxfp4 = FewRowsOfMxfp4()
-    packed = torch.empty(2, 192, 80, dtype=MXFP4), torch.empty(2, 160, 48, dtype=MXFP4)
-    assert of_mxfp4.problem_with(*packed) is None
-    assert "float4_e2m1fn_x2, got torch.float8" in str(of_mxfp4.problem_with(gate_up, down))
-    assert "float8_e4m3fn, got torch.float4" in str(few.problem_with(*packed))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "capability 9" in str(few.problem_with(gate_up, down)) and "capability 9" in str(
-        of_mxfp4.problem_with(*packed)
-    )
-    for rows, takes in ((None, False), (1.0, True), (MOST_ROWS_OF_MXFP4, True), (MOST_ROWS_OF_MXFP4 + 0.1, False)):
-        assert of_mxfp4.takes(Segments(torch.zeros(3), None, 1, rows), of_mxfp4.most_rows(*packed)) is takes
-    for rows, takes in ((None, False), (0.0, True), (MOST_ROWS, True), (MOST_ROWS + 0.1, False)):
-        assert few.takes(Segments(torch.zeros(3), None, 1, rows), MOST_ROWS) is takes
-    assert "few_rows" in GEMMS and "few_rows" not in CHOICES
-    assert choose("auto", *made[BF16]) == ("torch",)  # on CPUs
+@pytest.mark.parametrize(("name", "most"), [("few_rows", MOST_ROWS), ("few_rows_mxfp4", MOST_ROWS_OF_MXFP4)])
+def test_which_calls_take_the_kernels(name, most):
+    for rows, takes in ((None, False), (0.0, True), (1.0, True), (most, True), (most + 0.1, False)):
+        assert GEMMS[name].takes(Segments(torch.zeros(3), None, 1, rows), most) is takes
+    assert name not in CHOICES
+    assert choose("auto", torch.zeros(2, 512, 256).to(BF16), torch.zeros(2, 256, 256).to(BF16)) == ("torch",)  # CPUs
 
 
 # µs of two tiles of 8 tokens and of DeepGEMM at 8 rows an expert, by card, model and bytes of an element: one of two

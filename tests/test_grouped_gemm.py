@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
 import sys
 import types
 from contextlib import nullcontext
@@ -16,7 +17,6 @@ from torch import Tensor
 
 import epmoe
 from epmoe.local.gemm import deep_gemm as module
-from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.table import GEMMS
 from epmoe.local.gemm.torch_grouped import TorchGrouped
@@ -139,30 +139,60 @@ def test_a_gemm_may_fuse_the_stage_for_some_calls(monkeypatch):
     assert_right(experts, alignment=64)
 
 
+def strided(*weights: Tensor) -> list[Tensor]:
+    return [each[:, :, ::2] for each in weights]
+
+
+def transposed(*weights: Tensor) -> list[Tensor]:
+    return [each.transpose(1, 2).contiguous().transpose(1, 2) for each in weights]
+
+
+def one_element_later(*weights: Tensor) -> list[Tensor]:
+    """Contiguous weights of one expert, which begin at no multiple of 16 bytes."""
+    return [each.view(-1)[1:].narrow(0, 0, each[0].numel()).view_as(each[:1]) for each in weights]
+
+
 @pytest.mark.parametrize(
-    ("installed", "capability", "dtype", "F", "problem"),
+    ("gemm", "dtype", "sizes", "problem", "other"),
     [
-        (True, 9, FP8, 128, None),
-        (True, 9, BF16, 64, None),
-        (True, 9, BF16, 100, "multiples of 64"),
-        (True, 10, BF16, 128, "GPUs of compute capability 9, got 10"),
-        (False, 9, FP8, 128, r"DeepGEMM is not installed: `pip install epmoe\[deep_gemm\]`"),
-        (True, 8, BF16, 128, "GPUs of compute capability 9, got 8"),
-        (True, 10, FP8, 128, "GPUs of compute capability 9, got 10"),
-        (True, 9, FP8, 192, "multiples of 128"),
-        (True, 9, torch.float16, 128, "weights in bfloat16 or float8_e4m3fn or float4_e2m1fn_x2, got"),
+        ("deep_gemm", FP8, (2, 256, 128), None, {}),
+        ("deep_gemm", BF16, (2, 256, 64), None, {}),
+        ("deep_gemm", BF16, (2, 256, 100), "multiples of 64", {}),
+        ("deep_gemm", FP8, (2, 256, 192), "multiples of 128", {}),
+        ("deep_gemm", torch.float16, (2, 256, 128), "in bfloat16 or float8_e4m3fn or float4_e2m1fn_x2, got", {}),
+        ("deep_gemm", BF16, (2, 256, 128), "GPUs of compute capability 9, got 8", {"capability": 8}),
+        ("deep_gemm", BF16, (2, 256, 128), "GPUs of compute capability 9, got 10", {"capability": 10}),
+        ("deep_gemm", FP8, (2, 256, 128), "GPUs of compute capability 9, got 10", {"capability": 10}),
+        ("deep_gemm", FP8, (2, 256, 128), r"not installed: `pip install epmoe\[deep_gemm\]`", {"installed": False}),
+        ("few_rows", FP8, (2, 256, 256), None, {}),
+        ("few_rows", BF16, (2, 256, 256), None, {}),
+        ("few_rows", BF16, (2, 256, 256), "contiguous", {"laid": transposed}),
+        ("few_rows", FP8, (2, 256, 256), "contiguous weights that start", {"laid": one_element_later}),
+        ("few_rows", FP8, (2, 256, 192), "multiples of 128", {}),
+        ("few_rows", torch.float32, (2, 256, 256), "in bfloat16 or float8_e4m3fn, got torch.float32", {}),
+        ("few_rows", MXFP4, (2, 160, 96), "float8_e4m3fn, got torch.float4", {}),
+        ("few_rows", FP8, (2, 256, 256), "compute capability 9, got 10", {"capability": 10}),
+        ("few_rows_mxfp4", MXFP4, (2, 160, 96), None, {}),
+        ("few_rows_mxfp4", FP8, (2, 256, 256), "float4_e2m1fn_x2, got torch.float8", {}),
+        ("few_rows_mxfp4", MXFP4, (2, 160, 96), "compute capability 9, got 10", {"capability": 10}),
+        ("hopper", BF16, (4, 24, 8), None, {}),
+        ("hopper", BF16, (4, 24, 8), None, {"laid": transposed}),
+        ("hopper", torch.float32, (4, 24, 8), "weights in bfloat16, got torch.float32", {}),
+        ("hopper", BF16, (4, 24, 12), "multiples of 8", {}),
+        ("hopper", BF16, (513, 8, 8), "at most 512 experts, got 513", {}),
+        ("hopper", BF16, (4, 48, 16), "contiguous weights", {"laid": strided}),
+        ("hopper", BF16, (4, 24, 8), "compute capability 9, got 10", {"capability": 10}),
     ],
 )
-def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, problem):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
+    (e, D, F), packed = sizes, 2 if dtype == MXFP4 else 1
+    weights = [torch.empty(e, n, k // packed, dtype=dtype) for n, k in ((2 * F, D), (D, F))]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if other.get("installed", True) else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (other.get("capability", 9), 0))
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
-    found = DeepGemm().problem_with(torch.zeros(2, 2 * F, 256).to(dtype), torch.zeros(2, 256, F).to(dtype))
-    if problem is None:
-        assert found is None
-    else:
-        with pytest.raises((ImportError, ValueError), match=problem):
-            raise found
+    monkeypatch.setattr("epmoe.local.gemm.hopper._problem_on", lambda device: None)
+    found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))
+    assert (found is None) == (problem is None) and re.search(problem or "", str(found))
 
 
 def one_rank(alignment: int | None, payload: str = "fp8") -> epmoe.EPConfig:

@@ -33,20 +33,10 @@ class _OfEach(NamedTuple):
 
 @torch.library.custom_op("epmoe::train_experts", mutates_args=())
 def train_experts(
-    rows: Tensor,
-    row_weights: Tensor | None,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    offsets: Tensor,
-    tokens: Tensor | None,
-    interleaved: bool,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    gemm: str,
-) -> tuple[Tensor, Tensor]:
+    rows: Tensor, row_weights: Tensor | None, w_gate_up: Tensor, w_down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, offsets: Tensor, tokens: Tensor | None, interleaved: bool, limit: float, alpha: float,
+    up_offset: float, gemm: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the activation. Arguments
     are those of `GroupedExperts` and its `forward`, contiguous; `limit` is infinite for none, and `gemm` is that of
     `train_gemm`. `row_weights` get gradients, and outputs are not multiplied by them."""
@@ -73,23 +63,11 @@ def _(rows: Tensor, row_weights: Tensor | None, w_gate_up: Tensor, *rest: Any) -
 
 @torch.library.custom_op("epmoe::train_experts_backward", mutates_args=())
 def train_experts_backward(
-    grad: Tensor,
-    rows: Tensor | None,
-    gate_up: Tensor,
-    row_weights: Tensor | None,
-    w_gate_up: Tensor | None,
-    w_down: Tensor | None,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    offsets: Tensor,
-    tokens: Tensor | None,
-    interleaved: bool,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    gemm: str,
+    grad: Tensor, rows: Tensor | None, gate_up: Tensor, row_weights: Tensor | None, w_gate_up: Tensor | None,
+    w_down: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, offsets: Tensor,
+    tokens: Tensor | None, interleaved: bool, limit: float, alpha: float, up_offset: float, gemm: str,
     needs: list[bool],
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one. `grad` [N, D] is
     that of outputs times `row_weights`."""
     segments, N = (offsets, tokens, interleaved, limit, alpha, up_offset), len(grad)

@@ -171,15 +171,9 @@ def moe(
 
 
 def _moe(
-    x: Tensor,
-    routing: Tensor,
-    weights: Tensor | None,
-    num_tokens: Tensor | None,
-    num_rows: int,
-    order: Tensor,
-    layer_id: int,
-    extra: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, routing: Tensor, weights: Tensor | None, num_tokens: Tensor | None, num_rows: int, order: Tensor,
+    layer_id: int, extra: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     rows = None if num_rows == x.shape[0] else num_rows
     layer: Layer = _layers.find(layer_id)
     return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, extra)

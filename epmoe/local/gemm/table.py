@@ -49,49 +49,38 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
     where `batch_invariant` finds none.
     """
     chosen: list[str] = []
-    problems: list[Exception] = []
-    problem: Exception | None = None
-    gemms = list(GEMMS.values())
-    if batch_invariant:
-        gemms.sort(key=lambda gemm: not gemm.trains(gate_up, down))
-    for gemm in gemms:
+    problems: list[tuple[Gemm, Exception]] = []
+    for gemm in sorted(GEMMS.values(), key=lambda gemm: batch_invariant and not gemm.trains(gate_up, down)):
         if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
             continue
         if batch_invariant and not gemm.batch_invariant:
             continue
         problem = gemm.problem_with(gate_up, down)
-        if problem is None:
-            chosen.append(gemm.name)
-            if wanted == gemm.name or not gemm.needs_gpu or batch_invariant:
-                break
-        elif wanted == gemm.name and gemm.needs_gpu:
-            raise problem
-        elif gemm.needs_gpu and gemm.takes_all_calls:
-            problems.append(problem)
+        if problem is not None:
+            if wanted == gemm.name and gemm.needs_gpu:
+                raise problem
+            problems.append((gemm, problem))
+            continue
+        chosen.append(gemm.name)
+        if wanted == gemm.name or not gemm.needs_gpu or batch_invariant:
+            break
     if not chosen:
-        reasons = "; ".join(map(str, filter(None, (*problems, problem))))
+        reasons = "; ".join(str(problem) for gemm, problem in problems if gemm.takes_all_calls)
         raise ValueError(f"`batch_invariant` must be False for these experts: {reasons}")
-    if (
-        problems
-        and down.dtype == FP8
-        and not any(GEMMS[name].takes_fp8 for name in chosen if GEMMS[name].takes_all_calls)
-    ):
-        warnings.warn(f"fp8 weights are dequantized in every call, which is slow: {problems[0]}", stacklevel=3)
-    elif broken := [problem for problem in problems if type(problem) is ImportError]:
+    of_libraries = [problem for gemm, problem in problems if gemm.needs_gpu and gemm.takes_all_calls]
+    takes_fp8 = any(GEMMS[name].takes_fp8 and GEMMS[name].takes_all_calls for name in chosen)
+    if of_libraries and down.dtype == FP8 and not takes_fp8:
+        warnings.warn(f"fp8 weights are dequantized in every call, which is slow: {of_libraries[0]}", stacklevel=3)
+    elif broken := [problem for problem in of_libraries if type(problem) is ImportError]:
         warnings.warn(f"a slower grouped GEMM is used: {broken[0]}", stacklevel=3)
     return tuple(chosen)
 
 
 @torch.library.custom_op("epmoe::grouped_gemm", mutates_args=())
 def _opaque(
-    gemm: str,
-    rows: Tensor,
-    row_scales: Tensor | None,
-    weights: Tensor,
-    weight_scales: Tensor | None,
-    ends: Tensor,
+    gemm: str, rows: Tensor, row_scales: Tensor | None, weights: Tensor, weight_scales: Tensor | None, ends: Tensor,
     alignment: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return GEMMS[gemm].multiply((rows, row_scales), (weights, weight_scales), ends, alignment)
 
 

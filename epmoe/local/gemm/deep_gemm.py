@@ -39,8 +39,11 @@ class DeepGemm(Gemm):
         if importlib.util.find_spec("deep_gemm") is None:
             return ModuleNotFoundError("DeepGEMM is not installed: `pip install epmoe[deep_gemm]`")
         # On later GPUs fp8 rounds the scales to powers of two, and bf16 is not measured.
-        problem = problem_on_hopper("DeepGEMM", gate_up, down, _STEPS)
-        return problem or _problem_with_version(down.dtype == FP8, down.get_device())
+        if (problem := problem_on_hopper("DeepGEMM", gate_up, down, _STEPS)) is not None:
+            return problem
+        if not (gate_up.is_contiguous() and down.is_contiguous()):
+            return ValueError("DeepGEMM takes contiguous weights")
+        return _problem_with_version(down.dtype == FP8, down.get_device())
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """The largest block that fits is the fastest where experts have many rows."""

@@ -56,7 +56,7 @@ class FewRows(Gemm):
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
-        if problem is None and any(weights.data_ptr() % 16 for weights in (gate_up, down)):
+        if problem is None and any(not each.is_contiguous() or each.data_ptr() % 16 for each in (gate_up, down)):
             return ValueError("the kernel for few rows takes contiguous weights that start at multiples of 16 bytes")
         return problem
 

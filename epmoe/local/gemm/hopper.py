@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
 from epmoe.native import ops
 
 _BYTES = 16  # addresses and strides are multiples of it
@@ -26,17 +26,13 @@ class Hopper(Gemm):
     batch_invariant = True  # an element has one order of sums, whatever tile it is in
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        if down.dtype != torch.bfloat16:
-            return ValueError(f"Hopper's kernels take weights in bfloat16, got {down.dtype}")
-        if (major := torch.cuda.get_device_capability(down.device)[0]) != 9:
-            return ValueError(f"Hopper's kernels need a GPU of compute capability 9, got {major}")
-        sizes = (*gate_up.shape[1:], *down.shape[1:])
-        if any(size % 8 for size in sizes):
-            return ValueError(f"Hopper's kernels take weights of multiples of 8, got {sizes}")
+        problem = problem_on_hopper("Hopper's kernel", gate_up, down, {torch.bfloat16: 8})
+        if problem is not None:
+            return problem
         if len(down) > _MOST_EXPERTS:
-            return ValueError(f"Hopper's kernels take at most {_MOST_EXPERTS} experts, got {len(down)}")
+            return ValueError(f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}")
         if not all(_is_whole(weights) or _is_whole(weights.transpose(1, 2)) for weights in (gate_up, down)):
-            return ValueError("Hopper's kernels take contiguous weights, or transposed ones, at multiples of 16 bytes")
+            return ValueError("Hopper's kernel takes contiguous weights, or transposed ones, at multiples of 16 bytes")
         return _problem_on(down.device)
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:

@@ -47,6 +47,8 @@ def test_sizes_of_buffers():
     assert ctypes.sizeof(struct("RailTag")) == RAIL_TAG_BYTES
     assert ctypes.sizeof(struct("RoundHeader")) == SIGNAL_BYTES
     assert constant("kNumCounters") == NUM_COUNTERS == plan("nvlink")["health.counters"].shape[0]
+    # Dispatch on GPUs sends the number of LL tokens in so many bits.
+    assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")
 
 
 def test_counters_by_their_numbers():
@@ -65,11 +67,6 @@ def test_formats():
         known = {"element_bits": each.element_bits, "scale_bytes": scale_bytes, "block": each.block}
         assert traits == known | {"packed": each.packed, "element": traits["element"]}
         assert each.element in (None, DTYPES[traits["element"]])
-
-
-def test_limits():
-    """Dispatch on GPUs sends the number of LL tokens in so many bits."""
-    assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")
 
 
 def test_a_descriptor_is_the_plan_and_the_flags_of_a_call():

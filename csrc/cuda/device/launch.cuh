@@ -84,4 +84,14 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 
+// The same with so many blocks, but at most `most` for each multiprocessor: a block takes up work until there is none.
+template <typename... Params, typename... Args>
+cudaError_t launch_at_most(int64_t most, void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes,
+                           cudaStream_t stream, Args&&... args) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  blocks = std::min<int64_t>(blocks, most * device.multiprocessors);
+  return blocks ? launch(kernel, blocks, threads, shared_bytes, stream, std::forward<Args>(args)...) : cudaSuccess;
+}
+
 }  // namespace epmoe::cuda

@@ -136,32 +136,25 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     int64_t chunks = ceil_div(args.F, 32 * kPerVector<T>);
-    int64_t grid = std::min<int64_t>(ceil_div(args.N * chunks, kWarps), kBlocksPerSM * device.multiprocessors);
-    if (grid == 0) return cudaSuccess;
     bool wide = args.F % kPerVector<T> == 0 &&
                 is_aligned(args.gate_up_N2F, args.gate_up_stride * static_cast<int64_t>(sizeof(T))) &&
                 is_aligned(args.bias_e2F, 0);
     auto* kernel = args.scales_BN ? (wide ? gated_rows<T, true, true> : gated_rows<T, true, false>)
                                   : (wide ? gated_rows<T, false, true> : gated_rows<T, false, false>);
-    return launch(kernel, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
-                  static_cast<uint32_t>(chunks));
+    return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N * chunks, kWarps), kThreads,
+                          RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
+                          static_cast<uint32_t>(chunks));
   });
 }
 
 cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
   int64_t chunks = ceil_div(args.B, kBlocksAtOnce);
-  int64_t grid =
-      std::min<int64_t>(ceil_div(ceil_div(args.N, 32) * chunks, kWarps), kBlocksPerSM * device.multiprocessors);
-  if (grid == 0) return cudaSuccess;
-  return launch(transposed_scales, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts), stream,
-                args, static_cast<uint32_t>(chunks));
+  return launch_at_most(kBlocksPerSM, transposed_scales, ceil_div(ceil_div(args.N, 32) * chunks, kWarps), kThreads,
+                        RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
+                        static_cast<uint32_t>(chunks));
 }
 
 }  // namespace epmoe::cuda

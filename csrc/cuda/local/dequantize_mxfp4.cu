@@ -24,12 +24,8 @@ __global__ void __launch_bounds__(kThreads) dequantize(const __grid_constant__ D
 }  // namespace
 
 cudaError_t dequantize_mxfp4(const DequantizeArgs& args, cudaStream_t stream) {
-  if (args.num_groups == 0) return cudaSuccess;
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
-  int64_t needed = ceil_div(kEightsOfGroup * args.num_groups, kThreads);
-  return launch(dequantize, std::min<int64_t>(needed, kBlocksPerSM * device.multiprocessors), kThreads, 0, stream,
-                args);
+  int64_t blocks = ceil_div(kEightsOfGroup * args.num_groups, kThreads);
+  return launch_at_most(kBlocksPerSM, dequantize, blocks, kThreads, 0, stream, args);
 }
 
 }  // namespace epmoe::cuda

@@ -143,20 +143,18 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
 }
 
 template <bool kDown, int kTokenTiles>
-cudaError_t launch_product(const FewRowsArgs& args, const Product& product, const Device& device, cudaStream_t stream) {
+cudaError_t launch_product(const FewRowsArgs& args, const Product& product, cudaStream_t stream) {
   int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
-  int64_t grid = std::min<int64_t>(tasks, kBlocksPerSM<kTokenTiles> * device.multiprocessors);
   int64_t shared = table_entries(args.segments.num_local_experts) * static_cast<int64_t>(sizeof(Expert));
-  return launch(few_rows_mxfp4<kDown, kTokenTiles>, grid, 32 * kWarps, shared, stream, args, product);
+  return launch_at_most(kBlocksPerSM<kTokenTiles>, few_rows_mxfp4<kDown, kTokenTiles>, tasks, 32 * kWarps, shared,
+                        stream, args, product);
 }
 
 template <int kTokenTiles>
 cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
   const auto [gate_up, down] = products(args);
-  if (cudaError_t error = launch_product<false, kTokenTiles>(args, gate_up, device, stream)) return error;
-  return launch_product<true, kTokenTiles>(args, down, device, stream);
+  if (cudaError_t error = launch_product<false, kTokenTiles>(args, gate_up, stream)) return error;
+  return launch_product<true, kTokenTiles>(args, down, stream);
 }
 
 }  // namespace

@@ -112,12 +112,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t zero_padding_rows(const PaddingArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
-  int64_t blocks = std::min<int64_t>(args.T, 8 * device.multiprocessors);
-  if (blocks == 0 || args.row_bytes == 0) return cudaSuccess;
+  if (args.row_bytes == 0) return cudaSuccess;
   bool wide = is_aligned(args.x_TD, args.stride_bytes) && args.row_bytes % 16 == 0;
-  return launch(wide ? clear_rows<uint4> : clear_rows<unsigned char>, blocks, kThreads, 0, stream, args);
+  return launch_at_most(8, wide ? clear_rows<uint4> : clear_rows<unsigned char>, args.T, kThreads, 0, stream, args);
 }
 
 cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {

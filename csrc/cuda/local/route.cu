@@ -222,31 +222,22 @@ bool suits_warp(const RouteArgs& args, int N) {
   return regular && aligned && grouped;
 }
 
+// The warp path with N experts a lane, as many as it takes; or the general one.
+template <typename Logit, int N>
+cudaError_t launch_lanes(const RouteArgs& args, cudaStream_t stream) {
+  if constexpr (N <= 32) {
+    if (N * 32 < args.E) return launch_lanes<Logit, 2 * N>(args, stream);
+    if (suits_warp<Logit>(args, N)) return launch_warp<Logit, N>(args, stream);
+  }
+  return route_general(args, stream);
+}
+
 }  // namespace
 
 cudaError_t route(const RouteArgs& args, cudaStream_t stream) {
   if (args.T == 0) return cudaSuccess;
   if (args.T > INT32_MAX || args.K > kMaxTopK) return cudaErrorInvalidValue;
-  int N = 1;
-  while (N * 32 < args.E) N *= 2;
-  return visit(args.dtype, [&](auto type) {
-    using Logit = decltype(type);
-    if (N > 32 || !suits_warp<Logit>(args, N)) return route_general(args, stream);
-    switch (N) {
-      case 1:
-        return launch_warp<Logit, 1>(args, stream);
-      case 2:
-        return launch_warp<Logit, 2>(args, stream);
-      case 4:
-        return launch_warp<Logit, 4>(args, stream);
-      case 8:
-        return launch_warp<Logit, 8>(args, stream);
-      case 16:
-        return launch_warp<Logit, 16>(args, stream);
-      default:
-        return launch_warp<Logit, 32>(args, stream);
-    }
-  });
+  return visit(args.dtype, [&](auto type) { return launch_lanes<decltype(type), 1>(args, stream); });
 }
 
 }  // namespace epmoe::cuda

@@ -55,13 +55,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM) unpack_rows(const __gr
 }  // namespace
 
 cudaError_t unpack(const UnpackArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
-  int64_t grid = std::min<int64_t>(args.N, kBlocksPerSM * device.multiprocessors);
-  if (grid == 0) return cudaSuccess;
   return visit(args.dtype, [&](auto type) {
-    return launch(unpack_rows<decltype(type)>, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts),
-                  stream, args);
+    return launch_at_most(kBlocksPerSM, unpack_rows<decltype(type)>, args.N, kThreads,
+                          RealRows::shared_bytes(args.segments.num_local_experts), stream, args);
   });
 }
 

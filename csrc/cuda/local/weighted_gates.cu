@@ -104,10 +104,6 @@ auto* variant_of(bool backward, bool interleaved) {
 }  // namespace
 
 cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
-  int64_t grid = std::min<int64_t>(ceil_div(args.N, kWarps), kBlocksPerSM * device.multiprocessors);
-  if (grid == 0) return cudaSuccess;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     bool wide = args.F % kPerVector<T> == 0 && is_aligned(args.grad_NF, 0) &&
@@ -115,7 +111,8 @@ cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream) {
     bool backward = args.grad_NF;
     auto* kernel =
         wide ? variant_of<T, kPerVector<T>>(backward, args.interleaved) : variant_of<T, 1>(backward, args.interleaved);
-    return launch(kernel, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts), stream, args);
+    return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N, kWarps), kThreads,
+                          RealRows::shared_bytes(args.segments.num_local_experts), stream, args);
   });
 }
 

@@ -69,8 +69,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
 }  // namespace
 
 cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWide = kPerVector<T>;
@@ -80,9 +78,8 @@ cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t st
     auto* kernel = whole  ? weighted_rows_backward<T, kWide, kThreads>
                    : wide ? weighted_rows_backward<T, kWide, 32>
                           : weighted_rows_backward<T, 1, 32>;
-    int64_t grid = std::min<int64_t>(ceil_div(args.N, whole ? 1 : kWarps), kBlocksPerSM * device.multiprocessors);
-    if (grid == 0) return cudaSuccess;
-    return launch(kernel, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts), stream, args);
+    return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N, whole ? 1 : kWarps), kThreads,
+                          RealRows::shared_bytes(args.segments.num_local_experts), stream, args);
   });
 }
 

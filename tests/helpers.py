@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,16 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def captured(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A function that replays a call, and what the call returns, which each replay writes. It is called once before."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph.replay, result
 
 
 def build_without(*guards: str) -> str:

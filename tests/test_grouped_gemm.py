@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from expert_inputs import BF16, BLOCK, FP8, MXFP4, OFFSETS, TOKENS, D, E, assert_right, inputs, real_rows, want, weights
-from helpers import NO_CUDA, ON_GPUS, alone, assert_close, poison_, randn
+from helpers import NO_CUDA, ON_GPUS, alone, assert_close, captured, poison_, randn
 from torch import Tensor
 
 import epmoe
@@ -241,12 +241,8 @@ def test_deep_gemm_itself(device, dtype):
         assert_right(experts, slack=12 if dtype == FP8 else 4, **call)
     rows, offsets = inputs(BF16, device)
     eager = experts(rows, offsets)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = experts(rows, offsets)
-    graph.replay()
-    torch.cuda.synchronize()
+    replay, out = captured(lambda: experts(rows, offsets))
+    replay()
     real = real_rows().to(device)
     assert torch.equal(out[real], eager[real])
 

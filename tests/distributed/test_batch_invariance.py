@@ -3,13 +3,14 @@ without padding."""
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
 from expert_inputs import quantized
-from helpers import ON_GPUS, poison_, randn
+from helpers import ON_GPUS, captured, poison_, randn
 from torch import Tensor
 
 from epmoe import GroupedExperts, MoELayer
@@ -164,15 +165,7 @@ class OnGpus:
         alone = self.wanted.cpu()
         dist.broadcast(alone, 0)
         self.wanted.copy_(alone)
-        self.graphs = {T: self.graph(T) for T in self.captured}
-
-    def graph(self, T: int) -> torch.cuda.CUDAGraph:
-        self.play(T, self.real)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.play(T, self.real)
-        return graph
+        self.replays = {T: captured(partial(self.play, T, self.real))[0] for T in self.captured}
 
     def play(self, T: int, real: int | Tensor) -> None:
         """A round of the drawn tokens, whose padding is NaN."""
@@ -195,7 +188,7 @@ class OnGpus:
             self.numbers.random_(TOKENS, generator=generator)
             if replays:
                 self.real.fill_(real)
-                self.graphs[T].replay()
+                self.replays[T]()
                 self.layer.ep.poll()
             else:
                 self.play(T, real)

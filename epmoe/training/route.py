@@ -35,27 +35,17 @@ def route(
 
 
 def counted(
-    number: int, logits: Tensor, *, top_k: int, ids: Tensor | None = None, bias: Tensor | None = None,
-    num_tokens: Any = None,
-    scoring: str = "softmax", renormalize: bool = False, renormalize_epsilon: float = 0.0,
-    num_expert_groups: int = 1, top_groups: int = 1, scores_per_group: int | None = None,
-    routed_scaling_factor: float = 1.0, id_dtype: torch.dtype = torch.int32,
-) -> Routing:  # fmt: skip
+    number: int, logits: Tensor, *, top_k: int, ids: Tensor | None = None, num_tokens: Any = None, **options: Any
+) -> Routing:
     """`route` of a layer, whose sanitised rows count in the health of the exchange with this number, 0 for none."""
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
     if ids is not None:
         check_tensor("logits", logits, FLOATS, ("T", "E"))
         check_tensor("ids", ids, INTS, (logits.shape[0], "K"), logits.device)
-        top_k, id_dtype = ids.shape[1], ids.dtype
-    if scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
+        top_k, options["id_dtype"] = ids.shape[1], ids.dtype
     tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
-    ids, weights = train_route(
-        logits, top_k, ids, bias, tokens, num_real, scoring, renormalize, float(renormalize_epsilon), num_expert_groups,
-        top_groups, scores_per_group, float(routed_scaling_factor), id_dtype, number,
-    )  # fmt: skip
-    return Routing(ids, weights)
+    return Routing(*train_route(logits, top_k, ids, tokens, num_real, number, **options))
 
 
 @torch.library.custom_op("epmoe::train_route", mutates_args=())
@@ -63,26 +53,26 @@ def train_route(
     logits: Tensor,
     top_k: int,
     ids: Tensor | None,
-    bias: Tensor | None,
     num_tokens: Tensor | None,
     num_real: int,
-    scoring: str,
-    renormalize: bool,
-    renormalize_epsilon: float,
-    num_expert_groups: int,
-    top_groups: int,
-    scores_per_group: int | None,
-    routed_scaling_factor: float,
-    id_dtype: torch.dtype,
     number: int,
+    bias: Tensor | None = None,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    renormalize_epsilon: float = 0.0,
+    num_expert_groups: int = 1,
+    top_groups: int = 1,
+    scores_per_group: int | None = None,
+    routed_scaling_factor: float = 1.0,
+    id_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
     """ids [T, K] and weights fp32 [T, K]."""
-    counters = find(number).forward.exchange.views["health.counters"] if number and ids is None else None
+    real_tokens = num_real if num_tokens is None else num_tokens
     chosen = forward_only(
         logits.detach(),
         top_k,
         bias=bias,
-        num_tokens=num_real if num_tokens is None else num_tokens,
+        num_tokens=real_tokens,
         scoring=scoring,  # type: ignore[arg-type]
         renormalize=renormalize,
         renormalize_epsilon=renormalize_epsilon,
@@ -91,67 +81,59 @@ def train_route(
         scores_per_group=scores_per_group,
         routed_scaling_factor=routed_scaling_factor,
         id_dtype=id_dtype,
-        counters=counters,
+        counters=find(number).forward.exchange.views["health.counters"] if number and ids is None else None,
     )
     if ids is None:
         return chosen
-    tokens = torch.arange(len(ids), device=ids.device)[:, None]
-    real = tokens < (num_real if num_tokens is None else num_tokens)
-    ids = chosen.ids.where(ids[:, :1] == OWN_CHOICE, ids).where(real, logits.shape[1])
-    weights = _weights_of(logits, ids, real, scoring, renormalize, renormalize_epsilon) * routed_scaling_factor
+    E = logits.shape[1]
+    padding = torch.arange(len(ids), device=ids.device)[:, None] >= real_tokens
+    ids = chosen.ids.where(ids[:, :1] == OWN_CHOICE, ids).masked_fill(padding, E)
+    _, scores_TK, total_T1 = _scores(logits, ids, (ids >= 0) & (ids < E), scoring, renormalize, renormalize_epsilon)
+    weights = (scores_TK / total_T1 * routed_scaling_factor).float()
     return ids, chosen.weights.where((ids == chosen.ids).all(1, keepdim=True), weights)
 
 
 @train_route.register_fake
-def _(logits: Tensor, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, top_k: int, *rest: Any, id_dtype: torch.dtype = torch.int32, **options: Any) -> Any:
     shape = logits.shape[0], top_k
-    return logits.new_empty(shape, dtype=rest[-2]), logits.new_empty(shape, dtype=torch.float32)
+    return logits.new_empty(shape, dtype=id_dtype), logits.new_empty(shape, dtype=torch.float32)
 
 
-def _scores_of(logits: Tensor, scoring: str) -> Tensor:
-    """fp32 [T, E]; those that are not finite are 0."""
-    scores_TE = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(1)
-    return scores_TE.where(scores_TE.isfinite(), 0.0)
-
-
-def _weights_of(logits: Tensor, ids: Tensor, real: Tensor, scoring: str, renormalize: bool, epsilon: float) -> Tensor:
-    """fp32 [T, K] of given experts, before scaling. `real` [T, 1] are tokens."""
-    real = real & (ids >= 0) & (ids < logits.shape[1])
-    weights = _scores_of(logits, scoring).gather(1, ids.long().where(real, 0)).where(real, 0.0)
-    if not renormalize:
-        return weights
-    total = weights.sum(1, keepdim=True) + epsilon
-    return weights / total.where(total != 0, 1.0)
+def _scores(
+    logits: Tensor, ids: Tensor, real: Tensor, scoring: str, renormalize: bool, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fp64 scores [T, E], those of the chosen [T, K] that are `real`, and what divides these [T, 1]."""
+    wide_TE = logits.double()
+    scores_TE = wide_TE.sigmoid() if scoring == "sigmoid" else wide_TE.softmax(1)
+    scores_TE = scores_TE.where(scores_TE.isfinite(), 0.0)
+    scores_TK = scores_TE.gather(1, ids.long().where(real, 0)).where(real, 0.0)
+    total_T1 = scores_TK.sum(1, keepdim=True) + epsilon if renormalize else torch.ones_like(scores_TK[:, :1])
+    return scores_TE, scores_TK, total_T1.where(total_T1 != 0, 1.0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, _, _, _, _, _, ctx.scoring, ctx.renormalize, ctx.epsilon, _, _, _, ctx.factor, _, _ = inputs
+    logits, _, _, _, _, _, _, *ctx.scoring, _, _, _, ctx.factor, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, *output)
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of the logits, by the logarithms of the weights, which still differ where scores vanish."""
+    """The gradients of the logits, in fp64: scores may vanish, and differences of gradients, too."""
     if grad_TK is None:
         return (None,) * 15
-    logits_TE, ids_TK, weights_TK = ctx.saved_tensors
-    logits = logits_TE.float()
-    real = weights_TK != 0  # not of padding, nor of a score that is not finite
-    chosen = ids_TK.long().where(real, 0)
-    grad_TK = grad_TK.float().where(real, 0.0)
-    by_log = weights_TK * grad_TK
-    if ctx.renormalize:  # by differences of gradients: the sum of products would cancel where one weight is all but 1
-        shares_TK = weights_TK / ctx.factor
-        by_log = weights_TK * ((grad_TK[:, :, None] - grad_TK[:, None]) * shares_TK[:, None]).sum(2)
-        if ctx.epsilon:
-            scores_TK = _scores_of(logits, ctx.scoring).gather(1, chosen).where(real, 0.0)
-            by_log += weights_TK * grad_TK * (ctx.epsilon / (scores_TK.sum(1, keepdim=True) + ctx.epsilon))
-    if ctx.scoring == "sigmoid":  # d log sigmoid(x) = sigmoid(-x) dx
-        by_log = (by_log * logits.gather(1, chosen).neg().sigmoid()).where(real, 0.0)
-    grad_TE = torch.zeros_like(logits).scatter_add_(1, chosen, by_log)
-    if ctx.scoring == "softmax" and not (ctx.renormalize and ctx.epsilon == 0):  # then the sum of by_log is 0
-        grad_TE = grad_TE - _scores_of(logits, ctx.scoring) * by_log.sum(1, keepdim=True)
-    return grad_TE.to(logits_TE.dtype), *(None,) * 14
+    logits, ids, weights = ctx.saved_tensors
+    real = weights != 0  # not of padding, nor of a score that is not finite
+    scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)
+    grad = grad_TK.double().where(real, 0.0) * ctx.factor
+    if ctx.scoring[1]:
+        grad = grad - (grad * scores_TK).sum(1, keepdim=True) / total_T1
+    grad = (grad / total_T1).where(real, 0.0)
+    grad_TE = torch.zeros_like(scores_TE).scatter_add_(1, ids.long().where(real, 0), grad)
+    if ctx.scoring[0] == "sigmoid":
+        grad_TE = grad_TE * (1 - scores_TE)
+    else:
+        grad_TE = grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True)
+    return (grad_TE * scores_TE).to(logits.dtype), *(None,) * 14
 
 
 train_route.register_autograd(_gradients, setup_context=_save)

@@ -6,16 +6,11 @@ weight [E, n, k], Shard(0)    lora_A [E·r, k], Shard(0): rows of this rank's ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
 
-import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
 
-_former: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # factors that are no part of a model any more
+from epmoe.training.models import former_factors
 
 
 def spread_adapters(model: nn.Module) -> nn.Module:
@@ -36,9 +31,13 @@ def spread_adapters(model: nn.Module) -> nn.Module:
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    _watch_optimizers()
-    for wrapper in _wrappers(model):
-        weight: Any = wrapper.get_param()
+    wrapper: Any
+    for wrapper in model.modules():
+        if not (hasattr(wrapper, "lora_A") and hasattr(wrapper, "parameter_name")):
+            continue
+        weight = wrapper.get_param()
+        if not hasattr(weight, "device_mesh"):
+            continue
         sharded = [
             (place, ranks)
             for place, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True)
@@ -54,25 +53,5 @@ def spread_adapters(model: nn.Module) -> nn.Module:
             if not hasattr(factor, "device_mesh"):
                 whole = distribute_tensor(factor.detach(), weight.device_mesh, weight.placements)
                 linear.weight = nn.Parameter(whole, requires_grad=factor.requires_grad)
-                _former[id(factor)] = factor
+                former_factors[id(factor)] = factor
     return model
-
-
-def _wrappers(model: nn.Module) -> Iterator[Any]:
-    """PEFT's `ParamWrapper`s of DTensors."""
-    module: Any
-    for module in model.modules():
-        is_wrapper = hasattr(module, "lora_A") and hasattr(module, "parameter_name")
-        if is_wrapper and hasattr(module.get_param(), "device_mesh"):
-            yield module
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_former)
-
-
-def _refuse_former(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    given = (value for group in optimizer.param_groups for value in group["params"])
-    if _former and any(_former.get(id(value)) is value for value in given):
-        raise RuntimeError("the optimizer has factors of before `spread_adapters`: make it afterwards")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -164,8 +164,10 @@ def clip_grad_norm_(
     """
     alike = dict[Any, list[Tensor]]()  # gradients of one mesh: plain ones, those of FSDP's shards, those of experts
     device = None
+    parameter: Any
     for parameter in module.parameters():
-        gradients = alike.setdefault(_layout(parameter), [])  # also without any: the other ranks may have some
+        layout = (parameter.device_mesh, parameter.placements) if hasattr(parameter, "device_mesh") else None
+        gradients = alike.setdefault(layout, [])  # also without any: the other ranks may have some
         device = device or parameter.device
         if parameter.grad is not None:
             gradients.append(getattr(parameter.grad, "_local_tensor", parameter.grad))
@@ -197,6 +199,10 @@ def check_spread(ep: ExpertParallel, experts: object) -> None:
         raise RuntimeError(f"`experts` must have DTensors only in calls with gradients, got `{plain[0]}`: {why}")
 
 
+former_factors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""Factors of adapters that `spread_adapters` has replaced, by their ids."""
+
+
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
@@ -208,7 +214,10 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     Where torch may choose, it takes `foreach` on GPUs, which refuses parameters of several meshes: such a group does
     without.
     """
-    experts = [value for group in optimizer.param_groups for value in group["params"] if is_spread(value)]
+    values = [value for group in optimizer.param_groups for value in group["params"]]
+    if any(former_factors.get(id(value)) is value for value in values):
+        raise RuntimeError("the optimizer has factors of before `spread_adapters`: make it afterwards")
+    experts = [value for value in values if is_spread(value)]
     why = next((_UNFIT[each.__name__] for each in type(optimizer).__mro__ if each.__name__ in _UNFIT), None)
     if why and experts:
         raise RuntimeError(f"{type(optimizer).__name__} {why}: give experts an optimizer of their own, such as AdamW")
@@ -248,10 +257,6 @@ def _average(module: nn.Module, ranks: int) -> None:
             owner.averages_over = ranks // by_fsdp  # type: ignore[assignment]
 
 
-def _layout(value: Any) -> tuple[DeviceMesh, tuple[Any, ...]] | None:
-    return (value.device_mesh, value.placements) if hasattr(value, "device_mesh") else None
-
-
 def _norm(gradients: list[Tensor], norm_type: float, layout: Any, device: torch.device | None) -> Tensor:
     """The norm over all ranks, fp32, of gradients of which this rank has these parts."""
     norm = nn.utils.get_total_norm(gradients, norm_type).to(device, torch.float32)
@@ -263,7 +268,7 @@ def _norm(gradients: list[Tensor], norm_type: float, layout: Any, device: torch.
     for dim, placement in enumerate(placements):
         if not placement.is_replicate():
             group = mesh.get_group(dim)
-            if kept.device not in group._device_types:
+            if kept.device.type not in {device.type for device in group._device_types}:
                 kept = kept.cpu()
             dist.all_reduce(kept, operation, group=group)
     kept = kept.to(norm.device)

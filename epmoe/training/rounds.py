@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import CallerRows, Multiplied
+from epmoe.exchange.descriptors import CallerRows, Multiplied, returning
+from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
+from epmoe.exchange.templates import rows_as
 from epmoe.group.errors import EPStateError
 from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.formats import TRAINING_FORMATS, WireFormat
 from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
-from epmoe.training.node import combine_with_values, dispatch_into, sms_of
 
 EXACT = -1  # as many rows as there are, which the host reads
+_SHARE = 3 / 4  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
 
 
 class Pairs(NamedTuple):
@@ -67,7 +69,10 @@ class Rounds:
     def __init__(self, ep: ExpertParallel, wire: WireFormat = TRAINING_FORMATS["auto"]) -> None:
         self.ep = ep
         self._wire = wire
-        self._num_sms = sms_of(ep.device)
+        self._num_sms = 1
+        if ep.device.type == "cuda":
+            sms = int(torch.cuda.get_device_properties(ep.device).multi_processor_count * _SHARE)
+            self._num_sms = max(sms, 1)
 
     @property
     def exchange(self) -> NodeExchange:
@@ -103,7 +108,7 @@ class Rounds:
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.giving_up():
-            rows = dispatch_into(exchange, call, into, self._num_sms).rows
+            rows = _dispatch(exchange, call, into, self._num_sms)
             row_weights = into.row_weights
             if num_rows == EXACT:
                 N = int(into.expert_offsets[-1])
@@ -140,8 +145,17 @@ class Rounds:
         return self.exchange.combine("expert", rows, self._open("combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine in the open round, with values fp32 [N] → y [T, D] and the value of each pair, fp32 [T, K]."""
-        return combine_with_values(self.exchange, rows, self._open("the backward pass of dispatch"), row_values)
+        """Combine in the open round, with values fp32 [N], contiguous → y [T, D] and the value of each pair, fp32
+        [T, K], 0 where it has no row."""
+        dispatched = self._open("the backward pass of dispatch")
+        sent = dispatched.sent
+        T, K = sent.num_tokens, sent.template.shape.top_k
+        pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
+        if not len(row_values):
+            row_values = row_values.new_empty(1)
+        assert sent.descriptor is not None
+        sent.descriptor = returning(sent.descriptor, row_values, pair_values)
+        return self.exchange.combine("expert", rows, dispatched, None), pair_values[: T * K].view(T, K)
 
     def _open(self, call: str) -> Dispatched:
         rounds = self.exchange.rounds
@@ -149,3 +163,27 @@ class Rounds:
         if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
             raise EPStateError(f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere")
         return handle
+
+
+@takes_turn
+def _dispatch(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Tensor:
+    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window. The open round has
+    the offsets and counts of `into`. A kernel uses at most `num_sms` multiprocessors."""
+    sent = exchange.opened(call)
+    assert sent.descriptor is not None
+    exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
+    scratch = exchange.memory[1].data_ptr()
+    sent.descriptor = exchange.descriptors.for_training(sent.descriptor, into, scratch, num_sms)
+    x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
+    if into.wire.packed:
+        x = ops.pack_fp8(x, tokens, num_rows)
+    sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
+    exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
+    dispatched = exchange.received(sent)
+    dispatched.expert_offsets, dispatched.tokens_per_expert = into.expert_offsets, into.tokens_per_expert
+    rows = into.rows
+    if rows is None:
+        wire, dtype = into.wire, call.x.dtype
+        rows = rows_as(exchange.views["rows"], wire.dtype_of(dtype), wire.row_items(call.x.shape[1], dtype))
+    dispatched.rows = rows
+    return rows

@@ -25,7 +25,7 @@ from torch import Tensor
 from epmoe.local.adapters import LoRA
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 
-_A, _B = "lora_A.weight", "lora_B.weight"
+_LORA, _A, _B = ".lora_", "A.weight", "B.weight"
 _OTHER_FUNCTIONS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "velora_config", "monteclora_config", "layer_replication",
@@ -40,7 +40,6 @@ _Rank = Annotated[int, Field(strict=True, ge=1)]
 _Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Number = TypeVar("_Number", int, float)
 _Factors = tuple[Tensor, Tensor]
-_Parts = tuple[_Factors | None, _Factors | None]
 _Sizes = tuple[int, int, int, int]
 
 
@@ -84,36 +83,36 @@ class _Config(BaseModel):
 
 
 class StoredAdapter(NamedTuple):
-    """An adapter of all E experts of a MoE block."""
+    """An adapter of all E experts of a MoE block, on the CPU, whose b have its scaling."""
 
     gate_up: _Factors | None
-    """a [E, r, D] and b [E, 2F, r], without its scaling; None: the adapter leaves these weights alone"""
+    """a [E, r, D] and b [E, 2F, r]; None: the adapter leaves these weights alone"""
     down: _Factors | None
     """a [E, r, F] and b [E, D, r]"""
-    scaling: list[float]
-    """of `gate_up` and of `down`"""
-    digest: str
-    """of all that makes the adapter"""
 
     @classmethod
     def given(cls, adapter: LoRA | None, sizes: _Sizes) -> StoredAdapter:
-        """Factors of all E experts that a caller has, whose b have their scaling; None adds nothing.
-
-        Raises TypeError or ValueError where they do not fit.
-        """
+        """Factors that a caller has; None adds nothing. Raises TypeError or ValueError where they do not fit."""
         E, D, wide, F = sizes
-        digest, parts = hashlib.blake2b(), list[_Factors | None]()
+        parts = list[_Factors | None]()
         for name, (n, k) in (("gate_up", (wide, D)), ("down", (D, F))):
             part: _Factors | None = getattr(adapter, name, None)
-            digest.update(f"{name} {part and [*map(describe, part)]}".encode())
             if part is not None:
                 check_tensor(f"{name} a", part[0], FLOATS, (E, "r", k))
                 check_tensor(f"{name} b", part[1], FLOATS, (E, n, part[0].shape[1]))
                 part = part[0].detach().cpu(), part[1].detach().cpu()
-                for factor in part:
-                    _add_bytes(digest, factor)
             parts.append(part)
-        return cls(parts[0], parts[1], [1.0, 1.0], digest.hexdigest())
+        return cls(*parts)
+
+    @property
+    def digest(self) -> str:
+        """Of all that makes the adapter."""
+        digest = hashlib.blake2b()
+        for part in self:
+            digest.update(f"{part and [*map(describe, part)]}".encode())
+            for factor in part or ():
+                digest.update(factor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     @property
     def is_none(self) -> bool:
@@ -121,10 +120,9 @@ class StoredAdapter(NamedTuple):
         return self.gate_up is None and self.down is None
 
     def of(self, experts: Sequence[int]) -> LoRA:
-        """The adapter of these logical experts, in this order. Its b are fp32 and have the scaling."""
+        """The adapter of these logical experts, in this order."""
         held = torch.tensor(experts, dtype=torch.int64)
-        pairs = zip((self.gate_up, self.down), self.scaling, strict=True)
-        return LoRA(*(pair and (pair[0][held], pair[1][held].float() * scaling) for pair, scaling in pairs))
+        return LoRA(*(pair and (pair[0][held], pair[1][held]) for pair in self))
 
 
 def load_adapter(
@@ -208,30 +206,23 @@ def _assembled(
     tensors: Mapping[str, Tensor], block: str, config: _Config, sizes: _Sizes, interleaved: bool
 ) -> StoredAdapter:
     """The adapter that the tensors of its experts make. Raises ValueError where they do not fit."""
-    digest = hashlib.blake2b()
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        digest.update(f"{name} {describe(tensor)}".encode())
-        _add_bytes(digest, tensor)
-        end = next((end for end in (_A, _B) if name.endswith(f".{end}")), name.rpartition(".")[2])
-        modules.setdefault(name.removesuffix(f".{end}"), {})[end] = tensor
+        module, _, end = name.partition(_LORA)
+        modules.setdefault(module, {})[end] = tensor
     names = {module: f".{module}".partition(f".{block}.experts")[2] for module in modules}
     if all(re.fullmatch(r"(\.base_layer)*", name) for name in names.values()):
-        parts, scaling = _of_all(modules, block, config, sizes, interleaved)
-    else:
-        parts, scaling = _of_single(modules, names, config, sizes, interleaved), [1.0, 1.0]
-    digest.update(repr((parts[0] is None, scaling)).encode())
-    return StoredAdapter(*parts, scaling, digest.hexdigest())
+        return _of_all(modules, block, config, sizes, interleaved)
+    return _of_single(modules, names, config, sizes, interleaved)
 
 
 def _of_all(
     modules: Mapping[str, Mapping[str, Tensor]], block: str, config: _Config, sizes: _Sizes, interleaved: bool
-) -> tuple[_Parts, list[float]]:
-    """The factors of gate and up and of down, and their scaling, of modules with all experts."""
+) -> StoredAdapter:
+    """The adapter of modules with all experts."""
     E, D, wide, F = sizes
     shapes = (wide, D), (D, F)
     parts: list[_Factors | None] = [None, None]
-    scaling = [1.0, 1.0]
     for module, ends in modules.items():
         got = tuple(ends[end].shape[i] for end, i in ((_B, 0), (_A, -1)) if end in ends and ends[end].dim())
         part = shapes.index(got) if got in shapes else 0
@@ -245,9 +236,8 @@ def _of_all(
             )
         if parts[part] is not None:
             raise ValueError(f"`{block}.experts` has two adapters of the shape {shapes[part]}")
-        parts[part] = a.view(E, r, -1), b.view(-1, r, E).permute(2, 0, 1)
-        scaling[part] = by
-    return (parts[0], parts[1]), scaling
+        parts[part] = a.view(E, r, -1), b.view(-1, r, E).permute(2, 0, 1).float() * by
+    return StoredAdapter(*parts)
 
 
 def _of_single(
@@ -256,36 +246,34 @@ def _of_single(
     config: _Config,
     sizes: _Sizes,
     interleaved: bool,
-) -> _Parts:
-    """The factors of gate and up and of down, whose b have their scaling, of modules of single experts."""
+) -> StoredAdapter:
+    """The adapter of modules of single experts. Factors of gate and of up stand side by side."""
     E, D, wide, F = sizes
-    shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
-    found: dict[str, dict[int, list[tuple[str, Tensor, Tensor]]]] = {"gate_up": {}, "down": {}}
+    gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, F), slice(F, None))
+    places = {"gate": (0, gate, (F, D)), "up": (0, up, (F, D)), "down": (1, slice(None), (D, F))}
+    found: tuple[dict[int, dict[str, _Factors]], ...] = {}, {}
     for module, ends in modules.items():
         match = re.fullmatch(rf"\.(\d+)\.({'|'.join(_PROJECTIONS)})", names[module])
         if match is None or (x := int(match[1])) >= E:
             raise ValueError(f"`{module}` is none of {E} experts' {', '.join(_PROJECTIONS)}")
-        projection = _PROJECTIONS[match[2]]
+        part, _, shape = places[projection := _PROJECTIONS[match[2]]]
         r, by = config.of(module)
-        a, b = _pair(module, ends, [shapes[projection]], 1, r)
-        of_expert = found["down" if projection == "down" else "gate_up"].setdefault(x, [])
-        if projection in [name for name, _, _ in of_expert]:
+        a, b = _pair(module, ends, [shape], 1, r)
+        if projection in (of_expert := found[part].setdefault(x, {})):
             raise ValueError(f"expert {x} has two adapters of {projection}")
-        of_expert.append((projection, a, b.float() * by))
-    gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, F), slice(F, None))
-    rows = {"gate": gate, "up": up, "down": slice(None)}
+        of_expert[projection] = a, b.float() * by
     parts: list[_Factors | None] = []
-    for (_, experts), (n, k) in zip(found.items(), ((wide, D), (D, F)), strict=True):
-        r = max([sum(len(a) for _, a, _ in each) for each in experts.values()], default=0)
+    for experts, (n, k) in zip(found, ((wide, D), (D, F)), strict=True):
+        r = max((sum(len(a) for a, _ in each.values()) for each in experts.values()), default=0)
         a_all, b_all = torch.zeros(E, r, k), torch.zeros(E, n, r)
         for x, each in experts.items():
             start = 0
-            for projection, a, b in each:
+            for projection, (a, b) in each.items():
                 columns = slice(start, start := start + len(a))
                 a_all[x, columns] = a
-                b_all[x, rows[projection], columns] = b
+                b_all[x, places[projection][1], columns] = b
         parts.append((a_all, b_all) if experts else None)
-    return parts[0], parts[1]
+    return StoredAdapter(*parts)
 
 
 def _pair(module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, int]], experts: int, r: int) -> _Factors:
@@ -297,14 +285,11 @@ def _pair(module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, i
             return a, b
     many = f"{experts}·" if experts > 1 else ""
     wanted = " or ".join(f"{n}, {k}" for n, k in shapes)
-    got = ", ".join(f"{end} {describe(ends[end])}" for end in sorted(ends))
+    got = ", ".join(f"lora_{end} {describe(ends[end])}" for end in sorted(ends))
     raise ValueError(
-        f"`{module}` must have {_A} [{many}r, k] and {_B} [n, {many}r], for r = {r} and n, k = {wanted}, got {got}"
+        f"`{module}` must have lora_{_A} [{many}r, k] and lora_{_B} [n, {many}r], for r = {r} and n, k = {wanted}, got "
+        f"{got}"
     )
-
-
-def _add_bytes(digest: hashlib.blake2b, tensor: Tensor) -> None:
-    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _matched(patterns: Mapping[re.Pattern[str], _Number] | None, names: Sequence[str], usual: _Number) -> _Number:

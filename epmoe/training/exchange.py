@@ -20,6 +20,7 @@ from epmoe.training.operators import train_combine, train_dispatch
 from epmoe.training.rounds import EXACT, FORWARD, ON_ROWS, Rounds
 
 WeightsOn = Literal["combine", "rows", "both"]
+MOVES = "`placement.live` must be unset for training, which needs one placement forward and backward"
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 
 
@@ -98,9 +99,7 @@ class TrainingExchange:
                     f"got {configured}; tokens travel as fp8 by TrainingExchange(…, payload='fp8')"
                 )
         if ep.config.placement.live:
-            raise ValueError(
-                "`placement.live` must be unset for training, which needs one placement forward and backward"
-            )
+            raise ValueError(MOVES)
         if backward is not None and backward.config != ep.config:
             raise ValueError("`backward` must have the config of `ep`")
         self.ep = ep

@@ -21,14 +21,14 @@ from epmoe.config.placement import EP
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import add_hooks, check_same_rank, is_spread
 from epmoe.service import ExpertParallel
-from epmoe.training.exchange import TrainingExchange
+from epmoe.training.exchange import MOVES, TrainingExchange
 
 
 def problem_with(ep: ExpertParallel) -> str | None:
     """Why experts cannot train where they are placed, or None."""
     placement, E = ep.placement, ep.placement.num_experts
     if ep.live is not None:
-        return "`placement.live` must be unset for training, which needs one placement forward and backward"
+        return MOVES
     if placement.num_physical_experts > E:
         return (
             "`placement.num_redundant_experts` must be 0 for training: each copy of an expert would get the gradient "

@@ -63,6 +63,23 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) ->
         dcp.load(state, checkpoint_id=path, process_group=peers.group)
 
 
+@contextmanager
+def appearing(folder: str | os.PathLike[str], peers: Peers) -> Iterator[tuple[Path, Path]]:
+    """A folder that appears as a whole or not at all: its path, and that of a hidden folder beside it, which rank 0
+    makes, and which gets the name at the end unless a rank raises. Collective."""
+    target = Path(folder).resolve()
+    hidden = target.with_name(f".{target.name}.partial")
+    try:
+        yield target, hidden
+        with peers.together():
+            if peers.rank == 0:
+                os.rename(hidden, target)
+                sync(target.parent)
+    finally:
+        if peers.rank == 0:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

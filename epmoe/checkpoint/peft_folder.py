@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-from pathlib import Path
 from typing import Any
 
+from epmoe.checkpoint.folders import appearing
 from epmoe.group.collective import all_ranks, naming
 from epmoe.training.models import expert_parallels
 
@@ -26,9 +25,8 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
         ValueError: `folder` exists, or the model is none of PEFT.
         EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
     """
-    eps, target = expert_parallels(model), Path(folder).absolute()
-    hidden = target.with_name(f".{target.name}.partial")
-    with naming("save_adapter", eps), all_ranks(eps) as peers:
+    eps = expert_parallels(model)
+    with naming("save_adapter", eps), all_ranks(eps) as peers, appearing(folder, peers) as (target, hidden):
         with peers.together():
             if not hasattr(model, "peft_config"):
                 raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
@@ -38,11 +36,6 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
         factors = {key: value for key, value in state.items() if "lora_" in key and hasattr(value, "full_tensor")}
         with peers.waiting():
             state |= {key: value.full_tensor() for key, value in factors.items()}
-        try:
-            with peers.together():
-                if peers.rank == 0:
-                    model.save_pretrained(hidden, state_dict=state, **options)
-                    os.rename(hidden, target)
-        finally:
+        with peers.together():
             if peers.rank == 0:
-                shutil.rmtree(hidden, ignore_errors=True)
+                model.save_pretrained(hidden, state_dict=state, **options)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from epmoe.checkpoint.folders import sync
+from epmoe.checkpoint.folders import appearing, sync
 from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, SafetensorsFolder, Stored
 from epmoe.checkpoint.state_dicts import gather
 from epmoe.group.collective import all_ranks, naming, peers_of
@@ -83,47 +83,40 @@ def save_pretrained(
     """
     module = module.module if isinstance(module, DistributedDataParallel) else module
     source = like if isinstance(like, SafetensorsFolder) else SafetensorsFolder(like)
-    target = Path(folder).resolve()
-    hidden = target.with_name(f".{target.name}.partial")
-    eps = expert_parallels(module)
-    with naming("save_pretrained", eps), all_ranks(eps) as peers:
-        try:
-            with peers.together():
-                files = _files(_tensors(module, eps, source), max_shard_bytes)
-                described = [(name, [each[:3] for each in tensors]) for name, tensors in files.items()]
-                digest = hashlib.sha256(repr(described).encode()).hexdigest()
-            if len(set(peers.all_gather(digest))) > 1:
-                raise ValueError("ranks must have the same model and `like`, got other names, dtypes or shapes")
-            with peers.together():
-                if peers.rank == 0:
-                    _begin(source, target, hidden, files, _dtype_of_experts(module))
-            mine = {(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
-            with peers.together():
-                for name, tensors in files.items():
-                    if tensors[0].owner in mine:
-                        _write(hidden / name, _gathered(tensors))
-            for name, tensors in files.items():
-                if tensors[0].owner is None:
-                    gathered = _gathered(tensors, kept=peers.rank == 0)
-                    with peers.together():
-                        if peers.rank == 0:
-                            _write(hidden / name, gathered)
-            with peers.together():
-                if peers.rank == 0:
-                    os.rename(hidden, target)
-                    sync(target.parent)
-        finally:
+    eps, layers = expert_parallels(module), _layers(module)
+    with naming("save_pretrained", eps), all_ranks(eps) as peers, appearing(folder, peers) as (target, hidden):
+        with peers.together():
+            files = _files(_tensors(module, layers, eps, source), max_shard_bytes)
+            described = [(name, [each[:3] for each in tensors]) for name, tensors in files.items()]
+            digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        if len(set(peers.all_gather(digest))) > 1:
+            raise ValueError("ranks must have the same model and `like`, got other names, dtypes or shapes")
+        mine = {(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
+        with peers.together():
             if peers.rank == 0:
-                shutil.rmtree(hidden, ignore_errors=True)
+                experts = layers[0][1].experts if layers else next(module.parameters())
+                _begin(source, target, hidden, files, dtype_name(experts.dtype))
+        with peers.together():
+            for name, tensors in files.items():
+                if tensors[0].owner in mine:
+                    _write(hidden / name, _gathered(tensors))
+        for name, tensors in files.items():
+            if tensors[0].owner is None:
+                gathered = _gathered(tensors, kept=peers.rank == 0)
+                with peers.together():
+                    if peers.rank == 0:
+                        _write(hidden / name, gathered)
 
 
-def _tensors(module: nn.Module, eps: list[ExpertParallel], source: SafetensorsFolder) -> list[_Saved]:
+def _tensors(
+    module: nn.Module, layers: list[tuple[str, Any]], eps: list[ExpertParallel], source: SafetensorsFolder
+) -> list[_Saved]:
     """All tensors of the folder, in an order that is the same on all ranks. Raises what `save_pretrained` says."""
     state = dict(module.state_dict())
     saved: list[_Saved] = []
     names: dict[str, str] = {}  # of other tensors of MoE blocks, by key
     blocks: dict[str, set[str]] = {}  # names below a block that the model must have
-    for prefix, layer in _layers(module):
+    for prefix, layer in layers:
         if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
             raise TypeError(
                 f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer with "
@@ -283,8 +276,3 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
     save_file(tensors, path, metadata={"format": "pt"})
     sync(path)
-
-
-def _dtype_of_experts(module: nn.Module) -> str:
-    layers = _layers(module)
-    return dtype_name(layers[0][1].experts.dtype if layers else next(module.parameters()).dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_close, randn
+from helpers import randn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from epmoe import EPMismatchError, EPStateError, Placement
@@ -60,19 +60,17 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor, **options: bool) -> lis
     return [grad.clone() for grad in torch.autograd.grad(loss, leaves, **options)]
 
 
-def test_the_same_graph_twice_and_frozen_parts(exchange, inputs):
+def test_the_experts_alone_train_and_nobody_does(exchange, inputs):
+    """No round is left open for a backward pass, or by one that needs no gradients of tokens."""
     layer, (x, ids, weights) = Layer(exchange), inputs
-    leaves = x, weights, layer.scale
-    loss = layer(x, ids, weights).square().sum()
-    first, second = gradients(loss, *leaves, retain_graph=True), gradients(loss, *leaves)
-    assert all(map(torch.equal, first, second))
-    rounds = exchange.ep.exchange.rounds.count
-    layer(x.detach(), ids, weights.detach()).square().sum().backward()  # the experts alone train
-    assert torch.equal(layer.scale.grad, first[2]) and x.grad is None
-    assert exchange.ep.exchange.rounds.count == rounds + 2 and closed(exchange)
-    with torch.no_grad():
-        layer(x, ids, weights)
-    assert exchange.ep.exchange.rounds.count == rounds + 3 and closed(exchange)
+    for tokens, factors, rounds in ((x.detach(), weights.detach(), 2), (x, weights, 1)):
+        before = exchange.ep.exchange.rounds.count
+        with torch.set_grad_enabled(rounds == 2):
+            y = layer(tokens, ids, factors)
+        if rounds == 2:
+            y.square().sum().backward()
+        assert exchange.ep.exchange.rounds.count == before + rounds and closed(exchange)
+    assert layer.scale.grad.any() and x.grad is None
 
 
 def test_weights_that_nobody_uses_have_gradients_of_0(exchange, inputs):
@@ -80,38 +78,6 @@ def test_weights_that_nobody_uses_have_gradients_of_0(exchange, inputs):
     routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=128)
     exchange.combine(routed.rows * 2, routed).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0 * K)) and not weights.grad.any() and closed(exchange)
-
-
-def test_a_part_of_the_gradients_leaves_no_round_open(exchange, inputs):
-    layer, (x, ids, weights) = Layer(exchange), inputs
-    loss = layer(x, ids, weights).square().sum()
-    [part] = gradients(loss, layer.scale, retain_graph=True)
-    assert closed(exchange)
-    assert torch.equal(part, gradients(loss, x, layer.scale)[1]) and closed(exchange)
-
-
-def test_gradients_of_the_experts_alone_of_parallel_branches(exchange, inputs):
-    """No round of such a pass needs dispatch's part, and the first one must not stand in the way of the second."""
-    x, ids, weights = inputs
-    layers = [Layer(exchange, tag) for tag in (1, 2)]
-    scales = [layer.scale for layer in layers]
-    loss = (layers[0](x, ids, weights) * layers[1](x, ids, weights)).sum()
-    alone, rounds = gradients(loss, *scales, retain_graph=True), exchange.ep.exchange.rounds.count
-    assert all(map(torch.equal, alone, gradients(loss, x, *scales)[1:]))
-    assert exchange.ep.exchange.rounds.count == rounds + 2 and closed(exchange)
-
-
-def test_parallel_branches_have_the_order_of_the_forward_pass(exchange, inputs):
-    x, ids, weights = inputs
-    layers = [Layer(exchange, tag) for tag in (1, 2)]
-    y = [layer(x, ids, weights) for layer in layers]
-    both = gradients((y[0] * y[1]).sum(), x, weights)
-    alone = [
-        gradients((layer(x, ids, weights) * y[1 - i].detach()).sum(), x, weights) for i, layer in enumerate(layers)
-    ]
-    for got, a, b in zip(both, *alone, strict=True):
-        assert_close(got, (a + b).double(), slack=4)
-    assert closed(exchange)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

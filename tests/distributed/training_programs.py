@@ -16,16 +16,19 @@ from torch.utils.checkpoint import checkpoint
 
 from epmoe.training import TrainingExchange
 
-D, E, MAX_TOKENS, MAX_K, NUM_ROWS = 16, 7, 6, 4, 128
+D, E, MAX_TOKENS, MAX_K, NUM_ROWS = 16, 9, 40, 8, 1536
 Call = Literal["plain", "checkpoint", "reentrant"]
 
 
 @dataclass
 class LayerDraw:
-    """One layer. `detaches`: its input has no gradient through it."""
+    """One layer. `num_tokens`: whether the last tokens are padding, and who says it. `detaches`: its input has no
+    gradient through it."""
 
     weights_on: Literal["rows", "combine"]
     num_rows: int | Literal["exact"]
+    id_dtype: torch.dtype
+    num_tokens: Literal["all", "int", "tensor"]
     call: Call
     detaches: bool
     trains_weights: bool
@@ -54,6 +57,8 @@ def draw_program(seed: int, size: int) -> Program:
         return LayerDraw(
             random.choice(["rows", "combine"]),
             random.choice(["exact", NUM_ROWS]),
+            random.choice([torch.int32, torch.int64]),
+            random.choice(["all", "all", "int", "tensor"]),
             random.choice(["plain", "plain", "checkpoint", "reentrant"]),
             random.random() < 0.15,
             random.random() < 0.7,
@@ -75,7 +80,7 @@ def draw_program(seed: int, size: int) -> Program:
         layers,
         order,
         random.randint(1, MAX_K),
-        [random.choice([0, random.randint(1, MAX_TOKENS)]) for _ in range(size)],
+        [random.choice([0, random.randint(1, 6), random.randint(1, MAX_TOKENS)]) for _ in range(size)],
         trains_x,
         asked,
         random.random() < 0.4,
@@ -87,9 +92,11 @@ class Leaves:
 
     def __init__(self, program: Program, rank: int, dtype: torch.dtype, device: torch.device) -> None:
         draw, T = generator(1000 * program.seed + rank), program.tokens[rank]
+        self.layers = program.layers
         self.ids, values = [], {"x": torch.randn(T, D, generator=draw)}
         for i in range(len(program.layers)):
-            self.ids.append(torch.randint(-1, E + 1, (T, program.K), generator=draw).to(device))
+            ids = torch.randint(-1, E + 1, (T, program.K), generator=draw)
+            self.ids.append(ids.to(device, program.layers[i].id_dtype))
             kept = torch.rand(T, program.K, generator=draw) > 0.2
             values[f"weights {i}"] = torch.rand(T, program.K, generator=draw) * kept
         self.grad_y = torch.randn(T, D, generator=draw).to(device, dtype)
@@ -119,25 +126,33 @@ def output(program: Program, x: Tensor, layer) -> Tensor:
     return torch.stack(results).sum(0) if program.wiring == "sum" else h
 
 
+def real_tokens(layer: LayerDraw, tokens: int) -> int:
+    return tokens if layer.num_tokens == "all" else max(tokens - 3, 0)
+
+
 def exchanged_layer(program: Program, exchange: TrainingExchange, leaves: Leaves):
-    """The layers over an exchange. Experts are tanh(row) · scale."""
+    """The layers over an exchange. Experts are tanh(row) · scale; rows of no pair become NaN."""
     held = exchange.ep.placement.logical_experts(exchange.ep.rank)
 
     def layer(number: int, h: Tensor) -> Tensor:
         drawn, ids = program.layers[number], leaves.ids[number]
+        real = real_tokens(drawn, len(h))
+        count = {"all": None, "int": real, "tensor": torch.tensor(real, dtype=torch.int32, device=h.device)}
 
         def run(h: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
             routed = exchange.dispatch(
-                h, ids, weights, weights_on=drawn.weights_on, num_rows=drawn.num_rows, tag=number + 1
-            )
+                h, ids, weights, weights_on=drawn.weights_on, num_rows=drawn.num_rows,
+                num_tokens=count[drawn.num_tokens], tag=number + 1,
+            )  # fmt: skip
             numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=h.device)
             expert = torch.searchsorted(routed.expert_offsets, numbers, right=True) - 1
-            real = (numbers < routed.expert_offsets[-1])[:, None]
-            scale = torch.cat([scales[held], scales.new_zeros(1)])[expert.clamp(max=len(held))]
-            rows = torch.tanh(routed.rows.where(real, 0.0)) * scale[:, None]
+            ends = torch.cat([routed.expert_offsets[:-1] + routed.tokens_per_expert, numbers.new_zeros(1)])
+            has_pair = numbers < ends[expert]
+            scale = torch.cat([scales[held], scales.new_zeros(1)])[expert]
+            rows = torch.tanh(routed.rows.where(has_pair[:, None], 0.0)) * scale[:, None]
             if routed.row_weights is not None:
-                rows = rows * routed.row_weights.where(real[:, 0], 0.0)[:, None]
-            return exchange.combine(rows, routed)
+                rows = (rows * routed.row_weights.where(has_pair, 0.0)[:, None]).to(rows.dtype)
+            return exchange.combine(rows.where(has_pair[:, None], torch.nan), routed)
 
         arguments = h, leaves[f"weights {number}"], leaves[f"experts {number}"]
         if drawn.call == "plain":
@@ -154,7 +169,8 @@ def dense_layer(leaves: Leaves):
 
     def layer(number: int, h: Tensor) -> Tensor:
         ids, scales = leaves.ids[number], leaves[f"experts {number}"]
-        live = (ids >= 0) & (ids < E)
+        real = torch.arange(len(h), device=h.device)[:, None] < real_tokens(leaves.layers[number], len(h))
+        live = (ids >= 0) & (ids < E) & real
         factors = leaves[f"weights {number}"] * torch.where(live, scales[ids.clamp(0, E - 1)], 0.0)
         return torch.tanh(h) * factors.sum(1, keepdim=True)
 

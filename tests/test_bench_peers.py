@@ -144,7 +144,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_every_driver_names_what_to_install() -> None:
     every = peers.load(DRIVERS)
-    assert len({peer.name for peer in every}) == len(every) == 12 and all(peer.install for peer in every)
+    assert len({peer.name for peer in every}) == len(every) == 11 and all(peer.install for peer in every)
 
 
 def test_a_folder_without_drivers(tmp_path: Path) -> None:

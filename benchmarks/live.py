@@ -18,12 +18,20 @@ from statistics import median, quantiles
 import torch
 import torch.distributed as dist
 
-from benchmarks.replays import captured, slowest, timed
 from epmoe import EPConfig, ExpertParallel, MoELayer, balance
+from epmoe.bench import timing
 from epmoe.bench.layer_sides import Precision, random_experts
+from epmoe.bench.sample import Sample
+from epmoe.bench.sides import Fused
+from epmoe.bench.timing import captured, elapsed_us, rounds_in_turns
 
 D, F, E, K, M, LAYERS, EXPERT_BYTES = 7168, 2048, 256, 8, 1024, 58, 44 << 20
 SAMPLES, ROUNDS, PUSHES, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 20, 300, 4, 128
+
+
+def slowest(value: float) -> float:
+    """The largest value over all ranks."""
+    return timing.slowest([value])[0]
 
 
 def make(live: bool, size: int, spare: int) -> ExpertParallel:
@@ -39,20 +47,6 @@ def make(live: bool, size: int, spare: int) -> ExpertParallel:
     )
 
 
-def rounds(ep: ExpertParallel, T: int, tag: int) -> torch.cuda.CUDAGraph:
-    """Rounds of T tokens."""
-    draw = torch.Generator().manual_seed(1000 * T + ep.rank)
-    x = torch.randn(T, D, generator=draw).bfloat16().cuda()
-    ids = torch.rand(T, E, generator=draw).argsort(dim=1)[:, :K].int().cuda()
-    weights = torch.rand(T, K, generator=draw).cuda()
-
-    def play(_: int) -> None:
-        d = ep.dispatch(x, ids, weights, tag=tag)
-        ep.combine(d.rows, d)
-
-    return captured(play, ROUNDS)
-
-
 def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
     """One step of the layers of a decoder that have experts, and these layers."""
     draw = torch.Generator().manual_seed(ep.rank)
@@ -60,14 +54,16 @@ def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
     router = torch.randn(E, D, generator=torch.Generator().manual_seed(7)).bfloat16().cuda() / D**0.5
     experts = random_experts(ep.config, ep.rank, ep.device, Precision.FP8)
     layers = [MoELayer(ep, router, copy.deepcopy(experts)).requires_grad_(False) for _ in range(STEP_LAYERS)]
-    return captured(lambda i: layers[i](x), STEP_LAYERS), layers
+    for layer in layers:
+        layer(x)
+    return captured(lambda: [layer(x) for layer in layers])[0], layers
 
 
 def steps(ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], bool]) -> list[float]:
     """Times of decode steps in µs while `moving()`, or `STEPS` of them. Ranks agree on the end."""
     times: list[float] = []
     for _ in range(STEPS):
-        times.append(timed(graph.replay))
+        times.append(elapsed_us(graph.replay))
         ep.poll()
         going = torch.tensor([int(moving())])
         dist.all_reduce(going)
@@ -80,8 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spare", type=int, help="slots of a rank beyond E / ranks; 1 by default, 0 with one rank")
     spare = parser.parse_args().spare
-    dist.init_process_group("gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.set_grad_enabled(False)
     rank, size = dist.get_rank(), dist.get_world_size()
     spare = int(size > 1) if spare is None else spare
@@ -93,13 +89,8 @@ def main() -> None:
 
     say(f"{size} × {torch.cuda.get_device_name()}")
     for T in (1, 16, 128, 1024):
-        graphs = rounds(stays, T, 0), rounds(live, T, 1)
-        times: tuple[list[float], list[float]] = [], []
-        for _ in range(SAMPLES):
-            for of_side, graph in zip(times, graphs, strict=True):
-                dist.barrier()
-                of_side.append(timed(graph.replay) / ROUNDS)
-        without, with_quotas = (slowest(median(of_side)) for of_side in times)
+        sides = [Fused(ep, Sample(ep.config, rank, T, device=ep.device)) for ep in (stays, live)]
+        without, with_quotas = rounds_in_turns(sides, SAMPLES, dist.group.WORLD, ROUNDS)
         say(f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs with quotas")
     experts = live.live
     assert experts is not None
@@ -110,7 +101,7 @@ def main() -> None:
         while experts.sharing is None or not experts.sharing.done:  # a thread makes the tables
             time.sleep(1e-3)
         torch.cuda._sleep(200_000)  # the host runs ahead, as in serving
-        return timed(live.poll)
+        return elapsed_us(live.poll)
 
     say(f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of the stream")
     if size > 1:
@@ -141,6 +132,7 @@ def main() -> None:
     dist.barrier()
     live.close()
     stays.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

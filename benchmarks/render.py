@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.plot import PLOTS, draw
-from benchmarks.results import FOLDER, Figure, Published, TableColumn, load, read
+import torch.distributed as dist
+
+from benchmarks.results import FOLDER, Figure, Published, TableColumn, about, load, read
 from benchmarks.results import write as write_result
+from epmoe.bench import facts
+from epmoe.bench.plot import draw
 
 MARKDOWN, README = "BENCHMARKS.md", "README.md"
+
+
+class Plot(NamedTuple):
+    """The results of a `Published.plot`, with a panel for each that has one. Rows with a `line` are its lines."""
+
+    file: str
+    title: str
+    alt: str
+    bold: str  # the line with its figures
+
+
+PLOTS = {
+    "rounds": Plot(
+        "benchmarks/rounds.png",
+        "One round (dispatch + combine) of bf16 rows: hidden size 7168, 256 experts, top-8",
+        "The round by T on four and on two H200: epmoe, FlashInfer, DeepEP and the floor",
+        "epmoe (expert-major rows)",
+    ),
+    "layer": Plot(
+        "benchmarks/layer.png",
+        "A whole layer: route, dispatch, experts and combine",
+        "The layer by T on two H100: epmoe in fp8 and bf16, DeepGEMM's MegaMoE, FlashInfer and the floor",
+        "epmoe, fp8",
+    ),
+}
 
 _HEADER = (
     "# Benchmarks",
@@ -68,7 +96,7 @@ def sections() -> list[list[Published]]:
 def readme() -> str:
     """The text of README.md, whose table has layers of two models on two H100; the faster one is bold."""
     layers = [read(FOLDER / f"h100x2_layer_{model}.json") for model in ("qwen3", "deepseek_v3")]
-    models = [[dict(layer.line(name)) for name in ("epmoe", "mega_moe")] for layer in layers]
+    models = [list(map(dict, layer.lines.values()))[:2] for layer in layers]  # ours and MegaMoE
     rows = []
     for T in _README_TOKENS:
         cells = [f"{T}"]
@@ -85,18 +113,30 @@ def write(root: Path) -> None:
     (root / "benchmarks").mkdir(parents=True, exist_ok=True)
     (root / MARKDOWN).write_text(markdown(sections()), encoding="utf-8")
     (root / README).write_text(readme(), encoding="utf-8")
-    for plot in PLOTS.values():
-        draw(plot, load(), root / plot.file)
+    for name, plot in PLOTS.items():
+        panels = {result.panel: result.lines for result in load() if result.panel and result.plot == name}
+        draw(root / plot.file, plot.title, "µs (lower is better)", panels, plot.bold)
 
 
-def publish(content: dict[str, object]) -> None:
-    """Print what a benchmark has measured as its section, and write it to the file that the command line names, if any.
+def publish(
+    script: str,
+    subject: str,
+    caption: str,
+    columns: Sequence[object],
+    rows: Sequence[Sequence[object]],
+    file: Path | None,
+) -> None:
+    """Print what a run of `torchrun … script` has measured, and write it to `file`, if one is named.
 
-    Raises pydantic.ValidationError, a ValueError, if `content` does not fit the schema.
+    columns: as in the JSON file; rows: their cells. Raises pydantic.ValidationError, a ValueError, if they do not fit.
     """
+    ranks = dist.get_world_size()
+    content = about(facts.this_run(), ranks, f"torchrun --standalone --nproc-per-node {ranks} {script}")
+    content |= {"title": f"{content['where']}: {subject}", "caption": caption}
+    content |= {"columns": columns, "rows": [{"cells": cells} for cells in rows]}
     print("\n".join(_section([Published.model_validate(content)])))
-    if len(sys.argv) > 1:
-        write_result(Path(sys.argv[1]), content)
+    if file:
+        write_result(file, content)
 
 
 def _section(results: Sequence[Published]) -> Iterator[str]:

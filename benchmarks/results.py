@@ -17,10 +17,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from epmoe.bench import facts
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -46,7 +43,7 @@ class TableRow(_Record):
 
     cells: tuple[Figure | str | None, ...]
     line: str | None = None
-    """the plot's line that this row is, of its `looks`"""
+    """the label of this row in the plot"""
     detail: bool = False
     """whether BENCHMARKS.md leaves the row out"""
 
@@ -113,28 +110,32 @@ class Published(_Record):
         """The units of the columns."""
         return {column.unit for column in self.columns if column.unit}
 
-    def line(self, name: str) -> list[tuple[int, Figure]]:
-        """(T, figure) of the row whose `line` is `name`; empty if there is no such row."""
-        cells = next((row.cells for row in self.rows if row.line == name), ())
-        return [
-            (column.tokens, cell)
-            for column, cell in zip(self.columns, cells, strict=False)
-            if column.tokens is not None and isinstance(cell, Decimal | int)
-        ]
+    @property
+    def lines(self) -> dict[str, list[tuple[int, float]]]:
+        """(T, figure) of each row with a `line`."""
+        return {
+            row.line: [
+                (column.tokens, figure if isinstance(figure, int) else float(figure))
+                for column, figure in zip(self.columns, row.cells, strict=True)
+                if column.tokens is not None and isinstance(figure, Decimal | int)
+            ]
+            for row in self.rows
+            if row.line
+        }
 
 
-def of_this_run(module: str, ranks: int) -> dict[str, object]:
-    """What a result says of this run, of a module of this folder."""
-    on_gpus = torch.cuda.is_available()
-    where = f"{ranks} × {torch.cuda.get_device_name() if on_gpus else 'CPU'}"
+def about(run: Mapping[str, Any], ranks: int, command: str) -> dict[str, object]:
+    """What a result says of a run with the facts `epmoe.bench.facts.this_run()`."""
+    gpus = run["machine"]["gpus"]
+    where = f"{ranks} × {gpus[0] if gpus else 'CPU'}"
     return {
         "where": where,
         "machine": where,
-        "gpus": ranks if on_gpus else 0,
-        "date": datetime.date.today().isoformat(),
-        "commit": (facts.commit() or "0" * 7).removesuffix("-dirty"),
-        "torch": torch.__version__,
-        "command": f"torchrun --standalone --nproc-per-node {ranks} -m benchmarks.{module}",
+        "gpus": ranks if gpus else 0,
+        "date": run["time"][:10],
+        "commit": (run["commit"] or "0" * 7).removesuffix("-dirty"),
+        "torch": run["versions"]["torch"],
+        "command": command,
     }
 
 
@@ -144,25 +145,16 @@ def of_report(content: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
     Its title and caption are for a person to write.
     """
     found = content["results"]
-    texts = [key for key in content["results"][0] if key not in content["units"]]
+    texts = [key for key in found[0] if key not in content["units"]]
     tokens = sorted({result["tokens"] for result in found})
     rows: dict[tuple[str, ...], dict[int, float]] = {}
     for key, result in itertools.product(keys or content["plotted"], found):
         if result.get(key) is not None:
             words = tuple(result[text] for text in texts)
             rows.setdefault((*words, key), {})[result["tokens"]] = figure(result[key])
-    gpus = content["machine"]["gpus"]
-    ranks = content["ranks"]
-    where = f"{ranks} × {gpus[0] if gpus else 'CPU'}"
-    return {
-        "title": f"{where}: {content['benchmark']}",
-        "where": where,
-        "machine": where,
-        "gpus": ranks if gpus else 0,
-        "date": content["time"][:10],
-        "commit": (content["commit"] or "0" * 7).removesuffix("-dirty"),
-        "torch": content["versions"]["torch"],
-        "command": content["command"],
+    run = about(content, content["ranks"], content["command"])
+    return run | {
+        "title": f"{run['where']}: {content['benchmark']}",
         "caption": f"µs on the slowest rank, median; {content['routing']} routing.",
         "columns": [*({"name": text} for text in texts), {"name": "what"}, *columns(tokens)],
         "rows": [{"cells": [*words, *(times.get(T) for T in tokens)]} for words, times in rows.items()],

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,35 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
-from benchmarks import render, results
-from epmoe.bench.timing import slowest
+from benchmarks import render
+from epmoe.bench import timing
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPUS else "cpu"
-QWEN3_30B_A3B = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-}
-TINY = QWEN3_30B_A3B | {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-}
+QWEN3_30B_A3B = {"num_hidden_layers": 4, "head_dim": 128, "norm_topk_prob": True, "max_position_embeddings": 40960}
+TINY = {"num_hidden_layers": 1, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+TINY |= {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
 BATCHES = (1, 32, 128) if ON_GPUS else (1, 8)
 PROMPTS = (2048, 8192) if ON_GPUS else (64,)
 CALLS, REPEATS = (10, 7) if ON_GPUS else (2, 3)
@@ -132,7 +113,7 @@ def milliseconds(call: Callable[[], object], calls: int, rewind: Callable[[], No
         synchronize()
         if repeat:  # the first one warms up
             times.append(1e3 * (time.perf_counter() - start) / calls)
-    return round(slowest([statistics.median(times)])[0], 2)
+    return round(timing.slowest([statistics.median(times)])[0], 2)
 
 
 def synchronize() -> None:
@@ -148,10 +129,7 @@ def decode_steps(model: nn.Module, captured: bool) -> Milliseconds:
         step = Decoding(model, batch)
         call: Callable[[], object] = step
         if captured:
-            synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
+            graph, _ = timing.captured(step)
 
             def call(replay: Callable[[], None] = graph.replay) -> None:
                 replay()
@@ -214,22 +192,22 @@ def main() -> None:
     if ON_GPUS:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "cpu:gloo")
-    table = []
+    table: list[list[object]] = []
     with torch.no_grad():
         for who, how, cells in rows():
-            table.append({"cells": [who, how, *cells]})
+            table.append([who, how, *cells])
             if dist.get_rank() == 0:
                 print(who, how, *cells, flush=True)
     if dist.get_rank() == 0:
-        run = results.of_this_run("transformers_step", dist.get_world_size())
         names = [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {tokens:,} tokens" for tokens in PROMPTS]
-        content = run | {
-            "title": f"{run['where']}: transformers, 4 layers of Qwen3-30B-A3B" if ON_GPUS else "A tiny model",
-            "caption": f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of context.",
-            "columns": [{"name": "who"}, {"name": "how"}, *({"name": name, "unit": "ms"} for name in names)],
-            "rows": table,
-        }
-        render.publish(content)
+        render.publish(
+            "-m benchmarks.transformers_step",
+            f"transformers, {'4 layers of Qwen3-30B-A3B' if ON_GPUS else 'a tiny model'}",
+            f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of context.",
+            [{"name": "who"}, {"name": "how"}, *({"name": name, "unit": "ms"} for name in names)],
+            table,
+            next(map(Path, sys.argv[1:]), None),
+        )
     integration.close()
     dist.destroy_process_group()
 

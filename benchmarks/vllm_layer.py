@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,8 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepa
 from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, step
 
-from epmoe.bench.timing import slowest
+from benchmarks import render, results
+from epmoe.bench.timing import captured, elapsed_us, slowest
 from epmoe.exchange.handles import Layout
 from epmoe.integrations.vllm.choice import Choice
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
@@ -117,27 +117,24 @@ def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
         events.append(torch.cuda.Event(enable_timing=True, external=True))
         events[-1].record()
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def layers() -> Tensor:
         for _ in range(LAYERS):
             output = run(mark if with_events else lambda: None)
+        return output
+
+    graph, output = captured(layers)
     times: list[list[float]] = []
     for number in range(REPLAYS + 5):
         if number == REPLAYS + 4:
             output.fill_(float("nan"))
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
+        layers_us = elapsed_us(graph.replay)
         if number < 5:
             continue
         if not with_events:
-            times.append([1000 * start.elapsed_time(end) / LAYERS])
+            times.append([layers_us / LAYERS])
             continue
         for i in range(4, len(events), 4):  # the first layer waits for the other rank's start
-            marks = events[i : i + 4]
-            times.append([1000 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
+            times.append([1000 * a.elapsed_time(b) for a, b in itertools.pairwise(events[i : i + 4])])
     return slowest([median(column) for column in zip(*times, strict=True)], get_ep_group().cpu_group), output
 
 
@@ -198,19 +195,13 @@ def measure(
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """µs by T."""
+def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
+    """µs by T, a row for each dtype, column and contender."""
     by_case: dict[tuple[str, ...], dict[int, float]] = {}
-    for row, column in itertools.product(rows, COLUMNS):
+    for column, row in itertools.product(COLUMNS, rows):
         case = row["dtype"], column, row["exchange_by"], row["gemm"]
-        by_case.setdefault(case, {})[row["T"]] = row[column]
-    heads = "dtype", "µs of", "who", "experts"
-    lines = [[*heads, *(f"T={T}" for T in reversed(TOKENS))]]
-    for case in sorted(by_case, key=lambda case: (case[0], COLUMNS.index(case[1]))):
-        lines.append([*case, *(f"{by_case[case][T]:.1f}" for T in reversed(TOKENS))])
-    return "\n".join(
-        "".join(f"{cell:14}" if i < len(heads) else f"{cell:>10}" for i, cell in enumerate(line)) for line in lines
-    )
+        by_case.setdefault(case, {})[row["T"]] = results.figure(row[column])
+    return [[*case, *(us[T] for T in reversed(TOKENS))] for case, us in by_case.items()]
 
 
 def say(line: str) -> None:
@@ -230,16 +221,15 @@ def main() -> None:
     for quant in ("bf16", "fp8") if options.quant == "both" else (options.quant,):
         rows += measure(MODELS[options.model], quant, rank, size, device, options.checks_only)
         torch.cuda.empty_cache()
-    if rows:
-        say(table(rows))
-    if rank == 0 and options.json:
-        about = {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "gpu": torch.cuda.get_device_name(),
-            "ranks": size,
-        }
-        options.json.write_text(json.dumps(about | {"model": options.model, "rows": rows}, indent=1))
+    if rows and rank == 0:
+        render.publish(
+            f"benchmarks/vllm_layer.py --model {options.model} --quant {options.quant}",
+            f"a layer of vLLM {vllm.__version__}, {options.model}",
+            "µs of a layer inside CUDA graphs of ten.",
+            [*({"name": name} for name in ("dtype", "µs of", "who", "experts")), *results.columns(TOKENS[::-1])],
+            cells(rows),
+            options.json,
+        )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,7 +8,6 @@ import pytest
 from launched import ROOT
 
 from benchmarks import render, results
-from benchmarks.plot import PLOTS
 from benchmarks.results import FOLDER, Asked, Published, load, read
 from epmoe.bench import gpu
 from epmoe.bench.facts import facts
@@ -20,20 +19,16 @@ MODEL = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 128}
 FILES = sorted(FOLDER.glob("*.json"))
 
 
-def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
-    render.write(tmp_path)
+def test_what_is_committed_is_what_the_files_render_to(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        render.write(folder)
     for file in (render.README, render.MARKDOWN):
-        text = (tmp_path / file).read_text(encoding="utf-8")
+        text = (first / file).read_text(encoding="utf-8")
         assert (ROOT / file).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
-    assert all(f"({plot.file})" in text for plot in PLOTS.values())
-
-
-def test_the_plot_is_drawn_alike_each_time(tmp_path):
-    for folder in ("first", "second"):
-        render.write(tmp_path / folder)
-    for plot in PLOTS.values():
-        first, second = ((tmp_path / folder / plot.file).read_bytes() for folder in ("first", "second"))
-        assert first == second and len(first) < 200_000
+    for plot in render.PLOTS.values():
+        drawn = (first / plot.file).read_bytes()
+        assert f"({plot.file})" in text and drawn == (second / plot.file).read_bytes() and len(drawn) < 200_000
         assert (ROOT / plot.file).read_bytes().startswith(b"\x89PNG")
 
 
@@ -47,17 +42,20 @@ def test_a_result_says_where_it_comes_from(path):
     assert any(column.unit for column in result.columns) and result.rows
 
 
-def _asked(measured: list[float], limit: str = "at most") -> Asked:
-    return Asked(what="a round", limit=limit, asked=(2, 3), measured=measured, unit="µs", bound_by="the wire")
-
-
-def test_a_miss_stays_visible():
-    assert _asked([2, 3]).reached and _asked([2, 3], "at least").reached
-    assert not _asked([2, 4]).reached and not _asked([1, 3], "at least").reached
-    for asked, row in ((_asked([2, 3]), None), (_asked([2, 4]), "a round: at most 2 / 3 µs | 2 / 4 | the wire |")):
-        text = render.markdown([[load()[0].model_copy(update={"asked": (asked,)})]])
-        assert f"Of 1 targets of these results {int(row is None)} were reached" in text
-        assert row in text if row else "| a round" not in text
+@pytest.mark.parametrize(
+    ("limit", "measured", "row"),
+    [
+        ("at most", [2, 3], None),
+        ("at least", [2, 3], None),
+        ("at least", [1, 3], "a round: at least 2 / 3 µs | 1 / 3 | the wire |"),
+        ("at most", [2, 4], "a round: at most 2 / 3 µs | 2 / 4 | the wire |"),
+    ],
+)
+def test_a_miss_stays_visible(limit, measured, row):
+    asked = Asked(what="a round", limit=limit, asked=(2, 3), measured=measured, unit="µs", bound_by="the wire")
+    text = render.markdown([[load()[0].model_copy(update={"asked": (asked,)})]])
+    assert f"Of 1 targets of these results {int(row is None)} were reached" in text
+    assert row in text if row else "| a round" not in text
 
 
 def test_the_page_is_short_and_names_every_result():

@@ -24,6 +24,13 @@ def facts(benchmark: str, config: EPConfig, routing: Kind, repeats: int) -> dict
         "routing": routing,
         "ranks": config.topology.ep_size,
         "repeats": repeats,
+        **this_run(),
+    }
+
+
+def this_run() -> dict[str, Any]:
+    """When and where this process runs, with which versions."""
+    return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+Lines = Mapping[str, Sequence[tuple[int, float]]]
+"""(T, µs) of each side by its label. Labels "A, B" and "A, C" have one colour, "A, B" and "D, B" the same dashes."""
 
 
-class Line(NamedTuple):
-    """The times of one side."""
-
-    label: str
-    points: Sequence[tuple[int, float]]
-    """(T, µs)"""
-    color: str
-    dashes: str = "-"
-    bold: bool = False
-    """a wide line with its figures"""
-
-
-def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Sequence[Line]]) -> None:
+def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold: str = "") -> None:
     """Draw a panel for each heading, over one axis of times. The file's suffix picks the format (.png, .svg, .pdf).
 
-    The same lines give the same bytes of a .png.
+    bold: label of a wide line with its figures. The same lines give the same bytes of a .png.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    colors: dict[str, str] = {}
+    dashes: dict[str, str] = {}
     with rc_context({"font.family": "DejaVu Sans", "font.size": 10}):
         figure = Figure(figsize=(10, 5.4), layout="constrained")
         figure.suptitle(title)
@@ -34,12 +26,15 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Sequence[Line
         all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         all_axes[0].set_ylabel(ylabel)
         for axes, (heading, lines) in zip(all_axes, panels.items(), strict=True):
-            for label, points, color, dashes, bold in lines:
-                look = {"color": color, "ls": dashes, "lw": 2.6 if bold else 1.6, "zorder": 4 if bold else 3}
+            for label, points in lines.items():
+                side, _, case = label.partition(", ")
+                color = colors.setdefault(side, f"C{len(colors)}")
+                dash = dashes.setdefault(case, ("-", "--", ":", "-.")[len(dashes) % 4])
+                look = {"color": color, "ls": dash, "lw": 2.6 if label == bold else 1.6, "zorder": 3 + (label == bold)}
                 (legend[label],) = axes.loglog(*zip(*points, strict=True), marker="o", markersize=4.5, **look)
-                for T, us in points if bold else ():
+                for T, us in points if label == bold else ():
                     axes.annotate(f"{us:g}", (T, us), (6, -13), textcoords="offset points", color=color, fontsize=9)
-            tokens = sorted({T for line in lines for T, _ in line.points})
+            tokens = sorted({T for points in lines.values() for T, _ in points})
             axes.set(title=heading, xlabel="tokens per rank")
             axes.set_xticks(tokens, [str(T) for T in tokens], rotation=45)
             axes.yaxis.set_major_formatter("{x:g}")

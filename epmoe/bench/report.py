@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from rich.table import Table
 
-from epmoe.bench.plot import Line, draw
+from epmoe.bench.plot import draw
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
@@ -123,26 +123,16 @@ class Report:
 
     def plot(self, path: Path, title: str = "") -> None:
         """Plot the times of every side over T. The file's suffix picks the format (.png, .svg, .pdf)."""
-        colors: dict[str, str] = {}
-        dashes: dict[tuple[str, ...], str] = {}
-        lines = []
-        for (first, *others), points in self._lines().items():
-            color = colors.setdefault(first, f"C{len(colors)}")
-            dash = dashes.setdefault(tuple(others), ("-", "--", ":", "-.")[len(dashes) % 4])
-            lines.append(Line(", ".join([first, *others]), points, color, dash))
-        draw(path, title, self.what, {"": lines})
-
-    def _lines(self) -> dict[tuple[str, ...], list[tuple[int, float]]]:
         texts = [column for column in self.columns if not column.unit]
         times = [column for column in self.columns if column.key in self.plotted]
-        lines: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+        lines: dict[str, list[tuple[int, float]]] = {}
         for column, result in itertools.product(times, self.results):
             words = [cell(text, result) for text in texts]
             if len(times) > 1 or not words:
                 words.append(column.heading)
             if (us := result.get(column.key)) is not None:
-                lines.setdefault(tuple(words), []).append((result["tokens"], us))
-        return lines
+                lines.setdefault(", ".join(words), []).append((result["tokens"], us))
+        draw(path, title, self.what, {"": lines})
 
 
 def cell(column: Column, result: Figures) -> str:

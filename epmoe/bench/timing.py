@@ -102,14 +102,24 @@ def round_us(
     Raises RuntimeError if the outputs of a captured round differ from an eager round's.
     """
     if how == "captured":
-        wanted = _eager_outputs(side)
-        graph, outputs = _recorded(side, rounds)
-        poison(outputs)
-        times = _samples(side, graph.replay, rounds, samples, group)
-        _check(side, [outputs], wanted, group)
-    else:
-        times = _samples(side, partial(_repeat, side, rounds), rounds, samples, group, on_gpus=how == "eager")
+        return rounds_in_turns([side], samples, group, rounds)[0]
+    times = _samples(side, partial(_repeat, side, rounds), rounds, samples, group, on_gpus=how == "eager")
     return slowest([statistics.median(times)], group)[0]
+
+
+def rounds_in_turns(sides: Sequence[Side], samples: int, group: dist.ProcessGroup, rounds: int = ROUNDS) -> list[float]:
+    """`round_us` of captured rounds, for sides whose graphs are replayed by turns. Collective."""
+    wanted = [_eager_outputs(side) for side in sides]
+    recorded = [_recorded(side, rounds) for side in sides]
+    for _, outputs in recorded:
+        poison(outputs)
+    times: list[list[float]] = [[] for _ in sides]
+    for _ in range(samples):
+        for side, (graph, _), taken in zip(sides, recorded, times, strict=True):
+            taken += _samples(side, graph.replay, rounds, 1, group)
+    for side, (_, outputs), right in zip(sides, recorded, wanted, strict=True):
+        _check(side, [outputs], right, group)
+    return slowest(list(map(statistics.median, times)), group)
 
 
 def host_us(side: Side, group: dist.ProcessGroup) -> tuple[float, float]:

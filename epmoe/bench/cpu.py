@@ -15,14 +15,12 @@ from contextlib import ExitStack
 import torch
 
 from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, times
-from epmoe.bench.sample import Sample
+from epmoe.bench.sample import Payload, Sample
 from epmoe.bench.sides import AllToAll, ExchangeSide, Fused
 from epmoe.bench.timing import Times, measure_in_turns
-from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
 DEFAULT_TOKENS = (1, 16, 128, 1024)
-_OURS: dict[str, dict[str, str]] = {"epmoe": {}, "epmoe, fp8 out": {"payload": "fp8"}}
 _COLUMNS = (
     TOKENS,
     SIDE,
@@ -44,12 +42,17 @@ def run(job: Job) -> Report:
     config = job.config
     if config.exchange.quantizes:
         raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows")
+    several = config.topology.num_nodes > 1
+    payloads = {"epmoe": Payload.PLAIN}
+    if several and Payload.FP8_OUT in Payload.for_rows(config):
+        payloads["epmoe, fp8 out"] = Payload.FP8_OUT
     with ExitStack() as stack:
         ours = {
-            name: stack.enter_context(ExpertParallel(changed, job.group)) for name, changed in _variants(config).items()
+            name: stack.enter_context(ExpertParallel(payload.applied(config), job.group))
+            for name, payload in payloads.items()
         }
         taken = {T: _measure(ours, T, job) for T in job.tokens}
-    return report(taken, several_nodes=config.topology.num_nodes > 1)
+    return report(taken, several_nodes=several)
 
 
 def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
@@ -63,22 +66,9 @@ def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> 
     return Report("rail" if several_nodes else "gloo", _COLUMNS, results)
 
 
-def _variants(config: EPConfig) -> dict[str, EPConfig]:
-    if config.topology.num_nodes == 1:
-        return {"epmoe": config}
-    sections = config.model_dump()
-    return {
-        name: EPConfig(**sections | {"exchange": sections["exchange"] | keys})
-        for name, keys in _OURS.items()
-        if "payload" not in keys or config.model.hidden_size % 128 == 0
-    }
-
-
 def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
-    config = job.config
-    several = config.topology.num_nodes > 1
-    sample = Sample(config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64)
-    baseline = "pairs" if several else "gloo"
+    sample = Sample(job.config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64)
+    baseline = "pairs" if job.config.topology.num_nodes > 1 else "gloo"
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
     with ExitStack() as bounds:
         for ep in ours.values():

@@ -19,7 +19,6 @@ from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, times
 from epmoe.bench.sample import Payload, Sample
 from epmoe.bench.sides import Fused, RankMajor, RowsAlone, Side
 from epmoe.bench.timing import Times, host_us, measure, measure_eager, round_us
-from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
 DEFAULT_TOKENS = (1, 16, 64, 128, 512, 4096)
@@ -33,10 +32,8 @@ _COLUMNS = (
     Column("floor_percent", "floor", "the floor's round as a percentage of this round", "{:.0f}%".format),
     Column("host", "host", "µs of the host in an eager dispatch + combine", lambda us: "{:.0f} + {:.0f}".format(*us)),
     Column("blocks", "blocks", "thread blocks of the floor's kernel"),
-    Column("floor", "", "µs of the floor's round with the same payload"),
     Column("wire_bytes_out", "", "bytes between ranks that the busiest rank sends in dispatch"),
     Column("wire_bytes_back", "", "bytes between ranks that the busiest rank sends in combine"),
-    Column("remote_rows", "", "(token, remote rank) combinations of the busiest rank in a round"),
 )
 
 
@@ -57,11 +54,6 @@ def report(results: Sequence[Figures], left_out: dict[str, str] | None = None, *
     """The figures of `results`, in ascending T. `left_out`: why peers are missing."""
     columns = (TOKENS, SIDE, Column("payload", "payload"), *(_EAGER if eager else _CAPTURED), *_COLUMNS)
     return Report("eager" if eager else "gpu", columns, results, left_out or {})
-
-
-def default_payloads(config: EPConfig) -> list[Payload]:
-    """All payloads, or plain alone if `hidden_size` is not a multiple of the 128 elements of an fp8 block."""
-    return list(Payload) if config.model.hidden_size % 128 == 0 else [Payload.PLAIN]
 
 
 def run(
@@ -100,7 +92,7 @@ def run(
 
 
 def result(sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None) -> dict[str, Any]:
-    """One row. Bytes and rows are those of the busiest rank."""
+    """One row. Bytes are those of the busiest rank."""
     rows_out, rows_back = (int(sample.remote_RR.sum(dim=dim).max()) for dim in (1, 0))
     out, back = sample.row_bytes(payload)
     return {
@@ -110,8 +102,6 @@ def result(sample: Sample, side: str, payload: Payload, taken: Times, floor_us: 
         **taken._asdict(),
         "wire_bytes_out": rows_out * out,
         "wire_bytes_back": rows_back * back,
-        "remote_rows": rows_out,
-        "floor": floor_us,
         "wire_gbps": (rows_out * out + rows_back * back) / taken.round * 1e-3,
         "floor_percent": None if floor_us is None else 100 * floor_us / taken.round,
     }

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.bench.sides import Calls, Side, poison
+from epmoe.bench.timing import elapsed_us
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.gemm.gemm import on_hopper
 from epmoe.local.gemm.table import choose
+from epmoe.local.reference import moe_reference, swiglu_reference
 from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, dequantize_weights, plain_shape
@@ -201,27 +201,24 @@ class WholeLayer(Side):
     def _expected(self) -> Tensor:
         """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""
         ep = self.ep
-        S = len(self.sampled)
+        E = ep.config.model.num_experts
+        local_E = torch.full((E,), -1, device=ep.device)
+        for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
+            if physical < E:  # others are copies
+                local_E[physical] = i
         routing = ep.route(self.logits_TE[self.sampled], self.bias_E)
         x, ids, weights = (self._gathered(t) for t in (self.x_TD[self.sampled].float(), *routing))
-        share = torch.zeros(ep.size * S, ep.config.model.hidden_size, device=ep.device)
-        for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
-            chosen = ids == physical
-            rows = chosen.any(dim=1).nonzero().flatten()
-            if physical < ep.config.model.num_experts and len(rows):  # others are copies
-                share[rows] += (weights * chosen).sum(dim=1)[rows, None] * self._expert(i, x[rows])
-        total = share.cpu()
+        total = moe_reference(x, local_E[ids.long()], weights, self._expert).float().cpu()
         dist.all_reduce(total, group=self.group)
-        return total.split(S)[ep.rank].to(ep.device) if S else total.to(ep.device)
+        return total.tensor_split(ep.size)[ep.rank].to(ep.device)
 
-    def _expert(self, index: int, rows: Tensor) -> Tensor:
+    def _expert(self, rows_nD: Tensor, index: int) -> Tensor:
         def weights(name: str) -> Tensor:
             w = getattr(self.experts, f"w_{name}")[index]
             scales = getattr(self.experts, f"{name}_scales")
-            return w.float() if scales is None else dequantize_weights(w, scales[index], torch.float32)
+            return (w if scales is None else dequantize_weights(w, scales[index], torch.float32))[None]
 
-        gate, up = (rows @ weights("gate_up").T).chunk(2, dim=1)
-        return (F.silu(gate) * up) @ weights("down").T
+        return swiglu_reference(weights("gate_up"), weights("down"))(rows_nD, 0)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.ep.size)]
@@ -277,20 +274,19 @@ def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
 def copy_bytes_per_us(device: torch.device) -> float:
     """Bytes a µs that plain copies within `device` read and write: the fastest of a few series."""
     on_gpu = device.type == "cuda"
-    source = torch.empty(1 << (30 if on_gpu else 25), dtype=torch.uint8, device=device).random_()
-    target = source.clone()
-    micros = []
-    for _ in range(3):
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        micros.append((time.perf_counter() - start) * 1e6 / _COPIES)
-    size = len(source)
-    del source, target
+    size = 1 << (30 if on_gpu else 25)
+
+    def fastest_us() -> float:
+        source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+        target = source.clone()
+
+        def copies() -> None:
+            for _ in range(_COPIES):
+                target.copy_(source)
+
+        return min(elapsed_us(copies, on_gpu) for _ in range(3)) / _COPIES
+
+    us = fastest_us()
     if on_gpu:
         torch.cuda.empty_cache()  # windows need the room
-    return 2 * size / min(micros)
+    return 2 * size / us

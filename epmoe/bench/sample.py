@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class Payload(StrEnum):
     PLAIN = "plain"
     FP8_OUT = "fp8-out"
     FP8_BOTH = "fp8-both"
+
+    @classmethod
+    def for_rows(cls, config: EPConfig) -> list[Self]:
+        """All payloads, or plain alone if `hidden_size` is not a multiple of the 128 elements of an fp8 block."""
+        return list(cls) if config.model.hidden_size % 128 == 0 else [cls.PLAIN]
 
     @property
     def wires(self) -> tuple[PayloadName, PayloadName]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from epmoe.bench.sample import Sample
 from epmoe.exchange.handles import Dispatched, Layout
@@ -176,8 +177,9 @@ class AllToAll(ExchangeSide):
     One row travels for each (token, expert) pair. Dispatch sorts pairs by expert, exchanges counts, exchanges rows and
     puts the arrived rows into expert order. Combine exchanges rows, undoes the sort and sums with the weights.
 
-    By default every call allocates its buffers, as such layers do because sizes change with the routing. With
-    `keep_buffers` each buffer stays at the largest size seen. No page fault is left then: the best case of this method.
+    By default every call allocates its buffers, as such layers do because sizes change with the routing, and x and the
+    weights may want gradients. With `keep_buffers` each buffer stays at the largest size seen. No page fault is left
+    then: the best case of this method.
     """
 
     expects = "sum"
@@ -206,26 +208,22 @@ class AllToAll(ExchangeSide):
         )
         splits_out = [int(counts.sum()) for counts in counts_P.cpu().split(self.experts_per_rank)]
         splits_in = counts_Re.sum(dim=1).tolist()
-        out = self._rows("out", len(order), x_TD)
-        torch.index_select(x_TD, 0, order // ids_TK.shape[1], out=out)
+        out = self._gathered("out", x_TD, order // ids_TK.shape[1])
         arrived = self._rows("arrived", sum(splits_in), x_TD)
-        dist.all_to_all_single(arrived, out, splits_in, splits_out, group=self.group)
+        arrived = all_to_all_single(arrived, out, splits_in, splits_out, group=self.group)
         expert = torch.arange(local, device=x_TD.device).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
         arrival = expert.argsort(stable=True)
-        rows = self._rows("rows", len(arrival), x_TD)
-        torch.index_select(arrived, 0, arrival, out=rows)
+        rows = self._gathered("rows", arrived, arrival)
         offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
         return SentPairs(rows, offsets, order, arrival, splits_out, splits_in)
 
     def back(self, handle: SentPairs) -> Tensor:
         rows_ND, weights_TK = self.given, self.sample.weights_TK
         T, K = weights_TK.shape
-        back = self._rows("arrived", len(rows_ND), rows_ND)
-        back.index_copy_(0, handle.arrival, rows_ND)
+        back = self._rows("arrived", len(rows_ND), rows_ND).index_copy_(0, handle.arrival, rows_ND)
         home = self._rows("out", T * K, rows_ND)
-        dist.all_to_all_single(home, back, handle.splits_out, handle.splits_in, group=self.group)
-        pairs = self._rows("pairs", T * K, rows_ND)
-        pairs.index_copy_(0, handle.order, home)
+        home = all_to_all_single(home, back, handle.splits_out, handle.splits_in, group=self.group)
+        pairs = self._rows("pairs", T * K, rows_ND).index_copy_(0, handle.order, home)
         weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
         return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
 
@@ -234,6 +232,10 @@ class AllToAll(ExchangeSide):
 
     def arrived(self, handle: SentPairs) -> list[Tensor]:
         return [handle.rows]
+
+    def _gathered(self, name: str, rows: Tensor, index: Tensor) -> Tensor:
+        kept = self._rows(name, len(index), rows) if self.keep_buffers else None
+        return torch.index_select(rows, 0, index, out=kept)
 
     def _rows(self, name: str, count: int, like: Tensor) -> Tensor:
         if not self.keep_buffers:

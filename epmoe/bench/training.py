@@ -12,12 +12,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
 
 from epmoe.bench.layer_sides import Precision, random_experts
 from epmoe.bench.report import TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Sample
-from epmoe.bench.sides import Calls
+from epmoe.bench.sides import AllToAll, Calls
 from epmoe.bench.timing import round_us
 from epmoe.local.experts import GroupedExperts
 from epmoe.native.formats import TRAINING_FORMATS, PayloadName
@@ -53,9 +52,8 @@ class Passes:
     ) -> None:
         self.exchange = TrainingExchange(ep, payload=payload)
         self.experts = experts
-        self.group = group
-        self.sample = sample
         self.payload = payload
+        self.pairs = AllToAll(sample, group, "all-to-all")
         self.x = sample.x_TD.requires_grad_()
         self.weights = sample.weights_TK.requires_grad_()
         self.ids = sample.ids_TK
@@ -81,26 +79,10 @@ class Passes:
         return torch.autograd.grad(outputs, (self.x, self.weights), gradients)
 
     def all_to_all(self) -> Sequence[Tensor]:
-        """The exchange in torch's calls: a row for each pair, sorted by expert. Its counts go to the host."""
-        E = self.sample.config.model.num_experts
-        R = dist.get_world_size(self.group)
-        K = self.ids.shape[1]
-        order = self.ids.flatten().argsort(stable=True)
-        counts = torch.bincount(self.ids.flatten(), minlength=E).view(R, -1)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.group)
-        sent = counts.sum(1).tolist()
-        come = theirs.sum(1).tolist()
-        by_pair = self.x[order // K]
-        rows = all_to_all_single(by_pair.new_empty(sum(come), by_pair.shape[1]), by_pair, come, sent, group=self.group)
-        local = torch.arange(theirs.shape[1], device=rows.device).repeat(R).repeat_interleave(theirs.flatten())
-        arranged = local.argsort(stable=True)
-        outputs = rows[arranged]  # of the experts, in their order
-        back = torch.empty_like(rows).index_copy(0, arranged, outputs)
-        pairs = all_to_all_single(torch.empty_like(by_pair), back, sent, come, group=self.group)
-        weighted = pairs * self.weights.flatten()[order, None].to(pairs.dtype)
-        y = torch.zeros_like(self.x).index_add(0, order // K, weighted)
-        return torch.autograd.grad(y, (self.x, self.weights), self.grad)
+        """The exchange in torch's calls, which `AllToAll` tells."""
+        sent = self.pairs.out()
+        self.pairs.given = sent.rows
+        return torch.autograd.grad(self.pairs.back(sent), (self.x, self.weights), self.grad)
 
     def layer(self) -> Sequence[Tensor]:
         assert self.experts is not None

@@ -86,7 +86,7 @@ def bench(
     with _wrong("--layer"):
         if whole_layer:
             layer.check(parsed)
-    fitting = gpu.default_payloads(parsed)
+    fitting = gpu.Payload.for_rows(parsed)
     benchmark: Benchmark
     if passes:
         if payload and (len(payload) > 1 or payload[0] not in fitting[:2]):

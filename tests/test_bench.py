@@ -1,4 +1,4 @@
-"""The benchmarks, small, over two ranks: all sides' results agree with the expected sum, and every view is written."""
+"""The benchmarks in one process: what they refuse, their views, facts and figures. Over ranks: tests/distributed."""
 
 from __future__ import annotations
 
@@ -8,152 +8,134 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from launched import ROOT, run, torchrun
+from helpers import ROOT
+from launched import run
 
-from epmoe.bench import cpu, floor, gpu, sides
+from epmoe.bench import cpu, floor, gpu, layer, layer_sides, peers
 from epmoe.bench.facts import commit, facts
+from epmoe.bench.layer_sides import Precision
 from epmoe.bench.report import Job
-from epmoe.bench.sample import Sample, wire_bytes
-from epmoe.bench.sides import Fused, Side
+from epmoe.bench.sample import Payload, Sample, wire_bytes
 from epmoe.bench.timing import Times
 from epmoe.config.config import EPConfig
-from epmoe.service import ExpertParallel
+from epmoe.local.weight_formats import bits_of
 
-REPEATS = 2
-TOKENS = (0, 1, 32)
-SIDES = {
-    "ranks": ["epmoe", "gloo", "gloo, kept buffers"],
-    "nodes": ["epmoe", "epmoe, fp8 out", "pairs", "pairs, kept buffers"],
-}
-GPU_CONTENDERS = [contender for contender in gpu.Contender if contender is not gpu.Contender.FLOOR]
+CPU = torch.device("cpu")
 
 
-def _config(dtype: str, strategy: str, **changes: dict) -> EPConfig:
+def _config(ranks: int = 2, **changes: dict) -> EPConfig:
     sections = {
-        "model": {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": dtype},
-        "topology": {"ep_size": 2},
-        "placement": {"strategy": strategy, "num_redundant_experts": 2},
+        "model": {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 256, "intermediate_size": 128},
+        "topology": {"ep_size": ranks},
         "capacity": {"max_num_tokens_per_rank": 32, "alignment": 4},
     }
-    return EPConfig(**sections | changes)
-
-
-def _two_nodes(hidden: int = 128, **exchange: object) -> EPConfig:
-    model = {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": hidden, "dtype": "float32"}
-    return _config("float32", "linear", model=model, topology={"ep_size": 2, "ranks_per_node": 1}, exchange=exchange)
-
-
-def _worker(folder: Path) -> None:
-    """What each rank runs, in a folder that says for which test."""
-    dist.init_process_group("gloo")
-    one_node = (_config("float32", "linear"), _config("bfloat16", "round_robin"))
-    samples: list[None] = []
-    for config in [_two_nodes()] if folder.name == "nodes" else one_node:
-        report = cpu.run(Job(config, TOKENS, REPEATS, advance=lambda: samples.append(None)))
-        assert len(samples) == 3 * REPEATS
-        samples.clear()
-        if folder.name == "ranks":
-            _gpu_sides(config)
-            _rows_are_counted(config)
-    if folder.name == "nodes":
-        measured = [row["side"] for row in cpu.run(Job(_two_nodes(hidden=64), (4,), 1)).results]
-        assert measured == [side for side in SIDES["nodes"] if "fp8" not in side]
-    back = sides.AllToAll.back
-    sides.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
-    with pytest.raises(RuntimeError, match=f"{SIDES[folder.name][-2]}: the round's output is not the weighted sum"):
-        cpu.run(Job(config, (4,), 1))
-    if dist.get_rank() == 0:
-        report.write_json(folder / "results.json")
-    dist.destroy_process_group()
-
-
-def _gpu_sides(config: EPConfig) -> None:
-    """The contenders of GPUs, here on the CPU. Each checks itself, and its rounds are equal bit for bit."""
-
-    def measure(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
-        rounds = []
-        for _ in range(2):
-            handle = side.out()
-            left = [tensor.clone() for tensor in side.arrived(handle)]
-            rounds.append([*left, side.back(handle).clone()])
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*rounds, strict=True))
-        return Times(1.0, 2.0, 3.0)
-
-    gpu.measure, gpu.host_us = measure, lambda side, group: (4.0, 5.0)
-    results = gpu.run(Job(config, TOKENS, REPEATS), contenders=GPU_CONTENDERS).content["results"]
-    assert [(r["tokens"], r["side"], r["payload"]) for r in results] == [
-        (T, contender, payload)
-        for T in TOKENS
-        for payload in gpu.Payload
-        for contender in (GPU_CONTENDERS if payload == "plain" else ["rank-major", "fused"])
-    ]
-
-
-def _rows_are_counted(config: EPConfig) -> None:
-    with ExpertParallel(config) as ep:
-        sample = Sample(config, ep.rank, 32, "zipf")
-        side = Fused(ep, sample)
-        handle = side.out()
-        assert handle.recv.counts.tolist() == sample.rows_RR[:, ep.rank].tolist()
-        side.back(handle)
-
-
-@pytest.mark.parametrize("where", [pytest.param("ranks", marks=pytest.mark.slow), "nodes"])
-def test_the_figures_of_two(where, tmp_path):
-    folder = tmp_path / where
-    folder.mkdir()
-    done = torchrun(2, __file__, folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((folder / "results.json").read_text())["results"]
-    assert [(row["tokens"], row["side"]) for row in rows] == [(T, side) for T in TOKENS for side in SIDES[where]]
-    for T in TOKENS:
-        *_, fresh, kept = of_T = [row for row in rows if row["tokens"] == T]
-        for row in of_T:
-            assert 0 < max(row["dispatch"], row["combine"]) <= row["round"]
-            assert (row["ratio"], row["ratio_kept"]) == (fresh["round"] / row["round"], kept["round"] / row["round"])
+    return EPConfig(**{name: sections.get(name, {}) | changes.get(name, {}) for name in sections | changes})
 
 
 @pytest.mark.slow
 def test_the_command_measures_several_nodes(tmp_path):
     path, figures = tmp_path / "two.json", tmp_path / "figures.json"
-    path.write_text(_two_nodes().model_dump_json())
+    config = _config(model={"dtype": "float32"}, topology={"ranks_per_node": 1})
+    path.write_text(config.model_dump_json())
     command = [sys.executable, "-m", "epmoe", "bench", str(path), "--tokens", "8", "--repeats", "1"]
     done = run([*command, "--json", str(figures)])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(side in done.stdout for side in SIDES["nodes"])
+    assert all(side in done.stdout for side in ("epmoe, fp8 out", "pairs, kept buffers"))
     content = json.loads(figures.read_text())
     assert content["benchmark"] == "rail" and content["config"]["topology"]["ranks_per_node"] == 1
 
 
-@pytest.mark.parametrize("key", ["payload", "combine_payload"])
-def test_fp8_is_refused(key):
-    with pytest.raises(ValueError, match="must be auto: gloo sends no fp8 rows"):
-        cpu.run(Job(_two_nodes(**{key: "fp8"}), TOKENS))
+@pytest.mark.parametrize(
+    ("benchmark", "changes", "message"),
+    [
+        (cpu.run, {"exchange": {"payload": "fp8"}}, "must be auto: gloo sends no fp8 rows"),
+        (cpu.run, {"exchange": {"combine_payload": "fp8"}}, "must be auto: gloo sends no fp8 rows"),
+        (layer.run, {"model": {"intermediate_size": None}}, "`model.intermediate_size` must be set"),
+        (layer.run, {"exchange": {"payload": "fp8"}}, "must be auto: fp8 is one of the precisions"),
+    ],
+)
+def test_wrong_configurations(benchmark, changes, message):
+    with pytest.raises(ValueError, match=message):
+        benchmark(Job(_config(**changes), (1,)))
 
 
-def test_views(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "precision", "reason"),
+    [
+        ({"dtype": "float32"}, Precision.FP8, "it computes in bfloat16, and `model.dtype` is float32"),
+        ({"intermediate_size": 96}, Precision.FP8, "D and F must be multiples of 128, got 256 and 96"),
+        ({}, Precision.PLAIN_DEEP_GEMM, "DeepGEMM is for GPUs"),
+        ({}, Precision.FP8, None),
+        ({"intermediate_size": 96}, Precision.MXFP4, None),
+        ({"intermediate_size": 80}, Precision.MXFP4, "D and F must be multiples of 32, got 256 and 80"),
+        ({"dtype": "float32"}, Precision.MXFP4, "it computes in bfloat16, and `model.dtype` is float32"),
+        ({"dtype": "float32", "intermediate_size": 96}, Precision.PLAIN, None),
+    ],
+)
+def test_what_cannot_be_measured(model, precision, reason):
+    assert layer_sides.problem_with(precision, _config(model=model), CPU) == reason
+
+
+@pytest.mark.parametrize("precision", [Precision.PLAIN, Precision.FP8, Precision.MXFP4])
+def test_copies_of_an_expert_have_its_weights(precision):
+    """Expert 0 of rank 0 has its copy, physical expert 7, on rank 1."""
+    config = _config(placement={"strategy": "round_robin", "num_redundant_experts": 2})
+    first, second = (layer_sides.random_experts(config, rank, CPU, precision).state_dict() for rank in range(2))
+    for name, tensor in first.items():
+        assert torch.equal(bits_of(tensor[0]), bits_of(second[name][-1]))
+        assert not torch.equal(bits_of(tensor[0]), bits_of(tensor[1]))
+
+
+def _gpu_report(T: int = 16):
+    sample = Sample(_config(model={"hidden_size": 128}), 0, T)
+    results = [
+        gpu.result(sample, side, Payload.PLAIN, Times(4.0, 5.0, us), 8.0) | figures | {"tokens": tokens}
+        for tokens in (1, T)
+        for side, us, figures in (("floor", 8.0, {"blocks": 64}), ("fused", 10.0, {"host": (6.0, 7.0)}))
+    ]
+    return gpu.report(results), sample
+
+
+def _cpu_report():
     times = [Times(1.0, 2.0, 3.0), Times(10.0, 11.0, 21.0), Times(4.0, 5.0, 9.0)]
-    report = cpu.report({T: dict(zip(SIDES["ranks"], times, strict=True)) for T in (1, 16)}, several_nodes=False)
-    assert report.table("tiny: 2 ranks").row_count == 6
-    figures = report.content["results"][0]
-    assert (figures["ratio"], figures["ratio_kept"]) == (7, 3)
+    return cpu.report({T: dict(zip("abc", times, strict=True)) for T in (1, 16)}, several_nodes=True)
+
+
+def _layer_report():
+    figures = {"rows": 512, "floor": 15.0, "layer": 30.0}
+    results = [{"tokens": T, "precision": Precision.FP8, "side": "a peer"} | figures for T in (1, 16)]
+    return layer.report(results, {Precision.PLAIN_DEEP_GEMM: "it is not installed"}, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("report", "rows"), [(_cpu_report(), 6), (_gpu_report()[0], 4), (_layer_report(), 2)], ids=["cpu", "gpu", "layer"]
+)
+def test_views(tmp_path, report, rows):
+    assert report.table("tiny: 2 ranks").row_count == rows
     for name, start in (("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")):
         report.plot(tmp_path / name, "tiny: 2 ranks")
         assert (tmp_path / name).read_bytes().startswith(start)
-
-
-def test_the_facts_beside_the_figures(tmp_path):
-    """The facts of the run come before the figures."""
-    report = cpu.report({16: dict.fromkeys("abc", Times(1.0, 2.0, 3.0))}, several_nodes=True)
-    report.write_json(tmp_path / "figures.json", facts(report.benchmark, _config("float32", "linear"), "uniform", 3))
+    report.write_json(tmp_path / "figures.json", facts(report.benchmark, _config(), "uniform", 3))
     content = json.loads((tmp_path / "figures.json").read_text())
-    assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"]
-    assert list(content)[-4:] == ["units", "plotted", "left_out", "results"] and content["benchmark"] == "rail"
+    assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"], "the facts come first"
+    assert list(content)[-4:] == ["units", "plotted", "left_out", "results"] and len(content["results"]) == rows
+
+
+def test_what_the_views_say():
+    figures = _cpu_report().results[0]
+    assert (figures["ratio"], figures["ratio_kept"]) == (7, 3)
+    view = _layer_report().table()
+    assert "plain, DeepGEMM was left out: it is not installed" in str(view.caption)
+    assert list(view.columns[6].cells) == ["–", "–"], "the experts of a peer alone"
+    report, sample = _gpu_report()
+    floor_row, ours = report.results[:2]
+    assert (floor_row["side"], floor_row["floor_percent"], floor_row["blocks"]) == ("floor", 100, 64)
+    assert ours["wire_bytes_out"] == 256 * int(sample.remote_RR.sum(dim=1).max())
+    assert ours["wire_gbps"] == pytest.approx((ours["wire_bytes_out"] + ours["wire_bytes_back"]) / 10_000)
+    assert (ours["payload"], ours["floor_percent"]) == ("plain", 80)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not on the PATH")
@@ -169,26 +151,6 @@ def test_the_commit_of_a_checkout(tmp_path):
     assert commit(tmp_path) == f"{head}-dirty"
 
 
-def test_views_of_gpus(tmp_path):
-    sample = Sample(_config("bfloat16", "linear", placement={}), 0, 16)
-    results = [
-        gpu.result(sample, side, gpu.Payload.PLAIN, Times(4.0, 5.0, us), 8.0) | figures | {"tokens": T}
-        for T in (1, 16)
-        for side, us, figures in (("floor", 8.0, {"blocks": 64}), ("fused", 10.0, {"host": (6.0, 7.0)}))
-    ]
-    report = gpu.report(results)
-    assert report.table().row_count == 4
-    report.write_json(tmp_path / "figures.json")
-    floor_row, ours = json.loads((tmp_path / "figures.json").read_text())["results"][:2]
-    assert (floor_row["side"], floor_row["floor_percent"], floor_row["blocks"]) == ("floor", 100, 64)
-    moved = ours["wire_bytes_out"] + ours["wire_bytes_back"]
-    assert ours["wire_bytes_out"] == 256 * int(sample.remote_RR.sum(dim=1).max())
-    assert ours["wire_gbps"] == pytest.approx(moved / 10_000)
-    assert (ours["payload"], ours["floor_percent"]) == ("plain", 80)
-    report.plot(tmp_path / "plot.svg")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
-
-
 def test_bytes_of_a_row():
     assert wire_bytes(7168, torch.bfloat16, "auto") == 14336
     assert wire_bytes(7168, torch.bfloat16, "fp8") == 7168 + 4 * 56
@@ -197,8 +159,7 @@ def test_bytes_of_a_row():
 
 def test_rows_that_the_floor_moves():
     """Three ranks in one process: every row arrives once, in order of source rank."""
-    config = _config("float32", "linear", topology={"ep_size": 3})
-    traffic_RR = Sample(config, 0, 32).rows_RR.fill_diagonal_(0)
+    traffic_RR = Sample(_config(3), 0, 32).rows_RR.fill_diagonal_(0)
     sources = [torch.randint(1, 255, (int(traffic_RR[r].sum()), 16), dtype=torch.uint8) for r in range(3)]
     arrived = [torch.zeros(int(traffic_RR[:, r].sum()), 16, dtype=torch.uint8) for r in range(3)]
     for rank, source in enumerate(sources):
@@ -210,24 +171,34 @@ def test_rows_that_the_floor_moves():
         assert torch.equal(arrived[rank], torch.cat(rows))
 
 
+def test_every_driver_names_what_to_install():
+    every = peers.load(ROOT / "benchmarks" / "peers")
+    assert len({peer.name for peer in every}) == len(every) == 11 and all(peer.install for peer in every)
+
+
+@pytest.mark.parametrize(("path", "message"), [(".", "holds no driver"), ("driver.py", "is no Python file")])
+def test_a_folder_without_drivers(tmp_path, path, message):
+    with pytest.raises(ValueError, match=message):
+        peers.load(tmp_path / path)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("eager", [[], ["--eager"]], ids=["captured", "eager"])
-def test_two_gpus(tmp_path, eager):
-    model = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": "bfloat16"}
-    exchange = {"transport": "nvlink", "timeout_s": 20.0}
-    config = _config("bfloat16", "linear", model=model, placement={}, exchange=exchange)
+@pytest.mark.parametrize("options", [[], ["--eager"], ["--layer"]], ids=["captured", "eager", "layer"])
+def test_two_gpus(tmp_path, options):
+    config = _config(model={"num_experts": 8}, exchange={"transport": "nvlink", "timeout_s": 20.0})
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    options = ["--tokens", "1", "--tokens", "32", "--repeats", "3", "--json", str(tmp_path / "figures.json")]
-    peers = ["--peers", str(ROOT / "benchmarks" / "peers" / "nccl.py")]
-    bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *options, *peers, *eager]
+    tokens = ["--tokens", "1", "--tokens", "32", "--repeats", "3", "--json", str(tmp_path / "figures.json")]
+    with_peers = ["--peers", str(ROOT / "benchmarks" / "peers" / "nccl.py")]
+    bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *tokens, *with_peers, *options]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # also packages outside site-packages
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert len(rows) == 2 * (6 + 3 + 3)  # NCCL carries plain rows alone
-    assert all(row["round"] > 0 for row in rows)
-
-
-if __name__ == "__main__":
-    _worker(Path(sys.argv[1]))
+    content = json.loads((tmp_path / "figures.json").read_text())
+    rows = content["results"]
+    if options == ["--layer"]:
+        assert len(rows) == 2 * (len(Precision) - len(content["left_out"]))
+        assert all(row["layer"] > row["exchange"] > 0 for row in rows)
+    else:
+        assert len(rows) == 2 * (6 + 3 + 3)  # NCCL carries plain rows alone
+        assert all(row["round"] > 0 for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,13 @@ def test_rounds_alone(gpu, how, rounds):
     us = timing.round_us(side(played, head_start_ms=5), 3, dist.group.WORLD, rounds=5, how=how)
     assert us == pytest.approx(OUT_US + BACK_US)
     assert gpu == ([] if how == "cpu" else [5] * 3) and played == ["out", "back"] * rounds
+
+
+def test_sides_that_take_turns(gpu):
+    played: list[str] = []
+    calls = [Calls(name, partial(lambda name: played.append(name) or torch.ones(1), name)) for name in "ab"]
+    timing.rounds_in_turns(calls, 3, dist.group.WORLD, rounds=2)
+    assert played == [*"ab", *"aabb", *"aaabbb" * 3] and gpu == [1] * 6
 
 
 def test_eager_rounds_and_the_host(gpu):

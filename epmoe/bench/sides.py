@@ -209,8 +209,7 @@ class AllToAll(ExchangeSide):
         splits_out = [int(counts.sum()) for counts in counts_P.cpu().split(self.experts_per_rank)]
         splits_in = counts_Re.sum(dim=1).tolist()
         out = self._gathered("out", x_TD, order // ids_TK.shape[1])
-        arrived = self._rows("arrived", sum(splits_in), x_TD)
-        arrived = all_to_all_single(arrived, out, splits_in, splits_out, group=self.group)
+        arrived = self._exchanged(self._rows("arrived", sum(splits_in), x_TD), out, splits_in, splits_out)
         expert = torch.arange(local, device=x_TD.device).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
         arrival = expert.argsort(stable=True)
         rows = self._gathered("rows", arrived, arrival)
@@ -221,8 +220,7 @@ class AllToAll(ExchangeSide):
         rows_ND, weights_TK = self.given, self.sample.weights_TK
         T, K = weights_TK.shape
         back = self._rows("arrived", len(rows_ND), rows_ND).index_copy_(0, handle.arrival, rows_ND)
-        home = self._rows("out", T * K, rows_ND)
-        home = all_to_all_single(home, back, handle.splits_out, handle.splits_in, group=self.group)
+        home = self._exchanged(self._rows("out", T * K, rows_ND), back, handle.splits_out, handle.splits_in)
         pairs = self._rows("pairs", T * K, rows_ND).index_copy_(0, handle.order, home)
         weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
         return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
@@ -232,6 +230,12 @@ class AllToAll(ExchangeSide):
 
     def arrived(self, handle: SentPairs) -> list[Tensor]:
         return [handle.rows]
+
+    def _exchanged(self, received: Tensor, rows: Tensor, splits_in: list[int], splits_out: list[int]) -> Tensor:
+        if rows.requires_grad:
+            return all_to_all_single(received, rows, splits_in, splits_out, group=self.group)
+        dist.all_to_all_single(received, rows, splits_in, splits_out, group=self.group)
+        return received
 
     def _gathered(self, name: str, rows: Tensor, index: Tensor) -> Tensor:
         kept = self._rows(name, len(index), rows) if self.keep_buffers else None

@@ -17,7 +17,7 @@ from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.peers import Contest, Peer
 from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, times
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Fused, RankMajor, RowsAlone, Side
+from epmoe.bench.sides import Fused, RankMajor, Side, rows_alone
 from epmoe.bench.timing import Times, host_us, measure, measure_eager, round_us
 from epmoe.service import ExpertParallel
 
@@ -135,7 +135,7 @@ def _measure(
         yield row(Contender.FLOOR, taken, blocks=floor.blocks)
         floor.raise_if_missed()
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
-        yield row(Contender.ROWS, time(RowsAlone(sample, group), repeats, group))
+        yield row(Contender.ROWS, time(rows_alone(sample, group), repeats, group))
     for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):
         if contender in contenders:
             yield row(contender, **with_host(kind(ep, sample)))

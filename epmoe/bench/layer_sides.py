@@ -17,6 +17,7 @@ from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.gemm.gemm import on_hopper
 from epmoe.local.gemm.table import choose
+from epmoe.local.quantize import quantize_weights
 from epmoe.local.reference import moe_reference, swiglu_reference
 from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
@@ -98,7 +99,7 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
                 continue
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
             if given is FP8_BLOCKS:
-                weights[name][i], scales[name][i] = quantized(drawn)
+                weights[name][i], scales[name][i] = quantize_weights(drawn)
             else:
                 weights[name][i] = drawn
     gemm = "torch" if precision is Precision.PLAIN else "auto"
@@ -260,15 +261,6 @@ def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
     D, f = config.model.hidden_size, config.model.intermediate_size
     assert f is not None  # `run` has checked it
     return {"gate_up": (2 * f, D), "down": (D, f)}
-
-
-def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 [n, k] and a scale for each block of 128 × 128."""
-    n, k = weights.shape
-    rows, columns = FP8_BLOCKS.block
-    blocks = weights.view(n // rows, rows, k // columns, columns)
-    scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
-    return (blocks / scales[:, None, :, None]).view(n, k).to(FP8), scales
 
 
 def copy_bytes_per_us(device: torch.device) -> float:

@@ -132,31 +132,27 @@ class RankMajor(Ours):
         return [slab for buffer in buffers if buffer is not None for slab in slabs(self.sample, buffer)]
 
 
-class RowsAlone(Side):
+def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
     """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted, counted or summed."""
+    splits_out = sample.remote_RR[sample.rank].tolist()
+    splits_in = sample.remote_RR[:, sample.rank].tolist()
+    sent = torch.randn(sum(splits_out), sample.hidden, device=sample.x_TD.device).to(sample.dtype)
+    home = torch.empty_like(sent)
+    received = sent.new_empty(sum(splits_in), sample.hidden)
 
-    def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
-        self.name = "all_to_all_single, rows only"
-        self.group = group
-        remote_RR = sample.remote_RR
-        self.splits_out = remote_RR[sample.rank].tolist()
-        self.splits_in = remote_RR[:, sample.rank].tolist()
-        self.sent = torch.randn(sum(self.splits_out), sample.hidden, device=sample.x_TD.device).to(sample.dtype)
-        self.home = torch.empty_like(self.sent)
-        self.received = self.sent.new_empty(sum(self.splits_in), sample.hidden)
-        poison([self.received, self.home])
-        if not torch.equal(self.back(self.out()), self.sent):
-            raise RuntimeError(f"{self.name}: the rows that came back differ from the rows that left")
+    def out() -> None:
+        dist.all_to_all_single(received, sent, splits_in, splits_out, group=group)
 
-    def out(self) -> Any:
-        dist.all_to_all_single(self.received, self.sent, self.splits_in, self.splits_out, group=self.group)
+    def back(_: Any) -> Tensor:
+        dist.all_to_all_single(home, received, splits_out, splits_in, group=group)
+        return home
 
-    def back(self, handle: Any) -> Tensor:
-        dist.all_to_all_single(self.home, self.received, self.splits_out, self.splits_in, group=self.group)
-        return self.home
-
-    def arrived(self, handle: Any) -> list[Tensor]:
-        return [self.received]
+    side = Calls("all_to_all_single, rows only", out, back, lambda _: [received])
+    poison([received, home])
+    out()
+    if not torch.equal(back(None), sent):
+        raise RuntimeError(f"{side.name}: the rows that came back differ from the rows that left")
+    return side
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
 )
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 
-from epmoe.bench.layer_sides import quantized
 from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
+from epmoe.local.quantize import quantize_weights
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -64,7 +64,7 @@ class Weights:
             for w, s in zip(weights, scales, strict=True):
                 drawn = torch.randn(w.shape[1:], generator=generator, device=device) * w.shape[-1] ** -0.5
                 if fp8:
-                    w[expert], scale = quantized(drawn)
+                    w[expert], scale = quantize_weights(drawn)
                     # Blocks that differ, so that the scale of none passes for another's.
                     s[expert] = scale * (0.5 + torch.rand(scale.shape, generator=generator, device=device))
                 else:

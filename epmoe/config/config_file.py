@@ -7,7 +7,7 @@ import json
 import reprlib
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-_PARSERS = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": tomllib.loads, ".json": _parse_json}
+_PARSERS: dict[str, Callable[[str], object]] = {
+    ".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": tomllib.loads, ".json": _parse_json
+}  # fmt: skip
 
 
 def ready_configs() -> dict[str, Path]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import epmoe
 from epmoe import GroupedExperts, MoELayer, Placement
-from epmoe.balance import choices, fresh
+from epmoe.balance import fresh
 from epmoe.native import ops
 from epmoe.native.arguments import describe
 
@@ -78,10 +78,6 @@ RIGHT: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "Placement.build": (Placement.build, {"num_experts": 4, "ep_size": 2}),
     "explicit": (Placement.build, {"num_experts": 4, "ep_size": 2, "strategy": "explicit", "assignment": [0, 1, 1, 0]}),
     "balance": (epmoe.balance, {"loads": torch.ones(3), "slots": SLOTS, "ep_size": 2}),
-    "choices": (
-        choices,
-        {"slots": SLOTS, "shares": torch.ones(4).double(), "source": 0, "ep_size": 2, "num_experts": 3},
-    ),
     "fresh": (fresh, {"loads": torch.ones(9), "ep_size": 2, "slots_per_rank": 5}),
     "simulate_routing": (epmoe.simulate_routing, {"kind": "uniform", "num_tokens": 1, "num_experts": 8, "top_k": 2}),
     "ExpertParallel": (opened, {"config": alone()}),
@@ -169,11 +165,6 @@ MISTAKES: dict[str, list[tuple]] = {
         ({"max_moves": -1}, "`max_moves` must be an integer of at least 0, got -1"),
         ({"goal": 0.9}, "`goal` must be a number of at least 1, got 0.9"),
         ({"most_copies": 0}, "`most_copies` must be an integer of at least 1, got 0"),
-    ],
-    "choices": [
-        ({"shares": torch.ones(3)}, r"`shares` must be float64 \[4\], as `slots`"),
-        ({"source": 2}, "`source` must be a rank from 0 to 1, got 2"),
-        ({"most_copies": 1}, "`most_copies` must be at least 2"),
     ],
     "fresh": [
         ({"slots_per_rank": 4}, "`slots_per_rank` must give 9 experts a slot on 2 ranks, got 4"),

@@ -215,7 +215,7 @@ class ExpertParallel(HoldsWindows):
         self._has_weights = True
         self._mesh = group if isinstance(group, DeviceMesh) else None
         if self.live is not None:
-            return self._slots_to_load(held or [[] for _ in self.live.held])
+            return _lacking(self.live.held.tolist(), held or [[] for _ in self.live.held])
         return old.moves(self.placement, ranks)[self.rank]
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
@@ -751,8 +751,7 @@ class ExpertParallel(HoldsWindows):
         had = [[] for _ in wanted] if before is None else [before.logical_experts(self.rank)]
         if self.live is not None:
             had = self.live.held.tolist()
-        layers = zip(wanted, had, strict=True)
-        return all(x in (EMPTY, *held[i : i + 1]) for experts, held in layers for i, x in enumerate(experts))
+        return not _lacking(wanted, had)
 
     def _why_unusable(self) -> str:
         if self._owner is None:
@@ -771,16 +770,6 @@ class ExpertParallel(HoldsWindows):
         for kept in (self._exchange, self.group, self.live):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # until the process ends
         self._exchange = self.group = None
-
-    def _slots_to_load(self, before: Table) -> tuple[Move, ...]:
-        """The slots of this rank, with `placement.live`, that do not hold what they held `before`."""
-        assert self.live is not None
-        return tuple(
-            Move(i, expert, None, tag)
-            for tag, (experts, had) in enumerate(zip(self.live.held.tolist(), before, strict=True), 1)
-            for i, expert in enumerate(experts)
-            if expert not in (EMPTY, *had[i : i + 1])
-        )
 
     def _poll(self) -> None:
         self.exchange.poll()
@@ -801,6 +790,13 @@ class ExpertParallel(HoldsWindows):
         state = closed if exchange is None else exchange.rounds.describe(exchange.rounds.count)
         where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"
+
+
+def _lacking(wanted: Table, had: Table) -> tuple[Move, ...]:
+    """The experts that slots are to hold, and that they do not hold yet."""
+    layers = enumerate(zip(wanted, had, strict=True), 1)
+    lacking = ((i, x, tag) for tag, (experts, held) in layers for i, x in enumerate(experts) if held[i : i + 1] != [x])
+    return tuple(Move(i, expert, None, tag) for i, expert, tag in lacking if expert != EMPTY)
 
 
 def join_group(

@@ -8,11 +8,10 @@
 namespace epmoe {
 namespace {
 
-std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
-                                 const std::optional<Tensor>& num_tokens, int64_t num_rows, bool sigmoid,
-                                 bool renormalize, double epsilon, int64_t num_groups, int64_t top_groups,
-                                 int64_t scores_per_group, double scale, bool wide_ids,
-                                 const std::optional<Tensor>& counters) {
+std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const MaybeTensor& bias,
+                                 const MaybeTensor& num_tokens, int64_t num_rows, bool sigmoid, bool renormalize,
+                                 double epsilon, int64_t num_groups, int64_t top_groups, int64_t scores_per_group,
+                                 double scale, bool wide_ids, const MaybeTensor& counters) {
   check_rows(logits, "logits");
   int64_t T = logits.size(0), E = logits.size(1);
   Tensor ids = empty_like_device(logits, {T, top_k}, wide_ids ? ScalarType::Long : ScalarType::Int);
@@ -44,9 +43,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& ids, const Tensor& expert_map,
-                                                   int64_t num_local_experts, const std::optional<Tensor>& counts,
-                                                   int64_t alignment, int64_t max_rows,
-                                                   const std::optional<Tensor>& counters) {
+                                                   int64_t num_local_experts, const MaybeTensor& counts,
+                                                   int64_t alignment, int64_t max_rows, const MaybeTensor& counters) {
   check_rows(x, "x");
   check_rows(ids, "ids");
   int64_t S = x.size(0), D = x.size(1), K = ids.size(1), R = counts ? counts->numel() : 1;
@@ -90,8 +88,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   return {rows, expert_offsets, tokens_per_expert, row_of_pair};
 }
 
-Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& weights,
-                const std::optional<Tensor>& counts) {
+Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& weights, const MaybeTensor& counts) {
   check_rows(rows, "rows");
   check_rows(row_of_pair, "row_of_pair");
   check_rows(weights, "weights");
@@ -121,7 +118,7 @@ Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& wei
   return partial;
 }
 
-void zero_padding_rows(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows) {
+void zero_padding_rows(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows) {
   check_rows(x, "x");
   PaddingArgs args{
       .x_TD = x.data_ptr(),
@@ -134,7 +131,7 @@ void zero_padding_rows(const Tensor& x, const std::optional<Tensor>& num_tokens,
   launch(x, args, cpu::zero_padding_rows, &cuda::Api::zero_padding_rows);
 }
 
-std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows,
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows,
                                         bool per_tensor) {
   check_rows(x, "x");
   int64_t T = x.size(0), D = x.size(1), blocks = ceil_div(D, kScaleBlock);
@@ -153,9 +150,9 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Ten
 int64_t padded_columns(int64_t N) { return ceil_div(N, 4) * 4; }
 
 std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor& expert_offsets,
-                                            const std::optional<Tensor>& tokens_per_expert,
-                                            const std::optional<Tensor>& bias, bool interleaved, double limit,
-                                            double alpha, double up_offset, bool quantize) {
+                                            const MaybeTensor& tokens_per_expert, const MaybeTensor& bias,
+                                            bool interleaved, double limit, double alpha, double up_offset,
+                                            bool quantize) {
   check_rows(gate_up, "gate_up");
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
   int64_t N = gate_up.size(0), F = gate_up.size(1) / 2, e = segments.num_local_experts;
@@ -185,8 +182,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
   return {out, scales};
 }
 
-Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
-                       const std::optional<Tensor>& tokens_per_expert) {
+Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert) {
   check_rows(scales, "scales");
   STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
   int64_t N = scales.size(0), B = scales.size(1);
@@ -219,7 +215,7 @@ Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
 }
 
 // Checks weights [e, n, k] of few_rows, which reads them 16 bytes at a time, and returns their scales, or null.
-const void* few_rows_scales(const Tensor& weights, const std::optional<Tensor>& scales, int64_t e, int64_t n, int64_t k,
+const void* few_rows_scales(const Tensor& weights, const MaybeTensor& scales, int64_t e, int64_t n, int64_t k,
                             WeightFormat format) {
   constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn, ScalarType::Float4_e2m1fn_x2};
   const bool packed = format == WeightFormat::kMxfp4;
@@ -233,16 +229,16 @@ const void* few_rows_scales(const Tensor& weights, const std::optional<Tensor>& 
   return scales->data_ptr();
 }
 
-const void* few_rows_bias(const std::optional<Tensor>& bias, int64_t e, int64_t n) {
+const void* few_rows_bias(const MaybeTensor& bias, int64_t e, int64_t n) {
   STD_TORCH_CHECK(!bias || is_whole(*bias, ScalarType::BFloat16, {e, n}), "a bias must be contiguous bfloat16 [e, n]");
   return bias ? bias->data_ptr() : nullptr;
 }
 
-Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, const Tensor& gate_up,
-                const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
-                const Tensor& down, const std::optional<Tensor>& down_scales, const std::optional<Tensor>& down_bias,
-                const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert, bool interleaved,
-                double limit, double alpha, double up_offset, int64_t token_tiles) {
+Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
+                const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias, const Tensor& down,
+                const MaybeTensor& down_scales, const MaybeTensor& down_bias, const Tensor& expert_offsets,
+                const MaybeTensor& tokens_per_expert, bool interleaved, double limit, double alpha, double up_offset,
+                int64_t token_tiles) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
   const WeightFormat format = down.scalar_type() == ScalarType::Float4_e2m1fn_x2 ? WeightFormat::kMxfp4
                               : dtype_of(down) == DType::kFloat8E4M3             ? WeightFormat::kFp8

@@ -91,8 +91,8 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
 }
 
 template <Phase kPhase>
-void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
-              const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& window, const Tensor& scratch,
+void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const MaybeTensor& scales,
+              const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& window, const Tensor& scratch,
               const Tensor& descriptor) {
   const ExchangeDescriptor& d = parsed(descriptor);
   const ExchangePlan& plan = d.plan;
@@ -127,7 +127,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
 }
 
 template <Phase kPhase>
-void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& window, const Tensor& scratch,
+void combine(const Tensor& y, const MaybeTensor& rows, const Tensor& window, const Tensor& scratch,
              const Tensor& descriptor) {
   const ExchangeDescriptor& d = parsed(descriptor);
   const ExchangePlan& plan = d.plan;

@@ -11,12 +11,11 @@ const RailDescriptor& parsed(const Tensor& descriptor) {
   return *reinterpret_cast<const RailDescriptor*>(pointer<int64_t>(descriptor, kFields, "descriptor"));
 }
 
-void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
-               const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& copies,
-               const Tensor& num_copies, const Tensor& node_of, const Tensor& node_local, const Tensor& descriptor,
-               int64_t slab_rows, int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent,
-               const Tensor& slots_of, const Tensor& counts, const Tensor& needed, const Tensor& counters,
-               const Tensor& rows_sent) {
+void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const MaybeTensor& scales,
+               const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& copies, const Tensor& num_copies,
+               const Tensor& node_of, const Tensor& node_local, const Tensor& descriptor, int64_t slab_rows,
+               int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent, const Tensor& slots_of,
+               const Tensor& counts, const Tensor& needed, const Tensor& counters, const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
   RailPackArgs args{};
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, d.format);
@@ -48,7 +47,7 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
 }
 
 void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, int64_t slab_rows, int64_t node,
-              const std::optional<Tensor>& missed, const std::optional<Tensor>& latched, const Tensor& y) {
+              const MaybeTensor& missed, const MaybeTensor& latched, const Tensor& y) {
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
                   "y and the partial rows must be contiguous");
   STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
@@ -71,8 +70,8 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
   launch(y, args, cpu::rail_sum, &cuda::Api::rail_sum);
 }
 
-void rail_mark(const Tensor& count, const Tensor& shown, const std::optional<Tensor>& latched,
-               const std::optional<Tensor>& stop, const std::optional<Tensor>& missed) {
+void rail_mark(const Tensor& count, const Tensor& shown, const MaybeTensor& latched, const MaybeTensor& stop,
+               const MaybeTensor& missed) {
   STD_TORCH_CHECK(!shown.is_cuda() && !(stop && stop->is_cuda()), "`shown` and `stop` must be on the host");
   STD_TORCH_CHECK((latched || missed) == stop.has_value(), "`latched` and `missed` need `stop`");
   RailMarkArgs args{

@@ -7,8 +7,8 @@
 namespace epmoe {
 namespace {
 
-WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional<Tensor>& row_weights,
-                                      const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert,
+WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const MaybeTensor& row_weights,
+                                      const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
                                       bool interleaved, double limit, double alpha, double up_offset) {
   check_rows(gate_up, "gate_up");
   Segments segments = segments_of(expert_offsets, std::nullopt);
@@ -30,8 +30,8 @@ WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional
   };
 }
 
-Tensor weighted_gates(const Tensor& gate_up, const std::optional<Tensor>& row_weights, const Tensor& expert_offsets,
-                      const std::optional<Tensor>& tokens_per_expert, bool interleaved, double limit, double alpha,
+Tensor weighted_gates(const Tensor& gate_up, const MaybeTensor& row_weights, const Tensor& expert_offsets,
+                      const MaybeTensor& tokens_per_expert, bool interleaved, double limit, double alpha,
                       double up_offset) {
   auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
                                   up_offset);
@@ -42,10 +42,9 @@ Tensor weighted_gates(const Tensor& gate_up, const std::optional<Tensor>& row_we
 }
 
 std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Tensor& gate_up,
-                                                   const std::optional<Tensor>& row_weights,
-                                                   const Tensor& expert_offsets,
-                                                   const std::optional<Tensor>& tokens_per_expert, bool interleaved,
-                                                   double limit, double alpha, double up_offset) {
+                                                   const MaybeTensor& row_weights, const Tensor& expert_offsets,
+                                                   const MaybeTensor& tokens_per_expert, bool interleaved, double limit,
+                                                   double alpha, double up_offset) {
   auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
                                   up_offset);
   STD_TORCH_CHECK(is_whole(grad, gate_up.scalar_type(), {args.N, args.F}),
@@ -60,7 +59,7 @@ std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Ten
 
 constexpr WireTraits kPacked = wire(WireFormat::kPackedFp8);
 
-Tensor pack_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows) {
+Tensor pack_fp8(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows) {
   check_rows(x, "x");
   int64_t T = x.size(0), D = x.size(1);
   STD_TORCH_CHECK(dtype_of(x) != kPacked.element && D % kPacked.block == 0, "x must be no fp8, in whole blocks of 128");
@@ -88,8 +87,8 @@ Tensor unpack_fp8(const Tensor& packed, const Tensor& like, const Tensor& expert
   return rows;
 }
 
-Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const std::optional<Tensor>& row_weights,
-                              const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert) {
+Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const MaybeTensor& row_weights,
+                              const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert) {
   check_rows(rows, "rows");
   Segments segments = segments_of(expert_offsets, std::nullopt);
   int64_t N = rows.size(0), D = rows.size(1);

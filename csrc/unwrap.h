@@ -19,6 +19,7 @@ namespace epmoe {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
 
 inline DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -79,12 +80,12 @@ T* pointer(const Tensor& t, int64_t numel, const char* name) {
 }
 
 template <typename T>
-T* pointer(const std::optional<Tensor>& t, int64_t numel, const char* name) {
+T* pointer(const MaybeTensor& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
 }
 
 // Which of the expert-major rows are rows of pairs.
-inline Segments segments_of(const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert) {
+inline Segments segments_of(const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert) {
   int64_t e = expert_offsets.numel() - 1;
   STD_TORCH_CHECK(e >= 0, "expert_offsets is empty");
   return {
@@ -99,8 +100,7 @@ inline Gating gating_of(double limit, double alpha, double up_offset) {
 }
 
 // Quantizes x [T, D] into `q` as it travels in training, without scales.
-inline QuantizeArgs quantize_args(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows,
-                                  const Tensor& q) {
+inline QuantizeArgs quantize_args(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& q) {
   return {
       .x_TD = x.data_ptr(),
       .dtype = dtype_of(x),
@@ -116,9 +116,8 @@ inline QuantizeArgs quantize_args(const Tensor& x, const std::optional<Tensor>& 
 // Puts the tokens of a call into DispatchArgs or RailPackArgs: x [T, D], ids and weights [T, K], and the scales of rows
 // that are in a format with scales already.
 template <typename Args>
-void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& weights,
-                 const std::optional<Tensor>& scales, const std::optional<Tensor>& num_tokens, int64_t num_rows,
-                 WireFormat format) {
+void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& weights, const MaybeTensor& scales,
+                 const MaybeTensor& num_tokens, int64_t num_rows, WireFormat format) {
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");

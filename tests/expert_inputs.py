@@ -38,16 +38,16 @@ def random_mxfp4(e: int, n: int, k: int, *, seed: int, scales: tuple[int, int] =
     return codes.view(MXFP4), powers.view(torch.float8_e8m0fnu)
 
 
-def weights(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def weights(dtype: torch.dtype, device: torch.device, e: int = E, D: int = D, F: int = F) -> dict[str, Tensor]:
     """The arguments of GroupedExperts."""
-    gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
+    gate_up, down = randn(e, 2 * F, D, seed=1) / D**0.5, randn(e, D, F, seed=2) / F**0.5
     given = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
     if dtype == FP8:
         given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
         given["w_down"], given["down_scales"] = quantized(down)
     elif dtype == MXFP4:
-        given["w_gate_up"], given["gate_up_scales"] = random_mxfp4(E, 2 * F, D, seed=1)
-        given["w_down"], given["down_scales"] = random_mxfp4(E, D, F, seed=2)
+        given["w_gate_up"], given["gate_up_scales"] = random_mxfp4(e, 2 * F, D, seed=1)
+        given["w_down"], given["down_scales"] = random_mxfp4(e, D, F, seed=2)
     elif dtype != BF16:
         given = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}
     return {name: tensor.to(device) for name, tensor in given.items()}

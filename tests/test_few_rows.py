@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, quantized, random_mxfp4
+from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, random_mxfp4, weights
 from helpers import ON_GPUS, alone, captured, poison_, poisoned_memory, randn
 from torch import Tensor
 
@@ -35,20 +35,12 @@ def built(
     **options: object,
 ) -> epmoe.GroupedExperts:
     e, (width, middle) = len(COUNTS), sizes
-    gate_up, down = randn(e, 2 * middle, width, seed=1) / width**0.5, randn(e, width, middle, seed=2) / middle**0.5
-    given: dict[str, object] = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
-    if dtype == FP8:
-        given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
-        given["w_down"], given["down_scales"] = quantized(down)
-    elif dtype == MXFP4:
-        given["w_gate_up"], given["gate_up_scales"] = random_mxfp4(e, 2 * middle, width, seed=1)
+    given: dict[str, object] = {**weights(dtype, torch.device("cpu"), e, *sizes)}
+    if dtype == MXFP4:
         given["w_down"], given["down_scales"] = random_mxfp4(e, width, middle, seed=2, scales=(-3, 8))  # also above 2
     if gpt_oss:
-        given |= {
-            "gate_up_bias": randn(e, 2 * middle, seed=3, dtype=BF16),
-            "down_bias": randn(e, width, seed=4, dtype=BF16),
-        }
-        given |= GPT_OSS
+        biases = randn(e, 2 * middle, seed=3, dtype=BF16), randn(e, width, seed=4, dtype=BF16)
+        given |= {"gate_up_bias": biases[0], "down_bias": biases[1], **GPT_OSS}
     return epmoe.GroupedExperts(**given | options).to(device)
 
 
@@ -87,6 +79,11 @@ class Rows:
         with poisoned_memory():
             return experts(self.rows, self.offsets, self.scales, **given)[self.real]
 
+    def errors(self, experts: epmoe.GroupedExperts, got: Tensor) -> Tensor:
+        """Of each real row, over its norm in fp64."""
+        want = self.wanted(experts)
+        return (got.double() - want).norm(dim=1) / want.norm(dim=1)
+
     def wanted(self, experts: epmoe.GroupedExperts) -> Tensor:
         """What experts in fp64 compute of the real rows, on the CPU."""
         rows, plain = self.rows[self.real], dict(experts.named_parameters())
@@ -116,9 +113,8 @@ ALL_KERNELS = pytest.mark.parametrize(
 def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, gpt_oss):
     """Also where an expert has many more rows than were expected."""
     experts, rows = built(dtype, device, gpt_oss), Rows(COUNTS, dtype, device)
-    got, want = rows.outputs(experts, rows_per_expert).double(), rows.wanted(experts)
-    error = (got - want).norm(dim=1) / want.norm(dim=1)
-    assert (error <= LIMITS[dtype]).all(), error.max()
+    errors = rows.errors(experts, rows.outputs(experts, rows_per_expert))
+    assert (errors <= LIMITS[dtype]).all(), errors.max()
 
 
 @ON_GPUS
@@ -127,13 +123,12 @@ def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, gpt_oss):
 def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
     experts = built(MXFP4, device, gpt_oss=True, sizes=sizes)
     rows = Rows(COUNTS, MXFP4, device, width=sizes[0])
-    got, want = rows.outputs(experts, rows_per_expert).double(), rows.wanted(experts)
-    error = (got - want).norm(dim=1) / want.norm(dim=1)
-    assert (error <= LIMITS[MXFP4]).all(), error.max()
+    got = rows.outputs(experts, rows_per_expert)
+    assert (rows.errors(experts, got) <= LIMITS[MXFP4]).all()
     experts.gate_up_scales[0, 0, 0] = torch.nan  # as bits 255, and what lanes without a group would read
     again = rows.outputs(experts, rows_per_expert)
     assert again[rows.expert == 0].isnan().all()
-    assert torch.equal(again[rows.expert != 0].double(), got[rows.expert != 0])
+    assert torch.equal(again[rows.expert != 0], got[rows.expert != 0])
 
 
 @ON_GPUS

@@ -3,6 +3,7 @@ without padding."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 
@@ -13,8 +14,9 @@ from expert_inputs import quantized
 from helpers import ON_GPUS, captured, poison_, randn
 from torch import Tensor
 
-from epmoe import GroupedExperts, MoELayer
+from epmoe import MoELayer
 from epmoe.local.spread import local_view
+from epmoe.local.weight_formats import bits_of
 
 E, K, D, F, M, TOKENS = 13, 4, 128, 96, 40, 200
 CASES = {
@@ -47,11 +49,11 @@ def trained(make_ep, device, request, size) -> MoELayer:
     return built(make_ep, device, TRAINED[request.param], 4 * size)
 
 
-def drawn(random: Random, tokens: Tensor, most: int) -> tuple[Tensor, int, Tensor]:
+def drawn(random: Random, tokens: Tensor, most: int, sizes: Sequence[int]) -> tuple[Tensor, int, Tensor]:
     """x [T, D] of drawn tokens, how many of them are real, and their numbers. Padding is NaN."""
-    T = random.choice((0, 1, random.randint(0, most), most))
+    T = random.choice((0, 1, random.randint(0, 40), random.randint(0, most), most, *sizes))
     real = random.choice((T, random.randint(0, T)))
-    numbers = torch.tensor([random.randrange(TOKENS) for _ in range(real)], dtype=torch.int64)
+    numbers = torch.tensor([random.randrange(TOKENS) for _ in range(real)], dtype=torch.int64, device=tokens.device)
     x = poison_(tokens.new_empty(T, tokens.shape[1]))
     x[:real] = tokens[numbers]
     return x, real, numbers
@@ -67,11 +69,12 @@ def passed(layer: MoELayer, x: Tensor, real: int, grad: Tensor | None) -> tuple[
     return y.detach(), x.grad
 
 
-def differing(layer: MoELayer, rank: int, rounds: int, trains: bool = False) -> int:
+def differing(layer: MoELayer, rank: int, rounds: int, *, trains: bool = False, replayed: Sequence[int] = ()) -> int:
     """Elements of y that have other bits than where rank 0 brings the token alone, over drawn batches on all ranks.
 
     With `trains` also of gradients of tokens. y then has the bits of serving, and gradients of weights are those of an
-    equal pass."""
+    equal pass. Of batches of the sizes in `replayed`, half are replays of graphs. All is counted on the device.
+    """
     model, most = layer.ep.config.model, layer.ep.config.capacity.max_num_tokens_per_rank
     drawn_of = [randn(TOKENS, model.hidden_size, seed=seed).to(model.torch_dtype) for seed in (9, 10)[: 1 + trains]]
     tokens, *grads = (each.to(layer.ep.device) for each in drawn_of)
@@ -82,10 +85,14 @@ def differing(layer: MoELayer, rank: int, rounds: int, trains: bool = False) -> 
         wanted[:, mine] = torch.stack(alone).cpu()
     dist.broadcast(wanted, 0)
     wanted = wanted.to(tokens.device)
-    random, wrong = Random(rank), 0
+    graphs = {}
+    for T in replayed:
+        static = tokens.new_zeros(T, tokens.shape[1]), torch.zeros((), dtype=torch.int32, device=tokens.device)
+        graphs[T] = *static, *captured(partial(layer, *static))
+    random, wrong = Random(rank), torch.zeros((), dtype=torch.int64, device=tokens.device)
     weights = [weight for weight in layer.parameters() if weight.requires_grad and trains]
     for _ in range(rounds):
-        x, real, numbers = drawn(random, tokens, most)
+        x, real, numbers = drawn(random, tokens, most, replayed)
         grad = None
         if trains:
             grad = poison_(torch.empty_like(x))
@@ -94,15 +101,23 @@ def differing(layer: MoELayer, rank: int, rounds: int, trains: bool = False) -> 
         for _ in range(1 + trains):
             for weight in weights:
                 weight.grad = None
-            found = passed(layer, x, real, grad)
+            if len(x) in graphs and random.random() < 0.5:
+                static_x, static_real, replay, y = graphs[len(x)]
+                static_x.copy_(x)
+                static_real.fill_(real)
+                replay()
+                layer.ep.poll()
+                found = (y,)
+            else:
+                found = passed(layer, x, real, grad)
             of_weights.append([weight.grad for weight in weights])
         for got, want in zip(found, wanted, strict=True):
-            wrong += int((got[:real] != want[numbers]).sum()) + int(got[real:].count_nonzero())
+            wrong += (bits_of(got[:real]) != bits_of(want[numbers])).sum() + got[real:].count_nonzero()
         if trains:
             with torch.no_grad():
-                wrong += int((layer(x, num_tokens=real) != found[0]).sum())
+                wrong += (layer(x, num_tokens=real) != found[0]).sum()
             wrong += sum(not torch.equal(*map(local_view, both)) for both in zip(*of_weights, strict=True))
-    return wrong
+    return int(wrong)
 
 
 @pytest.mark.usefixtures("serving")
@@ -129,70 +144,23 @@ def test_20_000_drawn_batches_with_gradients(trained, rank, size):
     assert differing(trained, rank, -(-20_000 // (len(TRAINED) * size)), trains=True) == 0
 
 
-class OnGpus:
-    """Batches on GPUs, eager and in replayed graphs, whose y is compared on the device.
+REPLAYED = (1, 3, 8, 17, 64, 200, 700, 1100, 1500)
+"""Both protocols and both alignments of segments come."""
 
-    Both protocols and both alignments of segments come, as T goes up to 1500.
-    """
 
-    most = 1500
-    captured = (1, 3, 8, 17, 64, 200, 700, 1100, most)
-
-    def __init__(self, make_ep, device: torch.device, payload: str, invariant: bool) -> None:
-        E, D, F = 16, 512, 256
-        ep = make_ep(
-            experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=self.most, timeout_s=60.0,
-            exchange={"payload": payload, "combine_payload": payload}, capacity={"gap_rows": "undefined"},
-        )  # fmt: skip
-        held = ep.placement.logical_experts(ep.rank)
-        shapes = {"gate_up": (2 * F, D), "down": (D, F)}
-        weights = {}
-        for i, (name, (n, k)) in enumerate(shapes.items()):
-            drawn = (randn(E, n, k, seed=i)[held] / k**0.5).to(device)
-            if payload == "fp8":
-                weights[f"w_{name}"], weights[f"{name}_scales"] = quantized(drawn)
-            else:
-                weights[f"w_{name}"] = drawn.bfloat16()
-        self.layer = MoELayer(ep, randn(E, D, seed=3).to(device), GroupedExperts(**weights, batch_invariant=invariant))
-        self.tokens = randn(TOKENS, D, seed=9).bfloat16().to(device)
-        self.numbers = torch.zeros(self.most, dtype=torch.int64, device=device)
-        self.real = torch.zeros((), dtype=torch.int32, device=device)
-        self.differing = torch.zeros((), dtype=torch.int64, device=device)
-        self.wanted = torch.zeros_like(self.tokens)
-        for i in range(TOKENS):
-            mine = slice(i, i + (ep.rank == 0))
-            self.wanted[mine] = self.layer(self.tokens[mine])
-        alone = self.wanted.cpu()
-        dist.broadcast(alone, 0)
-        self.wanted.copy_(alone)
-        self.replays = {T: captured(partial(self.play, T, self.real))[0] for T in self.captured}
-
-    def play(self, T: int, real: int | Tensor) -> None:
-        """A round of the drawn tokens, whose padding is NaN."""
-        numbers = self.numbers[:T]
-        padding = (torch.arange(T, device=numbers.device) >= real)[:, None]
-        x = self.tokens[numbers].masked_fill(padding, torch.nan)
-        y = self.layer(x, real)
-        wanted = self.wanted[numbers].masked_fill(padding, 0)
-        self.differing += (y.view(torch.int16) != wanted.view(torch.int16)).sum()
-
-    def count(self, rounds: int) -> int:
-        """Elements of y that differ in so many rounds, for each of which every rank draws a batch of its own."""
-        random, generator = Random(self.layer.ep.rank), torch.Generator(self.numbers.device)
-        generator.manual_seed(self.layer.ep.rank)
-        for _ in range(rounds):
-            replays = random.random() < 0.5
-            some = (0, 1, random.randint(0, 40), random.randint(0, self.most))
-            T = random.choice(self.captured if replays else some)
-            real = random.choice((T, random.randint(0, T)))
-            self.numbers.random_(TOKENS, generator=generator)
-            if replays:
-                self.real.fill_(real)
-                self.replays[T]()
-                self.layer.ep.poll()
-            else:
-                self.play(T, real)
-        return int(self.differing)
+def on_gpus(make_ep, device: torch.device, payload: str, invariant: bool = True) -> MoELayer:
+    E, D, F = 16, 512, 256
+    ep = make_ep(
+        experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=REPLAYED[-1], timeout_s=60.0,
+        exchange={"payload": payload, "combine_payload": payload}, capacity={"gap_rows": "undefined"},
+    )  # fmt: skip
+    gate_up, down = randn(E, 2 * F, D, seed=0) / D**0.5, randn(E, D, F, seed=1) / F**0.5
+    if payload == "fp8":
+        (gate_up, gate_up_scales), (down, down_scales) = quantized(gate_up), quantized(down)
+        scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    else:
+        gate_up, down, scales = gate_up.bfloat16(), down.bfloat16(), {}
+    return MoELayer.from_full(ep, randn(E, D, seed=3), gate_up, down, **scales, batch_invariant=invariant)
 
 
 @ON_GPUS
@@ -200,17 +168,18 @@ class OnGpus:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("batches", [1000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.long])])
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_y_of_a_token_depends_on_no_other_token_on_gpus(make_ep, device, size, payload, batches):
+def test_y_of_a_token_depends_on_no_other_token_on_gpus(make_ep, device, rank, size, payload, batches):
     if payload == "fp8":
         pytest.importorskip("deep_gemm")
-    assert OnGpus(make_ep, device, payload, invariant=True).count(-(-batches // (len(PAYLOADS) * size))) == 0
+    rounds = -(-batches // (len(PAYLOADS) * size))
+    assert differing(on_gpus(make_ep, device, payload), rank, rounds, replayed=REPLAYED) == 0
 
 
 @ON_GPUS
 @pytest.mark.usefixtures("serving")
-def test_other_bits_are_counted_on_gpus(make_ep, device):
+def test_other_bits_are_counted_on_gpus(make_ep, device, rank):
     pytest.importorskip("deep_gemm")
-    assert OnGpus(make_ep, device, "fp8", invariant=False).count(100) > 0
+    assert differing(on_gpus(make_ep, device, "fp8", invariant=False), rank, 100, replayed=REPLAYED) > 0
 
 
 @ON_GPUS

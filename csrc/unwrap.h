@@ -10,6 +10,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 
 #include "args.h"
 #include "cuda_api.h"
@@ -59,17 +60,12 @@ inline bool is_whole(const Tensor& t, ScalarType dtype, std::initializer_list<in
 inline bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
 
 template <typename T>
-constexpr ScalarType kScalarType = ScalarType::Undefined;
-template <>
-constexpr ScalarType kScalarType<int32_t> = ScalarType::Int;
-template <>
-constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
-template <>
-constexpr ScalarType kScalarType<float> = ScalarType::Float;
-template <>
-constexpr ScalarType kScalarType<double> = ScalarType::Double;
-template <>
-constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
+constexpr ScalarType kScalarType = std::is_same_v<T, int32_t>   ? ScalarType::Int
+                                   : std::is_same_v<T, int64_t> ? ScalarType::Long
+                                   : std::is_same_v<T, float>   ? ScalarType::Float
+                                   : std::is_same_v<T, double>  ? ScalarType::Double
+                                   : std::is_same_v<T, uint8_t> ? ScalarType::Byte
+                                                                : ScalarType::Undefined;
 
 // The data of a contiguous tensor of T with at least `numel` elements.
 template <typename T>

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "wire_format.h"
 
@@ -28,24 +29,12 @@ inline float to_float(Float8 value) {
   return std::bit_cast<float>(sign | magnitude << 20) * 0x1p120f;
 }
 
-template <typename T>
-inline T from_float(float value);
-template <>
-inline float from_float<float>(float value) {
-  return value;
-}
-template <>
-inline Float16 from_float<Float16>(float value) {
-  return static_cast<Float16>(value);
-}
-template <>
-inline BFloat16 from_float<BFloat16>(float value) {
+inline BFloat16 to_bfloat16(float value) {
   uint32_t bits = std::bit_cast<uint32_t>(value);
   uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // to nearest, ties to even
   return {static_cast<uint16_t>(value != value ? (bits >> 16 | 0x40u) : rounded)};
 }
-template <>
-inline Float8 from_float<Float8>(float value) {
+inline Float8 to_float8(float value) {
   uint32_t bits = std::bit_cast<uint32_t>(value);
   auto sign = static_cast<uint8_t>(bits >> 24 & 0x80u);
   float magnitude = std::fabs(value);
@@ -56,6 +45,15 @@ inline Float8 from_float<Float8>(float value) {
   uint32_t m = std::bit_cast<uint32_t>(magnitude);
   uint32_t rounded = (m + 0x7ffffu + (m >> 20 & 1u)) >> 20;
   return {static_cast<uint8_t>(sign | std::min<uint32_t>(rounded - (120u << 3), 0x7e))};
+}
+template <typename T>
+inline T from_float(float value) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    return to_bfloat16(value);
+  else if constexpr (std::is_same_v<T, Float8>)
+    return to_float8(value);
+  else
+    return static_cast<T>(value);
 }
 
 // Calls f with a value of the C++ type of `dtype`.

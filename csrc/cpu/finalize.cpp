@@ -1,9 +1,9 @@
 // finalize on the CPU: undoes the permutation. Each received slot gets one weighted sum in fp32.
 #include "finalize.h"
 
-#include <algorithm>
 #include <vector>
 
+#include "real_rows.h"
 #include "stages.h"
 
 namespace epmoe::cpu {
@@ -16,17 +16,13 @@ constexpr bool kChecked = true;
 
 void finalize(const FinalizeArgs& args) {
   std::vector<float> sum_D(args.D);
-  int64_t slab = args.R > 0 ? args.S / args.R : 0;
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    for (int64_t r = 0; r < args.R; ++r) {
-      int64_t count = args.counts_R ? std::clamp<int64_t>(args.counts_R[r], 0, slab) : slab;
-      for (int64_t slot = r * slab; slot < r * slab + count; ++slot) {
-        finalize_slot<T, kChecked>(args, slot, sum_D.data());
-        T* out = static_cast<T*>(args.partial_SD) + slot * args.D;
-        for (int64_t d = 0; d < args.D; ++d) out[d] = from_float<T>(sum_D[d]);
-      }
-    }
+    for_each_slot(args, [&](int64_t slot) {
+      finalize_slot<T, kChecked>(args, slot, sum_D.data());
+      T* out = static_cast<T*>(args.partial_SD) + slot * args.D;
+      for (int64_t d = 0; d < args.D; ++d) out[d] = from_float<T>(sum_D[d]);
+    });
   });
 }
 

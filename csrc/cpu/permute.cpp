@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "convert.h"
+#include "real_rows.h"
 #include "stages.h"
 #include "stream.h"
 
@@ -16,16 +17,6 @@ int32_t local_expert(const PermuteArgs& args, int64_t slot, int32_t k) {
   if (id < 0 || id >= args.P) return -1;
   int32_t local = args.expert_map_P[id];
   return local < args.num_local_experts ? local : -1;
-}
-
-// Calls f(slot) for each real slot, in order.
-template <typename F>
-void for_each_slot(const PermuteArgs& args, F&& f) {
-  int64_t slab = args.R > 0 ? args.S / args.R : 0;
-  for (int64_t r = 0; r < args.R; ++r) {
-    int64_t count = args.counts_R ? std::clamp<int64_t>(args.counts_R[r], 0, slab) : slab;
-    for (int64_t slot = r * slab; slot < r * slab + count; ++slot) f(slot);
-  }
 }
 
 }  // namespace

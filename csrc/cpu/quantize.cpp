@@ -26,16 +26,6 @@ void quantize_tensor(const QuantizeArgs& args, int64_t real) {
       out[t * args.D + d] = from_float<Float8>(to_float(row_at(t)[d]) / *args.scales_TB);
 }
 
-template <typename T>
-void pack(const QuantizeArgs& args, int64_t real) {
-  int64_t row_bytes = wire(WireFormat::kPackedFp8).packed_row_bytes(args.D);
-  auto* packed = static_cast<char*>(args.q_TD);
-  for (int64_t t = 0; t < real; ++t, packed += row_bytes)
-    quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, packed,
-                 reinterpret_cast<float*>(packed + args.D));
-  std::memset(packed, 0, (args.T - real) * row_bytes);
-}
-
 }  // namespace
 
 void zero_padding_rows(const PaddingArgs& args) {
@@ -45,18 +35,20 @@ void zero_padding_rows(const PaddingArgs& args) {
 
 void quantize(const QuantizeArgs& args) {
   int64_t real = real_rows(args), blocks = ceil_div(args.D, kScaleBlock);
-  Float8* q = static_cast<Float8*>(args.q_TD);
+  bool packed = !args.scales_TB;  // the scales of a row lie behind it
+  int64_t row_bytes = packed ? wire(WireFormat::kPackedFp8).packed_row_bytes(args.D) : args.D;
+  char* q = static_cast<char*>(args.q_TD);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     if (args.per_tensor) return quantize_tensor<T>(args, real);
-    if (!args.scales_TB) return pack<T>(args, real);
-    for (int64_t t = 0; t < real; ++t)
-      quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, q + t * args.D,
-                   args.scales_TB + t * blocks);
+    for (int64_t t = 0; t < real; ++t) {
+      char* row = q + t * row_bytes;
+      float* scales = packed ? reinterpret_cast<float*>(row + args.D) : args.scales_TB + t * blocks;
+      quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, row, scales);
+    }
   });
-  if (!args.scales_TB) return;
-  std::memset(q + real * args.D, 0, (args.T - real) * args.D);
-  if (!args.per_tensor) std::fill(args.scales_TB + real * blocks, args.scales_TB + args.T * blocks, 1.0f);
+  std::memset(q + real * row_bytes, 0, (args.T - real) * row_bytes);
+  if (!packed && !args.per_tensor) std::fill(args.scales_TB + real * blocks, args.scales_TB + args.T * blocks, 1.0f);
 }
 
 void unpack(const UnpackArgs& args) {

@@ -80,19 +80,6 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
   finish_streaming();
 }
 
-// Adds the partial row in each used slot of token t, in the order of the nodes.
-template <typename T>
-void sum_token(const RailSumArgs& args, int64_t t, float* sum_D) {
-  std::fill_n(sum_D, args.D, 0.0f);
-  for (int64_t m = 0; m < args.num_nodes; ++m) {
-    int32_t slot = args.slots_by_node[t * args.num_nodes + m];
-    if (slot < 0) continue;
-    auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
-    const T* row = rows + (first_slot(args.slab_rows, args.node, m) + slot) * args.D;
-    for (int64_t d = 0; d < args.D; ++d) sum_D[d] += to_float(row[d]);
-  }
-}
-
 }  // namespace
 
 void rail_pack(const RailPackArgs& args) {
@@ -115,10 +102,17 @@ void rail_sum(const RailSumArgs& args) {
   std::vector<float> sum_D(args.D);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    auto* y = static_cast<T*>(args.y_TD);
     for (int64_t t = 0; t < args.T; ++t) {
-      sum_token<T>(args, t, sum_D.data());
-      for (int64_t d = 0; d < args.D; ++d) y[t * args.D + d] = from_float<T>(sum_D[d]);
+      std::fill(sum_D.begin(), sum_D.end(), 0.0f);
+      for (int64_t m = 0; m < args.num_nodes; ++m) {  // in the order of the nodes
+        int32_t slot = args.slots_by_node[t * args.num_nodes + m];
+        if (slot < 0) continue;
+        auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
+        const T* row = rows + (first_slot(args.slab_rows, args.node, m) + slot) * args.D;
+        for (int64_t d = 0; d < args.D; ++d) sum_D[d] += to_float(row[d]);
+      }
+      T* y = static_cast<T*>(args.y_TD) + t * args.D;
+      for (int64_t d = 0; d < args.D; ++d) y[d] = from_float<T>(sum_D[d]);
     }
   });
 }

@@ -114,12 +114,8 @@ class ModuleLayer:
         self.released = True
         _layers.drop(self.layer_id, self)
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """What a copy of a module has in place of its `ModuleLayer`."""
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # copies of the module have None in its place
 
 
 _layers = Registry[Any](

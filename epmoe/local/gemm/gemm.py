@@ -194,16 +194,12 @@ def plain_weights(weights: Scaled) -> Tensor:
     return plain
 
 
-def expert_of_rows(ends: Tensor, num_rows: int) -> Tensor:
-    """int32 [N], the expert of each row of segments that end at `ends` int32 [e], on the device; 0 past the last."""
+def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """[N, n]: for each row the bias [e, n] of its expert, by the ends of segments, int32 [e]. Rows past the last one
+    have that of the first expert."""
     numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
     experts = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-    return experts.masked_fill_(numbers >= ends[-1], 0)
-
-
-def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """[N, n]: for each row the bias [e, n] of its expert."""
-    return bias.index_select(0, expert_of_rows(ends, num_rows))
+    return bias.index_select(0, experts.masked_fill_(numbers >= ends[-1], 0))
 
 
 def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> Scaled:

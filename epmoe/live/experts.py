@@ -210,9 +210,9 @@ class LiveExperts:
                 missing = ended or late()
                 names = [self._exchange.global_ranks[rank] for rank in missing]
                 why = f"waited for rank(s) {missing} of the group (global rank(s) {names})"
-                failed = partial(EPTimeoutError, "the move of experts, after dispatch", self._exchange.rounds.count)
-                go_on = "the moves and rounds go on: call `apply` again on all ranks"
-                raise failed(missing, names, why) if ended else failed(missing, names, why, go_on)
+                go_on = [] if ended else ["the moves and rounds go on: call `apply` again on all ranks"]
+                what, count = "the move of experts, after dispatch", self._exchange.rounds.count
+                raise EPTimeoutError(what, count, missing, names, why, *go_on)
             time.sleep(1e-4)
 
     def send_loads(self) -> None:
@@ -239,13 +239,17 @@ class LiveExperts:
 
     def experts(self, tag: int) -> list[int]:
         """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError during moves."""
-        self._refuse_while_moving("a look at the experts of a rank")
-        return self._mine(self.slots)[self._layer(tag)].tolist()
+        return self._slots_of(tag).view(self._R, self._S)[self._rank].tolist()
 
     def holder(self, tag: int, expert: int) -> tuple[int, int]:
         """Rank and local slot of the first copy of an expert. Raises EPStateError during moves."""
+        return divmod(int((self._slots_of(tag) == expert).nonzero()[0]), self._S)
+
+    def _slots_of(self, tag: int) -> Tensor:
         self._refuse_while_moving("a look at the experts of a rank")
-        return divmod(int((self.slots[self._layer(tag)] == expert).nonzero()[0]), self._S)
+        if not 1 <= tag <= self._L:
+            raise ValueError(f"`tag` must be from 1 to {self._L}, a layer of `placement.layers`, got {tag}")
+        return self.slots[tag - 1]
 
     def close(self) -> None:
         """End the thread, and the moves before their windows go."""
@@ -253,11 +257,6 @@ class LiveExperts:
             self.moves.end()
         self.mail.close()
         self._worker.close()
-
-    def _layer(self, tag: int) -> int:
-        if not 1 <= tag <= self._L:
-            raise ValueError(f"`tag` must be from 1 to {self._L}, a layer of `placement.layers`, got {tag}")
-        return tag - 1
 
     def _refuse_within_a_step(self, what: str) -> None:
         if self._steps:

@@ -26,7 +26,6 @@ from epmoe.native.build import who_else
 
 MOST_VERSIONS = (1 << 40) - 1
 _FILE = re.compile(r"v(\d{13})\.(\d+)-of-(\d+)")
-_WEIGHTS = ("w_gate_up", "w_down", "gate_up_bias", "down_bias")
 
 
 class Experts(NamedTuple):
@@ -73,20 +72,22 @@ class WeightSender:
         `dense` are other weights, by any name: the server's callback gets those of all ranks. Raises ValueError where
         `version` is not above the versions that this rank has sent; and OSError where the memory is full.
         """
-        mine = sorted(path for path in self._folder.glob(f"v*{self._suffix}") if _FILE.fullmatch(path.name))
-        newest = _version_of(mine[-1]) if mine else -1
+        found = map(_FILE.fullmatch, (path.name for path in self._folder.glob(f"v*{self._suffix}")))
+        sent = sorted(int(name[1]) for name in found if name)
+        newest = sent[-1] if sent else -1
         if not is_int(version) or not newest < version <= MOST_VERSIONS:
-            raise ValueError(
-                f"`version` must be an integer above {newest}, the last one that was sent, got {version!r}"
-            )
+            raise ValueError(f"`version` must be an integer above {newest}, the last that was sent, got {version!r}")
         experts = {name: tuple(_experts_of(layer)) for name, layer in self._layers.items()}
         plain = {name: _plain(value) for name, value in (dense or {}).items()}
-        whole = self._folder / f"v{version:013}{self._suffix}"
+        whole = self._file(version)
         draft = whole.with_name(f".{whole.name}")
         torch.save({"experts": experts, "dense": plain}, draft)
         draft.replace(whole)
-        for old in mine[: max(len(mine) + 1 - self._keep, 0)]:
-            old.unlink(missing_ok=True)
+        for old in sent[: max(len(sent) + 1 - self._keep, 0)]:
+            self._file(old).unlink(missing_ok=True)
+
+    def _file(self, version: int) -> Path:
+        return self._folder / f"v{version:013}{self._suffix}"
 
 
 class Version(NamedTuple):
@@ -149,8 +150,7 @@ def _experts_of(layer: Any) -> Experts:
     experts = layer.experts
     if experts.dtype not in FLOATS or experts.is_quantized:
         raise ValueError(f"experts of a trainer must be fp32, fp16 or bf16, got {describe(experts.w_down)}")
-    found = {name: getattr(experts, name) for name in _WEIGHTS}
-    weights = {name: _plain(local_view(value.detach())) for name, value in found.items() if value is not None}
+    weights = {name: _plain(local_view(value.detach())) for name, value in experts.named_parameters()}
     return Experts(layer.ep.logical_experts(layer.tag), computes(experts), weights)
 
 
@@ -158,7 +158,3 @@ def _plain(value: Tensor) -> Tensor:
     """The value on the CPU, in memory of its own size, of which a file has all."""
     value = value.detach().cpu().contiguous()
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-
-
-def _version_of(path: Path) -> int:
-    return int(path.name[1 : path.name.index(".")])

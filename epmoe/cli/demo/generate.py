@@ -72,9 +72,9 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
                 with alone.watch(single):
                     tokens, logits = generate(single, ids, max_new_tokens)
                 del single
-            _barrier()
+            _ranks().all_gather(None)
         spread = _load_distributed(path, size, device)
-    _barrier()  # otherwise the first stage would include waiting for the slowest to load
+    _ranks().all_gather(None)  # otherwise the first stage would include waiting for the slowest to load
     integration.configure(clock=clock.now)
     with clock.watch(spread):
         got, got_logits = generate(spread, ids, max_new_tokens, synced_gpus=size > 1)
@@ -165,9 +165,9 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = _ranks().all_gather(folder)[0]
         model.save_pretrained(of_rank_0)  # in transformers only rank 0 writes
-        _barrier()
+        _ranks().all_gather(None)
         yield of_rank_0
-        _barrier()
+        _ranks().all_gather(None)
 
 
 def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
@@ -205,11 +205,6 @@ def generate(
         synced_gpus=synced_gpus,
     )
     return output.sequences[0, ids.shape[1] :], torch.cat(output.logits)
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _ranks() -> Peers:

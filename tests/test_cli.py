@@ -158,6 +158,16 @@ def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -
     assert "travelled: 0 rows between ranks (0 B out, 0 B back); 10 stayed" in result.output
 
 
+def test_the_commands_know_of_a_file_of_slots(one_rank: None, tmp_path: Path) -> None:
+    """The demonstration computes with what its slots hold; the benchmarks refuse."""
+    slots = tmp_path / "slots.json"
+    slots.write_text(json.dumps({"slots": [[7, 6, 5, 4, 3, 2, 1, 0]]}))
+    placement = {"live": True, "slots_per_rank": 8, "slots": str(slots)}
+    path = write(tmp_path, topology={"ep_size": 1}, placement=placement)
+    assert epmoe("run", path, "--steps", 2, "--tokens", 8).exit_code == 0
+    assert "`placement.slots` must be unset" in epmoe("bench", path).output
+
+
 def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # of the shell that started pytest
     script = epmoe("--show-completion", "bash").output

@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import randn
 from host import EMPTY, E, L, S, create, finish, go_on, lose, moving, rotate, table
-from typer.testing import CliRunner
 
 import epmoe
 
@@ -107,16 +106,3 @@ def test_a_layer_loads_what_its_slots_hold(tmp_path):
             assert torch.equal(layer.experts.w_down, w_down[held])
         x = randn(5, D, seed=3)
         torch.testing.assert_close(layers[0](x), layers[1](x))
-
-
-def test_the_commands_know_of_the_file(tmp_path):
-    """The demonstration computes with what its slots hold; the benchmarks refuse."""
-    from epmoe.cli import app  # here, since it takes a second and the ranks import this file, too
-
-    slots, path = tmp_path / "slots.json", tmp_path / "config.json"
-    slots.write_text('{"slots": [[3, 1, 2, 0], [1, 0, 3, 2]]}')
-    config = moving(1, E, slots)
-    path.write_text(config.model_dump_json())
-    assert CliRunner().invoke(app, ["run", str(path), "--steps", "2", "--tokens", "8"]).exit_code == 0
-    result = CliRunner().invoke(app, ["bench", str(path)])
-    assert result.exit_code == 2 and "`placement.slots` must be unset" in result.output

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
-from helpers import ON_GPUS, assert_close, generator, randn, slow
+from helpers import ON_GPUS, ON_THE_CPU, assert_close, generator, randn, slow
 from slot_tables import Slots, draw_slots
 from torch import Tensor
 
@@ -309,7 +309,7 @@ def interrupted(moment: int) -> Iterator[None]:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu")])
+@ON_THE_CPU
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it raises where a generator ends
 @pytest.mark.parametrize("seed", [0, *map(slow, range(1, 5))])
 def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
@@ -436,22 +436,18 @@ def test_apply_names_a_late_rank_and_goes_on_later(ep, slots, several, rank):
 
 
 def test_what_does_not_fit_is_refused(ep, slots, size):
-    with pytest.raises(ValueError, match="`slots` must be integers"):
-        ep.replace(ep.slots[:1], slots.of)
-    mine = ep.slots
-    mine.fill_(EMPTY)
+    mine, one_slot = ep.slots.fill_(EMPTY), {"live": True, "slots_per_rank": 1}
     assert not torch.equal(mine, ep.slots), "a copy"
-    with pytest.raises(ValueError, match="must hold every expert"):
-        ep.replace(torch.zeros_like(ep.slots).fill_(-1), slots.of)
-    with pytest.raises(ValueError, match="`loads` must be"):
-        ep.share(torch.ones(2))
-    with pytest.raises(ValueError, match="`tag` must be from 1 to 3"):
-        ep.skip()
-    with pytest.raises(ValueError, match="from 2 to|from 3 to|from 4 to|from 6 to|from 12 to"):
-        make_config(size, experts=E, top_k=K, placement={"live": True, "slots_per_rank": 1})
-    if size > 1:
-        with pytest.raises(ValueError, match="`weights` must be given"):
-            ep.replace(draw_table(ep, seed=1))
+    for message, call in (
+        ("`slots` must be integers", lambda: ep.replace(mine[:1], slots.of)),
+        ("must hold every expert", lambda: ep.replace(mine, slots.of)),
+        ("`loads` must be", lambda: ep.share(torch.ones(2))),
+        ("`tag` must be from 1 to 3", ep.skip),
+        (f"from {-(-E // size)} to", lambda: make_config(size, experts=E, top_k=K, placement=one_slot)),
+        *([("`weights` must be given", lambda: ep.replace(draw_table(ep, seed=1)))] if size > 1 else []),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_calls_up_to_the_last_number(ep, slots, rank):
@@ -504,12 +500,10 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
     torch.cuda.current_stream().wait_stream(rounds)
 
 
-@pytest.mark.gpu
+@ON_GPUS
 def test_replays_while_experts_move(make, size, rank):
     """Graphs of several T, which ranks mix, captured before the first move."""
     ep = make()
-    if ep.device.type == "cpu":
-        pytest.skip("the CPU has no graphs")
     slots, draw = slots_of(ep, big=True), random.Random(rank)
     for seed in range(L):
         play(ep, slots, seed, seed, 4)

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from epmoe.config.config import EPConfig
 from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.collective import naming, peers_of
@@ -46,7 +45,6 @@ Tensors = dict[str, Tensor]
 class Serving(Member, Protocol):
     """What a `WeightReceiver` uses of an `ExpertParallel`."""
 
-    config: EPConfig
     device: torch.device
     live: Any
 

@@ -28,6 +28,12 @@ after the sum over ranks.
 """
 
 
+def needs_heads(name: str) -> None:
+    """Skips where the ranks do not divide them."""
+    if demo.MODELS[name]["num_key_value_heads"] % dist.get_world_size():
+        pytest.skip("needs a number of heads that the ranks divide")
+
+
 def random_ids(num_tokens: int, seed: int) -> Tensor:
     return torch.randint(1, 240, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
@@ -42,13 +48,17 @@ def single_and_spread(
 ):
     """The model in this process, and the model spread over all ranks."""
     with demo.saved_model(name, dtype=dtype) as path:
-        single = load(path, dtype=dtype)
-        if entry_point == "experts_implementation":
-            return single, load(path, dtype=dtype, experts_implementation="epmoe")
-        size = dist.get_world_size()
-        sizes = parallel or {"tp_size": 1, "fsdp_size": size, "ep_size": size}
-        config = DistributedConfig(ep_implementation="epmoe", **sizes)
-        return single, AutoModelForCausalLM.from_pretrained(path, dtype=dtype, distributed_config=config)
+        spread = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options_of(entry_point, **parallel))
+        return load(path, dtype=dtype), spread.to(DEVICE) if entry_point == "experts_implementation" else spread
+
+
+def options_of(entry_point: str, **parallel: int) -> dict[str, object]:
+    """The options of from_pretrained that spread the experts, over all ranks by default."""
+    if entry_point == "experts_implementation":
+        return {"experts_implementation": "epmoe"}
+    size = dist.get_world_size()
+    sizes = parallel or {"tp_size": 1, "fsdp_size": size, "ep_size": size}
+    return {"distributed_config": DistributedConfig(ep_implementation="epmoe", **sizes)}
 
 
 class OneLayer:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checked_round import bits, check_round, make_extra
 from exchanges import assert_y, given, make_tokens, run_experts, run_round
-from helpers import ON_GPUS
+from helpers import ON_GPUS, captured
 
 import epmoe
 from epmoe.exchange.extra import Extra
@@ -91,13 +91,10 @@ def test_replays_of_a_graph_read_it_anew(make_ep, rank, size, ll_max_tokens, lay
         (ep.combine_partial if layout == "rank" else ep.combine)(rows, d)
         return got, d.recv.counts if layout == "rank" else d.expert_offsets
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got, ends = run()
+    replay, (got, ends) = captured(run)
     for seed in range(3):
         extra.copy_(make_extra(kind, rank, 12, seed))
-        graph.replay()
+        replay()
         replayed = bits(got)
         want = bits(run()[0])
         if layout == "rank":

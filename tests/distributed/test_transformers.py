@@ -13,9 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("transformers")
 
 import fp8_models
+import spread_models
 from exchanges import nodes_of
-from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
-from transformers.distributed import DistributedConfig
+from spread_models import (
+    DEVICE,
+    OneLayer,
+    both_entry_points,
+    needs_ep,
+    needs_heads,
+    own_gpus,
+    random_ids,
+    single_and_spread,
+)
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
@@ -37,16 +46,11 @@ def _nodes(default_settings, size):
     integration.configure(ranks_per_node=nodes_of(size))
 
 
-def check_generation(single, spread, prompt: Tensor, new_tokens: int, synced_gpus: bool | None = None) -> None:
+def check_generation(single, spread, prompt: Tensor, new_tokens: int, **options: object) -> None:
     tokens, logits = demo.generate(single, prompt, new_tokens)
-    got, got_logits = demo.generate(spread, prompt, new_tokens, synced_gpus=synced_gpus)
+    got, got_logits = demo.generate(spread, prompt, new_tokens, **options)
     assert torch.equal(got, tokens)
     assert (got_logits - logits).abs().max() <= FP32_LOGITS
-
-
-def skip_unless_ranks_divide_the_heads(name: str, size: int) -> None:
-    if demo.MODELS[name]["num_key_value_heads"] % size:
-        pytest.skip("needs a number of heads that the ranks divide")
 
 
 def routers(model) -> list[torch.nn.Module]:
@@ -59,9 +63,8 @@ def test_generation_from_different_prompts_equals_a_single_process(name, entry_p
     """A rank that has finished keeps stepping until the last rank has; with torch's FSDP it does so by default."""
     single, spread = single_and_spread(name, entry_point)
     prompt, new_tokens = random_ids(3 + 9 * rank, seed=rank), 4 + 3 * rank
-    check_generation(
-        single, spread, prompt, new_tokens, synced_gpus=True if entry_point == "experts_implementation" else None
-    )
+    options = {"synced_gpus": True} if entry_point == "experts_implementation" else {}
+    check_generation(single, spread, prompt, new_tokens, **options)
     (layers,) = integration.shared()  # all layers of the model
     assert layers.ep.size == size
     assert layers.seconds["dispatch"] > 0
@@ -91,12 +94,8 @@ def check_logits(single, spread, rank: int) -> None:
 @both_entry_points
 def test_an_fp8_checkpoint(entry_point, rank, size):
     """The reference is transformers' own arithmetic with the dequantized weights, in one process."""
-    options = {"experts_implementation": "epmoe"}
-    if entry_point == "ep_implementation":
-        parallel = DistributedConfig(ep_implementation="epmoe", tp_size=1, fsdp_size=size, ep_size=size)
-        options = {"distributed_config": parallel}
     with fp8_models.saved() as path:
-        spread = fp8_models.quantized(path, **options).to(DEVICE)
+        spread = fp8_models.quantized(path, **spread_models.options_of(entry_point)).to(DEVICE)
         single = fp8_models.dequantized(path, torch.bfloat16).to(DEVICE)
     with fp8_models.calls_of_experts() as calls:
         check_logits(single, spread, rank)
@@ -106,12 +105,11 @@ def test_an_fp8_checkpoint(entry_point, rank, size):
 
 @needs_ep
 def test_an_fp8_format_that_epmoe_does_not_take_is_refused_at_load(size):
-    parallel = DistributedConfig(ep_implementation="epmoe", tp_size=1, fsdp_size=size, ep_size=size)
     with (
         fp8_models.saved(activation_scheme="static") as path,
         pytest.raises(ValueError, match="these have activation scales of the kind 'static': load the checkpoint with"),
     ):
-        fp8_models.quantized(path, distributed_config=parallel)
+        fp8_models.quantized(path, **spread_models.options_of("ep_implementation"))
 
 
 @needs_ep
@@ -121,7 +119,7 @@ def test_batch_shared_by_all_ranks(name, rank, size):
 
     All ranks know the length of the batch, so they need not agree on the number of rounds.
     """
-    skip_unless_ranks_divide_the_heads(name, size)
+    needs_heads(name)
     plan = {"lm_head": "colwise_gather_output"} if name == "gpt_oss" else None
     single, spread = single_and_spread(name, tp_size=size, tp_plan=plan, ep_size=size)
     prompt = random_ids(13, seed=0)
@@ -181,7 +179,7 @@ def test_prompts_longer_than_the_limit_run_in_several_rounds(entry_point, rank, 
 
 @needs_ep
 def test_shared_batch_longer_than_the_limit(rank, size):
-    skip_unless_ranks_divide_the_heads("gpt_oss", size)
+    needs_heads("gpt_oss")
     integration.configure(max_num_tokens_per_rank=3)
     plan = {"lm_head": "colwise_gather_output"}
     single, spread = single_and_spread("gpt_oss", tp_size=size, tp_plan=plan, ep_size=size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +9,17 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from exchanges import nodes_of
-from helpers import ON_GPUS
-from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
+from helpers import ON_GPUS, captured
+from spread_models import (
+    DEVICE,
+    OneLayer,
+    both_entry_points,
+    needs_ep,
+    needs_heads,
+    own_gpus,
+    random_ids,
+    single_and_spread,
+)
 from transformers import CompileConfig
 
 import epmoe.integrations.transformers as integration
@@ -45,15 +52,6 @@ def every_expert(monkeypatch):
         if count in config:
             monkeypatch.setitem(config, count, 12)
             monkeypatch.setitem(config, "num_experts_per_tok", 12)
-
-
-def generate(model, prompt: Tensor, new_tokens: int, **options) -> tuple[Tensor, Tensor]:
-    """Tokens [n] and logits [n,V] of greedy decoding."""
-    output = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-        do_sample=False, output_logits=True, return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    return output.sequences[0, prompt.shape[1] :], torch.cat(output.logits)
 
 
 def check_tokens(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -92,9 +90,9 @@ def test_compiled_generation_with_a_static_cache(name, entry_point, rank, size, 
     """Prompts differ. All ranks take equally many steps, as static mode asks for."""
     single, spread = single_and_spread(name, entry_point, DTYPE)
     prompt = random_ids(5 + 9 * rank, seed=rank)
-    want = generate(single, prompt, 6)
+    want = demo.generate(single, prompt, 6)
     torch._dynamo.utils.counters.clear()
-    check_tokens(generate(spread, prompt, 6, **compiled()), want)
+    check_tokens(demo.generate(spread, prompt, 6, **compiled()), want)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert not breaks_by_epmoe()
     (layers,) = integration.shared()
@@ -106,28 +104,24 @@ def test_ranks_whose_texts_end_at_different_steps(rank, size, every_expert):
     """With the same `max_new_tokens`, as the page says, a static cache has room for the steps of the others."""
     single, spread = single_and_spread("qwen3_moe", "experts_implementation", DTYPE)
     prompt, steps = random_ids(5 + 9 * rank, seed=rank), [2, 6, 4, 3][rank % 4]
-    want = generate(single, prompt, 6)
+    want = demo.generate(single, prompt, 6)
 
     def ends(ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         return torch.full((1,), ids.shape[1] >= prompt.shape[1] + steps, device=ids.device)
 
-    got = spread.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, synced_gpus=True, cache_implementation="static", stopping_criteria=[ends],
-    )  # fmt: skip
-    tokens = got.sequences[0, prompt.shape[1] :]
+    options = {"cache_implementation": "static", "synced_gpus": True, "min_new_tokens": None}
+    tokens, logits = demo.generate(spread, prompt, 6, stopping_criteria=[ends], **options)
     assert len(tokens) == steps
-    check_tokens((tokens, torch.cat(got.logits)), (want[0][:steps], want[1][:steps]))
+    check_tokens((tokens, logits), (want[0][:steps], want[1][:steps]))
 
 
 @needs_ep
 def test_compiled_generation_from_a_shared_batch(rank, size, every_expert):
-    if demo.MODELS["qwen3_moe"]["num_key_value_heads"] % size:
-        pytest.skip("needs a number of heads that the ranks divide")
+    needs_heads("qwen3_moe")
     single, spread = single_and_spread("qwen3_moe", dtype=DTYPE, tp_size=size, ep_size=size)
     prompt = random_ids(13, seed=0)
-    want = generate(single, prompt, 6)
-    check_tokens(generate(spread, prompt, 6, **compiled()), want)
+    want = demo.generate(single, prompt, 6)
+    check_tokens(demo.generate(spread, prompt, 6, **compiled()), want)
     assert not breaks_by_epmoe()
 
 
@@ -185,7 +179,8 @@ def test_a_captured_layer(name, entry_point, rank, device):
     layer = OneLayer(name, entry_point, DTYPE)
     x, ids, weights = layer.inputs(M, 2, seed=0)
     layer.check(x, ids, weights)
-    replay, y = captured(lambda: layer.spread(x, ids, weights))
+    with torch.no_grad():
+        replay, y = captured(lambda: layer.spread(x, ids, weights))
     for step in range(6):
         inputs = layer.inputs(M, 2, seed=10 * step + rank)
         for buffer, values in zip((x, ids, weights), inputs, strict=True):
@@ -212,8 +207,7 @@ def test_a_captured_forward_pass(entry_point, shares_batch, rank, size, device, 
         return spread(ids, position_ids=position_ids, use_cache=False).logits
 
     with torch.no_grad():
-        forward()
-    replay, logits = captured(forward)
+        replay, logits = captured(forward)
     for step in range(4):
         ids.copy_(random_ids(8, seed=step if shares_batch else 10 * step + rank))
         replay()
@@ -227,15 +221,7 @@ def test_a_captured_forward_pass(entry_point, shares_batch, rank, size, device, 
 def test_windows_are_not_made_in_a_capture(device):
     layer = OneLayer("mixtral", "experts_implementation", DTYPE)
     inputs = layer.inputs(8, 2, seed=0)
-    with pytest.raises(RuntimeError, match="call the model once before the capture"):
-        captured(lambda: layer.spread(*inputs))
+    refused = pytest.raises(RuntimeError, match="call the model once before the capture")
+    with torch.no_grad(), refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer.spread(*inputs)
     assert not integration.shared()
-
-
-def captured(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """A function that replays `forward`, and the tensor that each replay writes."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        y = forward()
-    return graph.replay, y

@@ -188,22 +188,13 @@ def _load(path: str, **options: Any) -> PreTrainedModel:
 
 
 def generate(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    max_new_tokens: int,
-    synced_gpus: bool | None = None,
+    model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each step."""
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=max_new_tokens,  # also past the end of a text, so that runs can be compared
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        synced_gpus=synced_gpus,
-    )
+    # min_new_tokens: also past the end of a text, so that runs can be compared
+    lengths = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
+    returned = {"output_logits": True, "return_dict_in_generate": True}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths | returned | options)
     return output.sequences[0, ids.shape[1] :], torch.cat(output.logits)
 
 

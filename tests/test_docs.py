@@ -18,8 +18,6 @@ import torch
 from helpers import ROOT
 from launched import run
 
-from benchmarks.results import read
-
 DOCS = ROOT / "docs"
 WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WRITTEN += sorted(path for path in DOCS.rglob("*.md"))
@@ -100,22 +98,6 @@ def test_the_public_names_are_in_the_reference() -> None:
     reference = "\n".join(text_of(path) for path in (DOCS / "reference").glob("*.md"))
     documented = set(re.findall(r"^::: epmoe\.(\w+)$", reference, re.MULTILINE))
     assert set(epmoe.__all__) - {"__version__"} <= documented
-
-
-def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
-    layers = [read(ROOT / "benchmarks" / f"h100x2_layer_{model}.json") for model in ("qwen3", "deepseek_v3")]
-    names = ("epmoe, fp8", "DeepGEMM MegaMoE (sgl-deep-gemm 0.1.5), fp8")
-    lines = [dict(layer.lines[name]) for layer in layers for name in names]
-    row = r"^\| (\d+) \|" + r" (\*{0,2}[\d.]+\*{0,2}) \|" * 4 + "$"
-    shown = re.findall(row, text_of(ROOT / "README.md"), re.MULTILINE)
-    assert [int(tokens) for tokens, *_ in shown] == [1, 4, 16, 64, 128, 512, 1024, 4096]
-    for tokens, *cells in shown:
-        figures = [float(cell.strip("*")) for cell in cells]
-        assert figures == [line[int(tokens)] for line in lines]
-        for i in (0, 2):
-            assert [cell.startswith("**") for cell in cells[i : i + 2]] == [
-                figure == min(figures[i : i + 2]) for figure in figures[i : i + 2]
-            ]
 
 
 BLOCK = re.compile(r"(?:<!-- (?P<note>(?:(?!-->).)*?) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```", re.DOTALL)

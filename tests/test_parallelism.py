@@ -1,4 +1,4 @@
-"""`epmoe plan --compare` and its model: formulas by hand, the figures of BENCHMARKS.md, the page, and the command."""
+"""`epmoe plan --compare` and its model: the figures of BENCHMARKS.md, the page, and the command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from helpers import ROOT
 from typer.testing import CliRunner
 
 from benchmarks.results import read
-from epmoe.bench.node_model import Speeds
-from epmoe.bench.parallelism import BATCHES, GPUS, Comparison, Cost, Gpu, better_than_ep
+from epmoe.bench.parallelism import BATCHES, GPUS, Comparison, Cost, better_than_ep
 from epmoe.cli import app
 from epmoe.config.config import EPConfig
 from epmoe.local.gemm.few_rows import MOST_ROWS
@@ -71,40 +70,6 @@ def test_layers_that_were_measured():
             f"{count} layers of {layout}: at most {max(map(abs, errors)):.0%}, median {median(map(abs, errors)):.0%}"
         )
         assert found in " ".join(PAGE.split())
-
-
-def test_by_hand():
-    """4 experts, top-1, two GPUs of simple speeds, 2 tokens each. A token needs each expert by 1/4."""
-    gpu = Gpu(1.0, Speeds(local_gb_per_s=1e9, exchange_us=5.0, nvlink_gb_per_s=1.0), local_us=(6.0, 6.0),
-              local=(1.0, 1.0), few_us=3.0, gemm_us=7.0, busy=(1.0, 1.0), collective_us=20.0,
-              collective_gb_per_s=2.0)  # fmt: skip
-    config = EPConfig(
-        model={"num_experts": 4, "num_experts_per_tok": 1, "hidden_size": 64, "intermediate_size": 32},
-        topology={"ep_size": 2},
-    )
-    ep, tp, replicas = Comparison(config, gpu, fp8=False).costs(2).values()
-    expert = 3 * 64 * 32 * 2
-    of_two, of_four = 1 - 0.75**2, 1 - 0.75**4
-    assert replicas.read_bytes == pytest.approx(4 * expert * of_two)
-    assert tp.read_bytes == pytest.approx(2 * expert * of_four)
-    chance = 0.5895 * (2 * of_four * (1 - of_four)) ** 0.5  # the larger of two normal draws, of variance 1
-    assert ep.read_bytes == pytest.approx(expert * (2 * of_four + chance), rel=1e-4)
-    assert (ep.held_bytes, tp.held_bytes, replicas.held_bytes) == (2 * expert, 2 * expert, 4 * expert)
-    assert (tp.sent_bytes, replicas.sent_bytes) == (2 * 1 / 2 * 4 * 128, 0)
-    assert ep.sent_bytes == pytest.approx(2 * 1 / 2 * 2 * 128)  # one rank a token, half of them elsewhere, both ways
-    assert ep.exchange_us == pytest.approx(2 * 5 + ep.sent_bytes / 1000)
-    assert tp.exchange_us == pytest.approx(6 + 4 * 2 * 64 * 4 / 1000 + 20 + tp.sent_bytes / 2000)
-    assert replicas.exchange_us == pytest.approx(2 * 5)  # rows stay, at 10⁹ GB/s
-    assert ep.experts_us == pytest.approx(3 + (1.02 + 0.009 * 1) * ep.read_bytes / 1000)  # one row an expert
-    assert replicas.experts_us == pytest.approx(3 + (1.02 + 0.009 * 0.5) * replicas.read_bytes / 1000)
-    for cost in (ep, tp, replicas):
-        assert cost.us == pytest.approx(2 + cost.exchange_us + cost.experts_us)
-    many = Comparison(config, gpu, fp8=False).costs(32)["replicas"]  # 8 rows an expert
-    more = Comparison(config, gpu, fp8=False).costs(64)["replicas"]
-    assert many.experts_us == pytest.approx(3 + (1.02 + 0.009 * 8) * many.read_bytes / 1000)
-    moved = 1.08 * (more.read_bytes + 64 * (64 * 2 + 8 * 32 + 2 * 32 * 2 + 2 * 64)) / 1000
-    computed = 6 * 64 * 32 * 64 / 989.5e6
-    assert more.experts_us == pytest.approx(7 + (moved**3 + computed**3) ** (1 / 3))
 
 
 def test_one_gpu_and_uneven_loads():

@@ -143,7 +143,7 @@ def _section(results: Sequence[Published]) -> Iterator[str]:
     """A heading, where the figures come from, and the table of results that share it."""
     first = results[0]
     columns = tuple(dict.fromkeys(column for result in results for column in result.columns))
-    units = {unit for result in results for unit in result.units}
+    units = {column.unit for column in columns if column.unit}
     yield f"## {first.title}"
     texts = [text for result in results for text in (result.caption, *result.notes)]
     machine = f"{first.machine}, torch {first.torch}."

@@ -13,7 +13,6 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FOLDER = Path(__file__).resolve().parent
 
-Figure = Decimal | int
-"""Decimal where the file has a fraction, so that a figure is printed with the digits it was recorded with."""
+Figure = int | float
 
 
 class _Record(BaseModel):
@@ -106,18 +104,13 @@ class Published(_Record):
         return self
 
     @property
-    def units(self) -> set[str]:
-        """The units of the columns."""
-        return {column.unit for column in self.columns if column.unit}
-
-    @property
     def lines(self) -> dict[str, list[tuple[int, float]]]:
         """(T, figure) of each row with a `line`."""
         return {
             row.line: [
-                (column.tokens, figure if isinstance(figure, int) else float(figure))
+                (column.tokens, figure)
                 for column, figure in zip(self.columns, row.cells, strict=True)
-                if column.tokens is not None and isinstance(figure, Decimal | int)
+                if column.tokens is not None and isinstance(figure, int | float)
             ]
             for row in self.rows
             if row.line
@@ -189,7 +182,7 @@ def load(folder: Path = FOLDER) -> list[Published]:
 
 def read(path: Path) -> Published:
     """The result in one file."""
-    return Published.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal))
+    return Published.model_validate(json.loads(path.read_text(encoding="utf-8")))
 
 
 def main() -> None:

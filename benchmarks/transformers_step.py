@@ -6,7 +6,7 @@ Every rank decodes sequences of its own. Rows of the table: epmoe as experts fun
 ordinary and in its static mode, eager and captured into a CUDA graph; the model without its experts, both ways, which
 is what remains of a step however fast they are; and transformers' own all_to_all. Attention is replicated. A figure is
 the median over batches of calls back to back, of the slowest rank. Without GPUs a tiny model shows that the script
-works; its figures mean nothing.
+works; its figures mean nothing. It needs transformers 5.23 or newer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
@@ -56,8 +57,6 @@ def make_model(implementation: str) -> nn.Module:
 
 def spread_experts(model: nn.Module, implementation: str) -> nn.Module:
     """Leave each rank its share of the experts, as `DistributedConfig(ep_size=R)` does."""
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-
     size = dist.get_world_size()
     plan = {}
     for name, module in model.named_modules():
@@ -162,9 +161,10 @@ def rows() -> Iterator[tuple[str, str, Milliseconds]]:
     alone = make_model("grouped_mm")
     want = alone(torch.arange(32, device=DEVICE)[None], use_cache=False).logits
     del alone
-    entries = {"experts function": make_model("epmoe")}
-    if hasattr(integration, "EpmoeEP"):
-        entries["EP implementation"] = spread_experts(make_model("grouped_mm"), "epmoe")
+    entries = {
+        "experts function": make_model("epmoe"),
+        "EP implementation": spread_experts(make_model("grouped_mm"), "epmoe"),
+    }
     for name, model in entries.items():
         integration.configure(static=False, max_num_tokens_per_rank=1024)  # the default again
         check(model, want)
@@ -181,10 +181,9 @@ def rows() -> Iterator[tuple[str, str, Milliseconds]]:
     if ON_GPUS:
         yield "", "captured", decode_steps(without, captured=True) + no_prefill
     del without
-    if hasattr(integration, "EpmoeEP"):
-        model = spread_experts(make_model("grouped_mm"), "all_to_all")
-        check(model, want)
-        yield "transformers' all_to_all", "eager", decode_steps(model, captured=False) + prefills(model)
+    model = spread_experts(make_model("grouped_mm"), "all_to_all")
+    check(model, want)
+    yield "transformers' all_to_all", "eager", decode_steps(model, captured=False) + prefills(model)
 
 
 def main() -> None:

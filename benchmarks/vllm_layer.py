@@ -66,9 +66,10 @@ def init() -> tuple[int, int, torch.device]:
     return rank, size, device
 
 
-def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> MarkedLayer:
-    """A layer in the three parts of vLLM's own kernel."""
+def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, with_experts: bool = True) -> MarkedLayer:
+    """A layer in the three parts of vLLM's own kernel; without experts, around outputs that are there already."""
     impl, own, config = layer.kernel.impl, layer.weights, layer.config
+    kept: list[Tensor] = []
 
     def run(mark: Callable[[], None]) -> Tensor:
         output = torch.empty_like(x)
@@ -77,29 +78,16 @@ def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> MarkedLayer
             x, weights, ids, config.num_experts, layer.expert_map, False
         )
         mark()
-        outputs = impl._fused_experts(
-            x.dtype, rows, scales, own.w1, own.w2, row_weights, row_ids, MoEActivation.SILU,
-            config.num_experts, config.num_local_experts, layer.expert_map, False, counts,
-        )  # fmt: skip
+        if with_experts:
+            outputs = impl._fused_experts(
+                x.dtype, rows, scales, own.w1, own.w2, row_weights, row_ids, MoEActivation.SILU,
+                config.num_experts, config.num_local_experts, layer.expert_map, False, counts,
+            )  # fmt: skip
+        elif not kept:
+            kept.append(torch.zeros(len(rows), x.shape[1], dtype=x.dtype, device=x.device))
         mark()
-        impl._finalize(output, outputs, x, row_weights, row_ids, False, None, None)
+        impl._finalize(output, outputs if with_experts else kept[0], x, row_weights, row_ids, False, None, None)
         mark()
-        return output
-
-    return run
-
-
-def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> MarkedLayer:
-    """Prepare and finalize of a layer, around outputs that are there already."""
-    impl, config = layer.kernel.impl, layer.config
-    outputs: list[Tensor] = []
-
-    def run(mark: Callable[[], None]) -> Tensor:
-        output = torch.empty_like(x)
-        rows, _, _, row_ids, row_weights = impl._prepare(x, weights, ids, config.num_experts, layer.expert_map, False)
-        if not outputs:
-            outputs.append(torch.zeros(len(rows), x.shape[1], dtype=x.dtype, device=x.device))
-        impl._finalize(output, outputs[0], x, row_weights, row_ids, False, None, None)
         return output
 
     return run
@@ -169,7 +157,7 @@ def time_layer(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], what: str) -
     check_close(output, expected, f"{what}, events")
     whole, output = replayed(phases(layer, *inputs), with_events=False)
     check_close(output, expected, what)
-    exchange, _ = replayed(exchange_only(layer, *inputs), with_events=False)
+    exchange, _ = replayed(phases(layer, *inputs, with_experts=False), with_events=False)
     return dict(zip(COLUMNS, (*parts, *exchange, *whole), strict=True))
 
 

@@ -1,7 +1,6 @@
 """gpt-oss's MoE block as a MoELayer: a bias of the logits, experts with biases and a limit. With transformers' weights.
 
-A folder of safetensors: tests/test_safetensors_folder.py. State dicts of several ranks:
-tests/distributed/test_checkpoints.py.
+A folder of safetensors, and state dicts: tests/test_safetensors_folder.py and tests/distributed/test_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -81,18 +80,3 @@ def test_a_compiled_layer_is_one_graph_with_the_same_bits(ep, block):
     for seed, tokens in enumerate((5, 8)):
         x = randn(tokens, D, seed=seed).to(ep.device)
         assert torch.equal(compiled(x), layer(x))
-
-
-def test_its_state_dict_has_the_bias_of_the_logits(ep, block):
-    layer, other = layer_of(ep, block), layer_of(ep, block)
-    state = copy.deepcopy(layer.state_dict())
-    assert {"router_weight", "logit_bias", "experts.gate_up_bias", "experts.down_bias"} <= state.keys()
-    assert "bias" not in state
-    for tensor in other.state_dict().values():
-        tensor.zero_()
-    other.load_state_dict(state)
-    x = randn(7, D).to(ep.device)
-    assert torch.equal(other(x), layer(x)) and torch.equal(copy.deepcopy(layer)(x), layer(x))
-    del state["logit_bias"]
-    with pytest.raises(RuntimeError, match='Missing key.*"logit_bias"'):
-        other.load_state_dict(state)

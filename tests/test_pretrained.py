@@ -26,7 +26,7 @@ import epmoe
 
 TINY = TINY_MODEL | {"first_k_dense_replace": 1}  # a block without experts, too
 FORMATS = [
-    *("qwen3_moe", "deepseek_v3", "gpt_oss"),
+    *("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "granitemoe", "ernie4_5_moe", "llama4_text")),
 ]
 
@@ -40,6 +40,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return self.layer(x), None
+
+
+class GatedExpert(nn.Module):
+    """A shared expert with the gate that Qwen2's blocks have, [1, D]."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.shared_expert, self.shared_expert_gate = block.shared_expert, block.shared_expert_gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 
 def tiny(model_type: str, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -221,23 +232,3 @@ def test_a_death_at_any_write_leaves_no_folder_or_the_whole(deepseek, tmp_path):
             if ended:
                 break
     assert end.exists() and number > 20 and {file.name for file in tmp_path.iterdir()} == {"end"}
-
-
-class GatedExpert(nn.Module):
-    """A shared expert with the gate that Qwen2's blocks have, [1, D]."""
-
-    def __init__(self, block: nn.Module):
-        super().__init__()
-        self.shared_expert, self.shared_expert_gate = block.shared_expert, block.shared_expert_gate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
-
-
-def test_a_gated_shared_expert_is_saved(tmp_path):
-    model = tiny("qwen2_moe", tmp_path / "start")
-    folder = epmoe.SafetensorsFolder(tmp_path / "start")
-    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
-        trained = spread(model, ep, folder)
-        epmoe.checkpoint.save_pretrained(train(trained), tmp_path / "end", folder)
-    assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))

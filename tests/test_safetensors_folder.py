@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -30,48 +31,27 @@ BLOCK = "model.layers.1.mlp"
 FP8 = torch.float8_e4m3fn
 
 
-class Recorder:
-    """A safe_open that notes each tensor, and each expert of a slice, that is read."""
-
-    def __init__(self, read: list[str]):
-        self.read = read
-
-    def __call__(self, *arguments: object, **options: object) -> Recorder:
-        opened = Recorder(self.read)
-        opened.file = safe_open(*arguments, **options)
-        return opened
-
-    def keys(self) -> list[str]:
-        return self.file.keys()
-
-    def get_tensor(self, name: str) -> Tensor:
-        self.read.append(name)
-        return self.file.get_tensor(name)
-
-    def get_slice(self, name: str) -> RecordedSlice:
-        return RecordedSlice(self, name)
-
-
-class RecordedSlice:
-    def __init__(self, recorder: Recorder, name: str):
-        self.read, self.name, self.slice = recorder.read, name, recorder.file.get_slice(name)
-
-    def get_shape(self) -> list[int]:
-        return self.slice.get_shape()
-
-    def get_dtype(self) -> str:
-        return self.slice.get_dtype()
-
-    def __getitem__(self, expert: int) -> Tensor:
-        self.read.append(f"{self.name}[{expert}]")
-        return self.slice[expert]
-
-
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what has been read since the test began."""
+    """Names of the tensors, and of the experts of slices, that have been read since the test began."""
     names: list[str] = []
-    monkeypatch.setattr("safetensors.safe_open", Recorder(names))
+
+    class Opened:
+        def __init__(self, *arguments: object, **options: object) -> None:
+            self.file = safe_open(*arguments, **options)
+            self.keys = self.file.keys
+
+        def get_tensor(self, name: str) -> Tensor:
+            names.append(name)
+            return self.file.get_tensor(name)
+
+        def get_slice(self, name: str) -> MagicMock:
+            part = self.file.get_slice(name)
+            recorded = MagicMock(wraps=part)
+            recorded.__getitem__.side_effect = lambda x: names.append(f"{name}[{x}]") or part[x]
+            return recorded
+
+    monkeypatch.setattr("safetensors.safe_open", Opened)
     return names
 
 
@@ -296,10 +276,6 @@ BF16, SCALES, OF = (
     f"the experts of `{BLOCK}`, 0 to 5 as its router has 6 rows, have",
 )
 WRONG = {
-    "bf16 expert 0 among fp8 experts": (
-        lambda: changed(fp8_tensors(F), ".0.", lambda t: t.to(BF16) if t.dtype == FP8 else None),
-        rf"{OF} .*, but lack .*experts.0.down_proj.weight_scale_inv, .*0.gate_proj.weight_scale_inv, .*0.up_proj",
-    ),
     "bf16 expert 0 among fp8 experts, all with scales": (
         lambda: changed(fp8_tensors(F), ".0.down_proj.weight", lambda t: t if t.dtype != FP8 else t.to(BF16)),
         rf"`{BLOCK}.experts.1.down_proj.weight` is F8_E4M3 \[256, 128\], but .*experts.0.down_proj.weight` is BF16 \[",
@@ -308,28 +284,14 @@ WRONG = {
         lambda: changed(each(), ".4.up_proj", Tensor.half),
         r"experts.4.up_proj.weight` is F16 .*0.gate_proj.weight` is F32 .*: all experts must have one format",
     ),
-    "an expert of another shape": (
-        lambda: changed(each(), ".4.up_proj", lambda t: t[:1].clone()),
-        r"experts.4.up_proj.weight` is F32 \[1, 256\], but .*experts.0.gate_proj.weight` is F32 \[128, 256\]",
-    ),
     "more experts": (
         lambda: added(each(), *(f"experts.6.{name}_proj.weight" for name in ("gate", "up", "down"))),
         rf"{OF} experts.\*.down_proj.weight, .*, but got also {BLOCK}.experts.6.down_proj.weight, ",
     ),
-    "fewer experts": (lambda: without(each(), "experts.5."), rf"{OF} .* lack {BLOCK}.experts.5.down_proj.weight, "),
     "a gap": (lambda: without(each(), "experts.2."), rf"{OF} .* lack {BLOCK}.experts.2.down_proj.weight, "),
-    "no expert 0": (lambda: without(each(), "experts.0."), rf"{OF} .* lack {BLOCK}.experts.0.down_proj.weight, "),
     "a bias of one expert": (
         lambda: added(each(), "experts.3.down_proj.bias"),
         r"experts.\*.down_proj.bias, .*, but lack .*experts.0.down_proj.bias, .*experts.1.",
-    ),
-    "a bias of gates alone": (
-        lambda: added(each(), *(f"experts.{x}.gate_proj.bias" for x in range(E))),
-        r"lack .*experts.0.up_proj.bias, ",
-    ),
-    "another scale": (
-        lambda: {name.replace("scale_inv", "global_scale"): tensor for name, tensor in fp8_tensors(F).items()},
-        rf"{OF} .*, but got also {BLOCK}.experts.0.down_proj.weight_global_scale, ",
     ),
     "three scales for a weight": (
         lambda: changed(fp8_tensors(F), SCALES, lambda t: t.flatten()[:1].repeat(3)),
@@ -351,14 +313,6 @@ WRONG = {
     "integers as scales": (
         lambda: changed(fp8_tensors(F), SCALES, Tensor.int),
         r"gate_proj.weight_scale_inv` is I32 \[1, 2\], but scales must be F32 or F16 or BF16 ",
-    ),
-    "scales of down alone": (
-        lambda: without(fp8_tensors(F), f"gate_proj.{SCALES}"),
-        r"but lack .*experts.0.gate_proj.weight_scale_inv, ",
-    ),
-    "scales of the input": (
-        lambda: added(fp8_tensors(F), *(f"experts.{x}.down_proj.input_scale" for x in range(E))),
-        r"but got also .*experts.0.down_proj.input_scale, ",
     ),
     "fp8 without scales": (
         lambda: without(fp8_tensors(F), SCALES),
@@ -391,10 +345,6 @@ WRONG = {
     "fused, shapes that do not fit": (
         lambda: changed(fused(), "experts.down_proj", lambda t: t[:, 1:].clone()),
         r"gate_up_proj` is F32 \[6, 256, 256\], and .*down_proj` is F32 \[6, 255, 128\], which do not fit",
-    ),
-    "fused, fp8": (
-        lambda: changed(fused(), ".experts.", lambda t: t.to(FP8)),
-        r"gate_up_proj` is F8_E4M3 \[6, 256, 256\], without a `weight_scale_inv`",
     ),
     "fused, with scales": (
         lambda: added(fused(), "experts.gate_up_proj_scale_inv", "experts.down_proj_scale_inv"),

@@ -11,10 +11,23 @@ import epmoe
 from epmoe.training import route
 
 
-def plain_route(logits, ids, scoring, renormalize, factor, epsilon=0.0):
+def plain_route(logits, ids, scoring="softmax", renormalize=False, factor=1.0, epsilon=0.0):
     scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(1)
     weights = scores.gather(1, ids.long().clamp(0, logits.shape[1] - 1))
     return factor * (weights / (weights.sum(1, keepdim=True) + epsilon) if renormalize else weights)
+
+
+def routed(logits, top_k, grad=None, real=None, ids=None, **options):
+    """The routing of `real` tokens, by default all, and the gradients of its logits: those of route, and in fp64."""
+    names = ("scoring", "renormalize", "routed_scaling_factor", "renormalize_epsilon")
+    formula = {name.replace("routed_scaling_", "").replace("renormalize_", ""): options.get(name) for name in names}
+    x, wide = logits.clone().requires_grad_(), logits.double().cpu().requires_grad_()
+    got = route(x, top_k, ids=ids, num_tokens=real, **options)
+    grad = randn(*got.weights.shape, seed=9) if grad is None else grad
+    got.weights.backward(grad.to(x.device))
+    want = plain_route(wide, got.ids.cpu(), **{name: value for name, value in formula.items() if value is not None})
+    want[:real].backward(grad[:real].double())
+    return got, x.grad, wide.grad
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -22,22 +35,14 @@ def plain_route(logits, ids, scoring, renormalize, factor, epsilon=0.0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_route(device, scoring, renormalize, dtype, groups):
-    options = {
-        "scoring": scoring,
-        "renormalize": renormalize,
-        "num_expert_groups": groups,
-        "top_groups": -(-groups // 2),
-    }
-    options |= {"routed_scaling_factor": 2.5, "bias": randn(16, seed=3).to(device) / 4, "num_tokens": 9}
-    logits = randn(12, 16, seed=1).to(dtype).to(device).requires_grad_()
-    got, want = route(logits, 4, **options), epmoe.route(logits.detach(), 4, **options)
+    options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": 2.5}
+    options |= {"num_expert_groups": groups, "top_groups": -(-groups // 2), "bias": randn(16, seed=3).to(device) / 4}
+    logits = randn(12, 16, seed=1).to(dtype).to(device)
+    got, by_route, by_torch = routed(logits, 4, real=9, **options)
+    want = epmoe.route(logits, 4, num_tokens=9, **options)
     assert torch.equal(got.ids, want.ids) and torch.equal(got.weights, want.weights)
-    grad = torch.randn(12, 4, generator=generator(9)).to(device)
-    got.weights.backward(grad)
-    wide = logits.detach().double().cpu().requires_grad_()
-    plain_route(wide, got.ids.cpu(), scoring, renormalize, 2.5)[:9].backward(grad[:9].double().cpu())
-    assert_close(logits.grad, wide.grad, slack=2 if dtype == torch.bfloat16 else 1)
-    assert not logits.grad[9:].any()
+    assert_close(by_route, by_torch, slack=2 if dtype == torch.bfloat16 else 1)
+    assert not by_route[9:].any()
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -65,42 +70,33 @@ def test_route_compiled_and_in_a_checkpoint():
         assert torch.equal(torch.autograd.grad(call(logits), logits)[0], want)
 
 
-@pytest.mark.parametrize("least", [-60.0, -95.0])
-def test_sigmoids_near_zero_have_gradients(device, least):
-    """What renormalised weights say does not vanish with the scores."""
-    logits = (least + torch.arange(8.0)[None]).to(device).requires_grad_()
-    got = route(logits, 4, scoring="sigmoid", renormalize=True)
-    got.weights[:, 0].sum().backward()
-    wide = logits.detach().double().cpu().requires_grad_()
-    plain_route(wide, got.ids.cpu(), "sigmoid", True, 1.0)[:, 0].sum().backward()
-    assert_close(logits.grad, wide.grad)
+FIRST_ALONE = torch.eye(4)[:1]
+ROW = torch.arange(8.0)[None]
 
 
 @pytest.mark.parametrize(
-    ("scoring", "epsilon", "offset"), [("softmax", 0.5, 0), ("sigmoid", 1e-20, -46), ("sigmoid", 0.5, 0)]
+    ("logits", "top_k", "grad", "scoring", "epsilon"),
+    [
+        (ROW - 60, 4, FIRST_ALONE, "sigmoid", 0.0),  # what renormalised weights say does not vanish with the scores
+        (ROW - 95, 4, FIRST_ALONE, "sigmoid", 0.0),
+        (randn(6, 8), 3, None, "softmax", 0.5),
+        (randn(6, 8) - 46, 3, None, "sigmoid", 1e-20),
+        (randn(6, 8), 3, None, "sigmoid", 0.5),
+    ],
 )
-def test_gradients_with_an_epsilon(device, scoring, epsilon, offset):
-    logits = (randn(6, 8) + offset).to(device).requires_grad_()
+def test_renormalised_weights(device, logits, top_k, grad, scoring, epsilon):
     options = {"scoring": scoring, "renormalize": True, "renormalize_epsilon": epsilon, "routed_scaling_factor": 2.5}
-    got = route(logits, 3, **options)
-    grad = randn(6, 3, seed=1).to(device)
-    got.weights.backward(grad)
-    wide = logits.detach().double().cpu().requires_grad_()
-    plain_route(wide, got.ids.cpu(), scoring, True, 2.5, epsilon).backward(grad.double().cpu())
-    assert wide.grad.abs().max() > 0.1
-    assert_close(logits.grad, wide.grad)
+    _, by_route, by_torch = routed(logits.to(device), top_k, grad, **options)
+    assert by_torch.abs().max() > 0.1
+    assert_close(by_route, by_torch)
 
 
 @pytest.mark.parametrize(("scoring", "epsilon"), [("softmax", 0.0), ("sigmoid", 0.0), ("sigmoid", 1e-20)])
 def test_gradients_where_one_weight_is_all_but_one(device, scoring, epsilon):
     """Each within 1e-5 of itself."""
-    logits = torch.tensor([[9.0, -5.0, -6.0, -7.0, -8.0]], device=device, requires_grad=True)
     options = {"scoring": scoring, "renormalize": True, "renormalize_epsilon": epsilon, "routed_scaling_factor": 2.5}
-    got, grad = route(logits, 3, **options), randn(1, 3, seed=1).to(device)
-    got.weights.backward(grad)
-    wide = logits.detach().double().cpu().requires_grad_()
-    plain_route(wide, got.ids.cpu(), scoring, True, 2.5, epsilon).backward(grad.double().cpu())
-    torch.testing.assert_close(logits.grad.double().cpu(), wide.grad, rtol=1e-5, atol=1e-12)
+    _, by_route, by_torch = routed(torch.tensor([[9.0, -5.0, -6.0, -7.0, -8.0]], device=device), 3, **options)
+    torch.testing.assert_close(by_route.double().cpu(), by_torch, rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -114,14 +110,10 @@ def test_given_experts(device, scoring, renormalize):
     assert torch.equal(again.ids, own.ids)
     assert_close(again.weights.detach(), own.weights.detach().double())
     ids = torch.rand(6, 16, generator=generator(3)).argsort(1)[:, :4].to(device)
-    grad = randn(6, 4, seed=1).to(device)
-    got = route(logits, 4, ids=ids, num_tokens=5, **options)
-    got.weights.backward(grad)
-    wide = logits.detach().double().cpu().requires_grad_()
-    want = plain_route(wide, ids.cpu(), scoring, renormalize, 2.5)[:5]
-    want.backward(grad[:5].double().cpu())
-    assert_close(got.weights[:5].detach(), want.detach())
-    assert_close(logits.grad, wide.grad)
+    got, by_route, by_torch = routed(logits.detach(), 4, real=5, ids=ids, **options)
+    want = plain_route(logits.detach().double().cpu(), ids.cpu(), scoring, renormalize, 2.5)[:5]
+    assert_close(got.weights[:5].detach(), want)
+    assert_close(by_route, by_torch)
     assert got.ids.dtype == torch.int64 and got.ids[5].eq(16).all() and not got.weights[5].any()
     ids[0, 1], ids[1, 0] = -1, 16
     weights = route(logits, 4, ids=ids, **options).weights

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exchanges import make_config
-from tool_models import D, E, K, Kind, Model, assert_same, tokens, train, train_alone, whole
+from tool_models import D, E, K, Kind, Model, assert_same, loss_of, tokens, train, train_alone, whole
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -108,16 +108,11 @@ def hsdp(case: Case) -> None:
 class Both:
     """Two optimizers."""
 
-    def __init__(self, others: Any, experts: Any) -> None:
-        self.optimizers = others, experts
+    def __init__(self, *optimizers: Any) -> None:
+        self.optimizers = optimizers
 
-    def step(self) -> None:
-        for each in self.optimizers:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self.optimizers:
-            each.zero_grad()
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: [getattr(each, name)() for each in self.optimizers]
 
 
 @tool("`ZeroRedundancyOptimizer`")
@@ -132,28 +127,12 @@ def zero(case: Case) -> None:
 
 
 def scaled(case: Case, scaler: Any) -> None:
-    """Steps with a scaled loss, and one in which a rank's experts overflow: all ranks leave it out."""
+    """A step with a scaled loss."""
     model = case.wrapped()
     optimizer = adamw(model.parameters())
-
-    def step(number: int) -> Tensor:
-        x = tokens(number, dist.get_rank())
-        optimizer.zero_grad()
-        return (model(x) - x).square().mean()
-
-    for number in range(2):
-        scaler.scale(step(number)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    case.is_right(model)
-    before, scale = whole(model), scaler.get_scale()
-    scaler.scale(step(2)).backward()
-    if dist.get_rank() == 0:
-        next(p for p in model.parameters() if is_spread(p)).grad.to_local().fill_(torch.inf)
+    scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
-    scaler.update()
-    assert_same(whole(model), before, 0.0)
-    assert scaler.get_scale() < scale
+    case.is_right(model, steps=1)
 
 
 @tool("`torch.amp.GradScaler`")
@@ -186,9 +165,8 @@ def accelerated(case: Case) -> None:
     accelerator, model = accelerate.Accelerator(cpu=True), case.model()
     model, optimizer = accelerator.prepare(ignore_experts(model) if case.prepared else model, adamw(model.parameters()))
     for step in range(2):
-        x = tokens(step, dist.get_rank())
         optimizer.zero_grad()
-        accelerator.backward((model(x) - x).square().mean())
+        accelerator.backward(loss_of(model, step))
         clip_grad_norm_(model, MAX_NORM)
         optimizer.step()
     case.is_right(model, max_norm=MAX_NORM)
@@ -254,49 +232,26 @@ def pretrained(case: Case) -> None:
     Pretrained(transformers.PretrainedConfig()).save_pretrained(case.folder / str(dist.get_rank()))
 
 
-class Merged(nn.Module):
-    """A model in one process, to whose weights the factors of a model of PEFT are added, as parameters of its own."""
-
-    def __init__(self, alone: nn.Module, model: nn.Module) -> None:
-        super().__init__()
-        self.alone, values = alone.requires_grad_(False), whole(model)
-        self.factors = nn.ParameterDict()
-        self.of: dict[str, tuple[str, str, float]] = {}
-        for path, wrapper in model.named_modules():
-            if hasattr(wrapper, "parameter_name"):
-                names = [f"{path}.lora_{end}.default.weight" for end in "AB"]
-                self.factors |= {name.replace(".", "/"): values[name] for name in names}
-                block = path.removeprefix("base_model.model.").replace(".base_layer", "")
-                self.of[f"{block}.{wrapper.parameter_name}"] = (*names, wrapper.scaling["default"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = dict(self.alone.named_parameters())
-        for name, (of_a, of_b, scaling) in self.of.items():
-            a, b = (self.factors[of.replace(".", "/")] for of in (of_a, of_b))
-            low, high = a.unflatten(0, (E, -1)), b.unflatten(1, (-1, E))
-            weights[name] = weights[name] + torch.einsum("ore,eri->eoi", high, low) * scaling
-        return torch.func.functional_call(self.alone, weights, (x,))
-
-
 @tool("PEFT's `target_parameters`")
 def peft(case: Case) -> None:
     peft = pytest.importorskip("peft")
     names = ("w_gate_up", "w_down") if case.kind == "grouped" else ("up", "down")
     targets = [f"moe.experts.{name}" for name in names]
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
-    model = peft.get_peft_model(case.model(), config)
+    model, alone = (peft.get_peft_model(each, config) for each in (case.model(), Model(case.kind)))
     if case.prepared:
         ignore_experts(spread_adapters(model))
-    merged = Merged(Model(case.kind), model)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    factors = {name: value for name, value in whole(model).items() if "lora_" in name}
+    alone.load_state_dict(factors, strict=False)
     try:
-        train(model, adamw(trained))
+        train(model, adamw([p for p in model.parameters() if p.requires_grad]))
     except RuntimeError:
         model.unload()
         raise
-    train_alone(merged, adamw(merged.factors.parameters()))
-    got = {name: value for name, value in whole(model).items() if "lora_" in name}
-    assert_same(got, {name.replace("/", "."): value.detach() for name, value in merged.factors.items()})
+    want = train_alone(alone, adamw([p for p in alone.parameters() if p.requires_grad]))
+    got = whole(model)
+    assert factors and not any(torch.equal(got[name], factors[name]) for name in factors)
+    assert_same({name: got[name] for name in factors}, {name: want[name] for name in factors})
 
 
 def resumes(
@@ -323,29 +278,21 @@ def under_ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(ignore_experts(model))
 
 
-@tool("`torch.compile` of each block")
-def compiled_blocks(case: Case) -> None:
+def each_block(case: Case, wrapper: Callable[..., Any]) -> None:
     def wrap(model: Model) -> nn.Module:
         for i, block in enumerate(model.blocks):
-            model.blocks[i] = torch.compile(block, backend="aot_eager")
+            model.blocks[i] = wrapper(block)
         return under_ddp(model)
 
     resumes(case, wrap)
 
 
-@tool("`torch.compile` of the model")
-def compiled(case: Case) -> None:
-    resumes(case, lambda model: torch.compile(under_ddp(model), backend="aot_eager"))
-
-
-@tool("`checkpoint_wrapper`")
-def checkpointed(case: Case) -> None:
-    def wrap(model: Model) -> nn.Module:
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block)
-        return under_ddp(model)
-
-    resumes(case, wrap)
+eagerly_compiled = functools.partial(torch.compile, backend="aot_eager")
+TOOLS |= {
+    "`torch.compile` of each block": functools.partial(each_block, wrapper=eagerly_compiled),
+    "`torch.compile` of the model": functools.partial(resumes, wrap=lambda model: eagerly_compiled(under_ddp(model))),
+    "`checkpoint_wrapper`": functools.partial(each_block, wrapper=checkpoint_wrapper),
+}
 
 
 class Replayed(nn.Module):
@@ -380,80 +327,75 @@ def averaged(case: Case) -> None:
     assert_same(whole(average), {name: (states[0][name] + states[1][name]) / 2 for name in states[0]})
 
 
+def zero_(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+
 @tool("`torch.save` of each rank's state dict")
 def saved_by_each(case: Case) -> None:
     model, file = case.model(), case.folder / f"{dist.get_rank()}.pt"
     before = whole(model)
     torch.save(model.state_dict(), file)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    zero_(model)
     model.load_state_dict(torch.load(file))
     assert_same(whole(model), before, 0.0)
 
 
+def loads_that_of_first(case: Case, saved: Any) -> None:
+    if dist.get_rank() == 0:
+        torch.save(saved.state_dict(), case.folder / "0.pt")
+    dist.barrier()
+    saved.load_state_dict(torch.load(case.folder / "0.pt"))
+
+
 @tool("`torch.save` of rank 0's state dict")
 def saved_by_first(case: Case) -> None:
-    model, file = case.model(), case.folder / "0.pt"
-    before = whole(model)
-    if dist.get_rank() == 0:
-        torch.save(model.state_dict(), file)
-    dist.barrier()
-    try:
-        model.load_state_dict(torch.load(file))
-    finally:
-        assert_same(whole(model), before, 0.0)
+    loads_that_of_first(case, case.model())
 
 
 @tool("`torch.save` of rank 0's optimizer")
 def optimizer_saved_by_first(case: Case) -> None:
-    model, file = case.wrapped(), case.folder / "0.pt"
+    model = case.wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     train(model, optimizer)
-    if dist.get_rank() == 0:
-        torch.save(optimizer.state_dict(), file)
-    dist.barrier()
-    optimizer.load_state_dict(torch.load(file))
+    loads_that_of_first(case, optimizer)
     optimizer.step()
 
 
-def dcp_save(model: nn.Module, folder: Path, optimizer: Any, asynchronous: bool = False) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
-    if asynchronous:
-        dcp.async_save(state, checkpoint_id=folder).result()
-    else:
-        dcp.save(state, checkpoint_id=folder)
+def both_states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def dcp_save(model: nn.Module, folder: Path, optimizer: Any) -> None:
+    dcp.save(both_states(model, optimizer), checkpoint_id=folder)
+
+
+def dcp_async(model: nn.Module, folder: Path, optimizer: Any) -> None:
+    dcp.async_save(both_states(model, optimizer), checkpoint_id=folder).result()
 
 
 def dcp_load(model: nn.Module, folder: Path, optimizer: Any) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
+    state = both_states(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-@tool("torch.distributed.checkpoint")
-def torch_dcp(case: Case) -> None:
-    resumes(case, under_ddp, save=dcp_save, load=dcp_load)
-
-
-@tool("`async_save`")
-def torch_async(case: Case) -> None:
-    resumes(case, under_ddp, save=functools.partial(dcp_save, asynchronous=True), load=dcp_load)
+TOOLS |= {
+    "torch.distributed.checkpoint": functools.partial(resumes, wrap=under_ddp, save=dcp_save, load=dcp_load),
+    "`async_save`": functools.partial(resumes, wrap=under_ddp, save=dcp_async, load=dcp_load),
+}
 
 
 @tool("`full_state_dict=True`")
 def full(case: Case) -> None:
-    model = case.wrapped()
+    model, alone = case.wrapped(), Model(case.kind)
     options = StateDictOptions(full_state_dict=True)
     state = copy.deepcopy(get_model_state_dict(model, options=options))
-    alone = Model(case.kind)
     alone.load_state_dict({key: value for key, value in state.items() if "_extra_state" not in key})
     assert_same(whole(model), whole(alone), 0.0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    zero_(model)
     set_model_state_dict(model, state, options=options)
     assert_same(whole(model), whole(alone), 0.0)
 
@@ -461,43 +403,33 @@ def full(case: Case) -> None:
 class OwnOptimizer(torch.optim.Optimizer):
     """One of a user, which goes parameter by parameter."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": RATE})
+    def __init__(self, parameters: Any, update: Callable[[nn.Parameter, dict[str, Tensor]], Tensor]) -> None:
+        super().__init__(parameters, {})
+        self.update = update
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(self.update(p, self.state[p]), alpha=-RATE)
-
-    def update(self, p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
-        raise NotImplementedError
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(self.update(p, self.state[p]), alpha=-RATE)
 
 
-class Sm3(OwnOptimizer):
+def like_sm3(p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
     """State with a row for each index of each dimension, in place of one for each expert."""
-
-    def update(self, p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
-        dims = range(p.dim())
-        rest = [[other for other in dims if other != dim] for dim in dims]
-        if not state:
-            state |= {f"sums{dim}": torch.zeros_like(p.amax(rest[dim], keepdim=True)) for dim in dims}
-        sums = functools.reduce(torch.minimum, [state[f"sums{dim}"] for dim in dims]) + p.grad.square()
-        state |= {f"sums{dim}": sums.amax(rest[dim], keepdim=True) for dim in dims}
-        return p.grad / (sums.sqrt() + 1e-3)
+    rest = {f"sums{dim}": [other for other in range(p.dim()) if other != dim] for dim in range(p.dim())}
+    if not state:
+        state |= {name: torch.zeros_like(p.amax(others, keepdim=True)) for name, others in rest.items()}
+    sums = functools.reduce(torch.minimum, [state[name] for name in rest]) + p.grad.square()
+    state |= {name: sums.amax(others, keepdim=True) for name, others in rest.items()}
+    return p.grad / (sums.sqrt() + 1e-3)
 
 
-class Muon(OwnOptimizer):
+def like_muon(p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
     """Orthogonal updates of each matrix, [n, k] or each of [E, n, k]."""
-
-    def update(self, p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
-        if not state:
-            state["momentum"] = torch.zeros_like(p)
-        update = state["momentum"].mul_(0.9).add_(p.grad)
-        update = update / (update.square().sum((-2, -1), keepdim=True).sqrt() + 1e-3)
-        for _ in range(2):
-            update = 1.5 * update - 0.5 * update @ update.mT @ update
-        return update
+    update = state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+    update = update / (update.square().sum((-2, -1), keepdim=True).sqrt() + 1e-3)
+    for _ in range(2):
+        update = 1.5 * update - 0.5 * update @ update.mT @ update
+    return update
 
 
 def in_groups(optimizer: Callable[..., Any]) -> Callable[..., Any]:
@@ -517,8 +449,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "`AdamW(fused=True)`": functools.partial(adamw, foreach=False, fused=True),
     "`SGD`": functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9),
     "`Adafactor`": functools.partial(torch.optim.Adafactor, lr=RATE),
-    "optimizers like SM3": Sm3,
-    "optimizers like Muon": Muon,
+    "optimizers like SM3": functools.partial(OwnOptimizer, update=like_sm3),
+    "optimizers like Muon": functools.partial(OwnOptimizer, update=like_muon),
 }
 
 

@@ -41,28 +41,36 @@ def weights_of(block: int, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(randn(*shape, seed=10 * block + i) / scale for i, shape in enumerate(shapes))
 
 
-class DenseMoE(nn.Module):
-    """All experts in plain torch."""
+class DenseExperts(nn.Module):
+    """Outputs [T, E, D] of all experts, in plain torch."""
 
-    def __init__(self, kind: Kind, router: Tensor, up: Tensor, down: Tensor) -> None:
+    def __init__(self, kind: Kind, up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.kind = kind
-        self.router_weight, self.experts = nn.Parameter(router), nn.Module()
-        names = ("w_gate_up", "w_down") if kind == "grouped" else ("up", "down")
-        for name, value in zip(names, (up, down), strict=True):
-            self.experts.register_parameter(name, nn.Parameter(value))
+        self.names = ("w_gate_up", "w_down") if kind == "grouped" else ("up", "down")
+        for name, value in zip(self.names, (up, down), strict=True):
+            self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = F.linear(x, self.router_weight).softmax(1).topk(K, 1)
-        up, down = self.experts.parameters()
+        up, down = (getattr(self, name) for name in self.names)
         hidden = torch.einsum("td,efd->tef", x, up)
-        if self.kind == "grouped":
+        if self.names[0] == "w_gate_up":
             gate, hidden = hidden.chunk(2, 2)
             hidden = F.silu(gate) * hidden
         else:
             hidden = F.relu(hidden).square()
-        outs = torch.einsum("tef,edf->ted", hidden, down)
-        chosen = outs.gather(1, ids[:, :, None].expand(-1, -1, D))
+        return torch.einsum("tef,edf->ted", hidden, down)
+
+
+class DenseMoE(nn.Module):
+    """The layer in one process."""
+
+    def __init__(self, kind: Kind, router: Tensor, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.router_weight, self.experts = nn.Parameter(router), DenseExperts(kind, up, down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = F.linear(x, self.router_weight).softmax(1).topk(K, 1)
+        chosen = self.experts(x).gather(1, ids[:, :, None].expand(-1, -1, D))
         return (chosen * (weights / weights.sum(1, keepdim=True))[:, :, None]).sum(1)
 
 
@@ -105,14 +113,20 @@ def tokens(step: int, rank: int) -> Tensor:
     return randn(T, D, seed=1000 + 50 * step + rank)
 
 
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """A mean over this rank's tokens."""
+    x = tokens(step, dist.get_rank())
+    loss: Tensor = (model(x) - x).square().mean()
+    return loss
+
+
 def train(
     model: nn.Module, optimizer: Any, clip: Callable[[], object] | None = None, steps: Iterable[int] = range(2)
 ) -> None:
-    """Steps over this rank's tokens. The loss is a mean over them."""
+    """Steps over this rank's tokens."""
     for step in steps:
-        x = tokens(step, dist.get_rank())
         optimizer.zero_grad()
-        (model(x) - x).square().mean().backward()
+        loss_of(model, step).backward()
         if clip is not None:
             clip()
         optimizer.step()

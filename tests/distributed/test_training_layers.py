@@ -1,4 +1,4 @@
-"""Training: whole layers over ranks against one process in plain torch."""
+"""Training: compiled layers against eager ones, and shapes. tests/distributed/test_training_fsdp.py has steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from helpers import randn
 from torch import Tensor
 
 from epmoe import GroupedExperts, MoELayer
-from epmoe.local.spread import local_view
 from epmoe.training import TrainingExchange, route
 
 E, K, D, WIDTH, T = 6, 2, 32, 24, 9
@@ -31,53 +28,6 @@ def make_layers(ep, num_layers: int = 2, num_rows="exact", dtype=torch.float32) 
         experts = GroupedExperts(gate_up[held].to(dtype), down[held].to(dtype))
         layers.append(MoELayer(ep, router, experts, num_rows=num_rows))
     return layers
-
-
-def plain_layer(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    scores = F.linear(x, router).softmax(1)
-    weights, ids = scores.topk(K, 1)
-    weights = weights / weights.sum(1, keepdim=True)
-    gate, up = torch.einsum("td,efd->tef", x, gate_up).chunk(2, 2)
-    outs = torch.einsum("tef,edf->ted", F.silu(gate) * up, down)
-    return (outs.gather(1, ids[:, :, None].expand(-1, -1, x.shape[1])) * weights[:, :, None]).sum(1)
-
-
-@pytest.mark.parametrize("num_rows", ["exact", 256])
-def test_steps_are_those_of_one_process(make_ep, rank, size, num_rows):
-    """Two layers, five steps of SGD: losses and parameters as in fp64 on the tokens of all ranks."""
-    ep = make_ep(experts=E, top_k=K, hidden=D, routing={"renormalize": True})
-    layers, device = make_layers(ep, num_rows=num_rows), ep.device
-    held = ep.placement.logical_experts(rank)
-    reference = [[w.double().requires_grad_() for w in weights_of(i)] for i in range(2)]
-    for step in range(5):
-        inputs = [randn(T + r, D, seed=100 * step + r) for r in range(size)]
-        wide = torch.cat(inputs).double()
-        h = wide
-        for parameters in reference:
-            h = h + plain_layer(h, *parameters)
-        want = h.square().mean()
-        want.backward()
-        x = inputs[rank].to(device)
-        for layer in layers:
-            x = x + layer(x)
-        loss = x.square().sum() / wide.numel()
-        loss.backward()
-        total = loss.detach().cpu()
-        dist.all_reduce(total)
-        assert abs(total - want).item() <= 2e-5 * want.item()
-        with torch.no_grad():
-            for layer, parameters in zip(layers, reference, strict=True):
-                router_grad = layer.router_weight.grad.cpu()
-                dist.all_reduce(router_grad)
-                layer.router_weight -= 0.01 * router_grad.to(device)
-                mine = layer.router_weight, layer.experts.w_gate_up, layer.experts.w_down
-                for got in mine[1:]:
-                    got -= 0.01 * got.grad
-                for got, want in zip(mine, parameters, strict=True):
-                    want -= 0.01 * want.grad
-                    part, local = (want, got) if got is mine[0] else (want[held], local_view(got))
-                    torch.testing.assert_close(local.detach().cpu().double(), part.detach(), rtol=2e-5, atol=2e-5)
-                    got.grad = want.grad = None
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
+from epmoe.exchange.call import Call
 from epmoe.exchange.handles import RoundShape
 from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
@@ -28,7 +29,7 @@ from epmoe.native.arguments import contiguous_rows
 from epmoe.native.layouts import constant
 from epmoe.training.debts import find, is_of_pass
 from epmoe.training.inductor import keep_order
-from epmoe.training.rounds import BACKWARD, EXACT, FORWARD, ON_ROWS, Pairs
+from epmoe.training.rounds import BACKWARD, EXACT, FORWARD, ON_ROWS
 
 
 @torch.library.custom_op("epmoe::train_dispatch", mutates_args=())
@@ -47,9 +48,10 @@ def train_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
     directions = find(number)
-    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
+    real = num_real if num_tokens is None else num_tokens
+    call = Call(x, ids, weights, num_tokens=real, tag=tag, aligned=aligned)
     with directions.debts.dropped_by_errors(directions), directions.numbering():
-        arrived = directions.forward.out(x, pairs, num_rows, ON_ROWS if on_rows else FORWARD)
+        arrived = directions.forward.out(call, num_rows, ON_ROWS if on_rows else FORWARD)
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
     number_of_round = directions.backward.exchange.rounds.trained & constant("kMaxTag")
@@ -114,11 +116,12 @@ def train_combine_backward(
     forward pass."""
     directions = find(number)
     directions.check_generation(generation)
-    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, int(link), aligned)
+    real = num_real if num_tokens is None else num_tokens
+    call = Call(grad_y, ids, weights, num_tokens=real, tag=int(link), aligned=aligned)
     outputs = None if expert_rows is None or row_weights is None else contiguous_rows(expert_rows)
     debts = directions.debts
     with debts.dropped_by_errors(directions), debts.paying(directions, order):
-        arrived = directions.backward.out(grad_y, pairs, num_rows, BACKWARD, outputs)
+        arrived = directions.backward.out(call, num_rows, BACKWARD, outputs)
     if ends_here:
         directions.backward.exchange.abort(None)
     none = grad_y.new_empty(0, dtype=torch.float32)

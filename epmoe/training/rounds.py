@@ -31,16 +31,6 @@ EXACT = -1  # as many rows as there are, which the host reads
 _SHARE = 3 / 4  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
 
 
-class Pairs(NamedTuple):
-    """The routing of a round, in both directions the same."""
-
-    ids: Tensor  # int32 or int64 [T, K]
-    weights: Tensor  # [T, K]
-    num_tokens: Tensor | int  # real tokens; a tensor is an int32 scalar on the device
-    tag: int
-    aligned: bool
-
-
 class Way(NamedTuple):
     """What combine does in a round."""
 
@@ -81,20 +71,12 @@ class Rounds:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         return exchange
 
-    def out(
-        self,
-        x: Tensor,
-        pairs: Pairs,
-        num_rows: int,
-        way: Way,
-        outputs: Tensor | None = None,
-    ) -> TrainingRows:
-        """Dispatch tokens [T, D] into memory of its own, of `num_rows` rows or as many as arrive. The round stays open.
+    def out(self, call: Call, num_rows: int, way: Way, outputs: Tensor | None = None) -> TrainingRows:
+        """Dispatch tokens into memory of their own, of `num_rows` rows or as many as arrive. The round stays open.
         Rows past the last segment are zeros. With `outputs` [N, D] rows may arrive as products with their weights: see
         `TrainingRows`."""
         exchange = self.exchange
-        e = self.ep.num_local_experts
-        ids, weights, num_tokens, tag, aligned = pairs
+        x, e = call.x, self.ep.num_local_experts
         N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
         width, dtype = self._wire.row_items(x.shape[1], x.dtype), self._wire.dtype_of(x.dtype)
         into = CallerRows(
@@ -106,7 +88,6 @@ class Rounds:
             wire=self._wire,
             multiplies=None if outputs is None else self._multiplied(x, outputs),
         )
-        call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.giving_up():
             rows = _dispatch(exchange, call, into, self._num_sms)
             row_weights = into.row_weights
@@ -137,7 +118,7 @@ class Rounds:
     def skip(self, shape: RoundShape, tag: int, way: Way) -> None:
         """Take part in a round without tokens, and abort it."""
         none = self.exchange.templates.no_tokens(shape, tag)
-        self.out(none.x, Pairs(none.ids, none.weights, 0, tag, none.aligned), EXACT, way)
+        self.out(Call(none.x, none.ids, none.weights, tag=tag, aligned=none.aligned), EXACT, way)
         self.exchange.abort(None)
 
     def back(self, rows: Tensor) -> Tensor:

@@ -33,15 +33,15 @@ class _Named:
 
     def __init__(self) -> None:
         self.rows = dict[int, tuple[ExpertParallel, int]]()  # by the id of `Rows`; and the tag of the layer
-        self.lists = dict[int, Tensor]()  # of experts, by their ids
+        self.lists = dict[int, Tensor]()  # by the id of a list of all experts, the rank's own
         self.experts = set[nn.Module]()  # whose ExpertParallel is known: that of the nearest module around them
 
     def __call__(self, owner: Any, state: dict[str, Any], prefix: str, _: object) -> None:
         [ep, *_], tag = eps_of(owner), getattr(owner, "tag", 0)
         held, E = ep.logical_experts(tag), ep.placement.num_experts
         if hasattr(owner, "router_weight"):
-            state[f"{prefix}_extra_state"] = experts = torch.arange(E, dtype=torch.int32)
-            self.lists[id(experts)] = experts
+            key, experts = f"{prefix}_extra_state", torch.arange(E, dtype=torch.int32)
+            self.lists[id(experts)], state[key] = state[key], experts
         for path, module in owner.named_modules():
             if module in self.experts or not (isinstance(module, GroupedExperts) or path == "experts"):
                 continue
@@ -110,6 +110,8 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
     Raises ValueError where `state_dict` does not hold all experts, and as `full_state_dict`; and torch's RuntimeError
     for missing or unexpected keys and for shapes.
     """
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
     own, named = _state_of(module)
     local = dict(state_dict)
     for key in own.keys() & local.keys():
@@ -117,6 +119,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
         if id(value) in named.lists:
             if given.tolist() != value.tolist():
                 raise ValueError(f"`{key}` must list all {len(value)} experts, got {_listed(given.tolist())}")
+            local[key] = named.lists[id(value)]
         elif (id(value) in named.rows or is_spread(value)) and len(given) != len(value):
             raise ValueError(f"`{key}` must hold all {len(value)} experts, got {len(given)}")
         if id(value) in named.rows:
@@ -126,7 +129,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
 
             given = given.to(value.device)
             local[key] = distribute_tensor(given, value.device_mesh, value.placements, src_data_rank=None)
-    _load(module, local, own, named)
+    set_model_state_dict(module, local)
 
 
 def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -187,16 +190,22 @@ def load(
     apart when they have read. ValueError, on all ranks, means also that `folder` has no checkpoint, or one without the
     optimizer, or with other keys or shapes.
     """
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
     eps = expert_parallels(module)
     with naming("load", eps), all_ranks(eps, group) as peers:
         with peers.together():
             state, named = _state_of(module, optimizer)
         folders.load(state, folder, peers)
     of_optimizer = {key.removeprefix(_OPTIMIZER): state.pop(key) for key in list(state) if key.startswith(_OPTIMIZER)}
-    _load(module, {key: getattr(value, "local", value) for key, value in state.items()}, state, named)
+    set_model_state_dict(
+        module, {key: named.lists.get(id(value), getattr(value, "local", value)) for key, value in state.items()}
+    )
     if optimizer is not None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         set_optimizer_state_dict(module, optimizer, of_optimizer, options=options)
 
@@ -255,17 +264,6 @@ def _checked(key: str, value: Any) -> Any:
             "would keep that of one rank"
         )
     return value
-
-
-def _load(module: nn.Module, local: dict[str, Any], state: dict[str, Any], named: _Named) -> None:
-    """Load tensors of this rank, under the keys of `state`. Lists of experts are the rank's own."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
-    lists = [key for key, value in state.items() if id(value) in named.lists and key in local]
-    if lists:
-        own = get_model_state_dict(module)
-        local |= {key: own[key] for key in lists}
-    set_model_state_dict(module, local)
 
 
 def gather(local: Tensor, ep: ExpertParallel, tag: int, *, cpu_offload: bool) -> Tensor:

@@ -57,16 +57,16 @@ def of_each(kind: str) -> dict[str, Tensor]:
             scale = 0.3 + 0.1 * seed
             packed = random_bytes(n, k // 2, seed=seed)
             groups = random_bytes(n, k // 32, seed=seed, low=115, high=124)
+            blocks = -(-n // 128), -(-k // 128)
             suffixes = {
                 "tensor": {"weight": weight, "weight_scale": torch.tensor(scale)},
                 "tensor [1], bf16": {"weight": weight, "weight_scale_inv": torch.tensor([scale]).to(BF16)},
                 "channel": {"weight": weight, "weight_scale": randn(n, 1, seed=seed).abs() + 0.1},
-                "blocks": {"weight": weight, "weight_scale": randn(-(-n // 128), -(-k // 128), seed=seed).abs()},
+                "blocks": {"weight": weight, "weight_scale": randn(*blocks, seed=seed).abs()},
+                "blocks, bf16": {"weight": weight, "weight_scale_inv": randn(*blocks, seed=seed).abs().to(BF16)},
                 "UE8M0": {
                     "weight": weight,
-                    "weight_scale_inv": random_bytes(-(-n // 128), -(-k // 128), seed=seed, low=110, high=130).view(
-                        torch.float8_e8m0fnu
-                    ),
+                    "weight_scale_inv": random_bytes(*blocks, seed=seed, low=110, high=130).view(torch.float8_e8m0fnu),
                 },
                 "MXFP8": {"weight": weight, "weight_scale": groups},
                 "MXFP4": {"weight_packed": packed, "weight_scale": groups},
@@ -88,7 +88,8 @@ def truth(tensors: dict[str, Tensor], x: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["tensor", "tensor [1], bf16", "channel", "blocks", "UE8M0", "MXFP8", "MXFP4", "DeepSeek-V4"]
+    "kind",
+    ["tensor", "tensor [1], bf16", "channel", "blocks", "blocks, bf16", "UE8M0", "MXFP8", "MXFP4", "DeepSeek-V4"],
 )
 def test_scales_of_each_format(tmp_path, caplog, kind):
     tensors = of_each(kind)
@@ -102,7 +103,7 @@ def test_scales_of_each_format(tmp_path, caplog, kind):
         assert plain.keys() == {"w_gate_up", "w_down"}
         for part in ("gate_up", "down"):
             assert torch.equal(plain[f"w_{part}"], torch.stack([of_one[part] for of_one in want]).to(dtype))
-    if kind in ("blocks", "UE8M0"):
+    if kind in ("blocks", "blocks, bf16", "UE8M0"):
         assert not caplog.records
         for part in ("gate_up", "down"):
             values = dequantize_weights(got[f"w_{part}"], got[f"{part}_scales"], torch.float32)

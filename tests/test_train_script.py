@@ -76,14 +76,6 @@ def saved(folder: Path, file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def assert_all_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    """Each tensor differs by at most this much of its norm; 0: not by a bit."""
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        difference = (got[name].double() - value.double()).norm()
-        assert difference <= tolerance * value.double().norm(), name
-
-
 def unindented(code: str) -> str:
     return "\n".join(map(str.strip, code.splitlines()))
 
@@ -120,21 +112,7 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
     new, *of_ranks = (saved(tmp_path / name, tmp_path / "file") for name in ("new", "new_ddp", "new_fsdp"))
     assert sum(".experts." in name for name in new) == 2 * 2
     for got in of_ranks:  # DDP and FSDP have left each expert as it was
-        assert_all_close(got, new, tolerance=0)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_parameters_after_40_steps(tmp_path, parallel):
-    """On 2, 3 and 4 ranks, and on 2 × 2 with replicas of the experts."""
-    for name, ranks, replicas in (("1", 1, 1), ("2", 2, 1), ("3", 3, 1), ("4", 4, 1), ("2x2", 4, 2)):
-        words = "--parallel", parallel, "--replicas", replicas, "--steps", 40, "--save", tmp_path / name
-        done = torchrun(ranks, EXAMPLE, *words)
-        assert done.returncode == 0, done.stderr
-    alone, *of_ranks = (saved(tmp_path / name, tmp_path / "file") for name in ("1", "2", "3", "4", "2x2"))
-    for got in of_ranks:
-        assert_all_close(got, alone, tolerance=5e-7)
+        assert got.keys() == new.keys() and all(torch.equal(got[name], value) for name, value in new.items())
 
 
 @pytest.fixture

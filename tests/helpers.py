@@ -163,3 +163,21 @@ TINY_MODEL = {
     "num_mtp_layers": 0,
 }  # fmt: skip
 """Sizes of small models of transformers, under the names of all MoE types: a config takes those it knows."""
+
+
+def tiny_model(model_type: str, path: Path, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
+    """A small model of transformers, whose biases are drawn, saved at a path. `changes` replace values of
+    `TINY_MODEL`."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    known = CONFIG_MAPPING[model_type]()
+    keys = {key: value for key, value in (TINY_MODEL | changes).items() if hasattr(known, key)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=dtype)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("bias"):
+            tensor.normal_(std=0.3)
+    model.save_pretrained(path)
+    return model

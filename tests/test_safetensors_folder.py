@@ -10,14 +10,14 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import TINY_MODEL, assert_close, randn
+from helpers import TINY_MODEL, assert_close, randn, tiny_model
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import epmoe
 from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE
@@ -397,15 +397,7 @@ def layer_as_configured(ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolde
 @pytest.mark.parametrize("model_type", FORMATS)
 @torch.no_grad()
 def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {model_type}")
-    keys = {key: value for key, value in TINY_MODEL.items() if hasattr(CONFIG_MAPPING[model_type](), key)}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        if name.endswith("bias"):
-            tensor.normal_(std=0.3)
-    model.save_pretrained(tmp_path)
+    model = tiny_model(model_type, tmp_path)
     config = epmoe.EPConfig.from_hf(tmp_path, ep_size=1, model={"dtype": "float32"})
     name, block = [(name, block) for name, block in model.named_modules() if hasattr(block, "experts")][-1]
     with epmoe.ExpertParallel(config, device="cpu") as ep:

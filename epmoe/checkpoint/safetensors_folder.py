@@ -391,12 +391,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         shared = granularity(scales.of_expert(fused), n, k)
         in_groups = shared == MXFP4_GROUPS.block
         if scales.dtype not in known or shared is None or not in_groups and (packed or scales.dtype == "U8"):
-            (_, *groups), (_, *blocks) = (each.scales_shape(1, n, k) for each in (MXFP4_GROUPS, FP8_BLOCKS))
-            several = (
-                f"{blocks} for {[n, k]}, one for each block of 128 × 128, or one for each row, group of 32 or weight"
-            )
-            several = f"{groups} for {[n, k]}, one for each group of 32" if packed else several
-            raise self._refusal(scales, f"but scales must be {' or '.join(known)} {several}")
+            _, *wanted = (MXFP4_GROUPS if packed else FP8_BLOCKS).scales_shape(1, n, k)
+            each = "group of 32" if packed else "block of 128 × 128, or one for each row, group of 32 or weight"
+            why = f"but scales must be {' or '.join(known)} {wanted} for {[n, k]}, one for each {each}"
+            raise self._refusal(scales, why)
         return MXFP4 if packed else FP8 if shared == FP8_BLOCKS.block else None
 
     def _refusal(self, header: _Header, why: str) -> ValueError:

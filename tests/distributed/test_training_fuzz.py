@@ -1,30 +1,23 @@
 """Drawn graphs of training against fp64: layers in chains and branches, checkpoints, frozen parts, parts of gradients.
 
+Every rank draws the same program, and the data of all ranks, so that it computes what it must get without the exchange.
 A failure names its seed: EPMOE_FUZZ_FIRST=<seed> EPMOE_FUZZ_CONFIGS=1 repeats it.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from factors import all_pairs
-from helpers import assert_close, poisoned_memory
-from training_programs import (
-    MAX_K,
-    MAX_TOKENS,
-    D,
-    E,
-    Leaves,
-    Program,
-    dense_layer,
-    draw_program,
-    exchanged_layer,
-    gradients,
-    output,
-)
+from helpers import assert_close, generator, poisoned_memory
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from epmoe.training import TrainingExchange
 
@@ -39,11 +32,188 @@ CASES = all_pairs(
 )
 FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 PROGRAMS = 6 * int(os.environ.get("EPMOE_FUZZ_CONFIGS", 30))
+D, E, MAX_TOKENS, MAX_K, NUM_ROWS = 16, 9, 40, 8, 1536
+Call = Literal["plain", "checkpoint", "reentrant"]
 
 
-def wanted(program: Program, rank: int, size: int) -> dict[str, torch.Tensor]:
+@dataclass
+class LayerDraw:
+    """One layer. `num_tokens`: whether the last tokens are padding, and who says it. `detaches`: its input has no
+    gradient through it."""
+
+    weights_on: Literal["rows", "combine"]
+    num_rows: int | Literal["exact"]
+    id_dtype: torch.dtype
+    num_tokens: Literal["all", "int", "tensor"]
+    call: Call
+    detaches: bool
+    trains_weights: bool
+    trains_experts: bool
+
+
+@dataclass
+class Program:
+    """`order`: layers by number, in which they run; one may run twice. `asked`: leaves by name; None: backward()."""
+
+    seed: int
+    wiring: Literal["chain", "residual", "product", "sum"]
+    layers: list[LayerDraw]
+    order: list[int]
+    K: int
+    tokens: list[int]
+    trains_x: bool
+    asked: list[str] | None
+    repeats: bool
+
+
+def draw_program(seed: int, size: int) -> Program:
+    random = Random(seed)
+
+    def draw_layer() -> LayerDraw:
+        return LayerDraw(
+            random.choice(["rows", "combine"]),
+            random.choice(["exact", NUM_ROWS]),
+            random.choice([torch.int32, torch.int64]),
+            random.choice(["all", "all", "int", "tensor"]),
+            random.choice(["plain", "plain", "checkpoint", "reentrant"]),
+            random.random() < 0.15,
+            random.random() < 0.7,
+            random.random() < 0.7,
+        )
+
+    layers = [draw_layer() for _ in range(random.randint(1, 3))]
+    order = [*range(len(layers)), *random.choices(range(len(layers)), k=random.choice([0, 0, 1]))]
+    trains_x = random.random() < 0.8
+    leaves = ["x"] * trains_x
+    for i, layer in enumerate(layers):
+        leaves += [f"weights {i}"] * layer.trains_weights + [f"experts {i}"] * layer.trains_experts
+    asked = None
+    if leaves and random.random() < 0.6 and all(layer.call != "reentrant" for layer in layers):  # torch refuses these
+        asked = random.sample(leaves, random.randint(1, len(leaves)))
+    return Program(
+        seed,
+        random.choice(["chain", "residual", "product", "sum"]),
+        layers,
+        order,
+        random.randint(1, MAX_K),
+        [random.choice([0, random.randint(1, 6), random.randint(1, MAX_TOKENS)]) for _ in range(size)],
+        trains_x,
+        asked,
+        random.random() < 0.4,
+    )
+
+
+class Leaves:
+    """What a rank brings, by name, and the experts of all: leaves of a graph, in a dtype and on a device."""
+
+    def __init__(self, program: Program, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        draw, T = generator(1000 * program.seed + rank), program.tokens[rank]
+        self.layers = program.layers
+        self.ids, values = [], {"x": torch.randn(T, D, generator=draw)}
+        for i in range(len(program.layers)):
+            ids = torch.randint(-1, E + 1, (T, program.K), generator=draw)
+            self.ids.append(ids.to(device, program.layers[i].id_dtype))
+            kept = torch.rand(T, program.K, generator=draw) > 0.2
+            values[f"weights {i}"] = torch.rand(T, program.K, generator=draw) * kept
+        self.grad_y = torch.randn(T, D, generator=draw).to(device, dtype)
+        for i in range(len(program.layers)):
+            values[f"experts {i}"] = 0.5 + torch.rand(E, generator=generator(program.seed * 10 + i))
+        self.values = {name: value.to(device, dtype) for name, value in values.items()}
+        self.values["x"].requires_grad_(program.trains_x)
+        for i, layer in enumerate(program.layers):
+            self.values[f"weights {i}"].requires_grad_(layer.trains_weights)
+            self.values[f"experts {i}"].requires_grad_(layer.trains_experts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.values[name]
+
+
+def output(program: Program, x: Tensor, layer) -> Tensor:
+    """The graph, where `layer(number, h)` is one of its layers."""
+    h, results = x, []
+    for number in program.order:
+        given = h.detach() if program.layers[number].detaches else h
+        y = layer(number, given)
+        results.append(y)
+        if program.wiring in ("chain", "residual"):
+            h = y if program.wiring == "chain" else h + y
+    if program.wiring == "product":
+        return torch.stack(results).prod(0)
+    return torch.stack(results).sum(0) if program.wiring == "sum" else h
+
+
+def real_tokens(layer: LayerDraw, tokens: int) -> int:
+    return tokens if layer.num_tokens == "all" else max(tokens - 3, 0)
+
+
+def exchanged_layer(program: Program, exchange: TrainingExchange, leaves: Leaves):
+    """The layers over an exchange. Experts are tanh(row) · scale; rows of no pair become NaN."""
+    held = exchange.ep.placement.logical_experts(exchange.ep.rank)
+
+    def layer(number: int, h: Tensor) -> Tensor:
+        drawn, ids = program.layers[number], leaves.ids[number]
+        real = real_tokens(drawn, len(h))
+        count = {"all": None, "int": real, "tensor": torch.tensor(real, dtype=torch.int32, device=h.device)}
+
+        def run(h: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+            routed = exchange.dispatch(
+                h, ids, weights, weights_on=drawn.weights_on, num_rows=drawn.num_rows,
+                num_tokens=count[drawn.num_tokens], tag=number + 1,
+            )  # fmt: skip
+            numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=h.device)
+            expert = torch.searchsorted(routed.expert_offsets, numbers, right=True) - 1
+            ends = torch.cat([routed.expert_offsets[:-1] + routed.tokens_per_expert, numbers.new_zeros(1)])
+            has_pair = numbers < ends[expert]
+            scale = torch.cat([scales[held], scales.new_zeros(1)])[expert]
+            rows = torch.tanh(routed.rows.where(has_pair[:, None], 0.0)) * scale[:, None]
+            if routed.row_weights is not None:
+                rows = (rows * routed.row_weights.where(has_pair, 0.0)[:, None]).to(rows.dtype)
+            return exchange.combine(rows.where(has_pair[:, None], torch.nan), routed)
+
+        arguments = h, leaves[f"weights {number}"], leaves[f"experts {number}"]
+        if drawn.call == "plain":
+            return run(*arguments)
+        if drawn.call == "reentrant" and not any(t.requires_grad for t in arguments):
+            return run(*arguments)  # torch would compute it without a graph
+        return checkpoint(run, *arguments, use_reentrant=drawn.call == "reentrant")
+
+    return layer
+
+
+def dense_layer(leaves: Leaves):
+    """The same layers on one rank's tokens, with all experts."""
+
+    def layer(number: int, h: Tensor) -> Tensor:
+        ids, scales = leaves.ids[number], leaves[f"experts {number}"]
+        real = torch.arange(len(h), device=h.device)[:, None] < real_tokens(leaves.layers[number], len(h))
+        live = (ids >= 0) & (ids < E) & real
+        factors = leaves[f"weights {number}"] * torch.where(live, scales[ids.clamp(0, E - 1)], 0.0)
+        return torch.tanh(h) * factors.sum(1, keepdim=True)
+
+    return layer
+
+
+def gradients(program: Program, leaves: Leaves, y: Tensor, *, keep: bool) -> dict[str, Tensor]:
+    """By the drawn pass; zeros where a leaf has no part in y."""
+    loss = (y * leaves.grad_y).sum()
+    names = [name for name, value in leaves.values.items() if value.requires_grad]
+    if program.asked is not None:
+        names = [name for name in names if name in program.asked]
+        given = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=keep, allow_unused=True)
+    else:
+        for name in names:
+            leaves[name].grad = None
+        loss.backward(retain_graph=keep)
+        given = [leaves[name].grad for name in names]
+    return {
+        name: torch.zeros_like(leaves[name]) if grad is None else grad.clone()
+        for name, grad in zip(names, given, strict=True)
+    }
+
+
+def wanted(program: Program, rank: int, size: int) -> dict[str, Tensor]:
     """fp64, on the CPU: gradients of this rank's leaves, and of experts by the tokens of all ranks."""
-    total: dict[str, torch.Tensor] = {}
+    total: dict[str, Tensor] = {}
     for other in range(size):
         leaves = Leaves(program, other, torch.float64, torch.device("cpu"))
         y = output(program, leaves["x"], dense_layer(leaves))

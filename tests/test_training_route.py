@@ -58,11 +58,15 @@ def test_scores_that_are_not_finite_have_no_gradients(device, scoring):
             assert not logits.grad[:3].any()
 
 
-def test_route_compiled_and_in_a_checkpoint():
-    logits = torch.randn(5, 8, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_route_compiled_and_in_a_checkpoint(dtype):
+    logits, bias = torch.randn(5, 8, requires_grad=True), torch.randn(8)
+    options = {"renormalize": True, "scoring": "sigmoid", "routed_scaling_factor": 2.5, "bias": bias}
 
     def run(logits):
-        return route(logits, 2, renormalize=True).weights.square().sum()
+        ids, weights = route(logits, 2, id_dtype=dtype, **options)
+        assert ids.dtype == dtype
+        return weights.square().sum() + route(logits, 2, ids=ids.flip(1), **options).weights.sum()
 
     (want,) = torch.autograd.grad(run(logits), logits)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)

@@ -45,7 +45,8 @@ def counted(
         check_tensor("ids", ids, INTS, (logits.shape[0], "K"), logits.device)
         top_k, options["id_dtype"] = ids.shape[1], ids.dtype
     tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
-    return Routing(*train_route(logits, top_k, ids, tokens, num_real, number, **options))
+    bias = options.pop("bias", None)
+    return Routing(*train_route(logits, top_k, ids, bias, tokens, num_real, number, **options))
 
 
 @torch.library.custom_op("epmoe::train_route", mutates_args=())
@@ -53,10 +54,11 @@ def train_route(
     logits: Tensor,
     top_k: int,
     ids: Tensor | None,
+    bias: Tensor | None,
     num_tokens: Tensor | None,
     num_real: int,
     number: int,
-    bias: Tensor | None = None,
+    *,
     scoring: str = "softmax",
     renormalize: bool = False,
     renormalize_epsilon: float = 0.0,
@@ -111,16 +113,20 @@ def _scores(
     return scores_TE, scores_TK, total_T1.where(total_T1 != 0, 1.0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, _, _, _, _, _, _, *ctx.scoring, _, _, _, ctx.factor, _ = inputs
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
+    options = keyword_only_inputs
+    ctx.scoring = options["scoring"], options["renormalize"], options["renormalize_epsilon"]
+    ctx.factor = options["routed_scaling_factor"]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, *output)
+    ctx.save_for_backward(inputs[0], *output)
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of the logits, in fp64: scores may vanish, and differences of gradients, too."""
     if grad_TK is None:
-        return (None,) * 15
+        return (None,) * 7
     logits, ids, weights = ctx.saved_tensors
     real = weights != 0  # not of padding, nor of a score that is not finite
     scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)
@@ -133,7 +139,7 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
         grad_TE = grad_TE * (1 - scores_TE)
     else:
         grad_TE = grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True)
-    return (grad_TE * scores_TE).to(logits.dtype), *(None,) * 14
+    return (grad_TE * scores_TE).to(logits.dtype), *(None,) * 6
 
 
 train_route.register_autograd(_gradients, setup_context=_save)

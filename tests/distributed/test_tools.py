@@ -201,16 +201,13 @@ def trainer(case: Case) -> None:
         str(case.folder), use_cpu=True, max_steps=2, per_device_train_batch_size=1, report_to=[], save_strategy="no",
         max_grad_norm=0.0 if case.prepared else MAX_NORM, disable_tqdm=True, logging_strategy="no",
         lr_scheduler_type="constant", remove_unused_columns=False, dataloader_pin_memory=False,
+        train_sampling_strategy="sequential",
     )  # fmt: skip
     data = [{"x": tokens(step, rank)} for step in range(2) for rank in range(dist.get_world_size())]
 
-    class InOrder(transformers.Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(data)
-
     optimizer = adamw(model.parameters())
     prepared = ignore_experts(model) if case.prepared else model
-    runs = InOrder(
+    runs = transformers.Trainer(
         prepared, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[Clips] * case.prepared
     )
     runs.train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ class Gpu:
         self.state, self.stream = layouts.struct("RoundState")(), list[Callable[[], None]]()
         self.errors = [0, 0]
         self.time_s, self.phases = 100.0, 0
-        copies = [InStream(self) for _ in range(2)]
-        self.watch = Watch(*copies, Now(lambda: bytes(self.state)), Now(lambda: struct.pack("<2q", *self.errors)))
+        reads = lambda: bytes(self.state), lambda: struct.pack("<2q", *self.errors)
+        now = (SimpleNamespace(start=lambda: None, read=read) for read in reads)
+        self.watch = Watch(InStream(self), InStream(self), *now)
 
     def work(self) -> Callable[[], None]:
         """Other work of the stream: a call ends it."""
@@ -78,14 +80,6 @@ class InStream:
 
     def read(self) -> bytes | None:
         return self.copied
-
-
-class Now:
-    def __init__(self, read: Callable[[], bytes]) -> None:
-        self.read = read
-
-    def start(self) -> None:
-        pass
 
 
 class Kernel:

@@ -143,10 +143,9 @@ class Exchange(ABC):
     def largest(self, number: int) -> Callable[[], int] | None:
         """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
 
-        What it returns tells all ranks this number, waits for theirs, and returns the largest. Where an exception such
-        as a Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
-        ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds themselves
-        carry whether a rank has more: see `RoundState.sending`.
+        What it returns tells all ranks this number, waits for theirs within the deadline of a round, and returns the
+        largest; after an exception another call takes it up again. None on one node, whose rounds themselves carry
+        whether a rank has more: see `RoundState.sending`.
         """
         return None
 
@@ -157,9 +156,8 @@ class Exchange(ABC):
     def has_more_rounds(self) -> bool:
         """Whether any rank has more rounds after the last one, in which all sent it. On one node: see `largest`.
 
-        On GPUs it waits for the kernel of dispatch. On the CPU it waits only for ranks that have not closed a round
-        that was aborted before. Raises what `check` does, EPTimeoutError also where the kernel does not end within
-        `exchange.warmup_timeout_s`, and RuntimeError as torch does on a GPU that has failed.
+        On GPUs it waits for the kernel of dispatch, up to `exchange.warmup_timeout_s`. On the CPU it waits only for
+        ranks that have not closed a round that was aborted before. Raises what `check` does.
         """
         raise NotImplementedError
 

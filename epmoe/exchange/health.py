@@ -98,12 +98,8 @@ class Totals:
 
     def read(self) -> Health:
         """The totals now. Those of a kernel under way are counted in part."""
-        before = self._rounds
-        return self._health(self._peek.read(), before)
-
-    def _health(self, read: Sequence[Tensor], before: int) -> Health:
-        """`before`: `_rounds` from before these values, which another thread may have moved on since."""
-        epoch, *totals = read
+        before = self._rounds  # of before these values: another thread may move it on meanwhile
+        epoch, *totals = self._peek.read()
         rounds = before + ((int(epoch) & 0xFFFFFFFF) - before) % self._epochs
         self._rounds = max(self._rounds, rounds)
         return Health.read(rounds, totals)

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +18,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from exchanges import make_config
-from helpers import slow
+from helpers import ON_THE_CPU, slow
 from host import SLACK_S, Host, create, play, play_round, survivors
 
 import epmoe
 
+pytestmark = ON_THE_CPU  # more on GPUs: tests/distributed/test_signals.py
 TIMEOUT_S = 0.5
 LONG_S = 300.0  # no test that passes has run into it
 AT_ONCE_S = 0.5  # after a death
@@ -40,20 +40,6 @@ class Named(NamedTuple):
     text: str
     took: float
     at: float
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    """Afterwards /dev/shm is as before."""
-    before = shared_memory_files()
-    with Host(tmp_path, torch.device("cpu")) as host:
-        yield host
-    assert shared_memory_files() <= before
-
-
-def shared_memory_files() -> set[str]:
-    """Files in /dev/shm. Python's semaphores are among them for a moment, those of other tests too."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def serve(host: Host, size: int = 3, nodes: int = 1, timeout_s: float = TIMEOUT_S) -> list[int]:

@@ -178,9 +178,11 @@ WEIGHTED = all_pairs(
 
 
 @pytest.mark.parametrize("case", WEIGHTED, ids=lambda case: "-".join(map(str, case.values())))
-def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, case):
+def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, device, case):
     """`apply_router_weight_on_input`: rows arrive weighted and rounded once, and combine only adds."""
     fp8, (T, ll_max_tokens, num_sms) = case["payload"] == "fp8", case["shape"]
+    if device.type == "cpu" and (ll_max_tokens, num_sms) != (256, None):
+        pytest.skip("differs on GPUs only")
     placement = {"strategy": "round_robin", "num_redundant_experts": 3}
     dtype, payload = ("bfloat16", "fp8") if fp8 else (case["payload"], "auto")
     options = {"top_k": 6, "hidden": 256, "dtype": dtype, "max_tokens": 40, "placement": placement}

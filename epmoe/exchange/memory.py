@@ -107,16 +107,11 @@ class MemoryPlan:
     def build(
         cls, config: EPConfig, rank: int = 0, placement: Placement | None = None, nvlink: bool | None = None
     ) -> MemoryPlan:
-        """Lay out the buffers of one rank. It needs no GPU, no group and no native library.
+        """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no GPU, no group and no
+        native library.
 
-        Args:
-            config: the same on all ranks.
-            rank: a rank of the group. Ranks may own different numbers of experts.
-            placement: by default the config's.
-            nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
-
-        Returns:
-            The plan of `rank`.
+        `placement` is by default the config's. `nvlink` says whether the windows lie in GPU memory; by default,
+        whether `exchange.transport` is "nvlink".
         """
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
         placement = placement or config.place_experts()
@@ -144,9 +139,8 @@ class MemoryPlan:
         width = payload.width(D, config.capacity.extra_bytes, x_dtype)  # of a row with its `extra`
         x_items = payload.row_items(width, x_dtype)
         x_scales = payload.num_scales(width)
-        combine_scales = (
-            round_up(combine.num_scales(D), 16 // combine.scale.itemsize) if combine.scale else 0
-        )  # by 16 bytes
+        per_line = 16 // combine.scale.itemsize if combine.scale else 1
+        combine_scales = round_up(combine.num_scales(D), per_line)
         x_stride = payload.row_bytes(width, x_dtype)
         combine_stride = combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_fused_experts, without_rank
-from helpers import ON_THE_CPU
+from helpers import ON_THE_CPU, slow
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -201,9 +201,10 @@ def pick(choices: list, n: int) -> Any:
 
 
 @ON_THE_CPU
-def test_any_sequence_of_calls(device):
+@pytest.mark.parametrize("sequences", [15, slow(60)])
+def test_any_sequence_of_calls(device, sequences):
     examples = settings(
-        max_examples=30, stateful_step_count=60, deadline=None, derandomize=True, phases=[Phase.generate],
+        max_examples=sequences, stateful_step_count=60, deadline=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(Ranks, settings=examples)

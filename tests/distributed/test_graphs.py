@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, expected_y, gains, given, make_tokens, poison, run_experts
-from helpers import ON_GPUS, ROOT, assert_close, full_layer, poison_, randn
+from helpers import ON_GPUS, ROOT, assert_close, captured, full_layer, poison_, randn
 from test_layers import D, E, K
 from torch import Tensor
 
@@ -47,11 +47,7 @@ class Captured:
         self.ids = torch.zeros(T, model.num_experts_per_tok, dtype=torch.int32, device=ep.device)
         self.weights = torch.ones(T, model.num_experts_per_tok, device=ep.device)
         self.real = torch.zeros((), dtype=torch.int32, device=ep.device)
-        self._round()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.y = self._round()
+        self.replay, self.y = captured(self._round)
 
     def _round(self) -> Tensor:
         d = self.ep.dispatch(self.x, self.ids, self.weights, num_tokens=self.real)
@@ -67,25 +63,25 @@ class Captured:
             buffer.copy_(values)
         self.real.fill_(real)
         poison_(self.y)
-        self.graph.replay()
+        self.replay()
         assert_y(self.y, self.ep.config, tokens)
 
 
 @ON_GPUS
 @pytest.mark.parametrize(("T", "ll_max_tokens"), [(16, 256), (128, 256), (300, 256), (400, 512)])
 def test_any_number_of_real_tokens(make_ep, rank, size, device, T, ll_max_tokens):
-    captured = Captured(make_ep(ll_max_tokens, top_k=6, hidden=256, max_tokens=T), T)
+    rounds = Captured(make_ep(ll_max_tokens, top_k=6, hidden=256, max_tokens=T), T)
     for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
-        captured.check(seed, real if rank % 2 == 0 else T - real)
-    captured.ep.check()
+        rounds.check(seed, real if rank % 2 == 0 else T - real)
+    rounds.ep.check()
 
 
 @ON_GPUS
 def test_ranks_that_replay_different_graphs(make_ep, rank, size, device):
     ep = make_ep(ll_max_tokens=32, top_k=6, hidden=256, max_tokens=128)
-    captured = [Captured(ep, T) for T in (8, 40, 128)]
+    rounds = [Captured(ep, T) for T in (8, 40, 128)]
     for n in range(9):
-        mine = captured[(rank + n // 2) % 3]
+        mine = rounds[(rank + n // 2) % 3]
         mine.check(n, len(mine.x) - n % 3)
     ep.check()
 
@@ -105,11 +101,7 @@ def test_stale_rows(make_ep, rank, size, device, T, real):
         y = ep.combine(experts(d), d)
         return routing, y, epmoe.quantize_fp8(y, granularity="tensor").scales
 
-    layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        routing, y, scale = layer()
+    replay, (routing, y, scale) = captured(layer)
     for seed in range(5):
         tokens = make_tokens(ep.config, rank, T, seed=seed, padded=T - real)
         x.copy_(tokens.x)
@@ -117,7 +109,7 @@ def test_stale_rows(make_ep, rank, size, device, T, real):
         poison_(logits[real:])
         poison_(y)
         poison(ep)
-        graph.replay()
+        replay()
         assert routing.ids[real:].eq(32).all() and routing.weights[real:].eq(0).all()
         tokens.ids, tokens.weights = routing.ids.cpu(), routing.weights.cpu()
         assert_close(y[:real], expected_y(ep.config, tokens)[:real])
@@ -176,10 +168,10 @@ def test_replays_after_a_timeout(make_ep, rank, size, device):
 def test_a_replay_that_overflows(make_ep, rank, size, device):
     """All tokens go to rank 0, where each replay that drops rows makes `poll` raise once."""
     ep = make_ep(experts=size, top_k=1, max_tokens=16, capacity={"max_expert_rows": 8 * size})
-    captured = Captured(ep, 16)
+    rounds = Captured(ep, 16)
     for real in (1, 16, 1, 16):
-        captured.real.fill_(real)
-        captured.graph.replay()
+        rounds.real.fill_(real)
+        rounds.replay()
         torch.cuda.synchronize()
         if real == 16 and rank == 0:
             with pytest.raises(epmoe.EPOverflowError, match=f"needed {16 * size} expert-major rows"):

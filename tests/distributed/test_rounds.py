@@ -178,12 +178,14 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
     call |= of_last(*inputs) if rank == size - 1 else {}
     call = {key: value if value is None else value.to(ep.device) for key, value in call.items()}
     says = re.escape(f"by this: {name} is {mine} here and {theirs} there; they must be equal")
+    elsewhere = ep.config.topology.num_nodes > 1  # ranks of other rails than the last one's hear of it, and no more
+    says = "must be equal" if elsewhere else says
     with pytest.raises(epmoe.EPMismatchError, match=says) as error:
         # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
         d = ep.dispatch(**call)
         ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype, device=ep.device), d)
         ep.check()
-    assert error.value.differences == {name: (mine, theirs)}
+    assert error.value.differences == {name: (mine, theirs)} or elsewhere and not error.value.differences
     if ep.device.type == "cpu":
         return assert_y(run_round(ep, tokens), ep.config, tokens)
     for _ in range(2):
@@ -234,10 +236,11 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
             with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
                 call()
         health = ep.health()
-        waited_s = health.waited_s[0] - before
-        assert health.timeouts == 1 and (RANKS_SHARE_GPUS or 0 < waited_s < 5.0)
-        if size == 2 and not RANKS_SHARE_GPUS:  # with more ranks, another may have started its wait earlier
-            assert waited_s >= 0.5
+        assert health.timeouts == 1
+        if ep.config.topology.num_nodes == 1 and not RANKS_SHARE_GPUS:
+            waited_s = health.waited_s[0] - before
+            assert 0 < waited_s < 5.0
+            assert size > 2 or waited_s >= 0.5  # one of more ranks may have started its wait earlier
     dist.barrier()
     again = make_ep()
     assert_y(run_round(again, tokens), again.config, tokens)

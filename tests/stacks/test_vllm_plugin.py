@@ -19,8 +19,8 @@ from epmoe.group.errors import EPTimeoutError
 from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice
-from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
-from epmoe.native.arguments import FP8
+from epmoe.integrations.vllm.experts import EpmoeExperts, loaded
+from epmoe.native.arguments import FP8, MXFP4
 
 
 @pytest.mark.parametrize("value", [None, False, "", "0"])
@@ -36,9 +36,45 @@ def test_chosen(value: object, layout: str, exchange: dict[str, object]) -> None
     assert Choice.of(value) == Choice(layout, exchange)
 
 
-def test_an_unknown_layout_is_named() -> None:
-    with pytest.raises(ConfigError, match="`epmoe.layout` must be 'rank' or 'layer', got 'batched'"):
-        Choice.of({"layout": "batched"})
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("batched", "`epmoe.layout` must be 'rank' or 'layer', got 'batched'"),
+        ({"max_num_tokens_per_rank": 0}, "`epmoe.max_num_tokens_per_rank` must be a positive integer, got 0"),
+        ({"batch_invariant": 1}, "`epmoe.batch_invariant` must be true or false, got 1"),
+        ({"layout": "layer", "live": 8}, "`epmoe.live` must be a mapping with an integer `slots_per_rank`, got 8"),
+        ({"live": {"slots_per_rank": 8}}, '`epmoe.live` must come with `layout` "layer"'),
+        (
+            {"layout": "layer", "live": {"slots_per_rank": 8}, "batch_invariant": True},
+            "`epmoe.live` must be left out with batch invariance",
+        ),
+    ],
+)
+def test_a_wrong_choice_is_named(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Choice.of(value)
+
+
+def test_batch_invariance_is_what_vllms_flag_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert Choice.of("layer") == Choice("layer", batch_invariant=True)
+    assert Choice.of({"batch_invariant": False}) == Choice()
+
+
+def test_vllms_experts_without_batch_invariance_are_refused() -> None:
+    experts = TritonExperts()
+    experts._supports_batch_invariance = lambda: False
+
+    class Unlike:
+        moe_kernel = None
+
+        def process_weights_after_loading(self, _: object) -> None:
+            self.moe_kernel = SimpleNamespace(fused_experts=experts, is_monolithic=False)
+
+    method: Any = layers._with_epmoe(Unlike)()
+    method.epmoe_choice = Choice("rank", batch_invariant=True)
+    with pytest.raises(ConfigError, match='TritonExperts have no batch invariance: choose `epmoe` = "layer"'):
+        method.process_weights_after_loading(None)
 
 
 def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
@@ -54,6 +90,22 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
         assert config.exchange.timeout_s == 9 and config.exchange.warmup_timeout_s == sizes.TIMEOUT_S
         assert made.for_this_step() is made.exchanges[-1], "outside of a step: the largest"
         assert made.window_bytes() < 2.2 * made.exchanges[-1].memory_plan().window_bytes
+    finally:
+        made.close()
+        dist.destroy_process_group()
+
+
+def test_a_step_longer_than_the_windows_takes_several_rounds() -> None:
+    shape = sizes.Shape(4, 2, 128, torch.float32, 100, "linear", "auto", "expert")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), Choice(max_num_tokens_per_rank=40))
+        assert made.tokens[-2:] == [20, 40] and len(made.parts()) == 3
+        for longest, rounds, tokens in ((0, 1, 1), (40, 1, 40), (41, 2, 40), (100, 3, 40)):
+            with step([0, longest]):
+                assert len(parts := made.parts()) == rounds
+                assert made.for_this_step().config.capacity.max_num_tokens_per_rank == tokens
+                assert sum(len(range(100)[part]) for part in parts) >= longest
     finally:
         made.close()
         dist.destroy_process_group()
@@ -82,53 +134,77 @@ def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch
     """Such as `w13_weight`, which vLLM's methods for 4 bits call otherwise."""
     moe = SimpleNamespace(num_experts=4, experts_per_token=2, hidden_dim=128, in_dtype=torch.bfloat16, max_num_tokens=2)
     layer: Any = SimpleNamespace(moe_config=moe, expert_placement_strategy="linear", expert_map=None)
-    experts: Any = SimpleNamespace(quant_config=SimpleNamespace(quant_dtype=None), expects_unquantized_inputs=True)
-    monkeypatch.setattr(layers, "get_current_vllm_config", SimpleNamespace)
+    model = SimpleNamespace(sleep_mode_backend="cumem")
+    monkeypatch.setattr(layers, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = SimpleNamespace(cpu_group=dist.group.WORLD, device=torch.device("cpu"))
         monkeypatch.setattr(layers, "get_ep_group", lambda: group)
-        exchange = layers._make_exchange(layer, experts, Choice("rank"), aligned=False)
-        assert exchange.sizes.tokens == [1, 2]
+        exchange = layers._make_exchange(layer, "auto", Choice("rank"), aligned=False)
+        assert exchange.sizes.tokens == [1, 2] and model.sleep_mode_backend == "epmoe"
         exchange.sizes.close()
     finally:
         dist.destroy_process_group()
 
 
 class TritonExperts:
-    """What `grouped` reads of vLLM's experts of this name, with fp8 weights in blocks."""
+    """What the plugin reads of vLLM's experts of this name, with fp8 weights in blocks."""
 
     expects_unquantized_inputs = False
-
-    def __init__(self, scales: torch.dtype = torch.float32) -> None:
-        w1_scale, w2_scale = torch.ones(2, 2, 1, dtype=scales), torch.ones(2, 1, 1, dtype=scales)
-        self.quant_config = SimpleNamespace(
-            quant_dtype=FP8, block_shape=[128, 128], w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=None, w2_bias=None
-        )
-        self.moe_config = SimpleNamespace(activation=MoEActivation.SILU, is_lora_enabled=False, hidden_dim=128)
+    quant_config = SimpleNamespace(quant_dtype=FP8, block_shape=[128, 128], per_act_token_quant=False, a1_scale=None)
+    moe_config = SimpleNamespace(hidden_dim=128)
 
 
-W13, W2 = torch.zeros(2, 256, 128, dtype=FP8), torch.zeros(2, 128, 128, dtype=FP8)
+def layer_of(weight: torch.dtype, name: str, scale: torch.dtype, rows: int, columns: int, **more: Any) -> Any:
+    """What the plugin reads of vLLM's layer with weights of D = F = 128, and a scale for so many of them."""
+    parts = {"moe_config": SimpleNamespace(activation=MoEActivation.SWIGLUOAI)}
+    for part, n in (("w13", 256), ("w2", 128)):
+        parts[f"{part}_weight"] = torch.zeros(2, n, 64 if weight is torch.uint8 else 128).to(weight)
+        parts[f"{part}_{name}"] = torch.ones(2, n // rows, 128 // columns).to(scale)
+    return SimpleNamespace(**parts | more)
 
 
-def test_grouped_experts_take_scales_in_fp32_only() -> None:
-    of: Any = TritonExperts()
-    assert grouped(of, W13, W2).gate_up_scales is not None
-    packed: Any = TritonExperts(torch.int32)
-    with pytest.raises(ConfigError, match="with scales in torch.int32"):
-        grouped(packed, W13, W2)
-    with pytest.raises(ConfigError, match="does not take weights in the layout of TritonExperts"):
-        grouped(of, None, None)
+FP8_LAYER, MXFP4_LAYER = (FP8, "weight_scale_inv", torch.float32), (torch.uint8, "weight_scale", torch.uint8)
 
 
-@pytest.mark.parametrize(("layout", "as_fp8"), [("rank", False), ("layer", True)])
-def test_rows_for_vllms_deep_gemm_do_not_travel_as_fp8(
-    monkeypatch: pytest.MonkeyPatch, layout: Any, as_fp8: bool
-) -> None:
+def test_loaded_weights_are_taken_as_they_are() -> None:
+    for layer, dtype in (
+        (layer_of(*FP8_LAYER, 128, 128), FP8),
+        (layer_of(*MXFP4_LAYER, 1, 32), MXFP4),
+    ):
+        ours = loaded(layer, quantized=True)
+        assert ours.w_down.dtype == dtype and ours.w_down.data_ptr() == layer.w2_weight.data_ptr()
+        assert (ours.interleaved, ours.limit, ours.alpha, ours.up_offset) == (True, 7.0, 1.702, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            layer_of(FP8, "weight_scale_inv", torch.int32, 128, 128),
+            "torch.float8_e4m3fn weights with scales in torch.int32",
+        ),
+        (layer_of(*FP8_LAYER, 64, 64), "these experts: `gate_up_scales` must be"),
+        (layer_of(*MXFP4_LAYER, 1, 16), "these experts: `gate_up_scales` must be"),
+        (layer_of(torch.uint8, "weight_scale", FP8, 1, 16), "torch.uint8 weights with scales in torch.float8_e4m3fn"),
+        (layer_of(torch.bfloat16, "weight_scale", torch.float32, 1, 128), "torch.bfloat16 weights with scales in"),
+        (layer_of(*MXFP4_LAYER, 1, 32, swiglu_limit=10.0), "SwiGLU with a limit, an alpha"),
+        (SimpleNamespace(moe_config=SimpleNamespace(activation=MoEActivation.SILU)), "experts without weights"),
+        (SimpleNamespace(moe_config=SimpleNamespace(activation=MoEActivation.GELU)), "the activation gelu"),
+    ],
+)
+def test_weights_that_layout_layer_does_not_take_are_named(layer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not take {message}"):
+        loaded(layer, quantized=True)
+
+
+def test_rows_for_vllms_deep_gemm_do_not_travel_as_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """It wants powers of two as scales, which epmoe's own experts do not."""
-    monkeypatch.setattr(layers, "is_deep_gemm_e8m0_used", lambda: True)
     of: Any = TritonExperts()
-    assert layers._payload(of.moe_config, of, layout) == ("fp8" if as_fp8 else "auto")
+    monkeypatch.setattr(layers, "is_deep_gemm_e8m0_used", lambda: False)
+    assert layers._payload(of) == "fp8"
+    monkeypatch.setattr(layers, "is_deep_gemm_e8m0_used", lambda: True)
+    assert layers._payload(of) == "auto"
 
 
 def test_the_layer_tells_the_experts_of_the_round_what_a_layer_of_ours_does() -> None:

@@ -26,8 +26,9 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
 )
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 
-from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
+from epmoe.integrations.vllm.experts import EpmoeExperts
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
+from epmoe.local.experts import GroupedExperts
 from epmoe.local.quantize import quantize_weights
 
 BLOCK = 128
@@ -118,9 +119,10 @@ class Layer:
         self.slack, self.gemm = 1, "triton"
         experts: FusedMoEExpertsModular = TritonExperts(config, weights.quant_config())
         if isinstance(exchange, EpmoePrepareAndFinalize) and exchange.layout == "layer":
-            ours = grouped(experts, weights.w1, weights.w2)
+            scales = {"gate_up_scales": weights.w1_scale, "down_scales": weights.w2_scale}
+            ours = GroupedExperts(weights.w1, weights.w2, **scales).requires_grad_(False)
             self.slack, self.gemm = 8 if ours.is_fp8 else 2, ours.gemm
-            experts = EpmoeExperts(experts, ours, exchange)
+            experts = EpmoeExperts(config, ours, exchange)
         self.kernel = FusedMoEKernel(exchange or MoEPrepareAndFinalizeNoDPEPModular(), experts)
         self.expert_map = None
         if config.ep_size > 1:

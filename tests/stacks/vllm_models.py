@@ -5,10 +5,14 @@ The sizes are the smallest that vLLM's kernels for CPUs take.
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
 import torch
+from mxfp4_models import quantize
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -18,6 +22,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from epmoe.local.weight_formats import dequantize_weights
+from epmoe.native.arguments import MXFP4
 
 COMMON = {
     "vocab_size": 512,
@@ -86,8 +93,26 @@ def gpt_oss() -> PreTrainedModel:
     return model
 
 
-MODELS = {"gpt_oss": gpt_oss, "qwen3": qwen3, "deepseek": deepseek, "wide": wide, "qwen3_other": qwen3}
+MODELS = {
+    "gpt_oss": gpt_oss, "gpt_oss_mxfp4": gpt_oss, "qwen3": qwen3, "qwen3_other": qwen3, "deepseek": deepseek,
+    "wide": wide,
+}  # fmt: skip
 SEEDS = {"qwen3_other": 8}
+
+
+def in_mxfp4(path: Path) -> None:
+    """Quantize the experts of gpt-oss. PATH.plain gets the same model in bf16, with the values of these experts."""
+    quantize(path)
+    plain = shutil.copytree(path, f"{path}.plain")
+    tensors = load_file(path / "model.safetensors")
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        blocks, scales = tensors.pop(f"{name}_blocks").flatten(2).view(MXFP4), tensors.pop(f"{name}_scales")
+        weights = dequantize_weights(blocks, scales.view(torch.float8_e8m0fnu), torch.bfloat16)
+        tensors[name] = weights.transpose(1, 2).contiguous()
+    save_file(tensors, Path(plain) / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (Path(plain) / "config.json").write_text(json.dumps(config))
 
 
 def main(folder: Path, *names: str) -> None:
@@ -97,7 +122,10 @@ def main(folder: Path, *names: str) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:  # wide enough that greedy tokens are not near a tie
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        model.float().save_pretrained(folder / name)
+        dtype = torch.bfloat16 if name.endswith("mxfp4") else torch.float32
+        model.to(dtype).save_pretrained(folder / name)
+        if name.endswith("mxfp4"):
+            in_mxfp4(folder / name)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """Loads weights again into vLLM's engine, inside torchrun: `python vllm_reload.py MODEL OTHER OUTPUT EPMOE`.
 
 EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. First prompts of few different tokens, so that experts move
-where they can; then the weights of OTHER, by vLLM's `reload_weights`. OUTPUT.RANK gets how many experts have moved here
-before, and the tokens of the prompts of vllm_serve.py with the new weights.
+where they can; then the engine sleeps at level 1, and at level 2, after which it gets the weights of OTHER, by vLLM's
+`reload_weights`. OUTPUT.RANK gets how many experts have moved here before, and the tokens of the prompts of
+vllm_serve.py: before, after the first sleep, and with the new weights.
+
+vLLM for CPUs ignores sleep mode. So the backend is called as vLLM's worker for GPUs calls it, and the allocator is a
+stand-in, which clears the weights where vLLM's does not keep them.
 """
 
 from __future__ import annotations
@@ -11,15 +15,31 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from vllm_live import PHASES, prompts
 from vllm_serve import PROMPTS, arguments, sampling
 
 
-def main(model: str, other: str, output: str, epmoe: str) -> None:
-    from vllm import LLM
+class Allocator:
+    """In place of vLLM's for GPUs."""
 
-    from epmoe.integrations.vllm.sizes import _session
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def sleep(self, offload_tags: tuple[str, ...]) -> None:
+        if "weights" not in offload_tags:
+            for parameter in self.model.parameters():
+                parameter.data.zero_()
+
+    def wake_up(self, tags: list[str] | None) -> None: ...
+
+
+def main(model: str, other: str, output: str, epmoe: str) -> None:
+    from vllm import LLM, device_allocator
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from epmoe.integrations.vllm.sizes import _session, named_exchanges
 
     rank = int(os.environ["RANK"])
     engine = LLM(
@@ -27,13 +47,37 @@ def main(model: str, other: str, output: str, epmoe: str) -> None:
         distributed_executor_backend="external_launcher",
         additional_config={"epmoe": json.loads(epmoe)},
     )
-    engine.generate(prompts(PHASES[0], rank), sampling(), use_tqdm=False)
-    moved = sum(ep.live.moved for sizes in _session.entries() for ep in sizes.exchanges if ep.live is not None)
-    engine.collective_rpc("reload_weights", kwargs={"weights_path": other})
     mine = range(len(PROMPTS))[rank::2]
-    outputs = engine.generate([{"prompt_token_ids": PROMPTS[i]} for i in mine], sampling(), use_tqdm=False)
-    tokens = {i: list(one.outputs[0].token_ids) for i, one in zip(mine, outputs, strict=True)}
-    Path(f"{output}.{rank}").write_text(json.dumps({"moved": moved, "tokens": tokens}))
+
+    def tokens() -> dict[int, list[int]]:
+        outputs = engine.generate([{"prompt_token_ids": PROMPTS[i]} for i in mine], sampling(), use_tqdm=False)
+        return {i: list(one.outputs[0].token_ids) for i, one in zip(mine, outputs, strict=True)}
+
+    def asleep() -> set[bool]:
+        (sizes,) = _session.entries()
+        sizes.poll()  # as the thread that watches GPUs does all the time
+        return {"asleep" in repr(ep) for ep in named_exchanges().values()}
+
+    engine.generate(prompts(PHASES[0], rank), sampling(), use_tqdm=False)
+    moved = sum(ep.live.moved for ep in named_exchanges().values() if ep.live is not None)
+    allocator = Allocator(engine.apply_model(lambda model: model)[0])
+    device_allocator.get_mem_allocator_instance = lambda: allocator
+    model_config = engine.llm_engine.model_config
+    assert model_config.sleep_mode_backend == "epmoe"
+    backend = SleepModeBackendFactory.create_backend(model_config)
+    before = tokens()
+    backend.suspend(1)
+    assert asleep() == {True}
+    backend.resume()
+    after = tokens()
+    backend.suspend(2)
+    backend.resume(["kv_cache"])
+    assert asleep() == {True}
+    backend.resume(["weights"])
+    assert asleep() == {False}
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": other})
+    result = {"moved": moved, "before": before, "after": after, "tokens": tokens()}
+    Path(f"{output}.{rank}").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

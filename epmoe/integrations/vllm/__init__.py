@@ -12,9 +12,12 @@ default. Nothing is patched: vLLM offers a class to replace its layer of experts
     layer.py             the layer of experts: puts the exchange into the kernel of vLLM's own method
     prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
     sizes.py             the windows: one ExpertParallel for each power of two of tokens, shared by all layers
+    sleep.py             the windows in vLLM's sleep mode
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 
 def register() -> None:
@@ -27,6 +30,7 @@ def register() -> None:
     from epmoe.integrations.vllm.release import refuse
 
     try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
         from vllm.model_executor.custom_op import op_registry_oot
 
         from epmoe.integrations.vllm.layer import Seat, seats
@@ -39,3 +43,5 @@ def register() -> None:
             layer.register_oot(seat)
         elif not issubclass(taken, Seat):
             refuse(f"another plugin has replaced {layer.__name__} by {taken.__qualname__}")
+    with suppress(ValueError):  # it has the name already
+        SleepModeBackendFactory.register_backend("epmoe", "epmoe.integrations.vllm.sleep", "SleepWithWindows")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from vllm import envs
 from vllm.config import get_current_vllm_config
 
 from epmoe.config.config_file import ConfigError
@@ -27,33 +29,53 @@ class Choice:
         live: with layout "layer", experts move: keys of `epmoe.Balancer` (`every`, `goal`, `max_moves`, `least_gain`),
             and of the section `placement`, above all `slots_per_rank`. None: experts stay where they are.
         metrics_port: each rank serves its metrics at this port plus its rank, for Prometheus; None: nowhere.
+        max_num_tokens_per_rank: most tokens of a rank in a round; longer steps take several. None: a step is one round.
+        batch_invariant: the bits of y of a token depend on no other token. By default as VLLM_BATCH_INVARIANT says.
     """
 
     layout: VllmLayout = "rank"
     exchange: dict[str, Any] = field(default_factory=dict)
     live: dict[str, Any] | None = None
     metrics_port: int | None = None
+    max_num_tokens_per_rank: int | None = None
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, value: object) -> Choice | None:
-        """From `true`, the name of a layout, or a mapping with `layout`, `live`, `metrics_port` and keys of `exchange`;
-        None: not chosen. Raises ConfigError where the attributes do not go together."""
+        """From `true`, the name of a layout, or a mapping with the attributes and keys of `exchange`; None: not chosen.
+
+        Raises ConfigError for a wrong value, and where the attributes do not go together.
+        """
         if value in (None, False, "", "0"):
             return None
-        if value in (True, "1"):
-            return cls()
-        settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {"layout": value}
-        layout: VllmLayout = settings.pop("layout", "rank")
-        if layout not in get_args(VllmLayout):
-            raise ConfigError(f"`epmoe.layout` must be 'rank' or 'layer', got {layout!r}")
-        live, port = settings.pop("live", None), settings.pop("metrics_port", None)
-        if live is not None and not (isinstance(live, dict) and is_int(live.get("slots_per_rank"))):
-            raise ConfigError(f"`epmoe.live` must be a mapping with an integer `slots_per_rank`, got {live!r}")
-        if live is not None and layout != "layer":
-            raise ConfigError(f'`epmoe.live` must come with `layout` "layer", whose experts can move, got {layout!r}')
-        if port is not None and not (is_int(port) and 1 <= port < 2**16):
-            raise ConfigError(f"`epmoe.metrics_port` must be a port, got {port!r}")
-        return cls(layout, settings, live, port)
+        settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
+        if value not in (True, "1") and not isinstance(value, dict):
+            settings = {"layout": value}
+        own = {key: settings.pop(key) for key in _ATTRIBUTES if key in settings}
+        for key, given in own.items():
+            takes, what = _ATTRIBUTES[key]
+            if not takes(given):
+                raise ConfigError(f"`epmoe.{key}` must be {what}, got {given!r}")
+        choice = cls(exchange=settings, **{"batch_invariant": envs.VLLM_BATCH_INVARIANT} | own)
+        if choice.live is not None and choice.layout != "layer":
+            raise ConfigError(
+                f'`epmoe.live` must come with `layout` "layer", whose experts can move, got {choice.layout!r}'
+            )
+        if choice.live is not None and choice.batch_invariant:
+            raise ConfigError("`epmoe.live` must be left out with batch invariance: sums change where experts move")
+        return choice
+
+
+_ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "layout": (get_args(VllmLayout).__contains__, "'rank' or 'layer'"),
+    "live": (
+        lambda live: isinstance(live, dict) and is_int(live.get("slots_per_rank")),
+        "a mapping with an integer `slots_per_rank`",
+    ),
+    "metrics_port": (lambda port: is_int(port) and 1 <= port < 2**16, "a port"),
+    "max_num_tokens_per_rank": (lambda tokens: is_int(tokens) and tokens >= 1, "a positive integer"),
+    "batch_invariant": (lambda value: isinstance(value, bool), "true or false"),
+}
 
 
 def chosen() -> Choice | None:

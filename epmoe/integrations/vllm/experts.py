@@ -11,65 +11,71 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.weight_formats import FP8_BLOCKS
-from epmoe.native.arguments import FLOATS, FP8
+from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
+from epmoe.native.arguments import FLOATS, FP8, MXFP4
 
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 """vLLM's activation "swigluoai", whose numbers stand in vLLM's kernels"""
-_PLAIN = ("TritonExperts", "DeepGemmExperts", "TritonOrDeepGemmExperts")  # which leave weights as loaded
-_PACKING = "CPUUnquantizedExperts"  # and its subclasses pack the weights; `layer.py` has those that were loaded
 
 
-def grouped(of: mk.FusedMoEExperts, w13: Tensor | None, w2: Tensor | None) -> GroupedExperts:
-    """The experts w13 [e, 2F, D] and w2 [e, D, F] of vLLM's layer, in the same memory. None: it has others.
+def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> GroupedExperts:
+    """The experts of a layer as vLLM has loaded them, in the same memory, before it lays them out for a kernel of its
+    own. `quantized`: the method is not that of plain weights.
 
     Raises ConfigError for what `GroupedExperts` do not take.
     """
-    quant, activation = of.quant_config, of.moe_config.activation
-    if problem := _problem(of, None if w2 is None else w2.dtype):
+    w13, w2 = (_part(layer, f"{name}_weight") for name in ("w13", "w2"))
+    scales = [_part(layer, f"{name}_weight_scale_inv", f"{name}_weight_scale") for name in ("w13", "w2")]
+    if problem := _problem(layer, w13, scales[0], quantized):
         raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank"')
     assert w13 is not None and w2 is not None
-    options: dict[str, Any] = {}
-    if w2.dtype == FP8:
-        options |= {"gate_up_scales": quant.w1_scale, "down_scales": quant.w2_scale}
-    if activation is MoEActivation.SWIGLUOAI:
-        options |= GPT_OSS
-    for name, bias in (("gate_up_bias", quant.w1_bias), ("down_bias", quant.w2_bias)):
-        if bias is not None:
-            options[name] = bias.detach().to(torch.bfloat16 if w2.dtype == FP8 else w2.dtype)
-    return GroupedExperts(w13, w2, **options).requires_grad_(False)
+    if w2.dtype == torch.uint8:
+        w13, w2 = w13.view(MXFP4), w2.view(MXFP4)
+        scales = [None if scale is None else scale.view(MXFP4_GROUPS.scale) for scale in scales]
+    dtype = product_dtype(w2)
+    b13, b2 = (None if (bias := _part(layer, f"{name}_bias")) is None else bias.to(dtype) for name in ("w13", "w2"))
+    options: dict[str, Any] = {"gate_up_scales": scales[0], "down_scales": scales[1]}
+    options |= GPT_OSS if layer.moe_config.activation is MoEActivation.SWIGLUOAI else {}
+    try:
+        experts = GroupedExperts(w13, w2, gate_up_bias=b13, down_bias=b2, batch_invariant=invariant, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'`epmoe` = "layer" does not take these experts: {error}') from error
+    return experts.requires_grad_(False)
 
 
-def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:
-    quant, config = of.quant_config, of.moe_config
-    on_cpu = any(base.__name__ == _PACKING for base in type(of).__mro__)
-    if dtype is None or type(of).__name__ not in _PLAIN and not on_cpu:
-        return f"weights in the layout of {type(of).__name__}"
-    if config.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
-        return f"the activation {config.activation.value}"
-    limits = (getattr(quant, name, None) for name in ("gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta"))
-    if any(limit is not None for limit in limits):
+def _part(layer: RoutedExperts, *names: str) -> Tensor | None:
+    """The first parameter of these names."""
+    return next((part.data for name in names if isinstance(part := getattr(layer, name, None), Tensor)), None)
+
+
+def _problem(layer: RoutedExperts, weight: Tensor | None, scale: Tensor | None, quantized: bool) -> str | None:
+    activation = layer.moe_config.activation
+    if activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
+        return f"the activation {activation.value}"
+    if any(getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")):
         return "SwiGLU with a limit, an alpha or a beta of its own"
-    if config.is_lora_enabled:
-        return "LoRA"
-    if dtype in (FLOATS if on_cpu else (torch.bfloat16,)) and quant.quant_dtype is None:
+    if weight is None:
+        return "experts without weights of their own"
+    if not quantized and weight.dtype in (FLOATS if weight.is_cpu else (torch.bfloat16,)):
         return None
-    scales = {getattr(scale, "dtype", None) for scale in (quant.w1_scale, quant.w2_scale)}
-    if dtype == FP8 and tuple(quant.block_shape or ()) == FP8_BLOCKS.block and scales == {FP8_BLOCKS.scale}:
-        return None  # also with scales that vLLM has made powers of two, for its DeepGEMM
-    return f"{dtype} weights in blocks of {quant.block_shape} with scales in {', '.join(map(str, scales))}"
+    of_scale = getattr(scale, "dtype", None)
+    if quantized and (weight.dtype, of_scale) in ((FP8, FP8_BLOCKS.scale), (torch.uint8, torch.uint8)):
+        return None  # scales of another granularity have another shape
+    return f"{weight.dtype} weights with scales in {of_scale}"
 
 
 class EpmoeExperts(mk.FusedMoEExpertsModular):
-    """`GroupedExperts` over the open round of `exchange`. They take the place of vLLM's experts `of`."""
+    """`GroupedExperts` over the open round of `exchange`, in place of vLLM's experts."""
 
-    def __init__(self, of: mk.FusedMoEExperts, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize) -> None:
-        super().__init__(of.moe_config, of.quant_config)
+    def __init__(self, moe: FusedMoEConfig, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize) -> None:
+        super().__init__(moe, FusedMoEQuantConfig.make())  # scales, if any, are our experts' own
         self.experts, self.exchange = experts, exchange
 
     @property

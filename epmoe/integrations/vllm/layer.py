@@ -14,19 +14,18 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm import release
-from epmoe.integrations.vllm.choice import Choice, VllmLayout, chosen
-from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
+from epmoe.integrations.vllm.choice import Choice, chosen
+from epmoe.integrations.vllm.experts import EpmoeExperts, loaded
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.live.layout import EMPTY
 from epmoe.native.formats import WIRE_FORMATS, PayloadName, payload_of
 from epmoe.native.opaque import ModuleLayer
-
-_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 class Seat:
@@ -44,8 +43,7 @@ class Seat:
         if reason := _why_not(moe_config):
             _warn(reason)
             return method
-        if choice.live is not None:
-            _check_live(choice.live, moe_config)
+        _check(choice, moe_config)
         base: Any = type(method)
         # Neither a wrapper nor a copy would do: vLLM's loaders ask for the class of the method and for its name, and a
         # method that is a CustomOp of vLLM's has stored bound methods of this object.
@@ -78,7 +76,7 @@ def seats() -> dict[type[RoutedExperts], type[Seat]]:
 
 
 def _forward(layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    y: Tensor = layer.quant_method.epmoe_apply(layer, x, weights, ids)
+    y: Tensor = layer.quant_method.epmoe_apply(layer, x, weights, ids, None, None)
     return y.clone(memory_format=torch.contiguous_format)  # it may lie in vLLM's workspace
 
 
@@ -130,44 +128,49 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             return self.epmoe_loading
 
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-            is_layer, former = self.epmoe_choice.layout == "layer", self.moe_kernel
-            weights = {name: getattr(layer, name, None) for name in _WEIGHTS if is_layer}
-            loaded = {  # on CPUs, where vLLM packs them
-                name: weight.detach().clone()
-                for name, weight in weights.items()
-                if weight is not None and weight.is_cpu
-            }
-            super().process_weights_after_loading(layer)
-            kernel = self.moe_kernel
-            if self.epmoe_choice.live is not None and _is_ours(former):
-                # vLLM copies what it has loaded again into the memory of `former`, whose experts move.
-                for name, weight in loaded.items():
-                    getattr(layer, name).data = weight
-                self.moe_kernel, self.epmoe_loading = former, None
-            elif kernel is None:
-                _warn(f"{base.__name__} has no modular kernel")
-            elif reason := _why_not_around(kernel):
-                _warn(reason)
-            elif not _is_ours(kernel):  # weights may be loaded again
-                experts = kernel.fused_experts
-                for name, weight in loaded.items():
-                    getattr(layer, name).data = weight
-                ours = grouped(experts, *(getattr(layer, name, None) for name in _WEIGHTS)) if is_layer else None
-                aligned = ours is not None and ours.alignment > 1
-                exchange = _make_exchange(layer, experts, self.epmoe_choice, aligned)
-                if ours is not None:
-                    exchange.move(ours)
-                self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(experts, ours, exchange) if ours else experts)
+            choice = self.epmoe_choice
+            if choice.layout == "layer" and _is_ours(self.moe_kernel):
+                self.epmoe_loading = None  # vLLM copies what it has loaded again into the memory of these experts
+            elif choice.layout == "layer":
+                ours = loaded(layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant)
+                as_fp8 = ours.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
+                exchange = _make_exchange(layer, "fp8" if as_fp8 else "auto", choice, ours.alignment > 1)
+                exchange.move(ours)
+                self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(layer.moe_config, ours, exchange))
+            else:
+                super().process_weights_after_loading(layer)
+                kernel = self.moe_kernel
+                if kernel is None:
+                    _warn(f"{base.__name__} has no modular kernel")
+                elif reason := _why_not_around(kernel):
+                    _warn(reason)
+                elif not _is_ours(kernel):  # weights may be loaded again
+                    experts = kernel.fused_experts
+                    if choice.batch_invariant and not experts._supports_batch_invariance():
+                        name = type(experts).__name__
+                        raise ConfigError(f'{name} have no batch invariance: choose `epmoe` = "layer"')
+                    exchange = _make_exchange(layer, _payload(experts), choice)
+                    self.moe_kernel = FusedMoEKernel(exchange, experts)
 
         def apply(
             self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
         ) -> Tensor:
             if x.device.type != "cpu":
-                return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
+                return self.epmoe_apply(layer, x, topk_weights, topk_ids, *shared, **named)
             return self.epmoe_layer(x, topk_ids, topk_weights)
 
-        def epmoe_apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-            return super().apply(layer, x, topk_weights, topk_ids, None, None)
+        def epmoe_apply(
+            self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
+        ) -> Tensor:
+            """In one round, or in as many as the longest batch of any rank needs."""
+            kernel = self.moe_kernel
+            if kernel is None or not _is_ours(kernel) or len(parts := kernel.prepare_finalize.sizes.parts()) == 1:
+                return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
+            y = torch.empty_like(x)
+            for part in parts:
+                y[part] = super().apply(layer, x[part], topk_weights[part], topk_ids[part], *shared, **named)
+                shared, named = (None,) * len(shared), dict.fromkeys(named)  # shared experts compute once
+            return y
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
     return Method
@@ -177,13 +180,13 @@ def _is_ours(kernel: FusedMoEKernel | None) -> bool:
     return isinstance(kernel, FusedMoEKernel) and isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize)
 
 
-def _check_live(live: dict[str, Any], moe: FusedMoEConfig) -> None:
-    """Raise ConfigError where experts cannot move."""
-    parallel = get_current_vllm_config().parallel_config
-    if parallel.enable_eplb:
-        raise ConfigError("`epmoe.live` moves experts itself: leave out --enable-eplb")
-    if live["slots_per_rank"] < moe.num_local_experts:
-        slots, least = live["slots_per_rank"], moe.num_local_experts
+def _check(choice: Choice, moe: FusedMoEConfig) -> None:
+    """Raise ConfigError where vLLM's settings, or its experts, do not go with the choice."""
+    needs_still = "moves experts itself" if choice.live is not None else "needs experts without copies"
+    if get_current_vllm_config().parallel_config.enable_eplb and (choice.live is not None or choice.batch_invariant):
+        raise ConfigError(f"`epmoe` {needs_still}: leave out --enable-eplb")
+    if choice.live is not None and choice.live["slots_per_rank"] < moe.num_local_experts:
+        slots, least = choice.live["slots_per_rank"], moe.num_local_experts
         raise ConfigError(f"`epmoe.live.slots_per_rank` must be at least {least}, the experts of a rank, got {slots}")
 
 
@@ -221,10 +224,13 @@ def _why_not_around(kernel: FusedMoEKernel) -> str | None:
 
 
 def _make_exchange(
-    layer: RoutedExperts, experts: FusedMoEExperts, choice: Choice, aligned: bool
+    layer: RoutedExperts, payload: PayloadName, choice: Choice, aligned: bool = False
 ) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
     moe, vllm_config = layer.moe_config, get_current_vllm_config()
+    model = vllm_config.model_config
+    if (model.sleep_mode_backend, getattr(model, "sleep_mode_offload_cudagraph", False)) == ("cumem", False):
+        model.sleep_mode_backend = "epmoe"  # which is vLLM's own, and lets the windows sleep, too
     shape = Shape(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -232,7 +238,7 @@ def _make_exchange(
         dtype=moe.in_dtype,
         max_tokens=moe.max_num_tokens,
         placement=layer.expert_placement_strategy,
-        payload=_payload(moe, experts, choice.layout),
+        payload=payload,
         layout="rank" if choice.layout == "rank" else "expert",
         aligned=aligned,
         live_layers=0 if choice.live is None else len(vllm_config.compilation_config.static_all_moe_layers),
@@ -245,13 +251,13 @@ def _make_exchange(
     return EpmoePrepareAndFinalize(sizes, choice.layout, aligned)
 
 
-def _payload(moe: FusedMoEConfig, experts: FusedMoEExperts, layout: VllmLayout) -> PayloadName:
+def _payload(experts: FusedMoEExperts) -> PayloadName:
     """The format in which the experts take rows, if dispatch can make it on the way out."""
     quant = experts.quant_config
     if experts.expects_unquantized_inputs or not isinstance(quant.quant_dtype, torch.dtype) or not quant.block_shape:
         return "auto"
     name = payload_of(quant.quant_dtype, quant.block_shape[-1])
-    if name is None or not WIRE_FORMATS[name].takes(moe.hidden_dim):
+    if name is None or not WIRE_FORMATS[name].takes(experts.moe_config.hidden_dim):
         return "auto"
     # vLLM's DeepGEMM then wants powers of two as scales.
-    return "auto" if layout != "layer" and is_deep_gemm_e8m0_used() else name
+    return "auto" if is_deep_gemm_e8m0_used() else name

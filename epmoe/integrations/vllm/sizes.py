@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from bisect import bisect_left
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.handles import Layout
-from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.group.errors import EPMismatchError, EPOrderError, EPStateError, EPTimeoutError
 from epmoe.integrations.prometheus import HealthCollector
 from epmoe.integrations.session import Session, make_config
 from epmoe.integrations.vllm.balancing import Balancing, placement_of
@@ -71,6 +71,8 @@ class Shape:
 class Sizes:
     """The exchanges of one shape, by ascending M. Where experts move there is one, since a table of slots has one."""
 
+    most: int
+    """tokens that a rank brings to a step; more than the largest M, they take several rounds"""
     exchanges: list[ExpertParallel] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     balancing: Balancing | None = None
@@ -78,7 +80,8 @@ class Sizes:
     @classmethod
     def make(cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
         """Collective, with the same arguments on every rank of `group`."""
-        sizes, tokens = cls(), shape.max_tokens
+        sizes = cls(shape.max_tokens)
+        tokens = min(shape.max_tokens, choice.max_num_tokens_per_rank or shape.max_tokens)
         stay = nullcontext[dict[str, Any]]({"strategy": shape.placement})
         first = shape.first(group.size())
         with stay if choice.live is None else placement_of(choice.live, first, shape.live_layers, group) as placement:
@@ -95,10 +98,19 @@ class Sizes:
 
     def for_this_step(self) -> ExpertParallel:
         """The exchange of the step that vLLM is running: every rank takes the same one."""
-        longest = self.tokens[-1]
+        return self.exchanges[bisect_left(self.tokens, min(self._longest(), self.tokens[-1]))]
+
+    def parts(self) -> list[slice]:
+        """The tokens of each round of this step, as many rounds as the longest batch of any rank needs."""
+        M = self.tokens[-1]
+        longest = M if self.most == M else max(1, self._longest())
+        return [slice(first, first + M) for first in range(0, longest, M)]
+
+    def _longest(self) -> int:
+        """The most tokens that a rank brings to this step, by vLLM's own agreement."""
         if is_forward_context_available() and (metadata := get_forward_context().dp_metadata) is not None:
-            longest = min(longest, int(metadata.num_tokens_across_dp_cpu.max()))
-        return self.exchanges[bisect_left(self.tokens, longest)]
+            return min(self.most, int(metadata.num_tokens_across_dp_cpu.max()))
+        return self.most
 
     def window_bytes(self) -> int:
         """Bytes of all windows of this rank."""
@@ -107,7 +119,8 @@ class Sizes:
     def poll(self) -> None:
         """Raise the failures after which no round works, of every size. Any thread may call it, also during a round."""
         for ep in self.exchanges:
-            ep.exchange.check()
+            with suppress(EPStateError):  # it sleeps
+                ep.exchange.check()
 
     def close(self) -> None:
         if self.balancing is not None:
@@ -127,8 +140,8 @@ def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice:
         ep = sizes.exchanges[-1]
         logger.info(
             "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
-            "tokens a step, in %d sizes; the seat is RoutedExperts of vLLM %s",
-            choice.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
+            "tokens a round, in %d sizes; the seat is RoutedExperts of vLLM %s",
+            choice.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, sizes.tokens[-1], len(sizes.exchanges),
             vllm.__version__,
         )  # fmt: skip
         if choice.metrics_port is not None:
@@ -143,11 +156,11 @@ def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice:
 @cache
 def _serve_metrics(port: int) -> None:
     """Serve the metrics of this rank for Prometheus: vLLM's own port belongs to another process."""
-    REGISTRY.register(HealthCollector(_named_exchanges))
+    REGISTRY.register(HealthCollector(named_exchanges))
     start_http_server(port)
 
 
-def _named_exchanges() -> dict[str, ExpertParallel]:
+def named_exchanges() -> dict[str, ExpertParallel]:
     """Every exchange of this process, by the number of its shape and the most tokens that a rank brings to it."""
     named = enumerate(_session.entries())
     return {f"{i}-{M}": ep for i, sizes in named for M, ep in zip(sizes.tokens, sizes.exchanges, strict=True)}

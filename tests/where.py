@@ -94,7 +94,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "MXFP4 weights, as they are": (
         yes(D + "test_layers.py::test_a_layer_in_mxfp4_is_that_of_its_values"),
-        no("weights in the layout of", "integrations/vllm/experts.py"),
+        yes("stacks/test_vllm_engine.py::test_gpt_oss_in_mxfp4_as_it_is"),
         no("MXFP8, or DeepGEMM on Blackwell", SGLANG),
         absent("transformers keeps MXFP4 in a module of its own, without `use_experts_implementation`."),
         OWN_GEMMS,
@@ -118,7 +118,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "more tokens than the windows hold": (
         absent("A call is one round: the caller splits it."),
-        absent("The windows hold `--max-num-batched-tokens`, and vLLM brings no more."),
+        yes("stacks/test_vllm_engine.py::test_vllm_hands_out_the_experts_of_tokens"),
         no("tokens on this rank: set", SGLANG),
         yes(D + "test_transformers.py::test_prompts_longer_than_the_limit_run_in_several_rounds"),
         absent("The windows hold `num_max_tokens_per_rank`, which torchtitan computes."),
@@ -126,7 +126,11 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "LoRA of experts, served": (
         yes(D + "test_adapters.py::test_each_token_gets_its_adapter"),
-        no("LoRA needs the adapters of the tokens", VLLM),
+        absent(
+            "A warning, and vLLM's own exchange serves: only private names say the adapters of the tokens "
+            "(`punica_wrapper.token_mapping_meta`, on GPUs). `prepare` would have to take them, and return those of "
+            "the rows."
+        ),
         absent("SGLang would have to hand a dispatcher the adapters of the tokens."),
         yes("test_given.py::test_adapters_of_sequences_and_tokens"),
         TRAINS,
@@ -148,11 +152,17 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         no("`placement.live` must be unset for training", "training/exchange.py"),
         no("`placement.live` must be unset for training", "training/exchange.py"),
     ),
-    "routes handed out and replayed": (
+    "routes handed out": (
         yes("test_given.py::test_a_forward_pass_takes_the_routes_of_another"),
-        absent(
-            "vLLM's router runs before epmoe; vLLM's own `--enable-return-routed-experts` has not been tried with it."
-        ),
+        yes("stacks/test_vllm_engine.py::test_vllm_hands_out_the_experts_of_tokens"),
+        absent("SGLang's router runs before epmoe; its own capturer has not been tried with it."),
+        yes("test_given.py::test_generate"),
+        absent("torchtitan's router runs before epmoe."),
+        absent("Megatron's router runs before epmoe; its own replay has not been tried with it."),
+    ),
+    "routes replayed": (
+        yes("test_given.py::test_a_forward_pass_takes_the_routes_of_another"),
+        absent("vLLM's router runs before epmoe, and vLLM replays nothing."),
         absent("SGLang's router runs before epmoe; its own capturer has not been tried with it."),
         yes("test_given.py::test_generate"),
         absent("torchtitan's router runs before epmoe."),
@@ -160,7 +170,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "batch invariance": (
         yes(D + "test_batch_invariance.py::test_y_of_a_token_depends_on_no_other_token"),
-        absent("vLLM's flag chooses kernels of its own experts; layout `layer` does not look at it."),
+        yes("stacks/test_vllm_engine.py::test_log_probabilities_alone_and_together"),
         absent("SGLang's DeepGEMM experts compute; combine adds in rank order."),
         absent("`configure` has no key for it, and attention is the model's."),
         TRAINS,
@@ -208,11 +218,19 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "saves and loads": (
         yes(D + "test_checkpoints.py::test_torchs_checkpoint_loads_on_any_number_of_ranks"),
-        yes("stacks/test_vllm_reload.py::test_weights_are_loaded_again"),
+        yes("stacks/test_vllm_reload.py::test_sleep_and_weights_that_are_loaded_again"),
         absent("SGLang loads weights into its own modules; loading again has not been tried."),
         yes(D + "test_trainer.py::test_the_experts_function_under_ddp"),
         SHARDS,
         SHARDS,
+    ),
+    "sleeps, and wakes up": (
+        yes("test_outlive.py::test_sleep_frees_all_and_graphs_go_on_after_wake"),
+        yes("stacks/test_vllm_reload.py::test_sleep_and_weights_that_are_loaded_again"),
+        absent("SGLang frees its own memory; the windows stay. It has no call for an exchange."),
+        absent("transformers has no sleep mode; `shared()[0].ep.sleep()` is for a loop of your own."),
+        TRAINS,
+        TRAINS,
     ),
     "metrics for Prometheus": (
         yes("test_prometheus.py::test_every_count_is_exported"),

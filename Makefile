@@ -173,8 +173,9 @@ benchmarks-report: setup  ## BENCHMARKS.md and its plot, from benchmarks/*.json
 bench: setup  ## the exchange against gloo's all_to_all, on this machine
 	epmoe bench cpu_bench
 
-# By way of the sdist. The library inside needs torch's libtorch_cpu.so, which torch brings.
-wheel: setup  ## dist/: a wheel with the native library inside, with CUDA kernels where nvcc is, and the sdist
+# By way of the sdist. The library inside needs torch's libtorch_cpu.so, which torch brings. A wheel is for any GPU.
+wheel first-hour cuda-compile: export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0
+wheel: setup  ## dist/: a wheel with the native library inside, with CUDA kernels where nvcc is (TORCH_CUDA_ARCH_LIST), and the sdist
 	@rm -rf dist build/wheel
 	python -m build --quiet --no-isolation --outdir build/wheel
 	auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
@@ -184,7 +185,6 @@ first-hour: wheel  ## the wheel as a new user has it: new environment, no compil
 	tests/first_hour.sh
 
 # The kernels of csrc come from the cache, if `make wheel` has compiled the same ones.
-cuda-compile: export TORCH_CUDA_ARCH_LIST :=
 cuda-compile: setup  ## every kernel compiles for sm_80, sm_90 and sm_100 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
 	python -c 'from epmoe.native.build import build; print("kernels:", build(portable=True).with_name("libepmoe_cuda.so"))' && \

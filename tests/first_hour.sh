@@ -33,7 +33,7 @@ if sys.argv[2]:
     table = ctypes.CDLL(str(build.AHEAD_OF_TIME.with_name(build.CUDA_LIBRARY))).epmoe_cuda_api
     table.restype = ctypes.POINTER(ctypes.c_void_p)
     no_kernel_image = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)(table()[0])(209).decode()
-    architectures = " ".join(name.removesuffix("+PTX").rstrip("af") for name in build.architectures(portable=True))
+    architectures = " ".join(name.removesuffix("+PTX").rstrip("af") for name in build.architectures())
     assert no_kernel_image.endswith(architectures), (no_kernel_image, architectures)
 CHECK
 

@@ -99,7 +99,7 @@ class Toolchain:
 @pytest.fixture
 def toolchain(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Toolchain:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0")  # as `make wheel`
     made = Toolchain(tmp_path_factory.mktemp("toolchain"))
     monkeypatch.setenv("PATH", str(made.bin))
     monkeypatch.setattr(build, "csrc", lambda: made.csrc)
@@ -107,6 +107,7 @@ def toolchain(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
 
 def use_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capabilities[gpu])
@@ -227,13 +228,17 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
 
 
 def test_a_first_use_builds_for_the_gpus_that_torch_sees_and_says_so_once(toolchain, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "PROGRESS_S", 0.05)
+    toolchain.meanwhile(f"{shutil.which('sleep', path=os.defpath)} 0.1")
     use_gpus(monkeypatch, (9, 0), (8, 0), (9, 0))
     assert build.architectures() == ("8.0", "9.0")
     library = build.build(tmp_path)
     assert "code=sm_80 -gencode=arch=compute_90,code=sm_90" in links(library)[1]
     purpose = "the CPU and GPUs of compute capability 8.0, 9.0"
-    said = f"epmoe: compiling the native library for {purpose} into {library.parent}, once\n"
-    assert capsys.readouterr().err == said
+    first, *steps, last = capsys.readouterr().err.splitlines()
+    assert first == f"epmoe: compiling the native library for {purpose} into {library.parent}, once"
+    assert steps and all(re.fullmatch(r"epmoe: \d of 7 steps, \d+ s", line) for line in steps)
+    assert last == "epmoe: the native library is compiled"
     build.build(tmp_path)
     assert capsys.readouterr() == ("", "")
 
@@ -250,6 +255,20 @@ def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(without, t
     assert library.exists() and not library.with_name(build.CUDA_LIBRARY).exists()
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     assert build.build(tmp_path).with_name(build.CUDA_LIBRARY).exists() == ("GPU" in without)
+
+
+def test_kernels_that_an_installation_without_gpus_lacks_are_built_at_first_use(toolchain, tmp_path, monkeypatch):
+    """Such as one in a container, which then starts on a machine with GPUs."""
+    monkeypatch.delenv("EPMOE_LIBRARY", raising=False)
+    monkeypatch.setattr(build, "AHEAD_OF_TIME", tmp_path / "libepmoe.so")
+    assert build.ready() is None
+    shutil.copy(build.build(tmp_path / "cache"), tmp_path)
+    use_gpus(monkeypatch)
+    assert build.ready() == tmp_path / "libepmoe.so"
+    use_gpus(monkeypatch, (9, 0))
+    assert build.ready() is None
+    (toolchain.bin / "nvcc").unlink()
+    assert build.ready() == tmp_path / "libepmoe.so"
 
 
 @pytest.mark.parametrize(

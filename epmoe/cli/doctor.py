@@ -58,7 +58,7 @@ def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
 
 def diagnose(config: EPConfig | None) -> Iterator[Finding]:
     """All findings, in the order in which to correct them."""
-    if not _prebuilt():
+    if build.ready() is None:
         yield _compiler()
     yield _torch()
     with console.status("building and loading the native library ..."):
@@ -71,11 +71,6 @@ def diagnose(config: EPConfig | None) -> Iterator[Finding]:
     yield _optional("matplotlib", "no `epmoe bench --plot`")
     yield _anonymous_memory()
     yield from _memory(config)
-
-
-def _prebuilt() -> bool:
-    """Whether the library is there already, so that nothing is compiled on this machine."""
-    return bool(os.environ.get("EPMOE_LIBRARY")) or build.AHEAD_OF_TIME.exists()
 
 
 def _compiler() -> Finding:
@@ -106,7 +101,7 @@ def _native_library() -> Finding:
         from epmoe.local.route import route
 
         route(torch.zeros(1, 2), 1)
-        path = Path(os.environ.get("EPMOE_LIBRARY") or (build.AHEAD_OF_TIME if _prebuilt() else build.build()))
+        path = build.ready() or build.build()
     except (OSError, RuntimeError) as error:  # a BuildError, or there is no home folder for the cache
         advice = "" if "EPMOE_CACHE_DIR" in str(error) else _ADVICE_OF_CACHE
         return Finding("fail", "native library", " ".join(str(error).split())[:400], advice)
@@ -143,7 +138,7 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
         yield Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
     elif count > 1:
         yield Finding("ok", "peer access", f"between all {count} GPUs")
-    if shutil.which("nvcc") is None and not _prebuilt():
+    if shutil.which("nvcc") is None and build.ready() is None:
         advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
         yield Finding("warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice)
 

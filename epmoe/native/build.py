@@ -31,11 +31,13 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 LOCK_TIMEOUT_S = 900.0
+PROGRESS_S = 10.0
 PACKAGE = Path(__file__).resolve().parents[1]
 AHEAD_OF_TIME = PACKAGE / "_native" / "libepmoe.so"
 CUDA_LIBRARY = "libepmoe_cuda.so"
@@ -48,7 +50,6 @@ CUDA_FLAGS = (
     "-D__CUDA_NO_HALF2_OPERATORS__",
 )  # fmt: skip
 HOPPER = "cuda/hopper/"  # sources with instructions of `sm_90a`
-WHEEL_ARCHITECTURES = ("8.0", "9.0", "10.0")
 OLDEST_ARCHITECTURE = 8
 TRIED_TORCH = ((2, 11), (2, 14))
 """Oldest and newest torch that epmoe was tried with."""
@@ -69,19 +70,16 @@ def csrc() -> Path:
 def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, portable: bool = False) -> Path:
     """Compile the native library, unless one is cached that was built from the same inputs.
 
-    The CUDA kernels are compiled where nvcc is on the PATH: for a portable library always, at first use only if torch
-    has CUDA and `architectures` names some. Returns the path of libepmoe.so; libepmoe_cuda.so lies in the same folder.
-
-    Tests build mutated libraries with `defines`. A `portable` library has no `-march=native`, and is for the GPUs of
-    `WHEEL_ARCHITECTURES`. Raises BuildError without a compiler, for a compiler's errors, a ``TORCH_CUDA_ARCH_LIST`` or
-    a cache that cannot be used, and after ``LOCK_TIMEOUT_S`` at a lock.
+    The CUDA kernels are compiled for `architectures` where nvcc is on the PATH, and torch has CUDA or the library is
+    `portable`, without `-march=native`. Returns the path of libepmoe.so; libepmoe_cuda.so lies in the same folder.
+    Progress goes to stderr. Tests build mutated libraries with `defines`. Raises BuildError without a compiler, for its
+    errors, a ``TORCH_CUDA_ARCH_LIST`` or a cache that cannot be used, and after ``LOCK_TIMEOUT_S`` at a lock.
     """
     import torch
 
     cache = output_dir or _cache_dir()
     _check(cache.parent, around=True)
-    nvcc = shutil.which("nvcc") is not None and (portable or torch.version.cuda is not None)
-    gpus = architectures(portable) if nvcc else ()
+    gpus = _gpus(portable)
     rules = _rules(gpus, portable)
     tools = [_version(tool) for tool in (_compiler(), "nvcc")[: 2 if gpus else 1]]
     cpu = platform.machine() if portable else _cpu_features()
@@ -104,16 +102,28 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
                 for path in folder.iterdir():
                     path.chmod(0o755)
                 os.replace(f"{library}.new", library)  # last: whoever sees it finds all that is with it
+                print("epmoe: the native library is compiled", file=sys.stderr)
     for path in folder.glob("*.so"):
         _check(path)
     return library
 
 
-def architectures(portable: bool = False) -> tuple[str, ...]:
+def ready() -> Path | None:
+    """The library of ``EPMOE_LIBRARY`` or of the installation; None where `build` has to make one.
+
+    An installation where torch saw no GPU has no kernels for GPUs, and torch may see some now."""
+    if named := os.environ.get("EPMOE_LIBRARY"):
+        return Path(named)
+    if AHEAD_OF_TIME.exists() and (AHEAD_OF_TIME.with_name(CUDA_LIBRARY).exists() or not _gpus()):
+        return AHEAD_OF_TIME
+    return None
+
+
+def architectures() -> tuple[str, ...]:
     """The compute capabilities to compile for, such as ("8.0", "9.0+PTX"), in ascending order, without repetitions.
 
-    They are those of ``TORCH_CUDA_ARCH_LIST`` from 8.0 on; without it, those of ``WHEEL_ARCHITECTURES`` for a portable
-    library, otherwise of the GPUs that torch sees, which may be none. Raises BuildError for a list that cannot be used.
+    They are those of ``TORCH_CUDA_ARCH_LIST`` from 8.0 on; without it, of the GPUs that torch sees, which may be none.
+    Raises BuildError for a list that cannot be used.
     """
     import torch
 
@@ -121,8 +131,6 @@ def architectures(portable: bool = False) -> tuple[str, ...]:
     if names := re.split(r"[;,\s]+", listed.strip()) if listed.strip() else []:
         if wrong := [name for name in names if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name)]:
             raise BuildError(f"TORCH_CUDA_ARCH_LIST must be like `8.0;9.0+PTX`, got {wrong[0]!r} in {listed!r}")
-    elif portable:
-        names = list(WHEEL_ARCHITECTURES)
     else:
         gpus = range(torch.cuda.device_count())
         names = ["{}.{}".format(*torch.cuda.get_device_capability(gpu)) for gpu in gpus]
@@ -130,6 +138,12 @@ def architectures(portable: bool = False) -> tuple[str, ...]:
     if listed.strip() and not kept:
         raise BuildError(f"epmoe needs GPUs of compute capability 8.0 or newer, got {', '.join(names)}")
     return tuple(sorted(kept, key=lambda name: (float(re.sub(r"[^\d.]", "", name)), name)))
+
+
+def _gpus(portable: bool = False) -> tuple[str, ...]:
+    import torch
+
+    return architectures() if shutil.which("nvcc") and (portable or torch.version.cuda) else ()
 
 
 def problem_with_torch(version: str) -> str | None:
@@ -241,11 +255,7 @@ def _write(files: dict[str, str], folder: Path) -> None:
 
 def _ninja() -> str:
     """Of this environment, whether or not it is active; of a folder of `pip install --target`; or of the PATH."""
-    folders = [
-        sysconfig.get_path("scripts"),
-        *(f"{place}/bin" for place in sys.path if place),
-        os.environ.get("PATH", ""),
-    ]
+    folders = [sysconfig.get_path("scripts"), *(f"{path}/bin" for path in sys.path if path), os.environ.get("PATH", "")]
     ninja = shutil.which("ninja", path=os.pathsep.join(folders))
     if ninja is None:
         raise BuildError("the native library is built with ninja, which is missing: pip install 'ninja>=1.11'")
@@ -253,21 +263,24 @@ def _ninja() -> str:
 
 
 def _run_ninja(folder: Path, lock: int) -> None:
-    """Build what is missing or out of date. If this process is killed, ninja and the compilers still hold the lock."""
+    """Build what is missing or out of date, and say how far it is. If this process is killed, ninja and the compilers
+    go on and still hold the lock: hence a file for their output, and no pipe."""
     import torch
 
-    done = subprocess.run(
-        [_ninja(), "--quiet", f"-j{len(os.sched_getaffinity(0))}"],
-        cwd=folder,
-        env=os.environ | {"TORCH": str(Path(torch.__file__).resolve().parent)},
-        pass_fds=(lock,),
-        umask=0o077,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise BuildError(f"the native library did not compile:\n{(done.stdout + done.stderr).strip()}")
+    command = [_ninja(), f"-j{len(os.sched_getaffinity(0))}"]
+    env = os.environ | {"TORCH": str(Path(torch.__file__).resolve().parent), "NINJA_STATUS": "%f of %t steps: "}
+    began, code = time.monotonic(), None
+    with tempfile.TemporaryFile() as out:
+        ninja = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out, pass_fds=(lock,), umask=0o077)
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = ninja.wait(PROGRESS_S)
+            said = os.pread(out.fileno(), 1 << 24, 0).decode(errors="replace")  # without moving ninja's place in it
+            if code is None and (steps := re.findall(r"^(\d+ of \d+ steps): ", said, re.MULTILINE)):
+                print(f"epmoe: {steps[-1]}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if code:
+        failed = re.sub(r"^\d+ of \d+ steps: .*\n", "", said, flags=re.MULTILINE)
+        raise BuildError(f"the native library did not compile:\n{failed.strip()}")
 
 
 def _check(path: Path, *, around: bool = False) -> None:

@@ -7,9 +7,7 @@ Python. ``EPMOE_LIBRARY`` names a library to load in place of the built one.
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -209,13 +207,7 @@ def __getattr__(name: str) -> torch._ops.OpOverload:
 
 @cache
 def _load() -> None:
-    named = os.environ.get("EPMOE_LIBRARY")
-    if named:
-        path = Path(named)
-    elif build.AHEAD_OF_TIME.exists():
-        path = build.AHEAD_OF_TIME
-    else:
-        path = build.build()
+    path = build.ready() or build.build()
     problem = build.problem_with_torch(torch.__version__)
     try:
         torch.ops.load_library(str(path))

@@ -166,7 +166,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         absent("SGLang's router runs before epmoe; its own capturer has not been tried with it."),
         yes("test_given.py::test_generate"),
         absent("torchtitan's router runs before epmoe."),
-        absent("Megatron's router runs before epmoe; its own replay has not been tried with it."),
+        yes("stacks/test_megatron.py::test_routes_of_megatron_are_replayed"),
     ),
     "batch invariance": (
         yes(D + "test_batch_invariance.py::test_y_of_a_token_depends_on_no_other_token"),
@@ -222,7 +222,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         absent("SGLang loads weights into its own modules; loading again has not been tried."),
         yes(D + "test_trainer.py::test_the_experts_function_under_ddp"),
         SHARDS,
-        SHARDS,
+        yes("stacks/test_megatron.py::test_a_checkpoint_of_megatron"),
     ),
     "sleeps, and wakes up": (
         yes("test_outlive.py::test_sleep_frees_all_and_graphs_go_on_after_wake"),

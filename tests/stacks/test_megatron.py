@@ -7,6 +7,7 @@ Megatron's all-to-all dispatcher makes a stream of CUDA and leaves it unused, so
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -40,12 +41,13 @@ else:
     torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # for checkpoints
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
 
-from megatron.core import parallel_state  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
-from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, router_replay, token_dispatcher  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -207,6 +209,65 @@ def test_recomputation_has_the_same_bits_in_three_rounds() -> None:
         assert rounds.count - before == 3
         for name, tensor in want.items():
             assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("ep", [2, None], ids=["EP of 2", "EP of all"])
+def test_two_micro_batches_are_in_flight(ep: int | None) -> None:
+    """As in the 1F1B schedule of a pipeline: the second forward pass runs before the first backward pass."""
+    with parallel(ep=ep) as sizes:
+        results = []
+        for ours in (False, True):
+            layer = layer_of(config_of(sizes), ours)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            batches = [torch.randn(tokens, B, D, generator=generator).to(DEVICE) for tokens in (S, S - 4, S)]
+            outputs = [layer(batches[0])[0]]
+            for before, batch in itertools.pairwise(batches):
+                outputs.append(layer(batch)[0])
+                outputs[-2].backward(before)
+            outputs[-1].backward(batches[-1])
+            gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+            results.append({"y": torch.cat(outputs).detach()} | gradients)
+        compare(results[1], results[0])
+
+
+def test_routes_of_megatron_are_replayed() -> None:
+    """Its `moe_enable_routing_replay`: what one layer recorded, another with a router of its own follows."""
+    actions = router_replay.RouterReplayAction
+    with parallel() as sizes:
+        config, results = config_of(sizes, moe_enable_routing_replay=True), []
+        for ours in (False, True):
+            layer = layer_of(config, ours)
+            replay = layer.router.router_replay
+            replay.set_router_replay_action(actions.RECORD)
+            step(layer)
+            routes = replay.get_recorded_indices().clone()
+            with torch.no_grad():
+                layer.router.weight.neg_()
+            replay.set_target_indices(routes)
+            replay.set_router_replay_action(actions.REPLAY_FORWARD)
+            results.append(step(layer))
+            chosen = layer.token_dispatcher.ids if ours else routes.sort().values
+            assert torch.equal(chosen.long(), routes.sort().values)
+        compare(results[1], results[0])
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["of Megatron", "with epmoe"])
+def test_a_checkpoint_of_megatron(saves: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its distributed checkpoint of a layer, loaded over fewer ranks of EP by the other kind of layer."""
+    folder = [str(tmp_path_factory.mktemp("checkpoint"))]
+    dist.broadcast_object_list(folder)
+    with parallel() as sizes:
+        layer = layer_of(config_of(sizes), saves)
+        want = step(layer)
+        dist_checkpointing.save(layer.sharded_state_dict("layer."), folder[0])
+    with parallel(ep=2) as sizes:
+        other = layer_of(config_of(sizes), not saves)
+        state = other.sharded_state_dict("layer.")
+        loaded = dist_checkpointing.load(state, folder[0])
+        other.load_state_dict({name.removeprefix("layer."): tensor for name, tensor in loaded.items()})
+        got = step(other)
+        for name in ("y", "x"):
+            torch.testing.assert_close(got[name], want[name], rtol=0.0, atol=float(want[name].abs().max()) * 1e-5)
 
 
 @pytest.mark.parametrize("tp, etp", [(2, 1), (2, 2), (1, 2)])

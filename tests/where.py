@@ -49,7 +49,10 @@ OWN_GEMMS = absent("The stack's own experts compute: what formats they take is t
 PLACED = absent("The stack's experts stay where the stack has loaded them; it would have to hand out their memory.")
 BY_HOST = absent("The stack ends all its ranks when one dies, and has no way to take a smaller group.")
 ONE_NODE = no("training needs a group of one node", "training/exchange.py")
-SHARDS = absent("The stack writes its own checkpoints, from its own modules.")
+ONE_F_ONE_B = (
+    yes("stacks/test_torchtitan_deepseek.py::test_two_micro_batches_are_in_flight"),
+    yes("stacks/test_megatron.py::test_two_micro_batches_are_in_flight"),
+)
 
 TABLE: dict[str, tuple[Cell, ...]] = {
     "serves": (
@@ -216,12 +219,26 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes("stacks/test_torchtitan.py::test_selective_checkpoints_keep_the_rounds"),
         yes("stacks/test_megatron.py::test_recomputation_has_the_same_bits_in_three_rounds"),
     ),
+    "replicas of experts (EP below DP)": (
+        yes(D + "test_tools.py::test_replicas_of_experts"),
+        SERVES,
+        SERVES,
+        absent("No test has a second group of EP."),
+        *ONE_F_ONE_B,
+    ),
+    "two micro-batches in flight (1F1B)": (
+        yes(D + "test_training_graphs.py::test_parallel_branches_have_the_order_of_the_forward_pass"),
+        SERVES,
+        SERVES,
+        absent("transformers runs one batch at a time."),
+        *ONE_F_ONE_B,
+    ),
     "saves and loads": (
         yes(D + "test_checkpoints.py::test_torchs_checkpoint_loads_on_any_number_of_ranks"),
         yes("stacks/test_vllm_reload.py::test_sleep_and_weights_that_are_loaded_again"),
         absent("SGLang loads weights into its own modules; loading again has not been tried."),
         yes(D + "test_trainer.py::test_the_experts_function_under_ddp"),
-        SHARDS,
+        yes("stacks/test_torchtitan_deepseek.py::test_a_checkpoint_of_torchtitan"),
         yes("stacks/test_megatron.py::test_a_checkpoint_of_megatron"),
     ),
     "sleeps, and wakes up": (

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torchtitan.tools.utils as titan
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 titan.device_type, titan.device_module = "cpu", torch.cpu  # before torchtitan's other modules take them
+from torchtitan.components.checkpointer.base import ModelWrapper  # noqa: E402
 from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.config.override import apply_overrides  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -92,13 +94,13 @@ def model_of(config: Trainer.Config) -> torch.nn.Module:
     return model.train()
 
 
-def config_of(ours: bool, ac: Any = None, dtype: str = "float32", seed: int = 0):
-    """The configuration of torchtitan's own small model, smaller still."""
+def config_of(ours: bool, ac: Any = None, dtype: str = "float32", seed: int = 0, ep: int | None = None):
+    """The configuration of torchtitan's own small model, smaller still. `ep`: ranks of EP, all by default."""
     config = deepseek_v3_debugmodel_hybridep() if ours else deepseek_v3_debugmodel()
     config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
     config.override.imports = list(OURS) if ours else []
     config.activation_checkpoint = ac
-    config.parallelism = ParallelismConfig(expert_parallel_degree=dist.get_world_size(), spmd_backend=BACKEND)
+    config.parallelism = ParallelismConfig(expert_parallel_degree=ep or dist.get_world_size(), spmd_backend=BACKEND)
     config.training = TrainingConfig(local_batch_size=B, seq_len=L, mixed_precision_param=dtype)
     config.debug.seed = seed
     return config
@@ -111,12 +113,8 @@ def losses(steps: int, ours: bool, **options: Any) -> tuple[list[float], int]:
     rounds, before, totals = rounds_of(model), 0, []
     before = rounds.count if rounds else 0
     for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        first = torch.randint(VOCAB, (B, 1), generator=generator)
-        tokens = (first * 3 ** torch.arange(L + 1) + torch.arange(L + 1)) % VOCAB  # a rule to learn
         with model.context():
-            logits = model(tokens[:, :-1], positions=torch.arange(L).expand(B, L))
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss_of(model, step)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -124,6 +122,14 @@ def losses(steps: int, ours: bool, **options: Any) -> tuple[list[float], int]:
         dist.all_reduce(total)
         totals.append(total.item() / dist.get_world_size())
     return totals, rounds.count - before if rounds else 0
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    first = torch.randint(VOCAB, (B, 1), generator=generator)
+    tokens = (first * 3 ** torch.arange(L + 1) + torch.arange(L + 1)) % VOCAB  # a rule to learn
+    logits = model(tokens[:, :-1], positions=torch.arange(L).expand(B, L))
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def rounds_of(model: torch.nn.Module) -> Any:
@@ -139,6 +145,38 @@ def test_a_hundred_steps_have_the_losses_of_all_to_all():
     assert rounds == 100 * 2 * (LAYERS - 1)
     assert want[-1] < want[0] / 2
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 1e-5 * want[0]
+
+
+@pytest.mark.parametrize("ep", [None, 2], ids=["EP of all", "EP of 2"])
+def test_two_micro_batches_are_in_flight(ep: int | None):
+    """As in the 1F1B schedule of a pipeline; over four ranks, EP of 2 has fewer ranks than the data."""
+    gradients = []
+    for ours in (False, True):
+        model = model_of(config_of(ours, ep=ep))
+        with model.context():
+            losses = [loss_of(model, step) for step in range(2)]
+            for loss in losses:
+                loss.backward()
+        gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    for name, want in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], want, rtol=0.0, atol=1e-5 * float(want.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["of torchtitan", "with epmoe"])
+def test_a_checkpoint_of_torchtitan(saves: bool, tmp_path_factory: pytest.TempPathFactory):
+    """It is loaded over two ranks of EP by the model with the other exchange."""
+    folder = [str(tmp_path_factory.mktemp("checkpoint"))]
+    dist.broadcast_object_list(folder)
+    losses = []
+    for ours, ep, use in ((saves, None, dcp.save), (not saves, 2, dcp.load)):
+        model = model_of(config_of(ours, ep=ep, seed=len(losses)))
+        wrapper = ModelWrapper(model)
+        state = wrapper.state_dict()
+        use(state, checkpoint_id=folder[0])
+        wrapper.load_state_dict(state)
+        with torch.no_grad(), model.context():
+            losses.append(loss_of(model, 0))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("ac, rounds", [(SelectiveAC.Config(), 2), (FullAC.Config(), 3)], ids=["selective", "full"])

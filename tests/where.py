@@ -158,7 +158,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     "routes handed out": (
         yes("test_given.py::test_a_forward_pass_takes_the_routes_of_another"),
         yes("stacks/test_vllm_engine.py::test_vllm_hands_out_the_experts_of_tokens"),
-        absent("SGLang's router runs before epmoe; its own capturer has not been tried with it."),
+        yes("stacks/test_sglang.py::test_routed_experts_are_those_of_the_tokens"),
         yes("test_given.py::test_generate"),
         absent("torchtitan's router runs before epmoe."),
         absent("Megatron's router runs before epmoe; its own replay has not been tried with it."),
@@ -166,7 +166,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     "routes replayed": (
         yes("test_given.py::test_a_forward_pass_takes_the_routes_of_another"),
         absent("vLLM's router runs before epmoe, and vLLM replays nothing."),
-        absent("SGLang's router runs before epmoe; its own capturer has not been tried with it."),
+        absent("SGLang's router runs before epmoe, and SGLang replays nothing."),
         yes("test_given.py::test_generate"),
         absent("torchtitan's router runs before epmoe."),
         yes("stacks/test_megatron.py::test_routes_of_megatron_are_replayed"),
@@ -174,7 +174,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     "batch invariance": (
         yes(D + "test_batch_invariance.py::test_y_of_a_token_depends_on_no_other_token"),
         yes("stacks/test_vllm_engine.py::test_log_probabilities_alone_and_together"),
-        absent("SGLang's DeepGEMM experts compute; combine adds in rank order."),
+        yes("stacks/test_sglang.py::test_deterministic_inference_is_kept"),
         absent("`configure` has no key for it, and attention is the model's."),
         TRAINS,
         TRAINS,

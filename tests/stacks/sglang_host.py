@@ -65,18 +65,30 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
 )
 from sglang.srt.layers import deep_gemm_wrapper, dp_attention  # noqa: E402
 from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class  # noqa: E402
-from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK  # noqa: E402
 from sglang.srt.layers.moe.utils import initialize_moe_config  # noqa: E402
 from sglang.srt.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.plugins import hook_registry, load_plugins  # noqa: E402
-from sglang.srt.runtime_context import SpawnRanks, get_context, get_parallel, publish  # noqa: E402
+from sglang.srt.runtime_context import (  # noqa: E402
+    SpawnRanks,
+    get_context,
+    get_exec,
+    get_parallel,
+    get_schedule,
+    publish,
+)
+from sglang.srt.state_capturer import base as capturers  # noqa: E402
+from sglang.srt.state_capturer.routed_experts import (  # noqa: E402
+    RoutedExpertsCapturer,
+    set_global_experts_capturer,
+)
 
 from epmoe import quantize_fp8  # noqa: E402
 from epmoe.integrations import sglang  # noqa: E402
 
 __all__ = [
-    "ModelRunner", "StandardTopKOutput", "block_fp8", "data_parallel", "layer_module", "load_plugins_of_epmoe",
+    "ModelRunner", "StandardTopKOutput", "TopK", "block_fp8", "capturer", "data_parallel", "deterministic", "layer_module", "load_plugins_of_epmoe",
     "make_layer", "start",
 ]  # fmt: skip
 
@@ -108,6 +120,8 @@ def start() -> None:
     initialize_moe_config()
     deep_gemm_wrapper.grouped_gemm_nt_bf16_contig = _grouped_gemm
     deep_gemm_wrapper.grouped_gemm_nt_f8f8bf16_contig = _grouped_gemm_fp8
+    if not CUDA:  # whose driver pins its memory
+        capturers.ALLOC_MEMORY_FUNCS = {"cpu": lambda dims, dtype, **_: torch.zeros(dims, dtype=dtype)}
     runner_module._legacy_silu_and_mul = _silu_and_mul
     fp8_kernel.sglang_per_token_group_quant_fp8 = lambda x, *_, **__: quantize_fp8(x, granularity="block")
 
@@ -131,11 +145,27 @@ def make_layer(experts: int, top_k: int, hidden: int, intermediate: int, **optio
 @contextmanager
 def data_parallel(tokens: list[int]) -> Iterator[None]:
     """As if attention were data parallel, with so many tokens on each rank."""
-    alone = SimpleNamespace(world_size=1)
+    alone = SimpleNamespace(world_size=1, all_gather_into_tensor=Tensor.copy_)
     ranks = {"attn_dp_rank": get_parallel().tp_rank, "attn_tp_rank": 0}
     with get_parallel().override(attn_dp_size=len(tokens), attn_tp_size=1, attn_tp_group=alone, **ranks):
         dp_attention.set_dp_buffer_len(sum(tokens), 0, False, tokens)
         yield
+
+
+@contextmanager
+def capturer(experts: int, top_k: int, tokens: int) -> Iterator[RoutedExpertsCapturer]:
+    """SGLang's own, as of `--enable-return-routed-experts`, for a model of one layer."""
+    config = SimpleNamespace(hf_text_config=SimpleNamespace(num_experts_per_tok=top_k, num_hidden_layers=1))
+    with get_schedule().override(chunked_prefill_size=tokens):
+        made = RoutedExpertsCapturer(config, tokens, tokens, 0, "cuda" if CUDA else "cpu")
+    set_global_experts_capturer(made)
+    yield made
+    set_global_experts_capturer(None)
+
+
+def deterministic() -> Any:
+    """As of `--enable-deterministic-inference`."""
+    return get_exec().deterministic.override(enable_deterministic_inference=True)
 
 
 def _grouped_gemm(a: Tensor, b: Tensor, d: Tensor, m_indices: Tensor) -> None:

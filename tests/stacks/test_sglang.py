@@ -200,6 +200,31 @@ def test_another_backend_keeps_its_dispatcher(caplog: pytest.LogCaptureFixture) 
     assert isinstance(original(config, quant_method=host.layer_module.UnquantizedFusedMoEMethod()), DeepEPv2Dispatcher)
 
 
+@pytest.mark.parametrize("tokens", [(5, 0), (30, 70)], ids=str)
+def test_routed_experts_are_those_of_the_tokens(layer: nn.Module, tokens: tuple[int, int]) -> None:
+    """`--enable-return-routed-experts`: what SGLang's own capturer keeps are the experts that dispatch has sent to."""
+    rank, sent = dist.get_rank(), []
+    x, logits = randn(tokens[rank], D, seed=rank).bfloat16(), randn(tokens[rank], E, seed=50 + rank)
+    with host.data_parallel(list(tokens)), host.capturer(E, K, M) as capturer:
+        routed = host.TopK(K, layer_id=0).forward_native(x.to(DEVICE), logits.to(DEVICE))
+        y = layer(x.to(DEVICE), routed)
+        assert torch.equal(capturer.device_cache.buffer[: tokens[rank], 0], routed.topk_ids)
+    assert_close(y, moe_reference(x, routed.topk_ids.cpu(), routed.topk_weights.cpu(), _weights()))
+    assert routed.topk_ids.sort().values.equal(logits.topk(K).indices.sort().values.to(DEVICE))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+def test_deterministic_inference_is_kept(layer: nn.Module, quantized: bool) -> None:
+    """`--enable-deterministic-inference`: y of a token has the same bits alone and in batches of any size."""
+    layer = _in_block_fp8()[0] if quantized else layer
+    x, ids, weights = _tokens(dist.get_rank(), M)
+    with host.deterministic():
+        whole = _forward(layer, x, ids, weights)
+        for first, last in ((0, 1), (5, 6), (3, 40), (M - 1, M)):
+            part = slice(first, last) if dist.get_rank() == 0 else slice(M - last, M)
+            assert torch.equal(_forward(layer, x[part], ids[part], weights[part]), whole[part])
+
+
 @pytest.mark.gpu
 @NO_CUDA
 @pytest.mark.parametrize("tokens", [1, 32, M])

@@ -18,7 +18,7 @@ TWO = @$(MAKE) --no-print-directory --jobs 2 --output-sync=target
 TORCHRUN := torchrun --standalone --nproc-per-node
 
 .PHONY: help setup demo test test-all unit distributed core integrations slow slow-unit slow-ranks serve-soak fuzz faults soak sanitize two-machines \
-  nodes torches stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan stacks-megatron lint docs bench benchmarks-report wheel first-hour cuda-compile \
+  nodes torches peft stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan stacks-megatron lint docs bench benchmarks-report wheel first-hour cuda-compile \
   gpu-deps gpu-test clean
 
 help:  ## this list
@@ -113,14 +113,14 @@ stacks-sglang:  ## SGLang's own MoE layers over 2 ranks, their tokens carried by
 	$(SGLANG)/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	$(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
 	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_sglang.py
-	$(SGLANG)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_sglang_deaths.py
+	EPMOE_TRIED=$@ $(SGLANG)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_sglang_deaths.py
 
 TORCHTITAN := build/stacks-torchtitan
 stacks-torchtitan: setup  ## torchtitan's own MoE layers and models, trained over 2 and 4 ranks, their tokens carried by epmoe
 	[ -e $(TORCHTITAN)/.ready ] || { \
 	  pip install --quiet --no-deps --target $(TORCHTITAN) -r tests/stacks/torchtitan.txt && touch $(TORCHTITAN)/.ready; }
 	for ranks in 2 4; do for test in torchtitan torchtitan_deepseek; do \
-	  PYTHONPATH=.:$(TORCHTITAN) $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
+	  EPMOE_TRIED=$@ PYTHONPATH=.:$(TORCHTITAN) $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
 	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_$$test.py || exit 1; done; done
 
 # Megatron-Core 0.19 asks for Python 3.12 and has no wheel for older ones, whose Python files run on 3.11, too. Without
@@ -132,23 +132,30 @@ stacks-megatron: setup  ## Megatron-Core's own MoE layers, trained over 2 and 4 
 	  [ -e $$home/.ready ] || { pip install --quiet --no-deps --ignore-requires-python --python-version 3.12 \
 	    --only-binary=:all: --target $$home megatron-core==$$version && \
 	    pip install --quiet --no-deps --target $$home -r tests/stacks/megatron.txt && touch $$home/.ready; } || exit 1; \
-	  for ranks in 2 4; do PYTHONPATH=.:$$home $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
+	  for ranks in 2 4; do EPMOE_TRIED=$@ PYTHONPATH=.:$$home $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
 	    -m pytest -q -x -p no:cacheprovider tests/stacks/test_megatron.py || exit 1; done; done
 
 # Each torch has an environment of its own, and a native library that is built against it. CI's own torch is that of
 # `make setup`. pip finds CPU builds of other versions where PIP_EXTRA_INDEX_URL names an index that has them.
 TORCHES ?= 2.11.0 2.14.1
-torches:  ## what depends on torch, under its oldest and its newest version that was tried (TORCHES)
-	@for version in $(TORCHES); do home=build/torch-$$version; echo "== torch $$version"; \
+torches:  ## what depends on torch, under its oldest and its newest version that was tried (TORCHES, PYTHON)
+	@for version in $(TORCHES); do home=build/torch-$$version-$(notdir $(PYTHON)); echo "== torch $$version"; \
 	  [ -e $$home/.ready ] || { $(PYTHON) -m venv $$home && grep -v '^torch==' constraints.txt >$$home/constraints.txt && \
 	    $$home/bin/pip install --quiet -c $$home/constraints.txt \
 	    torch==$$version 'setuptools>=77' ninja numpy pydantic pyyaml typer rich jinja2 pytest pytest-timeout hypothesis && \
 	    touch $$home/.ready; } || exit 1; \
 	  PYTHONPATH=. $$home/bin/python -m pytest -q -p no:cacheprovider -m 'not slow' \
 	    tests/test_ops.py tests/test_service.py tests/test_mistakes.py tests/test_module.py tests/test_compile.py \
-    tests/test_opaque.py || exit 1; \
-	  PYTHONPATH=. $$home/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
+	    tests/test_opaque.py || exit 1; \
+	  EPMOE_TRIED=$@ PYTHONPATH=. $$home/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
 	    -m pytest -q -p no:cacheprovider -m 'not slow' tests/distributed/test_rounds.py || exit 1; done
+
+PEFTS ?= 0.20.0 0.21.2
+peft: setup  ## adapters of PEFT, trained and served, under its oldest and its newest version that was tried (PEFTS)
+	for version in $(PEFTS); do home=build/peft-$$version; \
+	  [ -e $$home/.ready ] || { pip install --quiet --no-deps --target $$home peft==$$version && touch $$home/.ready; } || exit 1; \
+	  EPMOE_TRIED=$@ PYTHONPATH=.:$$home python -m pytest -q -p no:cacheprovider -k peft \
+	    tests/test_adapters.py tests/test_transformers.py || exit 1; done
 
 fuzz: setup  ## drawn configurations and rounds, many more than in `make test`
 	EPMOE_FUZZ_CONFIGS=300 EPMOE_FUZZ_ROUNDS=20 $(TORCHRUN) 3 -m pytest -q -x -p no:cacheprovider tests/distributed/test_fuzz.py
@@ -229,6 +236,7 @@ $(STACKS)/trees/%: | $(VLLM)/.ready
 	@rm -r $(STACKS)/wheels && mv $@.part $@
 
 stacks: export EPMOE_VLLM_TREES := $(CURDIR)/$(STACKS)/trees
+stacks: export EPMOE_TRIED := stacks
 stacks: $(VLLM)/.ready $(VLLM_TREES:%=$(STACKS)/trees/%)  ## vLLM on CPUs with epmoe: every combination, and its kernels
 	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_*.py
 

@@ -5,6 +5,7 @@ At the end, a line for each reason says how many tests it skipped.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import tried
 from helpers import NO_CUDA
 
 torch.set_num_threads(1)
@@ -60,6 +62,11 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(integration.settings, "_settings", integration.settings.Settings())
     yield
     integration.close()
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    if exitstatus == 0 and "EPMOE_TRIED" in os.environ and os.environ.get("RANK", "0") == "0":
+        tried.record(os.environ["EPMOE_TRIED"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -30,7 +30,7 @@ def test_does_nothing_unless_it_is_chosen(value: str | None, monkeypatch: pytest
 
 def test_an_unknown_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPMOE_SGLANG", "yes")
-    with pytest.raises(ValueError, match="EPMOE_SGLANG must be 0 or 1, got 'yes'"):
+    with pytest.raises(ValueError, match="EPMOE_SGLANG must be 0, 1 or layer, got 'yes'"):
         sglang.register()
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import tried
 from helpers import ROOT
 from where import PAGE, STACKS, TABLE, Cell, render
+
+from epmoe.native.build import TRIED_TORCH
 
 CELLS = [
     pytest.param(cell, id=f"{feature}, {stack}")
@@ -25,6 +28,11 @@ def test_a_cell_names_what_exists(cell: Cell) -> None:
         assert cell.says in re.sub(r'"\s+f?"', "", source)  # strings of several lines
     else:
         assert cell.says.endswith(".")
+
+
+def test_the_newest_torch_that_was_tried_is_the_one_that_users_are_told() -> None:
+    torches = {tuple(map(int, re.findall(r"torch (\d+)\.(\d+)", line)[0])) for line in tried.lines()}
+    assert max(torches) == TRIED_TORCH[1] and min(torches) >= TRIED_TORCH[0]
 
 
 def test_the_page_is_the_table() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import tried
 from helpers import ROOT
 
 PAGE = ROOT / "docs" / "where.md"
@@ -49,11 +50,6 @@ OWN_GEMMS = absent("The stack's own experts compute: what formats they take is t
 PLACED = absent("The stack's experts stay where the stack has loaded them; it would have to hand out their memory.")
 BY_HOST = absent("The stack ends all its ranks when one dies, and has no way to take a smaller group.")
 ONE_NODE = no("training needs a group of one node", "training/exchange.py")
-ONE_F_ONE_B = (
-    yes("stacks/test_torchtitan_deepseek.py::test_two_micro_batches_are_in_flight"),
-    yes("stacks/test_megatron.py::test_two_micro_batches_are_in_flight"),
-)
-
 TABLE: dict[str, tuple[Cell, ...]] = {
     "serves": (
         yes(D + "test_exchange.py::test_agrees_with_the_dense_reference"),
@@ -219,19 +215,21 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes("stacks/test_torchtitan.py::test_selective_checkpoints_keep_the_rounds"),
         yes("stacks/test_megatron.py::test_recomputation_has_the_same_bits_in_three_rounds"),
     ),
+    "epmoe's own experts": (
+        yes("test_grouped_experts.py::test_gaps_and_rows_past_the_end_may_be_nan"),
+        yes("stacks/test_vllm_engine.py::test_two_ranks_generate_the_tokens_of_one"),
+        yes("stacks/test_sglang.py::test_experts_of_our_own"),
+        yes(D + "test_transformers.py::test_one_layer_with_batches_of_any_length"),
+        absent("The override takes torchtitan's dispatcher; its experts are a module of the model."),
+        absent("Megatron's experts compute."),
+    ),
     "replicas of experts (EP below DP)": (
         yes(D + "test_tools.py::test_replicas_of_experts"),
         SERVES,
         SERVES,
         absent("No test has a second group of EP."),
-        *ONE_F_ONE_B,
-    ),
-    "two micro-batches in flight (1F1B)": (
-        yes(D + "test_training_graphs.py::test_parallel_branches_have_the_order_of_the_forward_pass"),
-        SERVES,
-        SERVES,
-        absent("transformers runs one batch at a time."),
-        *ONE_F_ONE_B,
+        yes("stacks/test_torchtitan_deepseek.py::test_two_micro_batches_are_in_flight"),
+        yes("stacks/test_megatron.py::test_two_micro_batches_are_in_flight"),
     ),
     "saves and loads": (
         yes(D + "test_checkpoints.py::test_torchs_checkpoint_loads_on_any_number_of_ranks"),
@@ -272,6 +270,12 @@ the stack. **–**: not there, and why. `python tests/where.py` writes this page
 checks that tests and messages exist.
 """
 
+VERSIONS = """## Versions that were tried
+
+Each line was written by the tests of its target, when they passed in this environment, on CPUs. `make test` runs with
+the versions that `constraints.txt` pins.
+"""
+
 
 def render() -> str:
     """The page: the table, and the notes in the order of their first use."""
@@ -280,7 +284,8 @@ def render() -> str:
     for feature, row in TABLE.items():
         cells = (f"{cell.kind} <sup>{1 + notes.index(cell.note)}</sup>" for cell in row)
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), "", VERSIONS]
+    lines += [f"- {line}" for line in tried.lines()]
     return "\n".join(lines) + "\n"
 
 

@@ -88,8 +88,8 @@ from epmoe import quantize_fp8  # noqa: E402
 from epmoe.integrations import sglang  # noqa: E402
 
 __all__ = [
-    "ModelRunner", "StandardTopKOutput", "TopK", "block_fp8", "capturer", "data_parallel", "deterministic", "layer_module", "load_plugins_of_epmoe",
-    "make_layer", "start",
+    "ModelRunner", "StandardTopKOutput", "TopK", "block_fp8", "capturer", "data_parallel", "deterministic",
+    "layer_module", "load_plugins_of_epmoe", "make_layer", "start",
 ]  # fmt: skip
 
 

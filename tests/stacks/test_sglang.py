@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -50,6 +51,10 @@ def _lockstep() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def layer(_sglang: None) -> nn.Module:
+    return _layer()
+
+
+def _layer() -> nn.Module:
     """A layer of SGLang in bf16, with this rank's experts."""
     layer = host.make_layer(E, K, D, F)
     mine = slice(dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts)
@@ -203,7 +208,7 @@ def test_another_backend_keeps_its_dispatcher(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("tokens", [(5, 0), (30, 70)], ids=str)
 def test_routed_experts_are_those_of_the_tokens(layer: nn.Module, tokens: tuple[int, int]) -> None:
     """`--enable-return-routed-experts`: what SGLang's own capturer keeps are the experts that dispatch has sent to."""
-    rank, sent = dist.get_rank(), []
+    rank = dist.get_rank()
     x, logits = randn(tokens[rank], D, seed=rank).bfloat16(), randn(tokens[rank], E, seed=50 + rank)
     with host.data_parallel(list(tokens)), host.capturer(E, K, M) as capturer:
         routed = host.TopK(K, layer_id=0).forward_native(x.to(DEVICE), logits.to(DEVICE))
@@ -213,11 +218,34 @@ def test_routed_experts_are_those_of_the_tokens(layer: nn.Module, tokens: tuple[
     assert routed.topk_ids.sort().values.equal(logits.topk(K).indices.sort().values.to(DEVICE))
 
 
+@pytest.fixture
+def own_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hook of EPMOE_SGLANG=layer does in place of SGLang's."""
+    theirs = host.layer_module.FusedMoE.run_moe_core
+    ours = partialmethod(lambda layer, *arguments: sglang.compute(theirs, layer, *arguments))
+    monkeypatch.setattr(host.layer_module.FusedMoE, "run_moe_core", ours)
+
+
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
-def test_deterministic_inference_is_kept(layer: nn.Module, quantized: bool) -> None:
+def test_experts_of_our_own(own_experts: None, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EPMOE_SGLANG=layer: with SGLang's weights as they are, and without its runner."""
+    layer, weights = _in_block_fp8() if quantized else (_layer(), _weights())
+    monkeypatch.setattr(layer.quant_method, "apply", None)
+    mine = _tokens(dist.get_rank(), 9)
+    assert_close(_forward(layer, *mine), moe_reference(*mine, weights), slack=8 if quantized else 1)
+    layer.moe_runner_config.swiglu_limit = 7.0
+    with pytest.raises(ValueError, match=r"takes plain SwiGLU, got \['swiglu_limit'\]"):
+        sglang._grouped(layer)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("own", [False, True], ids=["of SGLang", "of our own"])
+def test_deterministic_inference_is_kept(quantized: bool, own: bool, request: pytest.FixtureRequest) -> None:
     """`--enable-deterministic-inference`: y of a token has the same bits alone and in batches of any size."""
-    layer = _in_block_fp8()[0] if quantized else layer
+    layer = _in_block_fp8()[0] if quantized else _layer()
     x, ids, weights = _tokens(dist.get_rank(), M)
+    if own:
+        request.getfixturevalue("own_experts")
     with host.deterministic():
         whole = _forward(layer, x, ids, weights)
         for first, last in ((0, 1), (5, 6), (3, 40), (M - 1, M)):

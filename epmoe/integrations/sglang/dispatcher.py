@@ -17,6 +17,7 @@ from torch import Tensor
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.integrations.session import Session, make_config
+from epmoe.local.experts import GroupedExperts
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import PayloadName, payload_of
 from epmoe.native.package import __version__
@@ -25,12 +26,12 @@ from epmoe.service import ExpertParallel
 try:
     import sglang.srt.layers.moe.fused_moe_triton.layer  # noqa: F401 - before its dispatchers, which import one another
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
+    from sglang.srt.layers.moe.token_dispatcher import deepep_v2
     from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInput
-    from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2Dispatcher, DeepEPv2DispatchOutput
     from sglang.srt.layers.moe.topk import TopKOutput
     from sglang.srt.layers.moe.utils import get_deepep_v2_fp8_scale_format
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_exec, get_parallel
 except ImportError as error:
     raise ImportError(
         f"epmoe.integrations.sglang needs SGLang 0.5.23, with its plugins and its DeepEP v2 backend: {error}"
@@ -46,14 +47,18 @@ _ALIGNMENT = 128  # rows; of DeepGEMM's contiguous layout
 _DEADLINES = {"warmup_timeout_s": 3600.0, "timeout_s": 300.0}
 _LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
+_EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
+_OTHERS = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "apply_router_weight_on_input")
 _STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 _session: Session[ExpertParallel] = Session()
 
 
-def register_hooks() -> None:
-    """Have SGLang call `create_dispatcher` for each MoE layer, and `poll` before each step."""
+def register_hooks(own_experts: bool) -> None:
+    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, and `compute` for its experts."""
     HookRegistry.register(_FACTORY, create_dispatcher, HookType.AROUND)
+    if own_experts:
+        HookRegistry.register(_EXPERTS, compute, HookType.AROUND)
     HookRegistry.register(_STEP, poll, HookType.BEFORE)
 
 
@@ -63,13 +68,13 @@ def create_dispatcher(original: Any, moe_runner_config: Any, quant_method: Any) 
     Raises ValueError if the layer needs what epmoe does not have, and what `ExpertParallel` raises.
     """
     theirs = original(moe_runner_config, quant_method=quant_method)  # checks the layer, and holds no memory yet
-    if not isinstance(theirs, DeepEPv2Dispatcher):
+    if not isinstance(theirs, deepep_v2.DeepEPv2Dispatcher):
         logger.warning("epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only")
         return theirs
     return EpmoeDispatcher(_share(theirs, moe_runner_config, _payload(theirs)))
 
 
-def _payload(theirs: DeepEPv2Dispatcher) -> PayloadName:
+def _payload(theirs: deepep_v2.DeepEPv2Dispatcher) -> PayloadName:
     """The format of rows that the experts take. Raises ValueError for one that epmoe does not have."""
     if not theirs.use_fp8_dispatch:
         return "auto"
@@ -82,7 +87,7 @@ def _payload(theirs: DeepEPv2Dispatcher) -> PayloadName:
     return name
 
 
-def _share(theirs: DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> ExpertParallel:
+def _share(theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> ExpertParallel:
     tp_group = get_parallel().tp_group
 
     def make(ep_size: int) -> ExpertParallel:
@@ -98,7 +103,7 @@ def _share(theirs: DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> Expe
     return _session.share(shapes, tp_group.cpu_group, tp_group.device, make)
 
 
-def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName) -> EPConfig:
+def _config(theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName) -> EPConfig:
     E, K, e, M = layer.num_experts, layer.top_k, layer.num_local_experts, theirs.num_max_dispatch_tokens_per_rank
     if R * e != E:
         raise ValueError(f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks")
@@ -124,8 +129,9 @@ class EpmoeDispatcher(BaseDispatcher):
         super().__init__()
         self._ep, self._tag = ep, ep.new_tag()
         self._round: Dispatched | None = None
+        self._experts: GroupedExperts | None = None
 
-    def dispatch(self, hidden_states: Tensor, topk_output: TopKOutput) -> DeepEPv2DispatchOutput:
+    def dispatch(self, hidden_states: Tensor, topk_output: TopKOutput) -> deepep_v2.DeepEPv2DispatchOutput:
         """Tokens bf16 [T, D] and their ids and weights [T, K], ids −1 for none → expert-major rows for DeepGEMM.
 
         Rows and scales are views of the window, valid until `combine`. Weights are left to `combine`.
@@ -143,9 +149,21 @@ class EpmoeDispatcher(BaseDispatcher):
         # Slices, because SGLang empties the tensors that it is given once it has read them.
         scales = None if d.scales is None else d.scales[:n]
         psum = d.expert_offsets[:-1] + d.tokens_per_expert
-        return DeepEPv2DispatchOutput(
+        return deepep_v2.DeepEPv2DispatchOutput(
             d.rows[:n], scales, None, None, psum, is_expanded=True, expert_alignment=_ALIGNMENT
         )
+
+    def compute(self, layer: Any, dispatched: deepep_v2.DeepEPv2DispatchOutput) -> CombineInput:
+        """Outputs [n, D] of the open round's rows by `GroupedExperts`, whose memory is that of the layer's weights.
+
+        Raises ValueError in the first call if they are other experts than those.
+        """
+        if self._experts is None or self._experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr():  # loaded again
+            self._experts = _grouped(layer)
+        d = self._round
+        assert d is not None
+        rows, scales = dispatched.hidden_states, dispatched.hidden_states_scale
+        return deepep_v2.DeepEPv2CombineInput(self._experts(rows, d.expert_offsets, scales, **d.segments), None)
 
     def combine(self, combine_input: CombineInput) -> Tensor:
         """The weighted sums bf16 [T, D] of the experts' outputs.
@@ -171,6 +189,27 @@ class EpmoeDispatcher(BaseDispatcher):
         if not counts or len(counts) != parallel.attn_dp_size or own > max(counts):
             return R * M
         return min(sum(counts) * (R // len(counts)), R * M)
+
+
+def compute(original: Any, layer: Any, dispatch_output: Any) -> CombineInput:
+    """Around SGLang's experts: `GroupedExperts` where the dispatcher of the layer is ours."""
+    if isinstance(layer.dispatcher, EpmoeDispatcher):
+        return layer.dispatcher.compute(layer, dispatch_output)
+    return original(layer, dispatch_output)
+
+
+def _grouped(layer: Any) -> GroupedExperts:
+    config = layer.moe_runner_config
+    odd = [name for name in _OTHERS if getattr(config, name, None)] + ["biases"] * hasattr(layer, "w13_weight_bias")
+    if odd or config.activation != "silu" or not config.is_gated:
+        raise ValueError(f"EPMOE_SGLANG=layer takes plain SwiGLU, got {odd or config.activation}: set EPMOE_SGLANG=1")
+    return GroupedExperts(
+        layer.w13_weight,
+        layer.w2_weight,
+        gate_up_scales=getattr(layer, "w13_weight_scale_inv", None),
+        down_scales=getattr(layer, "w2_weight_scale_inv", None),
+        batch_invariant=get_exec().deterministic.enable_deterministic_inference,
+    ).requires_grad_(False)
 
 
 def _most_rows(pairs: int, experts: int) -> int:

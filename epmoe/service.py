@@ -541,10 +541,11 @@ class ExpertParallel(HoldsWindows):
         return exchange.giving_up(skip)
 
     def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
-        """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows, and no more.
+        """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows, and no more. On one
+        node it chooses the GEMM: a rank with few tokens cannot know that another brings many.
 
-        All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`. One node ignores
-        it. A CUDA graph keeps the number of its capture. Raises RuntimeError within what torch.compile traces, and in a
+        All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`, and this rank's own
+        T. A CUDA graph keeps the number of its capture. Raises RuntimeError within what torch.compile traces, and in a
         closed object.
         """
         if torch.compiler.is_compiling():

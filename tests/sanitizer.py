@@ -50,12 +50,12 @@ print("done")
 # The kernels for experts with few rows, also where there are many, with NaN around the rows.
 FEW_ROWS = """
 import torch
-from test_few_rows import COUNTS, Rows, built
+from test_few_rows import COUNTS, MXFP4, Rows, built
 torch.set_grad_enabled(False)
 device = torch.device("cuda")
-for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+for dtype in (torch.bfloat16, torch.float8_e4m3fn, MXFP4):
     experts, rows = built(dtype, device, gpt_oss=True), Rows(COUNTS, dtype, device)
-    for rows_per_expert in (1.0, 8.0, 64.0) if dtype == torch.uint8 else (1.0, 8.0):
+    for rows_per_expert in (1.0, 8.0, 64.0) if dtype == MXFP4 else (1.0, 8.0):
         assert rows.outputs(experts, rows_per_expert).isfinite().all()
 print("done")
 """

@@ -51,6 +51,21 @@ def test_models_may_be_built_under_a_default_device():
         assert torch.equal(layer(x), usual(x))
 
 
+def test_experts_hear_of_ranks_that_bring_more():
+    """Which GEMM is best follows from the rows of all ranks, of which a rank with one token knows nothing."""
+    x, ids, weights = torch.randn(1, 64), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
+    with epmoe.ExpertParallel(alone()) as ep:
+        own, told, after = 2 / 8, 16 * 2 / 8, 2 / 8
+        for within, rows in ((None, own), (16, told), (0, own), (None, after)):
+            with ep.at_most(within):
+                d = ep.dispatch(x, ids, weights)
+            assert d.segments["rows_per_expert"] == rows
+            ep.abort(d)
+        for wrong in (-1, 1.5):
+            with pytest.raises(ValueError, match="`tokens` must be an int of at least 0"), ep.at_most(wrong):
+                raise AssertionError
+
+
 def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises():
     """`d.rows` is a window: saved for a backward pass, it would hold the rows of another layer by then."""
     w = torch.randn(64, requires_grad=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -16,6 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
+from epmoe.config.placement import is_int
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import STAGES, Health
@@ -149,9 +150,17 @@ class Exchange(ABC):
         """
         return None
 
-    def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
-        """`ExpertParallel.at_most`, which only several nodes make use of."""
-        return nullcontext()
+    @contextmanager
+    def at_most(self, tokens: int | None) -> Iterator[None]:
+        """`ExpertParallel.at_most`."""
+        if tokens is not None and (not is_int(tokens) or tokens < 0):
+            raise ValueError(f"`tokens` must be an int of at least 0, got {tokens!r}")
+        before = self.rounds.most_tokens
+        try:
+            self.rounds.most_tokens = tokens
+            yield
+        finally:
+            self.rounds.most_tokens = before
 
     def has_more_rounds(self) -> bool:
         """Whether any rank has more rounds after the last one, in which all sent it. On one node: see `largest`.

@@ -147,6 +147,7 @@ class Sent(HoldsWindows):
     epoch: int
     descriptor: Tensor | None  # int64, host: the template's, or one of training
     arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
+    most_tokens: int | None  # of any rank, where `at_most` says it
 
     def __repr__(self) -> str:
         return describe_fields(self, {}, self.summary())
@@ -219,10 +220,11 @@ class Dispatched(_OfLayout):
     @property
     def segments(self) -> dict[str, Any]:
         """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…, **d.segments)`."""
+        tokens = max(self.num_tokens, self.sent.most_tokens or 0)
         return {
             "tokens_per_expert": self.tokens_per_expert,
             "alignment": self.alignment,
-            "rows_per_expert": self.num_tokens * self.sent.template.rows_per_token,
+            "rows_per_expert": tokens * self.sent.template.rows_per_token,
         }
 
     def __repr__(self) -> str:

@@ -348,7 +348,7 @@ class NodeExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
-        return rounds.open(Sent(template, T, epoch, template.descriptor, arguments), call.tag)
+        return rounds.open(Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens), call.tag)
 
     def received(self, sent: Sent) -> Dispatched:
         """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as `check_open`."""

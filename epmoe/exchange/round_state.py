@@ -54,6 +54,7 @@ class RoundState:
     y: Tensor | None = None  # of the open round, from combine_send to combine_recv
     opener: int = 0  # the thread that opened the last round
     template: RoundTemplate | None = None  # of the last round, for `skip`
+    most_tokens: int | None = None  # of `at_most`: no rank brings more to rounds that open now
     trained: int = 0  # forward rounds of training so far whose backward rounds run here
     # By thread, the last round for which a call of it was refused, since another thread had this round.
     refused: dict[int, int] = field(default_factory=dict)

@@ -7,14 +7,12 @@ y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NoReturn
 
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.config.placement import is_int
 from epmoe.exchange.call import Call
 from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
@@ -53,7 +51,6 @@ class HierarchicalExchange(Exchange):
         self.global_ranks = network.global_ranks
         self.rounds, self.deadlines = network.rounds, network.deadlines
         self.templates = Templates(config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, None)
-        self._most_tokens: int | None = None
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
         self._aborted: list[int] = []  # ranks of the group that aborted the last round
@@ -72,9 +69,9 @@ class HierarchicalExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
-        sent = self.rounds.open(Sent(template, T, epoch, None, ()), call.tag)
+        sent = self.rounds.open(Sent(template, T, epoch, None, (), self.rounds.most_tokens), call.tag)
         inside_epoch = self.node.rounds.count + 1
-        self.slabs = slabs = Slabs(self.memory, template.shape, call, epoch, inside_epoch, self._most_tokens)
+        self.slabs = slabs = Slabs(self.memory, template.shape, call, epoch, inside_epoch, sent.most_tokens)
         slabs.pack(operands)
         self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
         self.network.start(slabs.out)
@@ -186,17 +183,6 @@ class HierarchicalExchange(Exchange):
     def largest(self, number: int) -> Callable[[], int]:
         """A slab for another node has the same length on all ranks, so they agree on it."""
         return self.network.largest(number)
-
-    @contextmanager
-    def at_most(self, tokens: int | None) -> Iterator[None]:
-        if tokens is not None and (not is_int(tokens) or tokens < 0):
-            raise ValueError(f"`tokens` must be an int of at least 0, got {tokens!r}")
-        before = self._most_tokens
-        try:
-            self._most_tokens = tokens
-            yield
-        finally:
-            self._most_tokens = before
 
     def health(self, wait: bool) -> Health:
         """Rows to the node's ranks and, on other nodes, to the rank of this rail. Pairs count at their source. Seconds

@@ -15,16 +15,7 @@ pytest.importorskip("transformers")
 import fp8_models
 import spread_models
 from exchanges import nodes_of
-from spread_models import (
-    DEVICE,
-    OneLayer,
-    both_entry_points,
-    needs_ep,
-    needs_heads,
-    own_gpus,
-    random_ids,
-    single_and_spread,
-)
+from spread_models import DEVICE, both_entry_points, needs_ep, needs_heads, own_gpus, random_ids, single_and_spread
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
@@ -147,7 +138,7 @@ def test_two_groups_of_ranks_each_with_all_experts(rank, size):
     if size != 4:
         pytest.skip("needs 4 ranks")
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("copies", "ep"))
-    layer = OneLayer("qwen3_moe", "ep_implementation", mesh=mesh["ep"])
+    layer = spread_models.OneLayer("qwen3_moe", "ep_implementation", mesh=mesh["ep"])
     layer.check(*layer.inputs(10 + rank, 8, seed=rank))
     assert integration.shared()[0].ep.size == 2
 
@@ -156,7 +147,7 @@ def test_two_groups_of_ranks_each_with_all_experts(rank, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_one_layer_with_batches_of_any_length(name, dtype, entry_point, rank, size):
-    layer = OneLayer(name, entry_point, dtype)
+    layer = spread_models.OneLayer(name, entry_point, dtype)
     for step in range(2 * size):  # each rank has no tokens in two steps, also while another has 70
         turn = (rank + step) % size
         layer.check(*layer.inputs((0, 1, 17, 70)[turn % 4], 4, seed=10 * step + rank))
@@ -168,7 +159,7 @@ def test_one_layer_with_batches_of_any_length(name, dtype, entry_point, rank, si
 @both_entry_points
 def test_prompts_longer_than_the_limit_run_in_several_rounds(entry_point, rank, size):
     integration.configure(max_num_tokens_per_rank=8)
-    layer = OneLayer("deepseek_v3", entry_point)
+    layer = spread_models.OneLayer("deepseek_v3", entry_point)
     for step in range(size):
         turn = (rank + step) % size
         layer.check(*layer.inputs((0, 8, 9, 33)[turn % 4], 6, seed=rank))
@@ -190,21 +181,21 @@ def test_shared_batch_longer_than_the_limit(rank, size):
 
 @pytest.mark.parametrize("num_experts", [3, 11])
 def test_the_experts_function_takes_any_number_of_experts(num_experts, rank):
-    layer = OneLayer("qwen3_moe", "experts_implementation", num_experts=num_experts)
+    layer = spread_models.OneLayer("qwen3_moe", "experts_implementation", num_experts=num_experts)
     layer.check(*layer.inputs(20 + rank, 3, seed=rank))
 
 
 def test_the_experts_function_on_a_group_of_its_own(rank, size):
     groups = [dist.new_group([one]) for one in range(size)]
     integration.configure(group=groups[rank])
-    layer = OneLayer("qwen3_moe", "experts_implementation")
+    layer = spread_models.OneLayer("qwen3_moe", "experts_implementation")
     layer.check(*layer.inputs(20 + rank, 8, seed=rank))
     assert integration.shared()[0].ep.size == 1
 
 
 @both_entry_points
 def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, rank, monkeypatch):
-    layer = OneLayer("mixtral", entry_point)
+    layer = spread_models.OneLayer("mixtral", entry_point)
     inputs = layer.inputs(12, 2, seed=rank)
     with monkeypatch.context() as patch, torch.no_grad():
         if rank == 0:

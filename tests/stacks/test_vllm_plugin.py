@@ -6,16 +6,19 @@ import os
 import signal
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import alone
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm_kernels import step
 
+import epmoe
 from epmoe.config.config_file import ConfigError
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.group.errors import EPTimeoutError
+from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice
@@ -128,6 +131,17 @@ def test_a_failure_on_the_device_ends_the_worker(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
     sizes.watch(SimpleNamespace(poll=lambda: next(polls)()), interval_s=0)
     assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_a_look_passes_over_what_sleeps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay of a graph of an earlier group is told by an error of the same kind."""
+    with epmoe.ExpertParallel(alone()) as ep:
+        ep.sleep()
+        (look := sizes.Sizes(16, [ep], [16])).poll()
+        ep.wake()
+        monkeypatch.setattr(ep.exchange, "check", Mock(side_effect=EPStateError("a replay did nothing")))
+        with pytest.raises(EPStateError, match="a replay did nothing"):
+            look.poll()
 
 
 def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,9 @@ class Choice:
         """
         if value in (None, False, "", "0"):
             return None
-        settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
-        if value not in (True, "1") and not isinstance(value, dict):
-            settings = {"layout": value}
+        if value in (True, "1"):
+            value = {}
+        settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {"layout": value}
         own = {key: settings.pop(key) for key in _ATTRIBUTES if key in settings}
         for key, given in own.items():
             takes, what = _ATTRIBUTES[key]

@@ -129,28 +129,26 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
 
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
             choice = self.epmoe_choice
-            if choice.layout == "layer" and _is_ours(self.moe_kernel):
-                self.epmoe_loading = None  # vLLM copies what it has loaded again into the memory of these experts
-            elif choice.layout == "layer":
-                ours = loaded(layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant)
-                as_fp8 = ours.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
-                exchange = _make_exchange(layer, "fp8" if as_fp8 else "auto", choice, ours.alignment > 1)
-                exchange.move(ours)
-                self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(layer.moe_config, ours, exchange))
-            else:
-                super().process_weights_after_loading(layer)
-                kernel = self.moe_kernel
-                if kernel is None:
-                    _warn(f"{base.__name__} has no modular kernel")
-                elif reason := _why_not_around(kernel):
-                    _warn(reason)
-                elif not _is_ours(kernel):  # weights may be loaded again
-                    experts = kernel.fused_experts
-                    if choice.batch_invariant and not experts._supports_batch_invariance():
-                        name = type(experts).__name__
-                        raise ConfigError(f'{name} have no batch invariance: choose `epmoe` = "layer"')
-                    exchange = _make_exchange(layer, _payload(experts), choice)
-                    self.moe_kernel = FusedMoEKernel(exchange, experts)
+            if choice.layout == "layer":
+                self.epmoe_loading = None
+                if not _is_ours(self.moe_kernel):  # else vLLM copies what it loads again into these experts' memory
+                    ours = loaded(layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant)
+                    as_fp8 = ours.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
+                    exchange = _make_exchange(layer, "fp8" if as_fp8 else "auto", choice, ours.alignment > 1)
+                    exchange.move(ours)
+                    self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(layer.moe_config, ours, exchange))
+                return
+            super().process_weights_after_loading(layer)
+            kernel = self.moe_kernel
+            if kernel is None:
+                _warn(f"{base.__name__} has no modular kernel")
+            elif reason := _why_not_around(kernel):
+                _warn(reason)
+            elif not _is_ours(kernel):  # weights may be loaded again
+                experts = kernel.fused_experts
+                if choice.batch_invariant and not experts._supports_batch_invariance():
+                    raise ConfigError(f'{type(experts).__name__} have no batch invariance: choose `epmoe` = "layer"')
+                self.moe_kernel = FusedMoEKernel(_make_exchange(layer, _payload(experts), choice), experts)
 
         def apply(
             self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from bisect import bisect_left
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -119,8 +119,11 @@ class Sizes:
     def poll(self) -> None:
         """Raise the failures after which no round works, of every size. Any thread may call it, also during a round."""
         for ep in self.exchanges:
-            with suppress(EPStateError):  # it sleeps
-                ep.exchange.check()
+            try:
+                exchange = ep.exchange
+            except EPStateError:  # it sleeps
+                continue
+            exchange.check()
 
     def close(self) -> None:
         if self.balancing is not None:

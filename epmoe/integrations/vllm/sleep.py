@@ -13,9 +13,7 @@ class SleepWithWindows(CuMemBackend):
     Every rank sleeps and wakes up. At level 2 the weights are loaded again afterwards.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._asleep = False
+    _asleep = False
 
     def suspend(self, level: int = 1) -> None:
         super().suspend(level)

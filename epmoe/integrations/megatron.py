@@ -129,8 +129,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         """
         if self._exchange is None or self.ids is None:
             raise RuntimeError("`token_dispatch` without a `dispatch_preprocess` before")
-        if hasattr(self.shared_experts, "wait_current_stream"):  # of 0.19; those of 0.16 cannot wait for the exchange's
-            self.shared_experts.wait_current_stream()
+        self._order_shared_experts()
         self._routed = self._exchange.dispatch(hidden_states, self.ids, probs, weights_on="rows", tag=self._tag)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(self._routed.rows)
@@ -148,12 +147,10 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Weighted outputs [N, H] → sums [T, H]. Collective."""
-        routed = self._routed
-        self._routed = None
+        routed, self._routed = self._routed, None
         if self._exchange is None or routed is None:
             raise RuntimeError("`token_combine` without a `token_dispatch` before")
-        if hasattr(self.shared_experts, "wait_current_stream"):  # of 0.19; those of 0.16 cannot wait for the exchange's
-            self.shared_experts.wait_current_stream()
+        self._order_shared_experts()
         output = self._exchange.combine(hidden_states, routed)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)
@@ -166,6 +163,11 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             raise RuntimeError("`combine_postprocess` without a `dispatch_preprocess` before")
         output = hidden_states.view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
+
+    def _order_shared_experts(self) -> None:
+        """Shared experts of 0.19 wait for the exchange's stream between their parts; those of 0.16 cannot."""
+        if hasattr(self.shared_experts, "wait_current_stream"):
+            self.shared_experts.wait_current_stream()
 
     def _open(self, hidden_states: Tensor, H: int) -> TrainingExchange:
         """The exchange of all layers with these sizes. The first call makes it and is collective."""

@@ -101,6 +101,7 @@ ENVIRONMENT = [
     ("run good.yaml", "RANK is set in the environment, but WORLD_SIZE is not: unset RANK", {"RANK": "0"}),
     ("bench good.yaml", "but MASTER_PORT is not: unset RANK", {"RANK": "0", "WORLD_SIZE": "2"}),
     ("run good.yaml", "must be a number, got 'no'", RANKS | {"RANK": "0", "MASTER_PORT": "no"}),
+    ("run good.yaml", "LOCAL_RANK must be a number, got 'a'", RANKS | {"RANK": "0", "LOCAL_RANK": "a"}),
     ("run good.yaml", "RANK must be below WORLD_SIZE, 2, got 2", RANKS | {"RANK": "2"}),
     ("run good.yaml", "but torchrun started 3 processes", RANKS | {"RANK": "0", "WORLD_SIZE": "3"}),
     ("plan good.yaml", "`topology.ep_size` must be a valid integer", {"EPMOE_TOPOLOGY__EP_SIZE": "many"}),

@@ -104,8 +104,8 @@ def _started_ranks() -> int:
             f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this command starts its ranks "
             "itself, or start it under torchrun"
         )
-    for name, value in [*values.items()][:3]:
-        if not value.isdecimal():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not (value := os.environ.get(name, "0")).isdecimal():
             raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
     rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
     if rank >= size:

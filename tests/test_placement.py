@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epmoe.config.config import EPConfig
@@ -103,6 +103,7 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement.build(experts, ranks, strategy, assignment, redundant, copied)
 
 
+@settings(deadline=None)
 @given(placements())
 def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
     maps = torch.stack([placement.expert_map(rank) for rank in range(placement.ep_size)])
@@ -119,6 +120,7 @@ def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
             assert maps[rank, sentinel] == -1
 
 
+@settings(deadline=None)
 @given(placements())
 def test_copies_partition_the_physical_experts(placement):
     table, counts = placement.copies_table(), placement.num_copies()
@@ -131,6 +133,7 @@ def test_copies_partition_the_physical_experts(placement):
         assert (table[x, counts[x] :] == -1).all()
 
 
+@settings(deadline=None)
 @given(placements(), st.data())
 def test_without_keeps_every_copy_on_its_rank(placement, data):
     gone = data.draw(st.sets(st.integers(0, placement.ep_size - 1), max_size=placement.ep_size - 1))
@@ -152,6 +155,7 @@ def test_without_keeps_every_copy_on_its_rank(placement, data):
             placement.without(gone)
 
 
+@settings(deadline=None)
 @given(placements(), st.data())
 def test_moves_bring_every_weight_to_its_place(placement, data):
     gone = data.draw(st.sets(st.integers(0, placement.ep_size - 1), max_size=placement.ep_size - 1))
@@ -167,6 +171,7 @@ def test_moves_bring_every_weight_to_its_place(placement, data):
         assert after == [new.logical(p) for p in new.local_experts(i)]
 
 
+@settings(deadline=None)
 @given(placements())
 def test_a_config_carries_any_placement(placement):
     config = EPConfig(

@@ -8,18 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import spread_models
 from exchanges import nodes_of
 from helpers import ON_GPUS, captured
-from spread_models import (
-    DEVICE,
-    OneLayer,
-    both_entry_points,
-    needs_ep,
-    needs_heads,
-    own_gpus,
-    random_ids,
-    single_and_spread,
-)
+from spread_models import DEVICE, both_entry_points, needs_ep, needs_heads, own_gpus, random_ids, single_and_spread
 from transformers import CompileConfig
 
 import epmoe.integrations.transformers as integration
@@ -143,7 +135,7 @@ def test_one_graph_without_breaks(rank, every_expert):
 
 @both_entry_points
 def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
-    layer = OneLayer("mixtral", entry_point, DTYPE)
+    layer = spread_models.OneLayer("mixtral", entry_point, DTYPE)
     layer.check(*layer.inputs(M - rank, 2, seed=rank))
     (layers,) = integration.shared()
     rounds, rows_sent = layers.ep.health().rounds, layers.ep.health().rows_sent
@@ -161,7 +153,7 @@ def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
 def test_kernels_that_need_counts_on_the_host(rank, monkeypatch):
     """They run in ordinary mode. In static mode they are an error before anything is sent."""
     monkeypatch.setattr("epmoe.integrations.transformers.ep_implementation.can_group", lambda experts: False)
-    layer = OneLayer("gpt_oss", "ep_implementation", DTYPE)
+    layer = spread_models.OneLayer("gpt_oss", "ep_implementation", DTYPE)
     inputs = layer.inputs(9 + rank, 4, seed=rank)
     with torch.no_grad(), pytest.raises(ValueError, match="static mode needs experts"):
         layer.spread(*inputs)
@@ -176,7 +168,7 @@ def test_kernels_that_need_counts_on_the_host(rank, monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
 def test_a_captured_layer(name, entry_point, rank, device):
     """Every replay has other tokens and other experts; some have no rows at all on most ranks."""
-    layer = OneLayer(name, entry_point, DTYPE)
+    layer = spread_models.OneLayer(name, entry_point, DTYPE)
     x, ids, weights = layer.inputs(M, 2, seed=0)
     layer.check(x, ids, weights)
     with torch.no_grad():
@@ -219,7 +211,7 @@ def test_a_captured_forward_pass(entry_point, shares_batch, rank, size, device, 
 
 @ON_GPUS
 def test_windows_are_not_made_in_a_capture(device):
-    layer = OneLayer("mixtral", "experts_implementation", DTYPE)
+    layer = spread_models.OneLayer("mixtral", "experts_implementation", DTYPE)
     inputs = layer.inputs(8, 2, seed=0)
     refused = pytest.raises(RuntimeError, match="call the model once before the capture")
     with torch.no_grad(), refused, torch.cuda.graph(torch.cuda.CUDAGraph()):

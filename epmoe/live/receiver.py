@@ -1,10 +1,12 @@
 """`WeightReceiver`: a server takes versions of its weights from a trainer of other ranks, between two rounds.
 
-    rank 0   the newest version: TARGET           all are staged: flip behind round n: VERSION, then ROUND
+    rank 0   the newest version: TARGET           all are staged: flip behind round n: ROUND
     rank r   maps and copies it beside the rounds: STAGED        the first tick behind a later round: flip
 
 Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1. A rank that is
-behind round n + 1 has got tokens of rank 0 in it, so it sees the words; and a rank that is not does not flip.
+behind round n + 1 has got tokens of rank 0 in it, so it sees the word; and a rank that is not does not flip. ROUND
+grows with each flip, and a rank takes each value once. It alone says that there is a flip: with a second word for the
+version, a rank could see the new version beside the round of the flip before.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from epmoe.native.arguments import FLOATS, FP8
 
 _log = logging.getLogger("epmoe")
 _LOOK_S = 0.005  # between two looks into the folder
-_TARGET, _ROUND, _VERSION, _STAGED = range(4)  # words; one of the last kind for each rank
+_TARGET, _ROUND, _STAGED = range(3)  # words; one of the last kind for each rank
 _NONE = -1  # a version, or a round
 _SCALES = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}
 
@@ -95,6 +97,7 @@ class WeightReceiver:
         self.version, self.pause_s = _NONE, 0.0
         self.problem: BaseException | None = None
         self._target = _NONE
+        self._flipped_behind = _NONE  # the last ROUND that this rank has taken
         self._staging: Promise[None] | None = None
         self._staged: Version | None = None
         self._looked = 0.0
@@ -122,10 +125,12 @@ class WeightReceiver:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"version {version} of the weights did not come within {timeout_s} s")
                 time.sleep(_LOOK_S)
-            while self._staging is not None and not self._staging.done:  # it writes where this version goes
-                time.sleep(_LOOK_S)
-            self._staging = self._staged = None
             if newest > self.version:
+                while self._staging is not None and not self._staging.done:  # it writes where this version goes
+                    time.sleep(_LOOK_S)
+                self._staging = self._staged = None
+                self._target, self._flipped_behind = self.version, ops.read_words(self._words).tolist()[_ROUND]
+                self._post(_STAGED + self._ep.rank, _NONE)  # ticks stage it again if this fails
                 staged = self._stage(newest)
                 peers.all_gather(None)  # all have it, or none takes it
                 self._flip(staged)
@@ -148,15 +153,15 @@ class WeightReceiver:
         """
         self._check_state()
         ep, rounds = self._ep, self.exchange.rounds
-        target, behind, version, *staged = ops.read_words(self._words).tolist()
+        target, behind, *staged = ops.read_words(self._words).tolist()
         flips = False
-        if (new := self._staged) is not None and version == new.number and 0 <= behind < rounds.count:
+        if (new := self._staged) is not None and self._flipped_behind < behind < rounds.count:
             self._flip(new)
-            self._staged, flips = None, True
+            self._staged, self._flipped_behind, flips = None, behind, True
         if target > self._target:
             self._target, self._staged = target, None
             self._staging = self._worker.submit(partial(self._stage_and_say, target))
-        if ep.rank == 0 and version <= self.version:  # no flip is to come
+        if ep.rank == 0 and behind == self._flipped_behind:  # no flip is to come
             self._decide(target, staged, rounds.count)
         return flips
 
@@ -184,7 +189,6 @@ class WeightReceiver:
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""
         if target > self.version and all(each == target for each in staged):
-            self._post(_VERSION, target)
             self._post(_ROUND, round_number)
         elif target <= self.version or _failed(target) in staged:
             now = time.monotonic()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from helpers import randn
 from torch import Tensor, nn
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
+from epmoe.live import receiver as receiver_module
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
+from epmoe.native import ops
 
 E, K, D, F, M, TOKENS, LAYERS = 12, 3, 128, 128, 32, 40, 2
 KINDS = {
     "spare": ("float32", False, {}),
+    "slow words": ("float32", False, {}),
     "no spare, other placement": ("float32", False, {"placement": {"strategy": "round_robin"}}),
     "bf16 to fp8": ("bfloat16", True, {}),
 }
@@ -145,11 +149,19 @@ def hand_over(rank: int, size: int, folder: Path, trainers: int, kind: str, last
         dist.barrier()
 
 
+def post_and_stop(*word: object) -> None:
+    ops.post_word(*word)
+    time.sleep(0.02)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trainers", [1, -1])
-def test_a_token_meets_one_version(rank, size, folder, kind, trainers):
+def test_a_token_meets_one_version(rank, size, folder, kind, trainers, monkeypatch):
     if size < 2:
         pytest.skip("a trainer and a server have a rank each")
+    if kind == "slow words":  # the ranks stop between any two of them
+        slow = SimpleNamespace(post_word=post_and_stop, read_words=ops.read_words)
+        monkeypatch.setattr(receiver_module, "ops", slow)
     hand_over(rank, size, folder, trainers % size, kind, last=6, least=2000)
 
 

@@ -98,8 +98,9 @@ FLAGS = [
 ENVIRONMENT = [
     ("run good.yaml", "environment variable RANK must be a number, got 'abc'", RANKS | {"RANK": "abc"}),
     ("run good.yaml", "environment variable RANK must be a number, got '-1'", RANKS | {"RANK": "-1"}),
+    ("run good.yaml", "environment variable RANK must be a number, got ''", RANKS | {"RANK": ""}),
     ("run good.yaml", "RANK is set in the environment, but WORLD_SIZE is not: unset RANK", {"RANK": "0"}),
-    ("bench good.yaml", "but MASTER_PORT is not: unset RANK", {"RANK": "0", "WORLD_SIZE": "2"}),
+    *(("bench good.yaml", f"but {name} is not: unset RANK", RANKS | {"RANK": "0", name: ""}) for name in RANKS),
     ("run good.yaml", "must be a number, got 'no'", RANKS | {"RANK": "0", "MASTER_PORT": "no"}),
     ("run good.yaml", "LOCAL_RANK must be a number, got 'a'", RANKS | {"RANK": "0", "LOCAL_RANK": "a"}),
     ("run good.yaml", "RANK must be below WORLD_SIZE, 2, got 2", RANKS | {"RANK": "2"}),

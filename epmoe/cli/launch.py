@@ -98,8 +98,7 @@ def check_ranks(config: EPConfig) -> None:
 
 def _started_ranks() -> int:
     """The WORLD_SIZE that a launcher set, whose other variables are checked."""
-    values = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
-    if missing := [name for name, value in values.items() if not value]:
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR") if not os.environ.get(name)]:
         raise UserError(
             f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this command starts its ranks "
             "itself, or start it under torchrun"
@@ -107,7 +106,7 @@ def _started_ranks() -> int:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not (value := os.environ.get(name, "0")).isdecimal():
             raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
-    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= size:
         raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {rank}")
     return size

@@ -463,7 +463,7 @@ class MoELayer(nn.Module):
             if self.contexts:
                 routing, _ = self._given(x, routing, None)
                 given_TK, weights_TK = (None, None) if routing is None else routing
-            if given_TK is None or weights_TK is None:
+            if routing is None or weights_TK is None:
                 with without_autocast(x.device):
                     logits_TE = router_logits(x_TD, self.router_weight, self.logit_bias, invariant=self._invariant)
                 ids_TK, weights_TK = counted(
@@ -471,7 +471,7 @@ class MoELayer(nn.Module):
                 )
                 sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)  # as in serving; they have no gradients either
             else:
-                ids_TK = sent_TK = given_TK
+                ids_TK = sent_TK = routing[0]
             routed = exchange.dispatch(
                 x_TD, sent_TK, weights_TK, weights_on=weights_on, num_rows=self.num_rows, num_tokens=num_tokens,
                 tag=self.tag,
@@ -501,10 +501,11 @@ class MoELayer(nn.Module):
         """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by their parameters."""
         return getattr(x, "requires_grad", False) or any(value.requires_grad for value in self.parameters())
 
-    def _shape(self, x: object, ids: Tensor | None, trains: bool = False) -> RoundShape:
-        """That of a round whose x is not known to fit; `ids` if they are given."""
+    def _shape(self, x: object, ids: object, trains: bool = False) -> RoundShape:
+        """That of a round whose x, and `ids` if they are given, are not known to fit."""
         model, extra = self.ep.config.model, None if self.adapters is None else Extra(torch.int32, ())
-        top_k = model.num_experts_per_tok if ids is None else ids.shape[-1]
+        most = model.num_experts_per_tok
+        top_k = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 and 1 <= ids.shape[1] <= most else most
         return RoundShape(
             model.hidden_size, top_k, self._dtype_of(x), weight_rows=self._on_input,
             aligned=self._aligned and not trains, extra=extra,

@@ -472,6 +472,25 @@ def test_a_wrong_x_beside_given_routes_of_another_length(bench):
     assert bench.y(layer, x, routing=routing).isfinite().all()
 
 
+WRONG_IDS = {
+    "None": (lambda ids: None, TypeError, "got NoneType"),
+    "list": (lambda ids: ids.tolist(), TypeError, "got list"),
+    "fp32": (lambda ids: ids.float(), TypeError, r"got float32 \[9, 2\]"),
+    "1-D": (lambda ids: ids[:, 0], ValueError, r"got int32 \[9\]"),
+    "rows": (lambda ids: ids[1:], ValueError, r"must be int32 or int64 \[9, .*got int32 \[8, 2\]"),
+    "columns": (lambda ids: ids.repeat(1, K), ValueError, r"\[9, 4\]"),
+}
+
+
+def test_wrong_ids_on_one_rank(bench):
+    layer, x = bench.layer(), bench.x()
+    ids, weights = torch.arange(T * K, dtype=torch.int32, device=x.device).view(T, K) % E, torch.ones(T, K).to(x.device)
+    for make, error, message in WRONG_IDS.values():
+        given = make(ids) if bench.rank == GIVER else ids
+        bench.fails(lambda given=given: bench.y(layer, x, routing=(given, weights)), error, message)
+        bench.y(layer, x, routing=(ids, weights))
+
+
 def test_forward_mode_is_refused(bench):
     if not bench.trains:
         pytest.skip("without grad mode torch asks for no tangent")

@@ -33,7 +33,10 @@ def test_not_chosen(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("value", "layout", "exchange"),
-    [(True, "rank", {}), ("1", "rank", {}), ("layer", "layer", {}), ({"timeout_s": 5}, "rank", {"timeout_s": 5})],
+    [
+        *((True, "rank", {}), ("1", "rank", {}), ("layer", "layer", {}), ({"timeout_s": 5}, "rank", {"timeout_s": 5})),
+        ({"layout": "layer", "live": None, "metrics_port": None, "batch_invariant": None}, "layer", {}),
+    ],
 )
 def test_chosen(value: object, layout: str, exchange: dict[str, object]) -> None:
     assert Choice.of(value) == Choice(layout, exchange)

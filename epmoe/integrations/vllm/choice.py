@@ -51,7 +51,7 @@ class Choice:
         if value in (True, "1"):
             value = {}
         settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {"layout": value}
-        own = {key: settings.pop(key) for key in _ATTRIBUTES if key in settings}
+        own = {key: given for key in _ATTRIBUTES if (given := settings.pop(key, None)) is not None}
         for key, given in own.items():
             takes, what = _ATTRIBUTES[key]
             if not takes(given):

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers import ROOT
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from epmoe.cli.console import UserError, human_bytes
 from epmoe.cli.demo import checkpoint, models
@@ -74,9 +74,11 @@ def test_too_large_a_checkpoint_is_refused_before_it_is_loaded(olmoe, monkeypatc
     config = EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")
     models.check_models(config, [str(olmoe)])
     monkeypatch.setattr(checkpoint, "available_memory_bytes", lambda: 2**10)
-    needs = f"my-olmoe: OlmoeForCausalLM needs {human_bytes(4 * weights)} in fp32, .* 1.0 KiB available"
-    with pytest.raises(UserError, match=needs):
-        models.check_models(config, [str(olmoe)])
+    for plan, times in ({"layers.*": "ep_router"}, 1), (None, config.topology.ep_size):  # ranks have all weights each
+        monkeypatch.setattr(OlmoeForCausalLM, "ep_plan", plan, raising=False)
+        needs = f"my-olmoe: OlmoeForCausalLM needs {human_bytes(4 * weights * times)} in fp32, .* 1.0 KiB available"
+        with pytest.raises(UserError, match=needs):
+            models.check_models(config, [str(olmoe)])
 
 
 @pytest.mark.slow

@@ -169,8 +169,9 @@ def test_a_wrong_variable_is_named(tmp_path, monkeypatch, variable, value, messa
 
 
 def test_a_ready_configuration_is_found_by_its_name(tmp_path, monkeypatch):
-    """A file of this name comes first."""
+    """A file of this name comes first, and a folder does not."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "cpu_demo").mkdir()
     ready = ROOT / "configs" / "cpu_demo.yaml"
     assert find_config("cpu_demo") == find_config("cpu_demo.yaml") == ready
     assert EPConfig.load("cpu_demo") == EPConfig.load(ready)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 from test_cli import DEMO, epmoe, write
 
 from epmoe.cli import doctor as doctor_module
+from epmoe.cli.console import human_bytes
+from epmoe.config.config import EPConfig
+from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import build
 
 
@@ -20,11 +25,25 @@ def test_doctor_passes_on_this_machine() -> None:
 
 
 def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_module, "available_memory_bytes", lambda: 2**20)
+    """The plan of all ranks, which take turns where there are fewer cores."""
+    config = EPConfig.load(DEMO)
+    some = 2 * MemoryPlan.build(config).total_bytes  # of four ranks
+    monkeypatch.setattr(doctor_module, "available_memory_bytes", lambda: some)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     result = epmoe("doctor", DEMO)
     assert result.exit_code == 1
-    assert "1.0 MiB available" in result.output
+    assert f"{human_bytes(2 * some)} planned for 4 ranks; {human_bytes(some)} available" in result.output
     assert "lower `capacity.max_num_tokens_per_rank`" in result.output
+    assert "4 ranks on 2 cores: works, but they take turns" in result.output
+
+
+def test_doctor_fails_where_there_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: str) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    [finding] = [one for one in doctor_module.diagnose(None) if one.subject == "CPU windows"]
+    assert (finding.level, finding.detail) == ("fail", "memfd_create fails: Operation not permitted")
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

@@ -93,6 +93,8 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
 def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
     """Also in the first pass of a reentrant checkpoint; none in `eval()`."""
     hf = tiny(model_type, router_jitter_noise=0.3)
+    other = tiny("qwen3_moe", router_jitter_noise=0.3)  # whose code has no jitter
+    assert EPConfig.from_hf(other, ep_size=1).routing.jitter_noise == 0
     block, x = block_of(hf), randn(T, D, seed=99)
     with epmoe.ExpertParallel(EPConfig.from_hf(hf, ep_size=1), device="cpu") as ep:
         name = save(block, model_type, tmp_path)

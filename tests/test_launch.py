@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from epmoe.config.config import EPConfig
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"}
+NUMBERS = ("OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TWO_RANKS = EPConfig(model=MODEL, topology={"ep_size": 2})
 
@@ -42,6 +44,11 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def children() -> set[str]:
     """Process ids of this process's children. Other test files may have left some that serve them all."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def state() -> tuple:
+    """What the launcher changes in this process meanwhile."""
+    return dict(os.environ), logging.root.manager.disable, *map(signal.getsignal, SIGNALS)
 
 
 def epmoe(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -118,10 +125,10 @@ def ranks(
 
     def start(program: str, *arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(launch, "_RUN", SAY + program)
-        running, before = children(), (dict(os.environ), *map(signal.getsignal, SIGNALS))
+        running, before = children(), state()
         code = launch.start_ranks(TWO_RANKS, [str(argument) for argument in arguments])
         assert list(alone.iterdir()) == [] and children() <= running, "nothing is left behind"
-        assert (dict(os.environ), *map(signal.getsignal, SIGNALS)) == before
+        assert state() == before
         return code, capfd.readouterr().err
 
     return start
@@ -146,15 +153,13 @@ def test_ranks_that_cannot_be_started_are_one_message(ranks, monkeypatch: pytest
 def test_ranks_have_an_environment_of_their_own(ranks, alone: Path, tmp_path: Path) -> None:
     """The module search path of this process, one thread, a folder for temporary files, and the arguments."""
     tell = "import tempfile; tempfile.mkstemp(); found = [sys.argv[1:], sys.path, tempfile.gettempdir(), "
-    tell += (
-        "*map(os.environ.get, ('OMP_NUM_THREADS', 'WORLD_SIZE'))]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
-    )
+    tell += f"*map(os.environ.get, {NUMBERS})]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
     assert ranks(tell, tmp_path / "rank", "two words") == (0, "")
     for rank in range(2):
         arguments, path, temporary, *numbers = eval((tmp_path / f"rank{rank}").read_text())
         assert arguments == [str(tmp_path / "rank"), "two words"]
         assert [entry for entry in path if entry in sys.path] == [entry for entry in dict.fromkeys(sys.path) if entry]
-        assert Path(temporary).is_relative_to(alone) and numbers == ["1", "2"]
+        assert Path(temporary).is_relative_to(alone) and numbers == ["1", "2", "2", str(rank), str(rank)]
 
 
 WAIT = """

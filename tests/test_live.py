@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import time
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import alone
+from helpers import alone, full_layer
 
 import epmoe
 from epmoe.group.waiting import Promise
@@ -187,6 +188,13 @@ def test_plans_have_room_for_what_moves_need_and_others_have_none(ep):
     assert plan == ep.memory_plan() and plan["moves.staging"].nbytes == 1 << 20
     others = epmoe.MemoryPlan.build(alone(experts=E)).buffers
     assert not [buffer for buffer in others if buffer.name.startswith("moves.")]
+
+
+def test_experts_of_a_copied_layer_move_too(ep):
+    layer, _ = full_layer(ep)
+    for one in (layer, copy.deepcopy(layer)):
+        weights = ep.live.weights[one.tag](one.tag, 3)
+        assert [t.data_ptr() for t in weights] == [parameter[3].data_ptr() for parameter in one.experts.parameters()]
 
 
 def test_a_word_is_never_seen_in_part(ep):

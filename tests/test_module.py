@@ -5,6 +5,7 @@ Over several ranks: tests/distributed/test_layers.py.
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 
@@ -79,7 +80,7 @@ def test_a_move_takes_everything_along(ep, arguments):
     layer = make_layer(ep).to(*arguments)
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
     assert layer.router_weight.dtype == layer.bias.dtype == torch.float32
-    assert layer.to_empty(device=ep.device).router_weight.device == ep.device
+    assert layer.to_empty(device=ep.device).router_weight.device == ep.device and layer.order is ep.order
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
@@ -170,6 +171,19 @@ def test_torchs_checkpoint_in_one_process(ep, tmp_path):
     with torch.no_grad():
         x = randn(7, D).to(ep.device)
         assert torch.equal(second(x), first(x))
+
+
+def test_a_deepcopy_has_weights_and_rounds_of_its_own(ep):
+    """Of the exchange it has the same one, and nobody records it."""
+    layer, x = make_layer(ep), randn(7, D).to(ep.device)
+    y = layer(x)
+    with epmoe.recording(layer):
+        twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), y) and twin.recorder is None
+    assert twin.ep is ep and twin.tag not in (0, layer.tag)
+    for tensor in twin.state_dict().values():
+        tensor.zero_()
+    assert twin(x).eq(0).all() and torch.equal(layer(x), y)
 
 
 def test_a_whole_layer_cannot_be_pickled(ep):

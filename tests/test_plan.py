@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -113,8 +114,8 @@ def test_rows_by_hand():
     assert capacity.rows(10.0) == 1200  # never more than the worst case
     assert Capacity.of(tiny(alignment=8)).rows(1.0) == 382 + 3 * 7
     assert Capacity.of(tiny(alignment=8)).worst == 1224  # 1200 + 3 · 7, rounded up
-    for load in (0.5, *LOADS):
-        assert capacity.load(capacity.rows(load)) == pytest.approx(load, rel=0.01), "the inverse"
+    for one, load in product((capacity, Capacity.of(tiny(alignment=8))), (0.5, *LOADS)):
+        assert one.load(one.rows(load)) == pytest.approx(load, rel=0.01), "the inverse"
 
 
 def test_balanced_routing_stays_below_the_value_for_a_load_of_1():

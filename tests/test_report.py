@@ -195,6 +195,8 @@ def test_what_ranks_have_sent_and_computed() -> None:
     fp8 = EPConfig(**CONFIG.model_dump() | {"exchange": {"payload": "fp8", "combine_payload": "fp8"}})
     assert result(config=fp8).bytes_dispatched == 9 * (128 + 4 + 2 * 8)
     assert result(config=fp8).bytes_combined == 9 * (128 + 4)
+    out = EPConfig(**CONFIG.model_dump() | {"exchange": {"payload": "fp8"}})
+    assert result(config=out).bytes_combined == result().bytes_combined > 9 * (128 + 4)
     one = result()
     assert (one.pairs, one.loads, one.rows_moved) == ([9, 60], [[1, 3, 5], [20, 40]], 9)
     assert [row[:-1] for row in rank_table(one).rows] == [

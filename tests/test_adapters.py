@@ -209,11 +209,15 @@ def test_what_layers_refuse(ep, device):
             layer_of(ep, **options)
     with pytest.raises(ValueError, match="`experts` must be GroupedExperts with `adapters`"):
         epmoe.MoELayer(ep, randn(E, D), lambda rows, offsets, scales: rows, adapters=1)
-    with (
-        epmoe.ExpertParallel(config(capacity={"max_num_tokens_per_rank": 16}), device=device) as small,
-        pytest.raises(ValueError, match="`capacity.extra_bytes` must be at least 4 with `adapters`, got 0"),
-    ):
-        layer_of(small)
+    for sections, says in [
+        (
+            {"capacity": {"max_num_tokens_per_rank": 16}},
+            "`capacity.extra_bytes` must be at least 4 with `adapters`, got 0",
+        ),
+        ({"experts": {"weights_on_input": True}}, "`experts.weights_on_input` must be unset with `adapters`"),
+    ]:
+        with epmoe.ExpertParallel(config(**sections), device=device) as other, pytest.raises(ValueError, match=says):
+            layer_of(other)
     with pytest.raises(ValueError, match="must not be batch_invariant with adapters"):
         layer_of(ep, batch_invariant=True)
     x, numbers = tokens(device)

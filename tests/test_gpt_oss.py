@@ -74,6 +74,20 @@ def test_a_layer_is_the_block_of_transformers(ep, block):
     assert layer.experts.gate_up_bias.dtype == torch.bfloat16
 
 
+def test_experts_that_compute_something_else_are_refused(ep, block):
+    """The config says what they compute."""
+    layer = layer_of(ep, block)
+    weights = {name: value.detach() for name, value in layer.experts.named_parameters()}
+    for wrong, says in (
+        ({"limit": 6.0}, "`experts` must have limit=7.0, as `experts.limit` says, got limit=6.0"),
+        ({"interleaved": False}, "`experts` must have interleaved=True, as `experts.interleaved` says"),
+        ({"down_bias": None}, "`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says"),
+    ):
+        experts = epmoe.GroupedExperts(**weights | GPT_OSS | wrong)
+        with pytest.raises(ValueError, match=says):
+            epmoe.MoELayer(ep, layer.router_weight, experts, logit_bias=layer.logit_bias)
+
+
 def test_a_compiled_layer_is_one_graph_with_the_same_bits(ep, block):
     layer = layer_of(ep, block)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -67,6 +67,7 @@ def test_one_rank(ep):
     assert_close(y, want(layer, x, numbers), slack=4)
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x, adapter_ids=numbers), y)
+    assert torch.equal(layer(x, adapter_ids=torch.full_like(numbers, 2**32 + 1, dtype=torch.int64)), layer(x))
     layer.adapters.clear_local(1)
     assert torch.equal(layer(x, adapter_ids=numbers), layer(x)) and torch.equal(twin(x, adapter_ids=numbers), y)
     assert "2 of rank 4" in repr(layer)
@@ -218,6 +219,8 @@ def test_what_layers_refuse(ep, device):
     ]:
         with epmoe.ExpertParallel(config(**sections), device=device) as other, pytest.raises(ValueError, match=says):
             layer_of(other)
+    with epmoe.ExpertParallel(config(), device=device) as other, pytest.raises(ValueError, match="must be over `ep`"):
+        layer_of(ep, adapters=None, exchange=epmoe.training.TrainingExchange(other))
     with pytest.raises(ValueError, match="must not be batch_invariant with adapters"):
         layer_of(ep, batch_invariant=True)
     x, numbers = tokens(device)

@@ -51,8 +51,8 @@ def test_the_plan_fits_80_columns_and_cuts_no_name(path):
         assert f" {buffer.nbytes:,} " in shown
 
 
-def test_the_plan_of_a_hugging_face_checkpoint(tmp_path):
-    """Its folder is a configuration once the number of ranks is given."""
+def test_the_plan_of_a_hugging_face_checkpoint(tmp_path, monkeypatch):
+    """Its folder is a configuration once the number of ranks is given; one named like a ready configuration is none."""
     keys = dict(num_experts=12, num_experts_per_tok=3, hidden_size=64, moe_intermediate_size=32, norm_topk_prob=True)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "dtype": "bfloat16"} | keys))
     shown = json.loads(plan(tmp_path, "--nproc", 4, "--json", "-", EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK="100"))
@@ -60,6 +60,9 @@ def test_the_plan_of_a_hugging_face_checkpoint(tmp_path):
     assert [rank["total_bytes"] for rank in shown["ranks"]] == [want.total_bytes] * 4
     result = CliRunner().invoke(app, ["plan", str(tmp_path)])
     assert result.exit_code == 2 and "does not say on how many ranks it runs: give `--nproc`" in words(result.output)
+    (tmp_path / "cpu_demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert plan("cpu_demo", "--nproc", 2) == plan("cpu_demo.yaml", "--nproc", 2)
 
 
 @pytest.mark.parametrize(("nodes", "padding"), [(2, "1.00"), (4, "1.11"), (8, "1.51"), (16, "2.45")])

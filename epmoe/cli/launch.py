@@ -60,7 +60,7 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
 
     With `nproc`, the path may be the folder of a Hugging Face checkpoint.
     """
-    if config.is_dir() and nproc is not None:
+    if nproc is not None and config.is_dir() and str(config) not in ready_configs():
         return EPConfig.from_hf(config, ep_size=nproc)
     parsed = EPConfig.load(config)
     if nproc is None:

@@ -48,8 +48,8 @@ def gpt_oss(F: int = F, D: int = D) -> dict[str, Tensor]:
 
 
 def of_each(kind: str) -> dict[str, Tensor]:
-    """Tensors of each expert in a format."""
-    tensors = {}
+    """Tensors of each expert in a format, or gates and ups in one and downs in another."""
+    tensors, (first, *_, last) = {}, kind.split(" and ") * 2
     for x in range(E):
         for i, (name, (n, k)) in enumerate(PROJECTIONS.items()):
             seed = 10 * x + i
@@ -72,7 +72,8 @@ def of_each(kind: str) -> dict[str, Tensor]:
                 "MXFP4": {"weight_packed": packed, "weight_scale": groups},
                 "DeepSeek-V4": {"weight": packed.view(torch.int8), "scale": groups.view(torch.float8_e8m0fnu)},
             }
-            tensors |= {f"{BLOCK}.experts.{x}.{name}.{suffix}": t for suffix, t in suffixes[kind].items()}
+            made = suffixes[last if name == "down_proj" else first]
+            tensors |= {f"{BLOCK}.experts.{x}.{name}.{suffix}": t for suffix, t in made.items()}
     return tensors
 
 
@@ -89,8 +90,9 @@ def truth(tensors: dict[str, Tensor], x: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["tensor", "tensor [1], bf16", "channel", "blocks", "blocks, bf16", "UE8M0", "MXFP8", "MXFP4", "DeepSeek-V4"],
-)
+    ["tensor", "tensor [1], bf16", "channel", "blocks", "blocks, bf16", "UE8M0", "MXFP8", "MXFP4", "DeepSeek-V4",
+     "blocks and channel", "channel and blocks"],
+)  # fmt: skip
 def test_scales_of_each_format(tmp_path, caplog, kind):
     tensors = of_each(kind)
     folder = saved(tmp_path, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import json
 import shutil
@@ -180,6 +181,20 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(change: Callable, erro
         trained = spread(model, ep, folder)
         change(trained)
         with pytest.raises(error, match=message):
+            epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_nothing(deepseek, tmp_path, monkeypatch):
+    model, folder = deepseek
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        trained = spread(model, ep, folder)
+        monkeypatch.setattr("safetensors.torch.save_file", no_space)
+        with pytest.raises(OSError, match="No space left"):
             epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
     assert not any(tmp_path.iterdir())
 

@@ -379,6 +379,8 @@ def test_files_that_are_refused(tmp_path):
     refused(r"got lora_A.weight float32 \[16, 32\]")
     adapter_models.save(tmp_path, FACTORS, BLOCK, others={f"{BLOCK}.experts.lora_A.weight": randn(16, 32)})
     refused("`model.layers.0.mlp.experts` must have")
+    adapter_models.save(tmp_path, FACTORS, BLOCK, others={f"base_model.model.{BLOCK}.experts.lora_B.bias": randn(D)})
+    refused("lora_B.bias float32")
     adapter_models.save_single(tmp_path, FACTORS, BLOCK, ("gate_proj", "up_proj", "down_proj"), E)
     refused("none of 3 experts'", (3, D, 2 * F, F))
     refused(r"lora_A.weight \[r, k\] .* for r = 4 and n, k = 64, 16, got", (E, D, F, F // 2))

@@ -127,7 +127,10 @@ def test_a_layer_in_static_mode_compiles_after_its_first_call():
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="call the model once before compiling"):
         compiled(*tokens_for(experts, 8, 4))
-    want = experts(*tokens_for(experts, 8, 4))
+    with calls_of_experts() as calls:
+        want = experts(*tokens_for(experts, 8, 4))
+    [(*_, segments)] = calls  # by which GPUs choose the GEMM: no rank need bring the most that it may bring
+    assert segments.rows_per_expert == 8 * 4 / experts.num_experts
     assert torch.equal(compiled(*tokens_for(experts, 8, 4)), want)
     with torch.enable_grad(), pytest.raises(ValueError, match="static mode serves and does not train: train with `con"):
         experts(*tokens_for(experts, 8, 4))

@@ -151,8 +151,7 @@ class SharedExpertParallel:
         rounds that other ranks still need, this rank then takes part without tokens and without its experts, so that
         the ranks stay in step. It waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
         """
-        M = self._max_tokens
-        T = x_TD.shape[0]
+        M, T = self._max_tokens, x_TD.shape[0]
         if computation.trains:
             _ = self.exchange  # raises before anything is sent
         call = _Call(computation, tag, x_TD.dtype, longest)
@@ -163,6 +162,7 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
+        known = call.longest if self.static else longest  # static mode otherwise has a limit only, M
         call = call._replace(longest=min(longest, M) if self.static and longest is not None else longest)
         batch = (x_TD, ids_TK, weights_TK)
         own = self._rounds(T)
@@ -174,7 +174,7 @@ class SharedExpertParallel:
                     f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a "
                     "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
                 )
-            with self.ep.at_most(call.longest):
+            with self.ep.at_most(known):
                 while not outputs or self._has_more_rounds(len(outputs), call.longest):
                     taken = len(outputs)
                     whole = own == 1 and not outputs  # three slices cost the host 5 µs

@@ -139,10 +139,6 @@ class Balancer:
         if live.ticks % self._every == 0:
             live.send_loads()
             live.mail.post(Word.COUNTED, live.ticks, [0])
-        if (planning := self._planning) is not None and planning.done and self._is_idle:
-            if planning.error is not None:
-                self._planning = None
-            self._publish(planning.get())
         if live.ticks % max(1, self._every // _LOOKS) == 0 and self._is_idle:
             self._look()
 
@@ -172,7 +168,7 @@ class Balancer:
         live.wait(told, lambda: [0], timeout_s)
         if live.calls < last:
             self._going_on(ep.apply, timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
-            self._take(last)
+            self._take()
         self._going_on(ep.apply, timeout_s)
 
     def close(self) -> None:
@@ -206,17 +202,23 @@ class Balancer:
                 self.history.pop()
 
     def _look(self) -> None:
-        """Take up a plan that has arrived; or on rank 0, plan once the loads of all ranks are here."""
-        words = self._live.mail.words()
+        """Take up a plan that has arrived. On rank 0: plan once the loads of all ranks are here, then publish."""
+        words, live = self._live.mail.words(), self._live
         if words is None:
             return
-        if words[0][Word.PLANNED] > self._live.calls:
-            self._take(words[0][Word.PLANNED])
-        elif self._ep.rank == 0 and self._planning is None:
+        if words[0][Word.PLANNED] > live.calls:
+            self._take()
+        elif self._ep.rank == 0 and (planning := self._planning) is None:
             counted = min(row[Word.COUNTED] for row in words)
             if counted > self._counted:
                 self._counted = counted
                 self._plan()
+        elif self._ep.rank == 0 and planning.done:
+            if planning.error is not None:
+                self._planning = None
+                raise planning.error
+            if all(row[Word.PLAN] >> 32 >= live.calls for row in words):  # nobody still reads the last one
+                self._publish(planning.get())
 
     def _plan(self) -> None:
         loads = self._live.loads()
@@ -236,22 +238,19 @@ class Balancer:
         return replace(plan, slots=table)
 
     def _publish(self, plan: Plan) -> None:
-        """Put the plan and its loads into all windows, then the number that its call of `replace` has on all ranks.
-
-        A rank that has not taken up a plan that others have refused takes the next one, by the same number.
-        """
+        """Put the plan and its loads into all windows, then the number that its call of `replace` has on all ranks."""
         live, number = self._live, self._live.calls + 1
         live.mail.share("moves.planned_loads", self._recent)
         live.mail.share("moves.planned_slots", plan.slots)
         live.mail.post(Word.PLANNED, number, range(self._ep.size))
         self.plan, self._planning, self._planned = plan, None, number
 
-    def _take(self, number: int) -> None:
+    def _take(self) -> None:
         live, views = self._live, self._ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
         slots = live.mail.fetch(views["moves.planned_slots"])
-        self._taken = number
-        moves = live.replace(slots, self._weights, loads, number)
+        self._taken = number = live.calls + 1
+        moves = live.replace(slots, self._weights, loads)
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
         self.history.append(Step(live.ticks, moves.count, moves.total_bytes, before, after))
         self._recorded = number

@@ -78,15 +78,12 @@ class LiveExperts:
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
-    def replace(
-        self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None, number: int = 0
-    ) -> Moves:
-        """See `ExpertParallel.replace`. `number` is that of the call, by default the next one."""
+    def replace(self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None) -> Moves:
+        """See `ExpertParallel.replace`."""
         self._refuse_within_a_step("replace")
         self._refuse_while_moving("replace")
         self._settle()
-        number = number or self.calls + 1
-        if number > MOST_CALLS:
+        if (number := self.calls + 1) > MOST_CALLS:
             raise EPStateError(f"`replace` was called {MOST_CALLS} times, which words can count: `resume` begins anew")
         try:
             moves = self._begin(number, slots, weights, loads)

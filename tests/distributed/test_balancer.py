@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from threading import Event
 
 import pytest
 import torch
@@ -180,13 +182,61 @@ def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, 
     balancer.close()
 
 
+def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
+    """Otherwise a rank that reads a plan, which another one has refused, reads parts of the next plan."""
+    if size < 3:
+        pytest.skip("rank 0 plans, one rank refuses, and one is late")
+    model, policy, may_publish = Model(ep), Planned(), Event()
+
+    def slow_policy(*arguments: Tensor, **limits: float) -> Plan:
+        plan = policy(*arguments, **limits)
+        assert may_publish.wait(50)
+        return plan
+
+    weights = (lambda tag, slot: [1 // 0]) if rank == 1 else None
+    balancer = Balancer(ep, every=1, policy=slow_policy, weights=weights)
+    for step in range(2):  # the second one's loads are for a second plan
+        model.decode(torch.arange(8, device=ep.device), step)
+        balancer.tick()
+        ep.live.mail.flush()
+        dist.barrier()
+        if rank == 0:
+            tick_until(balancer, lambda: policy.calls == 1)
+        dist.barrier()
+    if rank == 0:
+        may_publish.set()
+        tick_until(balancer, lambda: balancer.plan is not None)
+        ep.live.mail.flush()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            tick_until(balancer, lambda: False)
+    ep.live.mail.flush()
+    dist.barrier()
+    if rank == 0:
+        tick_until(balancer, lambda: policy.calls == 2)
+        for _ in range(20):
+            balancer.tick()
+            time.sleep(1e-3)
+    ep.live.mail.flush()
+    dist.barrier()
+    if rank == size - 1:
+        while (words := ep.live.mail.words()) is None:
+            pass
+        assert words[0][Word.PLANNED] == 1 and ep.live.calls == 0
+    balancer.finish()
+    balancer.close()
+    assert ep.live.calls == 1 and not balancer.history
+
+
 def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
     """As if so many ticks, plans and calls of `finish` had been. Plans are calls of `replace`, which end at 2³¹ − 1."""
     model, balancer = Model(ep), Balancer(ep, every=1, policy=Planned())
     ep.live.ticks, ep.live.finishes, ep.live.calls = 2**33, 2**31 - 2, 2**31 - 10
+    ep.live.mail.post(Word.PLAN, ep.live.calls << 32, range(size))
     if rank == 0:
         ep.live.mail.post(Word.LAST_PLAN, 2**31 - 2 << 32 | 2**31 - 10, range(size))
-        ep.live.mail.flush()
+    ep.live.mail.flush()
     dist.barrier()
     for n in range(4):
         model.decode(torch.arange(8, device=ep.device), n)

@@ -1,12 +1,14 @@
 """`WeightReceiver`: a server takes versions of its weights from a trainer of other ranks, between two rounds.
 
     rank 0   the newest version: TARGET           all are staged: flip behind round n: ROUND
-    rank r   maps and copies it beside the rounds: STAGED        the first tick behind a later round: flip
+    rank r   maps and copies it beside the rounds: STAGED        the first tick behind round n + 2: flip
 
-Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1. A rank that is
-behind round n + 1 has got tokens of rank 0 in it, so it sees the word; and a rank that is not does not flip. ROUND
-grows with each flip, and a rank takes each value once. It alone says that there is a flip: with a second word for the
-version, a rank could see the new version beside the round of the flip before.
+Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1. A rank that has
+opened round n + 2 sees the word: in round n + 1 it has got tokens of rank 0, or it has given this round up, and has
+waited before the next one until rank 0 had ended it. A rank that has not does not flip. Until it has flipped, it takes
+no newer TARGET, which a rank 0 that gives rounds up may write one tick before. ROUND grows with each flip, and a rank
+takes each value once. It alone says that there is a flip: with a second word for the version, a rank could see the new
+version beside the round of the flip before.
 """
 
 from __future__ import annotations
@@ -154,15 +156,16 @@ class WeightReceiver:
         self._check_state()
         ep, rounds = self._ep, self.exchange.rounds
         target, behind, *staged = ops.read_words(self._words).tolist()
-        flips = False
-        if (new := self._staged) is not None and self._flipped_behind < behind < rounds.count:
-            self._flip(new)
-            self._staged, self._flipped_behind, flips = None, behind, True
-        if target > self._target:
-            self._target, self._staged = target, None
-            self._staging = self._worker.submit(partial(self._stage_and_say, target))
-        if ep.rank == 0 and behind == self._flipped_behind:  # no flip is to come
-            self._decide(target, staged, rounds.count)
+        if flips := self._flipped_behind < behind < rounds.count - 1:
+            assert self._staged is not None, "ROUND comes once all ranks have staged"
+            self._flip(self._staged)
+            self._staged, self._flipped_behind = None, behind
+        if behind == self._flipped_behind:  # no flip is to come
+            if target > self._target:
+                self._target, self._staged = target, None
+                self._staging = self._worker.submit(partial(self._stage_and_say, target))
+            if ep.rank == 0:
+                self._decide(target, staged, rounds.count)
         return flips
 
     def close(self) -> None:

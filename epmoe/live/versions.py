@@ -3,14 +3,15 @@
     rank of a trainer: send ─ a draft, renamed once it is whole ─▶ folder ─ mapped ─▶ rank of a server: tick
 
 A version is complete once every rank of the trainer has its file there. A file never changes, and whoever has mapped
-one keeps its bytes, also once the trainer has removed it or has died. So neither side waits for the other.
+one keeps its bytes, also once the trainer has removed it or has died. So neither side waits for the other. Files name
+the group that has written them: what a trainer that has died leaves is never completed by the next one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from epmoe.native.arguments import FLOATS, describe
 from epmoe.native.build import who_else
 
 MOST_VERSIONS = (1 << 40) - 1
-_FILE = re.compile(r"v(\d{13})\.(\d+)-of-(\d+)")
+_FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.\d+-of-(\d+)")  # the version, the group, and its size
 
 
 class Experts(NamedTuple):
@@ -63,6 +64,7 @@ class WeightSender:
         self._layers, self._folder, self._keep = layers_to_hand_over(model), own_folder(folder), keep
         ep = next(iter(self._layers.values())).ep
         self._suffix = f".{ep.rank}-of-{ep.size}"
+        self._group = f"{ep.origin}.{ep.generation}"
         for draft in self._folder.glob(f".v*{self._suffix}"):  # of a rank that has died
             draft.unlink(missing_ok=True)
 
@@ -72,22 +74,18 @@ class WeightSender:
         `dense` are other weights, by any name: the server's callback gets those of all ranks. Raises ValueError where
         `version` is not above the versions that this rank has sent; and OSError where the memory is full.
         """
-        found = map(_FILE.fullmatch, (path.name for path in self._folder.glob(f"v*{self._suffix}")))
-        sent = sorted(int(name[1]) for name in found if name)
-        newest = sent[-1] if sent else -1
+        sent = sorted(path for path in self._folder.glob(f"v*{self._suffix}") if _FILE.fullmatch(path.name))
+        newest = int(sent[-1].name[1:14]) if sent else -1
         if not is_int(version) or not newest < version <= MOST_VERSIONS:
             raise ValueError(f"`version` must be an integer above {newest}, the last that was sent, got {version!r}")
         experts = {name: tuple(_experts_of(layer)) for name, layer in self._layers.items()}
         plain = {name: _plain(value) for name, value in (dense or {}).items()}
-        whole = self._file(version)
+        whole = self._folder / f"v{version:013}.{self._group}{self._suffix}"
         draft = whole.with_name(f".{whole.name}")
         torch.save({"experts": experts, "dense": plain}, draft)
         draft.replace(whole)
         for old in sent[: max(len(sent) + 1 - self._keep, 0)]:
-            self._file(old).unlink(missing_ok=True)
-
-    def _file(self, version: int) -> Path:
-        return self._folder / f"v{version:013}{self._suffix}"
+            old.unlink(missing_ok=True)
 
 
 class Version(NamedTuple):
@@ -101,27 +99,30 @@ class Version(NamedTuple):
 
 def newest_version(folder: Path) -> int:
     """The newest complete version; −1 for none."""
-    files: dict[tuple[int, int], int] = {}  # by version and size of the trainer's group
-    for name in os.listdir(folder):
-        if found := _FILE.fullmatch(name):
-            key = int(found[1]), int(found[3])
-            files[key] = files.get(key, 0) + 1
-    return max((version for (version, size), count in files.items() if count == size), default=-1)
+    return max((int(version) for version, *_ in _complete(os.listdir(folder))), default=-1)
 
 
 def map_version(folder: Path, number: int) -> Version:
     """Map a version. Raises FileNotFoundError where the trainer has removed it."""
-    paths = sorted(folder.glob(f"v{number:013}.*"))
-    sizes = {int(found[3]) for path in paths if (found := _FILE.fullmatch(path.name))}
-    if sizes != {len(paths)}:
+    found = list(_complete(path.name for path in folder.glob(f"v{number:013}.*")).values())
+    if len(found) != 1:
         raise FileNotFoundError(f"version {number} is not complete any more")
     version = Version(number, {}, {})
-    for path in paths:
-        part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    for name in sorted(found[0]):
+        part = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
         version.dense.update(part["dense"])
         for name, experts in part["experts"].items():
             version.experts.setdefault(name, []).append(Experts(*experts))
     return version
+
+
+def _complete(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+    """Files by version, group and size, where all ranks of the group have theirs."""
+    files = dict[tuple[str, ...], list[str]]()
+    for name in names:
+        if found := _FILE.fullmatch(name):
+            files.setdefault(found.groups(), []).append(name)
+    return {key: parts for key, parts in files.items() if len(parts) == int(key[-1])}
 
 
 def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:

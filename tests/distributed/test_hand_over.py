@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
 from epmoe.live import receiver as receiver_module
+from epmoe.live.versions import newest_version
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
 from epmoe.native import ops
@@ -212,6 +213,21 @@ def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
         seen = [None] * size
         dist.all_gather_object(seen, versions)
     assert seen == [versions] * size and versions[-1] > 5
+
+
+def test_no_version_has_parts_of_two_trainers(rank, size, folder):
+    """One dies when rank 0 has sent a version; rank 0 of the next one knows that, and the other ranks do not."""
+    if size < 2:
+        pytest.skip("a version of one rank is complete at once")
+    for trainer, number in enumerate((1, 1, 2)):
+        with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+            sender = WeightSender(Model(ep, trainer), folder)
+            dist.barrier()
+            if number == 2 or (rank == 0) == (trainer == 0):
+                sender.send(number)
+            dist.barrier()
+            assert newest_version(folder) == (2 if number == 2 else -1)
+            dist.barrier()
 
 
 @pytest.mark.slow

@@ -143,13 +143,12 @@ def test_a_round_tells_whether_more_follow(ep):
     """A call that fails tells nothing in the next one."""
     exchange = ep.exchange
     for has_more in (True, False, True):
-        with exchange.rounds.sending(has_more):
-            d = ep.dispatch(*INPUTS)
+        d = exchange.sending(has_more, lambda: ep.dispatch(*INPUTS))
         assert exchange.has_more_rounds() is has_more
         ep.combine(d.rows, d)
         assert exchange.has_more_rounds() is has_more
-    with pytest.raises(ValueError, match="`x` has 9 tokens"), exchange.rounds.sending(True):
-        ep.dispatch(torch.randn(9, 64), IDS, WEIGHTS)
+    with pytest.raises(ValueError, match="`x` has 9 tokens"):
+        exchange.sending(True, lambda: ep.dispatch(torch.randn(9, 64), IDS, WEIGHTS))
     assert_next_round_is_whole(ep)  # a round that tells nothing
     assert not exchange.has_more_rounds()
 

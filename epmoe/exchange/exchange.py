@@ -146,7 +146,7 @@ class Exchange(ABC):
 
         What it returns tells all ranks this number, waits for theirs within the deadline of a round, and returns the
         largest; after an exception another call takes it up again. None on one node, whose rounds themselves carry
-        whether a rank has more: see `RoundState.sending`.
+        whether a rank has more: see `sending`.
         """
         return None
 
@@ -173,6 +173,17 @@ class Exchange(ABC):
     @takes_turn
     def run(self, call: Callable[[], _Result]) -> _Result:
         return call()
+
+    @takes_turn
+    def sending(self, has_more: bool, call: Callable[[], _Result]) -> _Result:
+        """The result of `call`, whose one dispatch also sends whether this rank has more rounds: on all ranks, or on
+        none."""
+        rounds = self.rounds
+        try:
+            rounds.progress.more_rounds = 2 * (rounds.count + 1) + has_more
+            return call()
+        finally:
+            rounds.progress.more_rounds = 0
 
     def enter(self) -> int:
         """The start of a call. Its end, also by an exception, sets `thread` to the result: 0, or the caller where a

@@ -20,8 +20,6 @@ Every round calls these methods, so they look at Python attributes and words of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import Structure
 from dataclasses import dataclass, field
 from threading import enumerate as all_threads
@@ -139,15 +137,6 @@ class RoundState:
         """The handle of the GPU's stream of the last launch, also of one into a graph; None before the first."""
         number = self.progress.last_stream
         return number - 1 if number else None
-
-    @contextmanager
-    def sending(self, has_more: bool | None) -> Iterator[None]:
-        """Let the one dispatch within it also send whether this rank has more rounds: on all ranks, or on none."""
-        self.progress.more_rounds = 0 if has_more is None else 2 * (self.count + 1) + has_more
-        try:
-            yield
-        finally:
-            self.progress.more_rounds = 0
 
     @property
     def has_more_rounds(self) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,7 @@ from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory
 from epmoe.exchange.handles import Dispatched
 from epmoe.integrations.batches import Arrived, Computation, SharedExpertParallel
+from epmoe.native import ops
 
 M = 16
 LENGTHS = (0, 1, M, M + 1, 3 * M)
@@ -193,6 +195,29 @@ def test_ranks_that_disagree_raise_in_the_same_round(make_layers, rank, device):
         run(layers, Tokens(tokens.x, tokens.ids[:, :K], tokens.weights[:, :K], tokens.real))
     if device.type == "cpu":  # on a GPU it stays
         check(layers, [M + 1] * layers.ep.size)
+
+
+def test_a_call_of_another_thread_shortens_no_batch(make_layers, rank, size, monkeypatch):
+    """It is refused in the middle of the first round of rank 0, which needs two more."""
+    layers, dispatch, refused = make_layers(), ops.dispatch, []
+    one = make_tokens(layers.ep.config, rank, 1)
+
+    def other_call() -> None:
+        with pytest.raises(RuntimeError, match="another thread is in a call"):
+            run(layers, one)
+        refused.append(True)
+
+    def interrupted(*arguments: object) -> None:
+        monkeypatch.undo()
+        thread = threading.Thread(target=other_call)
+        thread.start()
+        thread.join()
+        dispatch(*arguments)
+
+    if rank == 0:
+        monkeypatch.setattr(ops, "dispatch", interrupted)
+    check(layers, [3 * M * (r == 0) for r in range(size)])
+    assert rank or refused == [True]
 
 
 @ON_GPUS

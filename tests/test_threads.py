@@ -16,6 +16,7 @@ from test_service import CONFIG, D, E, K, assert_works, inputs
 
 import epmoe
 from epmoe.exchange.round_state import RoundState
+from epmoe.group import waiting
 from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -174,3 +175,26 @@ def test_threads_without_order_get_errors_and_no_wrong_result(ep):
         "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls",
         "round n is still open: call combine, or abort on all ranks, before dispatch",
     }
+
+
+def test_a_wait_that_fails_at_its_deadline_has_not_ended_well(monkeypatch):
+    """It fails between the deadline and the look whether it has ended."""
+    go_on = threading.Event()
+
+    class Late(threading.Thread):
+        looked = False
+
+        def is_alive(self) -> bool:
+            if self.looked:
+                go_on.set()
+                self.join()
+            self.looked = True
+            return super().is_alive()
+
+    def fails() -> None:
+        assert go_on.wait(30)
+        raise ValueError("late")
+
+    monkeypatch.setattr(waiting, "Thread", Late)
+    with pytest.raises(ValueError, match="late"):
+        waiting.interruptible(fails, timeout_s=0)

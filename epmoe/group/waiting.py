@@ -42,9 +42,10 @@ def interruptible(
     while thread.is_alive() and time.monotonic() < deadline:
         thread.join(0.02)
         look()
+    ended = not thread.is_alive()  # before a look at its errors, which it has left by then
     if errors:
         raise errors[0]
-    return not thread.is_alive()
+    return ended
 
 
 class Promise(Generic[_Value]):

@@ -114,6 +114,7 @@ class WeightReceiver:
         self._target = self.version
         self._worker = Worker("epmoe-weights")
 
+    @takes_turn_of_exchange
     def load(self, version: int, timeout_s: float = 60.0) -> None:
         """Wait for a version, and take it or a newer one before this returns. Collective, between the same rounds.
 

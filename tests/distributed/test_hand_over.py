@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -213,6 +214,32 @@ def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
         seen = [None] * size
         dist.all_gather_object(seen, versions)
     assert seen == [versions] * size and versions[-1] > 5
+
+
+@torch.inference_mode()
+def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monkeypatch):
+    flip, refused = WeightReceiver._flip, []
+
+    def other_call() -> None:
+        with pytest.raises(RuntimeError, match="another thread is in a call"):
+            ep.dispatch(randn(1, D), torch.zeros(1, K, dtype=torch.int32), torch.ones(1, K))
+        refused.append(True)
+
+    def interrupted(*arguments: object) -> None:
+        thread = Thread(target=other_call)
+        thread.start()
+        thread.join()
+        flip(*arguments)
+
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model = Model(ep, 0)
+        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder)
+        monkeypatch.setattr(WeightReceiver, "_flip", interrupted)
+        sender.send(1)
+        receiver.load(1)
+        receiver.close()
+        assert refused == [True] and receiver.version == 1
+        dist.barrier()
 
 
 def test_no_version_has_parts_of_two_trainers(rank, size, folder):

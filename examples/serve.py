@@ -149,7 +149,8 @@ class Web:
         return self.reply(200 if self.front.ready else 503, {"ranks": len(self.front.members)})
 
     async def ranks(self, request):
-        found = [(f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)}) for m in self.front.members]
+        members = [*self.front.members]  # which another thread changes
+        found = [(f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)}) for m in members]
         return JSONResponse([{"targets": [target], "labels": labels} for target, labels in found])
 
     async def metrics(self, request):

@@ -175,7 +175,7 @@ class Front:
         while len(self.members) < size and self.new and time.monotonic() < deadline:
             self.hear_new()
         self.broken = len(self.members) < size
-        self.members.sort(key=lambda member: member.rank)
+        self.members = sorted(self.members, key=lambda member: member.rank)  # a list that is sorted looks empty
         log.info("the group has %d rank(s)", len(self.members))
 
     def regroup(self, order, *arguments):

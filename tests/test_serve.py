@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -293,6 +294,20 @@ def stream(server: Server, model: serve_rank.Model) -> None:
     assert server.events([5], 9) == (tokens, "end", {"tokens": [5, *tokens]})
     status, text = server.call("/generate", {"prompt": [1], "max_tokens": 31, "stream": True, "timeout_s": 1e-3})
     assert status == 200 and "event: error" in text and "in its time" in text
+
+
+def test_other_threads_see_all_ranks_while_the_front_orders_them():
+    front, seen = SimpleNamespace(members=[], new=[]), []
+
+    class Member:
+        @property
+        def rank(self) -> int:
+            seen.append(len(front.members))
+            return -len(seen)
+
+    front.members = [Member(), Member()]
+    serve_front.Front.take_in(front, 2)
+    assert seen == [2, 2]
 
 
 def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):

@@ -15,6 +15,7 @@ from helpers import randn
 from test_service import CONFIG, D, E, K, assert_works, inputs
 
 import epmoe
+from epmoe.exchange.addresses import Places
 from epmoe.exchange.round_state import RoundState
 from epmoe.group import waiting
 from epmoe.native import ops
@@ -59,6 +60,26 @@ def test_a_second_thread_in_a_call(ep, monkeypatch):
     x, *_ = inputs()
     torch.testing.assert_close(ep.combine(got[0].rows, got[0]), x)  # a thread may hand a round on
     assert_works(ep)
+
+
+def test_no_thread_gets_in_while_windows_go(ep, monkeypatch):
+    """One that has asked for the exchange before `close`, and calls it afterwards."""
+    exchange, unmap, refused = ep.exchange, Places.unmap, []
+
+    def other_call():
+        with pytest.raises(RuntimeError, match="another thread is in a call"):
+            exchange.run(lambda: None)
+        refused.append(True)
+
+    def interrupted(places):
+        thread = threading.Thread(target=other_call)
+        thread.start()
+        thread.join()
+        unmap(places)
+
+    monkeypatch.setattr(Places, "unmap", interrupted)
+    ep.close()
+    assert refused and all(refused)
 
 
 def test_a_refused_call_leaves_the_expert_parallel_to_other_threads(ep):

@@ -285,9 +285,10 @@ class NodeExchange(Exchange):
         self.window.deaths.close()
         with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
             if device_ends(self.device, self.deadlines.wait_s()):
-                if self.thread not in (0, get_ident()):
+                if self.thread not in (0, caller := get_ident()):
                     self._addresses.abandon()
                     return
+                self.thread = caller  # no other one gets in any more
                 self._turn_replays_away()
                 self.window.places.unmap()
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from launched import ROOT, run_python
 from rich.table import Table
+from torch.distributed.run import parse_args
 from typer.testing import CliRunner, Result
 
 from epmoe import __version__
@@ -101,17 +103,30 @@ def launched(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
         monkeypatch.setenv(variable, str(value))
 
 
-@pytest.mark.parametrize("command", ["run", "bench"])
-def test_wrong_number_of_processes_is_an_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["epmoe", command, "my config.yaml"])
+@pytest.mark.parametrize(("command", "option"), [("run", []), ("bench", ["--nproc", "4"]), ("bench", ["--nproc=4"])])
+def test_wrong_number_of_processes_is_an_error(
+    command: str, option: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = [command, "my config.yaml", *option]
+    monkeypatch.setattr(sys, "argv", ["epmoe", *typed])
     launched(monkeypatch, 3)
     result = epmoe(command, DEMO)
     assert result.exit_code == 2
     assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
-    assert f"torchrun --standalone --nproc-per-node 4 -m epmoe {command} 'my config.yaml'" in result.output
+    torchrun, *arguments = shlex.split(result.output.splitlines()[-1])
+    advised = parse_args(arguments)  # `--nproc` is ambiguous to torchrun without `--`
+    assert (torchrun, advised.training_script, advised.training_script_args) == ("torchrun", "epmoe", typed)
+    assert advised.standalone and advised.nproc_per_node == "4" and advised.module
     monkeypatch.setenv("EPMOE_TOPOLOGY__RANKS_PER_NODE", "2")
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    assert f"torchrun --nnodes 2 {rendezvous} --nproc-per-node 2 -m epmoe {command}" in epmoe(command, DEMO).output
+    assert f"torchrun --nnodes 2 {rendezvous} --nproc-per-node 2 -m " in epmoe(command, DEMO).output
+
+
+def test_a_full_disk_is_no_fault_of_the_library() -> None:
+    command = [sys.executable, "-m", "epmoe", "run", DEMO]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "epmoe: [Errno 28] No space left on device\n")
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ FLAGS = [
     ("plan nowhere.yaml", "nowhere.yaml: no such configuration file"),
     ("run cpu_dem", "cpu_dem: is neither a file nor a ready configuration; there are cpu_bench, cpu_demo,"),
     ("plan folder.yaml", "folder.yaml: cannot be read: Is a directory"),
+    ("run .", ".: is a folder: give a file, or for a checkpoint `--nproc`"),
     ("ran good.yaml", "No such command 'ran'"),
     ("run", "Missing argument 'CONFIG'"),
     ("run good.yaml --colour red", "No such option: --colour"),

@@ -82,9 +82,10 @@ def check_ranks(config: EPConfig) -> None:
     here = size // nodes if launched else size
     if launched and (started := _started_ranks()) != size:
         where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        own = "-- " if "--nproc" in shlex.join(sys.argv) else ""  # torchrun has options that begin like this one
         raise UserError(
             f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  "
-            f"torchrun {where} --nproc-per-node {here} -m epmoe {shlex.join(sys.argv[1:])}"
+            f"torchrun {where} --nproc-per-node {here} -m {own}epmoe {shlex.join(sys.argv[1:])}"
         )
     if on_gpus and (found := torch.cuda.device_count()) < here:
         raise UserError(
@@ -273,13 +274,13 @@ def _load_native_library() -> None:
     from epmoe.native import ops
     from epmoe.native.build import BuildError
 
-    try:
-        with console.status("loading the native library; the first time it is built, which takes minutes"):
+    with console.status("loading the native library; the first time it is built, which takes minutes"):
+        try:
             _ = ops.route
-    except BuildError:
-        raise
-    except (OSError, RuntimeError) as error:  # it does not load, or there is no home folder for the cache
-        raise UserError(
-            f"the native library cannot be built or loaded: {' '.join(str(error).split())}; EPMOE_CACHE_DIR names a "
-            "folder to build it in, EPMOE_LIBRARY a library that is built"
-        ) from None
+        except BuildError:
+            raise
+        except (OSError, RuntimeError) as error:  # it does not load, or there is no home folder for the cache
+            raise UserError(
+                f"the native library cannot be built or loaded: {' '.join(str(error).split())}; EPMOE_CACHE_DIR names "
+                "a folder to build it in, EPMOE_LIBRARY a library that is built"
+            ) from None

@@ -72,8 +72,8 @@ def ready_configs() -> dict[str, Path]:
 def find_config(name_or_path: str | Path) -> Path:
     """The file that is meant: an existing file, else the ready configuration of that name, as in `cpu_demo`.
 
-    A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises ConfigError, which
-    lists the names, for any other name.
+    A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises ConfigError for the
+    folder of a checkpoint and, with a list of the names, for any other name.
     """
     path = Path(name_or_path)
     ready = ready_configs()
@@ -82,6 +82,8 @@ def find_config(name_or_path: str | Path) -> Path:
     for name, file in ready.items():
         if str(path) in (name, file.name):
             return file
+    if path.is_dir() and path.suffix.lower() not in _PARSERS:
+        raise ConfigError(f"{path}: is a folder: give a file, or for a checkpoint `--nproc` (`EPConfig.from_hf`)")
     if path.suffix or len(path.parts) > 1:
         return path
     raise ConfigError(f"{path}: is neither a file nor a ready configuration; there are {', '.join(ready) or 'none'}")

@@ -115,6 +115,9 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
     where the experts, with their replicas, are spread over other ranks than those of `process_group`.
     """
     names = [name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)]
+    # DDP's reducer asks for paths of modules, which a wrapper such as `checkpoint_wrapper` leaves out of its names.
+    for path, owner in module.named_modules():
+        names += [f"{path}.{name}" for name, value in owner._parameters.items() if is_spread(value)]
     _average(module, dist.get_world_size(process_group))
     ignored = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)

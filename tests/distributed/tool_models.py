@@ -85,23 +85,24 @@ class Block(nn.Module):
         return x + self.moe(F.layer_norm(x + self.dense(x), (D,)))
 
 
-class Model(nn.Module):
+def block_of(kind: Kind, number: int, ep: ExpertParallel | None = None, spreads: bool = True) -> Block:
     """Over the ranks of `ep`, or without one in this process alone."""
+    router, up, down = weights_of(number, kind)
+    if ep is None:
+        return Block(DenseMoE(kind, router, up, down), number)
+    held = ep.placement.logical_experts(ep.rank)
+    experts = (GroupedExperts if kind == "grouped" else OwnExperts)(up[held], down[held])
+    if spreads and kind == "own":
+        spread(experts, ep)
+    return Block(MoELayer(ep, router, experts, num_rows=256 if kind == "grouped" else "exact"), number)
+
+
+class Model(nn.Module):
+    """Blocks, as `block_of` makes them."""
 
     def __init__(self, kind: Kind, ep: ExpertParallel | None = None, spreads: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList()
-        for number in range(BLOCKS):
-            router, up, down = weights_of(number, kind)
-            if ep is None:
-                moe: nn.Module = DenseMoE(kind, router, up, down)
-            else:
-                held = ep.placement.logical_experts(ep.rank)
-                experts = (GroupedExperts if kind == "grouped" else OwnExperts)(up[held], down[held])
-                if spreads and kind == "own":
-                    spread(experts, ep)
-                moe = MoELayer(ep, router, experts, num_rows=256 if kind == "grouped" else "exact")
-            self.blocks.append(Block(moe, number))
+        self.blocks = nn.ModuleList(block_of(kind, number, ep, spreads) for number in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

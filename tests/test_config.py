@@ -43,6 +43,8 @@ def test_defaults():
     swiglu = {"interleaved": False, "limit": None, "alpha": 1.0, "up_offset": 0.0}
     assert config.experts.options == swiglu | {"batch_invariant": False}
     assert not config.experts.biases and not config.experts.weights_on_input
+    deadlines = [make(exchange={"timeout_s": seconds}).exchange.warmup_timeout_s for seconds in (9, 600)]
+    assert deadlines == [300, 600]
 
 
 def test_equal_after_a_round_trip_and_frozen():
@@ -81,7 +83,7 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"topology": {"ep_size": 1025}}, "`topology.ep_size` must be less than or equal to 1024, got 1025"),
         ({"exchange": {"timeout_s": True}}, "`exchange.timeout_s` must be a valid number, got True"),
         ({"exchange": {"timeout_s": float("inf")}}, "`exchange.timeout_s` must be a finite number"),
-        ({"exchange": {"timeout_s": 600}}, "`exchange.warmup_timeout_s` must be at least .* = 600"),
+        ({"exchange": {"timeout_s": 9, "warmup_timeout_s": 8}}, "`exchange.warmup_timeout_s` must be at least .* = 9"),
         ({"exchange": {"payload": "fp8"}}, "`exchange.payload` must be auto where .* no multiple of 128"),
         ({"experts": {"limit": 0}}, "`experts.limit` must be greater than 0, got 0"),
         ({"experts": {"alpha": -1.0}}, "`experts.alpha` must be greater than 0, got -1.0"),

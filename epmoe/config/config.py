@@ -198,8 +198,11 @@ class ExchangeConfig(Strict):
     """What carries slabs between nodes. auto: gloo on CPUs, nccl on GPUs, both by all-to-all of torch.distributed."""
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """Seconds that a rank waits for the other ranks before EPTimeoutError."""
-    warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)
-    """Replaces `timeout_s` in the first round, during which ranks may still load or compile."""
+    warmup_timeout_s: float = Field(
+        default_factory=lambda values: max(300.0, values.get("timeout_s", 0.0)), gt=0, le=86400
+    )
+    """Replaces `timeout_s` in the first round, during which ranks may still load or compile. By default 300 or, if that
+    is more, `timeout_s`."""
     on_abort: Literal["raise", "zeros"] = "raise"
     """Another rank has aborted a round: raise EPAbortedError, or only count it and sum without its experts."""
     num_sms: int | None = Field(default=None, ge=1)

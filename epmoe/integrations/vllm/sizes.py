@@ -186,9 +186,6 @@ def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
 def _config(
     shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any], placement: dict[str, Any]
 ) -> EPConfig:
-    timeouts = {"timeout_s": TIMEOUT_S, "warmup_timeout_s": TIMEOUT_S}
-    if "timeout_s" in settings:
-        timeouts["warmup_timeout_s"] = max(TIMEOUT_S, settings["timeout_s"])
     # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.
     rows: dict[str, Any] = {"max_expert_rows": 1, "on_overflow": "drop"} if shape.layout == "rank" else {}
     if not shape.aligned:
@@ -196,6 +193,6 @@ def _config(
     sections: dict[str, dict[str, Any]] = {
         "placement": placement,
         "capacity": {"max_num_tokens_per_rank": max_tokens, **rows},
-        "exchange": {"payload": shape.payload, **timeouts, **settings},
+        "exchange": {"payload": shape.payload, "timeout_s": TIMEOUT_S, **settings},
     }
     return make_config(shape.num_experts, shape.top_k, shape.hidden_size, shape.dtype, ep_size, sections)

@@ -71,8 +71,8 @@ class WeightReceiver:
         folder: the trainer's.
         spare: whether ranks have memory for a second set of their experts. A thread then fills it while rounds go on,
             and a flip swaps the two. Without it, a flip copies the weights, and lasts as long as that.
-        dense: takes the other weights of a version at the flip, by name, on all ranks. If it raises, so does `tick`,
-            and this rank has weights of two versions: end it.
+        dense: takes the other weights of a version at the flip, by name, on all ranks. If it or a signal handler
+            raises in a flip, so does `tick`, and this rank has weights of two versions: end it.
 
     Attributes:
         version: that serves; −1: the weights that the model had.
@@ -163,8 +163,8 @@ class WeightReceiver:
             self._staged, self._flipped_behind = None, behind
         if behind == self._flipped_behind:  # no flip is to come
             if target > self._target:
-                self._target, self._staged = target, None
-                self._staging = self._worker.submit(partial(self._stage_and_say, target))
+                self._staged, self._staging = None, self._worker.submit(partial(self._stage_and_say, target))
+                self._target = target  # at last: after an exception before it the next tick does this again
             if ep.rank == 0:
                 self._decide(target, staged, rounds.count)
         return flips

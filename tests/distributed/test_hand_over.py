@@ -21,6 +21,7 @@ from helpers import randn
 from torch import Tensor, nn
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
+from epmoe.group.waiting import Worker
 from epmoe.live import receiver as receiver_module
 from epmoe.live.versions import newest_version
 from epmoe.local.quantize import quantize_weights
@@ -239,6 +240,31 @@ def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monk
         receiver.load(1)
         receiver.close()
         assert refused == [True] and receiver.version == 1
+        dist.barrier()
+
+
+@torch.inference_mode()
+def test_a_tick_that_was_interrupted_is_done_again(rank, size, folder, monkeypatch):
+    submit, interrupts = Worker.submit, []
+
+    def interrupted(*arguments: object) -> object:
+        if interrupts:
+            return submit(*arguments)
+        interrupts.append(True)
+        raise KeyboardInterrupt
+
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model = Model(ep, 0)
+        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder)
+        monkeypatch.setattr(Worker, "submit", interrupted)
+        sender.send(1)
+        for _ in range(2000):
+            model(randn(1, D))
+            with contextlib.suppress(KeyboardInterrupt):
+                if receiver.tick():
+                    break
+        receiver.close()
+        assert interrupts and receiver.version == 1
         dist.barrier()
 
 

@@ -208,17 +208,17 @@ class Balancer:
             return
         if words[0][Word.PLANNED] > live.calls:
             self._take()
-        elif self._ep.rank == 0 and (planning := self._planning) is None:
-            counted = min(row[Word.COUNTED] for row in words)
-            if counted > self._counted:
+        elif self._ep.rank != 0:
+            return
+        elif (planning := self._planning) is None:
+            if (counted := min(row[Word.COUNTED] for row in words)) > self._counted:
                 self._counted = counted
                 self._plan()
-        elif self._ep.rank == 0 and planning.done:
-            if planning.error is not None:
-                self._planning = None
-                raise planning.error
-            if all(row[Word.PLAN] >> 32 >= live.calls for row in words):  # nobody still reads the last one
-                self._publish(planning.get())
+        elif planning.error is not None:
+            self._planning = None
+            raise planning.error
+        elif planning.done and all(row[Word.PLAN] >> 32 >= live.calls for row in words):
+            self._publish(planning.get())  # nobody still reads the last one
 
     def _plan(self) -> None:
         loads = self._live.loads()

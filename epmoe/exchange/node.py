@@ -399,7 +399,6 @@ class NodeExchange(Exchange):
         """
         rounds = self.rounds
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
-        epoch = rounds.count + (rounds.state == CLOSED)
         progress = rounds.progress
         try:
             # The operator has returned so that Python can run signal handlers.
@@ -408,10 +407,10 @@ class NodeExchange(Exchange):
         finally:
             progress.deadline_ns = 0  # the next wait has a deadline of its own
         if self._released:
-            raise EPStateError(f"this rank has left the group of round {epoch} while this call waited")
+            raise EPStateError(f"this rank has left the group of round {rounds.epoch} while this call waited")
         if rounds.state != state:
             self.check()
-            raise RuntimeError(f"round {epoch} was aborted while this call waited")
+            raise RuntimeError(f"round {rounds.epoch} was aborted while this call waited")
 
     def _unread_y(self, sent: Sent) -> Tensor:
         """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.

@@ -51,6 +51,7 @@ class RoundState:
     handle: Sent | Dispatched | None = None  # that the last call of the open round returned
     y: Tensor | None = None  # of the open round, from combine_send to combine_recv
     opener: int = 0  # the thread that opened the last round
+    epoch: int = 0  # of the last round, also where a signal handler has ended it, or unmapped the window
     template: RoundTemplate | None = None  # of the last round, for `skip`
     most_tokens: int | None = None  # of `at_most`: no rank brings more to rounds that open now
     trained: int = 0  # forward rounds of training so far whose backward rounds run here
@@ -90,7 +91,7 @@ class RoundState:
         """A new round, which the operator, or `advance`, opens. Until then another call may take its place."""
         self.y = None
         self.opener = get_ident()
-        self.template = sent.template
+        self.epoch, self.template = sent.epoch, sent.template
         self.progress.tag = tag
         self.handle = sent
         return sent

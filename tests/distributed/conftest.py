@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import RANKS_SHARE_GPUS
+from waits import LONG_S
 
 from epmoe import ExpertParallel
 from epmoe.exchange import memory
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if str(item.path).startswith(here)]
     for item in ours:
         item.add_marker(pytest.mark.distributed)
-        item.add_marker(pytest.mark.timeout(300 if torch.cuda.is_available() else 60))
+        item.add_marker(pytest.mark.timeout(LONG_S))
         if not UNDER_TORCHRUN:
             item.add_marker(pytest.mark.skip(reason="needs several ranks: torchrun --nproc-per-node 2 -m pytest"))
     repeated = repeated_on_the_cpu(ours)
@@ -67,7 +68,7 @@ def _group() -> Iterator[None]:
         # Ranks share a GPU by time slices, which is slow but tests any number of ranks. NCCL refuses it, gloo does not.
         if RANKS_SHARE_GPUS:
             backend = "cpu:gloo,cuda:gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, timeout=timedelta(seconds=LONG_S))
     yield
     dist.destroy_process_group()
 
@@ -121,5 +122,4 @@ def make_ep(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 @pytest.fixture
 def ep(make_ep: Callable[..., ExpertParallel]) -> ExpertParallel:
-    """Its deadline is so long that a test which passes has not run into it."""
-    return make_ep(timeout_s=300.0)
+    return make_ep(timeout_s=LONG_S)

@@ -62,7 +62,7 @@ def make_config(
         capacity={"max_num_tokens_per_rank": max_tokens, "gap_rows": "zero"} | (capacity or {}),
         # What other ranks hear of a round that one gives up is in test_mistakes.py. The other tests look at their sums.
         # A deadline in a test is short, and a busy machine may need longer for the first round.
-        exchange={"timeout_s": timeout_s, "warmup_timeout_s": max(2.0, 2 * timeout_s), "on_abort": "zeros"}
+        exchange={"timeout_s": timeout_s, "warmup_timeout_s": max(60.0, 2 * timeout_s), "on_abort": "zeros"}
         | (exchange or {}),
     )
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from helpers import full_layer, randn
 from test_layers import D, E, K
 from torch import Tensor, nn
+from waits import SHORT_S
 
 import epmoe
 
@@ -43,7 +44,7 @@ def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
 
 def test_a_rank_that_stays_away(make_ep, rank, size, device):
     """The operator raises the timeout that `ep.dispatch` raises, and a graph goes on where the next round is good."""
-    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=1.0)
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=SHORT_S)
     layer, _ = full_layer(ep)
     step = torch.compile(layer, fullgraph=True)
     x = randn(4, D, seed=rank).to(device)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from exchanges import make_config
 from helpers import randn
 from torch import Tensor, nn
+from waits import LONG_S, SOON_S
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
 from epmoe.group.waiting import Worker
@@ -87,7 +88,7 @@ def side(rank: int, size: int, trainers: int, dtype: str, sections: dict) -> Ite
     trains = rank < trainers
     config = make_config(
         trainers if trains else size - trainers, experts=E, top_k=K, hidden=D, dtype=dtype, max_tokens=M,
-        timeout_s=60.0, **{} if trains else sections,
+        timeout_s=LONG_S, **{} if trains else sections,
     )  # fmt: skip
     with ExpertParallel(config, groups[not trains]) as ep:
         yield ep, trains
@@ -107,7 +108,7 @@ def send(model: Model, sender: WeightSender, version: int) -> None:
 
 def wait_for(folder: Path, version: int) -> None:
     """So that this version is not passed over, which nothing but this test minds."""
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + LONG_S
     while not (folder / f"seen{version}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -161,7 +162,7 @@ def hand_over(rank: int, size: int, folder: Path, trainers: int, kind: str, last
             wrong, longest = served(ep, model, receiver, folder, last, kind, least)
             receiver.close()
             assert wrong == 0 and (receiver.problem is None or kind == "loads")
-            assert longest < 5
+            assert longest < SOON_S
         dist.barrier()
 
 

@@ -8,8 +8,6 @@ test_guarantees.py. Signals: test_signals.py. Wrong arguments: tests/test_mistak
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -33,7 +31,7 @@ from helpers import ON_GPUS, ON_THE_CPU, full_layer, randn
 from test_layers import D, E, K
 from test_training_layers import make_layers
 from torch import Tensor
-from waits import AT_ONCE_S, LONG_S, ctrl_c, within
+from waits import AT_ONCE_S, LONG_S, SOON_S, ctrl_c, meanwhile, store, within
 
 import epmoe
 from epmoe import EPAbortedError, EPMismatchError, EPOverflowError, EPStateError, EPTimeoutError, ExpertParallel
@@ -133,7 +131,7 @@ def test_experts_that_fail(make_ep, rank, size, kind, on_abort, everywhere):
     whole = layer(x)
     for n in (2, 4):
         fragile.error = error if everywhere or rank == GIVER else None
-        with within(20.0):
+        with within(SOON_S):
             if kind == "columns" and fragile.error:
                 with pytest.raises(ValueError, match="`expert_rows` must be"):
                     layer(x)
@@ -203,7 +201,7 @@ def test_abort_waits_for_nobody(ep, rank, size):
     tokens = make_tokens(ep.config, rank, 9)
     for n in range(3):
         if rank == 0:
-            with within(AT_ONCE_S if n else 30.0):  # on GPUs the first call loads the kernels
+            with within(AT_ONCE_S if n else SOON_S):  # on GPUs the first call loads the kernels
                 ep.dispatch_send(*given(ep, tokens))
                 ep.abort()
         dist.barrier()
@@ -327,14 +325,14 @@ def test_leaving_releases_the_others(ep, rank, size, how):
     needs_one_node(ep, "test_two_levels.py has it")
     tokens = first_round(ep, 9)
     if rank == 0:
-        with within(AT_ONCE_S), suppress(LookupError), ep:
+        with within(SOON_S), suppress(LookupError), ep:
             if how != "between rounds":
                 ep.dispatch(*given(ep, tokens))
             if how != "by close in a round":
                 raise LookupError
             ep.close()
     else:
-        with within(AT_ONCE_S), pytest.raises(EPTimeoutError, match="left the group") as caught:
+        with within(SOON_S), pytest.raises(EPTimeoutError, match="left the group") as caught:
             run_round(ep, tokens)
             ep.check()
         assert caught.value.missing_ranks == [0]
@@ -346,7 +344,7 @@ def test_leaving_ends_this_ranks_own_kernels(ep, rank, size, device):
     """They wait for ranks that do not come, for up to 300 s, and freeing the window would wait for them."""
     tokens = first_round(ep, 9)
     if rank == 0:
-        with within(AT_ONCE_S):
+        with within(SOON_S):
             with pytest.raises(LookupError), ep:
                 ep.dispatch(*given(ep, tokens))
                 raise LookupError
@@ -410,29 +408,25 @@ def test_ctrl_c_ends_a_backward_pass(steps, rank, device):
 @torch.enable_grad()
 def test_another_thread_is_refused_during_a_backward_pass(steps, rank, device):
     """Its call costs the backward pass nothing."""
-    loss, store, refused = steps.forward(), dist.distributed_c10d._get_default_store(), []
+    loss, refused = steps.forward(), []
 
     def call() -> None:
-        time.sleep(0.3)  # the backward pass waits by now
         try:
             with torch.no_grad():
                 steps.layer(steps.x)
         except RuntimeError as error:
             refused.append(str(error))
-        store.set("go", "")
+        store().set("go", "")
 
     if rank != 0:
-        store.wait(["go"])
+        store().wait(["go"])
+        loss.backward()
     else:
-        thread = threading.Thread(target=call)
-        thread.start()
-    loss.backward()
-    if rank == 0:
-        thread.join()
+        with meanwhile(call):
+            loss.backward()
         assert len(refused) == 1 and "another thread is in a call" in refused[0]
+        store().delete_key("go")
     steps.assert_right(steps.gradients())
-    dist.barrier()
-    store.delete_key("go")
 
 
 @ON_THE_CPU

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from exchanges import Tokens, assert_y, gains, make_config, make_tokens, nodes_of, without_rank
 from helpers import ON_GPUS, ON_THE_CPU
 from torch import Tensor
-from waits import LONG_S, ctrl_c, within
+from waits import LONG_S, SHORT_S, SOON_S, ctrl_c, signalled, store, within
 
 from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory
@@ -116,7 +116,7 @@ def test_an_exception_in_a_round_keeps_the_ranks_in_step(make_layers, who, fails
     check(layers, [1] * size)
     tokens = make_tokens(config, rank, 3 * M if long else 1, seed=3)
     before, longest = layers.ep.health().rounds, 3 * M if known else None
-    with within(60.0):
+    with within(SOON_S):
         if rank == 0:
             with pytest.raises(MemoryError):
                 run(layers, tokens, Experts(layers, fails_in), longest)
@@ -141,29 +141,40 @@ def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, 
     before, first = ep.health().rounds, (late_in - 1) * M
     tokens = make_tokens(config, rank, 3 * M if rank else first + 1, seed=4)
 
-    def late(*args: object, **options: object) -> Dispatched:
-        if ep.health().rounds - before == late_in - 1:
-            time.sleep(1.5)
-        return dispatch(*args, **options)
+    def interrupt(*_: object) -> None:
+        store().set("interrupted", "")
+        raise KeyboardInterrupt
 
-    dist.barrier()
-    with within(60.0):
+    def in_time(*args: object, **options: object) -> Dispatched:
+        if ep.health().rounds - before < late_in - 1:
+            return dispatch(*args, **options)
+        monkeypatch.setattr(ep, "dispatch", dispatch)
+        if rank > 0:
+            store().wait(["interrupted"])
+            return dispatch(*args, **options)
+        with signalled(signal.SIGUSR1):
+            return dispatch(*args, **options)
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    monkeypatch.setattr(ep, "dispatch", in_time)
+    with within(SOON_S):
         if rank == 0:
-            with ctrl_c(after_s=0.7):
+            with pytest.raises(KeyboardInterrupt):
                 run(layers, tokens)
         else:
-            monkeypatch.setattr(ep, "dispatch", late)
             assert_lost(run(layers, tokens), ep, tokens, first)
         assert ep.health().rounds - before == 3
         check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
+    store().delete_key("interrupted")
 
 
 def test_a_rank_that_does_not_come(make_layers, rank, size):
     """The wait for whether a rank has more rounds ends as every other wait does."""
-    layers = make_layers(timeout_s=0.5)
+    layers = make_layers(timeout_s=SHORT_S)
     check(layers, [1] * size)
     if rank < size - 1:
-        with within(30.0), pytest.raises(EPTimeoutError, match="synced_gpus=True.* same `max_new_tokens`") as caught:
+        said = "synced_gpus=True.* same `max_new_tokens`"
+        with within(SOON_S), pytest.raises(EPTimeoutError, match=said) as caught:
             run(layers, make_tokens(layers.ep.config, rank, M + 1))
         assert caught.value.missing_ranks == [size - 1]
     dist.barrier()
@@ -176,15 +187,15 @@ def test_ctrl_c_while_ranks_agree_on_the_longest_batch(make_layers, rank, size):
     layers = make_layers(timeout_s=LONG_S)
     tokens = make_tokens(layers.ep.config, rank, 3 * M if rank else 1, seed=5)
     check(layers, [1] * size)
-    dist.barrier()
-    with within(60.0):
+    with within(SOON_S):
         if rank == 0:
-            with ctrl_c():
+            with ctrl_c(then=lambda: store().set("interrupted", "")):
                 run(layers, tokens)
         else:
-            time.sleep(1.0)
+            store().wait(["interrupted"])
             assert_lost(run(layers, tokens), layers.ep, tokens, 0)
         check(layers, [M + 1] * size)
+    store().delete_key("interrupted")
 
 
 def test_ranks_that_disagree_raise_in_the_same_round(make_layers, rank, device):

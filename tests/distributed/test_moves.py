@@ -17,6 +17,7 @@ from exchanges import make_config
 from helpers import ON_GPUS, ON_THE_CPU, assert_close, generator, randn, slow
 from slot_tables import Slots, draw_slots
 from torch import Tensor
+from waits import SOON_S
 
 from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel, MoELayer
 from epmoe.config.deadlines import Deadlines
@@ -258,7 +259,7 @@ def test_moves_that_a_rank_does_not_begin_can_be_cancelled(ep, slots, several, r
         moves = ep.replace(target, slots.of)
     dist.barrier()
     if rank:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + SOON_S
         while moves.waits_for() != [0]:
             ep.poll()
             assert not moves.done and time.monotonic() < deadline

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from exchanges import assert_y, expected_y, first_round, given, make_tokens, run_experts, run_round, without_rank
 from helpers import ON_GPUS, ON_THE_CPU
-from waits import AT_ONCE_S, ctrl_c, within
+from waits import SHORT_S, SOON_S, ctrl_c, signalled, within
 
 import epmoe
 
@@ -75,8 +75,8 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
         try:
             with pytest.raises(epmoe.EPTimeoutError, match="dispatch of round 2 (timed out|got no answer)"):
                 ep.dispatch(*given(ep, tokens))
-            assert 0.4 <= time.monotonic() - started < 2.4
-            assert len(ticks) > 5
+            assert 0.4 <= time.monotonic() - started < SOON_S
+            assert ticks
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -89,8 +89,8 @@ def test_a_signal_handler_may_abort_the_round(ep, rank, size):
     tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
         before = signal.signal(signal.SIGALRM, lambda number, frame: ep.abort())
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with within(0.2 + AT_ONCE_S), pytest.raises(RuntimeError, match="round 1 was aborted while this call waited"):
+        said = "round 1 was aborted while this call waited"
+        with signalled(signal.SIGALRM), pytest.raises(RuntimeError, match=said):
             ep.dispatch(*given(ep, tokens))
         signal.signal(signal.SIGALRM, before)
     dist.barrier()
@@ -106,13 +106,12 @@ def test_a_signal_handler_may_leave_the_group(make_ep, rank, size):
     tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
         before = signal.signal(signal.SIGALRM, lambda number, frame: ep.close())
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with within(0.2 + AT_ONCE_S), pytest.raises(epmoe.EPStateError, match="has left the group of round 1"):
+        with signalled(signal.SIGALRM), pytest.raises(epmoe.EPStateError, match="has left the group of round 1"):
             ep.dispatch(*given(ep, tokens))
         signal.signal(signal.SIGALRM, before)
     dist.barrier()
     if rank != 0:
-        with within(AT_ONCE_S), pytest.raises(epmoe.EPTimeoutError, match="left|timed out"):
+        with within(SOON_S), pytest.raises(epmoe.EPTimeoutError, match="left|timed out"):
             run_round(ep, tokens)
 
 
@@ -192,16 +191,18 @@ def test_ctrl_c_ends_a_wait_for_the_gpu(make_ep, rank, size, device):
 
 
 @pytest.mark.slow
-def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device):
+def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device, folder):
     """SIGSTOP, as from a debugger or a scheduler: the other ranks name the stopped one, and their device works on."""
     if size == 1:
         pytest.skip("needs a rank that waits for another")
-    ep = make_ep(timeout_s=0.5)
+    ep = make_ep(timeout_s=SHORT_S)
     tokens = first_round(ep, 9)
+    told = [folder / f"told{other}" for other in range(1, size)]
     dist.barrier()
     if rank == 0:
         me = os.getpid()
-        command = f"kill -STOP {me}; sleep 2; kill -CONT {me}"
+        until = " && ".join(f"[ -e {file} ]" for file in told)
+        command = f"kill -STOP {me}; until {until}; do sleep 0.1; done; kill -CONT {me}"
         with subprocess.Popen(["bash", "-c", command], start_new_session=True) as stopper:
             stopper.wait()  # this process is stopped meanwhile
         with pytest.raises(epmoe.EPTimeoutError):
@@ -213,6 +214,7 @@ def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device):
             assert ep.combine(d.rows, d).eq(0).all()  # only on GPUs: the host has not seen the error yet
             ep.check()
         assert caught.value.missing_ranks == [0]
+        told[rank - 1].touch()
         for _ in range(2):
             with pytest.raises(epmoe.EPTimeoutError):
                 run_round(ep, tokens)

@@ -21,27 +21,29 @@ import torch.distributed as dist
 from exchanges import Tokens, assert_y, gains, given, make_config, make_tokens
 from launched import context
 from slot_tables import times_slots
+from waits import LONG_S, SOON_S
 
 import epmoe
 import epmoe.group.recovery
 import epmoe.rail.opening
 import epmoe.service
 from epmoe import Move, Placement
-from epmoe.group.board import Meeting
+from epmoe.group.board import Board, Meeting
 from epmoe.group.peers import Peers
+from epmoe.group.store import OutlivingStore
 from epmoe.live.layout import EMPTY
 
 EXPERTS = 8  # that stay
 E, L, S = 4, 2, 3  # experts, layers, and slots of a rank, of experts that move
-FORM_S, RESUME_S = 20.0, 4.0  # deadlines of a process group and of `resume`
-SLACK_S = 5.0  # this machine may have fewer cores than ranks
+FORM_S = 60.0  # the deadline of a process group
 
 
 class Host:
     """Processes by number, of which each runs one function at a time: `function(state, *arguments)`."""
 
     def __init__(self, folder: Path, device: torch.device):
-        self.folder, self.device, self.processes, self.pipes, self.groups = folder, device, {}, {}, 0
+        self.folder, self.device, self.processes, self.pipes = folder, device, {}, {}
+        self.groups = self.arrivals = 0
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +67,7 @@ class Host:
         for name in names:
             self.pipes[name].send((function, arguments))
 
-    def results(self, names: list[int], timeout_s: float = 60.0) -> list:
+    def results(self, names: list[int], timeout_s: float = 240.0) -> list:
         assert all(self.pipes[name].poll(timeout_s) for name in names), "a rank does not answer"
         return [self.pipes[name].recv() for name in names]
 
@@ -109,10 +111,18 @@ class Host:
         self.play(names)
         return names
 
+    def wait_for_arrivals(self, new: int) -> None:
+        """So many more processes have come to `join_group`."""
+        root = Board(OutlivingStore(self.folder), "epmoe")
+        self.arrivals += new
+        while new and not root.read(f"arrivals/{self.arrivals}"):
+            time.sleep(0.01)
+
     def take_in(self, names: list[int], new: list[int], function: Callable, *arguments: object) -> list[list]:
         """New ranks join, while the others call a function. Returns what it returns, and the experts of the new."""
         self.spawn(*new)
         self.start(new, come, self.folder)
+        self.wait_for_arrivals(len(new))
         self.start(names, function, self.folder, len(names) + len(new), *arguments)
         return [self.answers(names), self.answers(new)]
 
@@ -161,9 +171,13 @@ def form_at(state, address: str, port: int, names: list[int]) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(names))
 
 
-def staying(placement: Placement, device: torch.device) -> epmoe.EPConfig:
-    exchange = {"warmup_timeout_s": RESUME_S if device.type == "cpu" else 4 * RESUME_S}
-    timeout_s = 3.0 if device.type == "cpu" else 5.0  # ranks may share GPUs by time slices
+def staying(
+    placement: Placement, device: torch.device, timeout_s: float = LONG_S, resume_s: float = LONG_S
+) -> epmoe.EPConfig:
+    """The deadlines are those of a round and of `resume`. A death is seen at once."""
+    if device.type == "cuda":
+        timeout_s, resume_s = 5.0, 16.0  # ranks may share GPUs by time slices
+    exchange = {"warmup_timeout_s": resume_s}
     config = make_config(1, experts=EXPERTS, timeout_s=timeout_s, exchange=exchange)
     return config.with_placement(placement)
 
@@ -177,12 +191,12 @@ def spread(ranks: int, copies: int) -> Placement:
 def moving(ranks: int, slots: int = S, file: Path | None = None) -> epmoe.EPConfig:
     placement = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "slots": file and str(file)}
     exchange = {"warmup_timeout_s": FORM_S}
-    return make_config(ranks, experts=E, top_k=2, timeout_s=5.0, placement=placement, exchange=exchange)
+    return make_config(ranks, experts=E, top_k=2, timeout_s=FORM_S, placement=placement, exchange=exchange)
 
 
-def serve(host: Host, ranks: int = 4, copies: int = 2) -> list[int]:
-    """A group whose experts stay, and which has played."""
-    return host.begin(staying(spread(ranks, copies), host.device))
+def serve(host: Host, ranks: int = 4, copies: int = 2, **deadlines: float) -> list[int]:
+    """A group whose experts stay, and which has played. `deadlines` are those of `staying`."""
+    return host.begin(staying(spread(ranks, copies), host.device, **deadlines))
 
 
 def create(state, config: epmoe.EPConfig) -> None:
@@ -241,10 +255,9 @@ def resume(state, placement: Placement | None = None, spread_lost: bool = False)
     return [tuple(move[:3]) for move in moves]
 
 
-def go_on(state, folder: Path, min_ranks: int = 1) -> list[tuple[int, int]]:
+def go_on(state, folder: Path, min_ranks: int = 1, last_call_s: float = 10.0) -> list[tuple[int, int]]:
     """Recovers. Returns (tag, expert) of what had to be loaded."""
     loaded = list[tuple[int, int]]()
-    last_call_s = 3.0 if state.device.type == "cpu" else 10.0  # ranks may share GPUs by time slices
     load = partial(take, state, loaded=loaded)
     epmoe.recover(state.ep, folder, load, min_ranks=min_ranks, max_ranks=4, last_call_s=last_call_s)
     return loaded
@@ -376,7 +389,7 @@ REACHED = {
 def begin_to_move(host: Host, names: list[int], stage: str, who: int) -> None:
     """Each rank is to hold the experts after those that it holds, until process `who` has reached a stage."""
     host.succeed(names, rotate)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SOON_S
     while not REACHED[stage](*host.succeed(names, poll)[names.index(who)]):
         assert time.monotonic() < deadline
 

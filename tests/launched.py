@@ -89,7 +89,7 @@ def run_two_ranks(script: str, store: Path, *arguments: object) -> None:
             )
             ranks.append(child)
         for process in ranks:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, errors
     finally:
         for process in ranks:

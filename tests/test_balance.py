@@ -211,13 +211,13 @@ def test_few_moves_are_enough(ranks, spare, most, moves):
     for step in (0.1, 0.3, 1.0):
         for seed in range(3):
             loads, slots = drifted(ranks, spare, step, seed)
-            started = time.perf_counter()
+            started = time.thread_time()
             plan = epmoe.balance(loads, slots, ep_size=ranks)
-            seconds = time.perf_counter() - started
+            seconds = time.thread_time() - started
             target = fresh(loads, ranks, len(slots) // ranks)
             kept = (target.view(ranks, -1, 1) == slots.view(ranks, 1, -1)).any(dim=2)
             assert plan.balance_after[0] <= most and len(plan.moves) <= moves * int((~kept).sum())
-            assert seconds < 1  # far from the 5 ms that it takes: machines of tests are busy
+            assert seconds < 1  # of this thread alone, and far from the 5 ms that it takes: machines of tests are busy
 
 
 def popularity(kind: str | float, E: int, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launched import ROOT, run_python
+from launched import ROOT, TIMEOUT_S, run_python
 
 from epmoe.native import build, ops
 
@@ -500,7 +500,11 @@ NEWER_TORCH = (
 def new_python(*program: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """An interpreter that has not imported epmoe yet."""
     return subprocess.run(
-        [sys.executable, *map(str, program)], env=os.environ | variables, capture_output=True, text=True, timeout=60
+        [sys.executable, *map(str, program)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -199,17 +200,18 @@ def test_experts_of_a_copied_layer_move_too(ep):
 
 def test_a_word_is_never_seen_in_part(ep):
     """A reader sees a word that was written, never a mixture of two."""
-    exchange, end = ep.exchange, time.monotonic() + 2
+    exchange, end, parent = ep.exchange, time.monotonic() + 2, os.getpid()
     place = exchange.views["moves.words"].data_ptr() + 8 * Word.VERSION
     if (writer := os.fork()) == 0:
         mail = Mail(exchange)  # that of a parent is not the child's
-        while time.monotonic() < end:
+        while os.getppid() == parent:
             for value in (0, -1) * 500:
                 mail.post(Word.VERSION, value, [0])
         os._exit(0)
     word, seen = ctypes.c_int64.from_address(place), set()
-    while time.monotonic() < end:
+    while time.monotonic() < end or len(seen) < 2:
         for _ in range(10000):
             seen.add(word.value)
+    os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
     assert seen == {0, -1}

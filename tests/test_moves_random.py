@@ -47,7 +47,7 @@ def create(state, ranks: int = RANKS) -> None:
         topology={"ep_size": ranks},
         placement={"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1},
         capacity={"max_num_tokens_per_rank": M, "max_expert_rows": 32, "extra_bytes": 8},
-        exchange={"timeout_s": 20.0, "warmup_timeout_s": FORM_S},
+        exchange={"timeout_s": FORM_S, "warmup_timeout_s": FORM_S},
     )
     begin(state, epmoe.ExpertParallel(config))
 
@@ -262,7 +262,7 @@ def test_drawn_sizes(tmp_path, seed):
         host.spawn(*names)
         host.form_at(names)
         host.succeed(names, create, len(names))
-        while time.monotonic() - began < SECONDS:
+        while time.monotonic() - began < SECONDS or steps <= 5:
             steps, step = steps + 1, 100 * seed + steps
             if len(names) > 2 and draw.random() < 0.3:
                 victim, serving = names.pop(draw.randrange(len(names))), draw.random() < 0.5
@@ -288,4 +288,3 @@ def test_drawn_sizes(tmp_path, seed):
             names = [name for _, name in sorted(here)]
             results = host.succeed(names, serve, step)
             assert results == results[:1] * len(names), f"EPMOE_FUZZ_FIRST={seed}, step {step}: {results}"
-    assert steps > 5

@@ -9,8 +9,6 @@ import pytest
 import torch
 from exchanges import assert_y, make_tokens
 from host import (
-    RESUME_S,
-    SLACK_S,
     Host,
     check_stream,
     create,
@@ -23,6 +21,7 @@ from host import (
     spread,
     staying,
 )
+from waits import SOON_S
 
 import epmoe
 from epmoe import EPResumeError, EPStateError
@@ -160,7 +159,7 @@ def test_a_death_during_sleep(host: Host):
     host.processes[1].join()
     begin = time.monotonic()
     assert host.do([0, 2], wake) == ["EPResumeError"] * 2
-    assert time.monotonic() - begin < RESUME_S + SLACK_S
+    assert time.monotonic() - begin < SOON_S
     host.form([0, 2])
     host.do([0, 2], resume)
     assert host.do([0, 2], play) == ["played"] * 2

@@ -45,22 +45,25 @@ def test_another_dies_while_the_rest_recovers(host):
     host.play([0, 1])
 
 
-def go_on_late(state, folder: Path, how: str, late_s: float) -> None:
+LAST_CALL_S, LATE_S = 3.0, 4.0
+
+
+def go_on_late(state, folder: Path, how: str = "", late_s: float = 0.0) -> None:
     """As on a machine that is busy: torch takes this rank so much longer, or what it imports before it calls."""
     if how == "connects":
         ranks.fail_in(state, "connects", partial(time.sleep, late_s))
     until = time.monotonic() + late_s
     while how == "calls" and time.monotonic() < until:
         pass
-    ranks.go_on(state, folder)
+    ranks.go_on(state, folder, last_call_s=LAST_CALL_S)
 
 
 @pytest.mark.parametrize("how", ["connects", "calls"])
 def test_a_rank_that_is_late_is_not_given_up(host, how):
     """Later than the last call: it lives, and says so."""
     alive = ranks.lose(host, ranks.serve(host, copies=1), 3)
-    host.start([1], go_on_late, host.folder, how, 4.0)
-    host.start([0, 2], ranks.go_on, host.folder)
+    host.start([1], go_on_late, host.folder, how, LATE_S)
+    host.start([0, 2], go_on_late, host.folder)
     host.answers(alive)
     host.play(alive)
 
@@ -80,7 +83,7 @@ def test_no_rank_that_lives_is_lost_on_a_busy_machine(host, cycles):
             process.start()
         for new in range(3, 3 + cycles):
             alive = ranks.lose(host, names, names[new % 3])
-            host.succeed(alive, ranks.go_on, host.folder)
+            host.succeed(alive, go_on_late, host.folder)
             host.take_in(alive, [new], ranks.go_on)
             names = host.in_order([*alive, new])
             host.play(names)
@@ -260,5 +263,5 @@ def follow_the_page(state, folder: Path, name: str) -> None:
     names = {"ep": state.ep, "w": state.rows[0] if fixed else state.rows}
     names["read"] = partial(ranks.read, state.ep.config, *[0] * fixed)
     exec(function, names)
-    epmoe.recover(state.ep, folder, names[name], last_call_s=3.0 if state.device.type == "cpu" else 10.0)
+    epmoe.recover(state.ep, folder, names[name], last_call_s=10.0)
     state.rows = names["w"][None] if fixed else names["w"]

@@ -14,11 +14,11 @@ import host as ranks
 import pytest
 import torch.distributed as dist
 from helpers import slow
+from waits import LONG_S, SOON_S
 
 import epmoe
 import epmoe.group.recovery
-from epmoe.group.board import Board, Meeting
-from epmoe.group.store import OutlivingStore
+from epmoe.group.board import Meeting
 
 
 @pytest.mark.parametrize("stage", ["copy", slow("drop"), slow("add")])
@@ -67,15 +67,12 @@ def test_fewer_come_than_were_asked_for(host):
     host.play(names)
 
 
-SOON_S, LATE_S = 8.0, 20.0  # a failed attempt costs far less than any deadline
-
-
 def import_this(state) -> None:
     """Which takes seconds on a machine with other load."""
 
 
 def recover_late(state, folder: Path) -> None:
-    epmoe.recover(state.ep, folder, partial(ranks.take, state), last_call_s=LATE_S)
+    epmoe.recover(state.ep, folder, partial(ranks.take, state), last_call_s=LONG_S)
 
 
 @pytest.mark.parametrize("where", [slow("connects"), slow("opens"), "maps", slow("confirms")])
@@ -167,6 +164,7 @@ def resize_twice(state, folder: Path, where: str) -> list | bool:
     """A signal handler raises in the first call."""
 
     def handler(*_: object) -> None:
+        (folder / "interrupted").touch()
         raise Interrupted
 
     signal.signal(signal.SIGALRM, handler)
@@ -183,8 +181,8 @@ def test_a_signal_handler_raises(host, where):
     names = ranks.serve(host, ranks=3)
     host.do(names, import_this)
     host.start([1], resize_twice, host.folder, where)
-    if where == "decides":
-        time.sleep(0.5)
+    while where == "decides" and not (host.folder / "interrupted").exists():
+        time.sleep(0.01)
     begin = time.monotonic()
     host.start([0, 2], ranks.resize, host.folder, 2)
     assert [one is False for one in host.answers(names)] == [False, False, True]
@@ -210,10 +208,7 @@ def test_a_new_rank_that_died_while_it_waited(host):
     names = ranks.lose(host, ranks.serve(host), 2)
     host.spawn(4)
     host.start([4], ranks.come, host.folder)
-    board, deadline = Board(OutlivingStore(host.folder), "epmoe"), time.monotonic() + 30
-    while not board.read("arrivals/1"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    host.wait_for_arrivals(1)
     host.signal(4, signal.SIGKILL)
     assert host.do(names, go_on_counted, host.folder) == [1] * 3
     host.play(names)

@@ -45,7 +45,7 @@ CLIENTS, RANKS, MOST_REQUESTS, WAIT_S = 8, 4, 16, 120.0
 IN_CI = ("before", "in", "moving", "new-opens", "hangs")  # of the states of a death
 RUNS = int(os.environ.get("EPMOE_SERVE_RUNS", "1"))
 GAP_S = serve_rank.DEADLINE_S  # no death costs a deadline, also on a machine with other load; the gap itself is printed
-JOIN_S = 5.0  # from a death to its successor in the group: 0.4 s, and 2 s at most on idle cores; printed
+JOIN_S = GAP_S  # from a death to its successor in the group: 0.4 s, and 2 s at most on idle cores; printed
 PROMPTS = ("abc", [], [2.5], [[1]], [10**9], [-1], [True], None, [1] * serve_rank.LENGTH)
 OPTIONS = ({"stream": 1}, {"timeout_s": 0}, {"timeout_s": 61}, {"temperature": 1})
 REFUSED = [  # bodies of /generate
@@ -195,7 +195,7 @@ def running(tmp_path: Path, *program: object, ranks: int = RANKS) -> Iterator[Se
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(WAIT_S)
         finally:
             process.kill()
 
@@ -330,7 +330,7 @@ def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
         for process in before:
             os.kill(process, signal.SIGKILL)
         assert waiting.getresponse().status == 503
-        assert server.process.wait(20) == 1
+        assert server.process.wait(WAIT_S) == 1
         assert "no rank is left" in server.log.read_text()
 
 

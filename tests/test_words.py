@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
+from launched import TIMEOUT_S
 
 from epmoe.exchange.window import SharedMemoryWindow
 from epmoe.native import ops
@@ -55,10 +56,10 @@ def test_what_a_word_announces_is_there(tmp_path, compiler, emulator):
     """An emulator orders accesses at least as its host does, so the instructions are looked at, too."""
     source = ROOT / "tests" / "words.cpp"
     command = [compiler, "-std=c++20", "-O2", "-pthread", "-static", f"-I{ROOT / 'csrc'}", str(source)]
-    subprocess.run([*command, "-o", str(tmp_path / "words")], check=True, timeout=120)
+    subprocess.run([*command, "-o", str(tmp_path / "words")], check=True, timeout=TIMEOUT_S)
     run = [*filter(None, [emulator]), str(tmp_path / "words")]
-    assert subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout == "0\n"
+    assert subprocess.run(run, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout == "0\n"
     if emulator:
-        subprocess.run([*command, "-S", "-o", str(tmp_path / "words.s")], check=True, timeout=120)
+        subprocess.run([*command, "-S", "-o", str(tmp_path / "words.s")], check=True, timeout=TIMEOUT_S)
         text = Path(tmp_path / "words.s").read_text()
         assert re.search(r"\bstlr\b", text) and re.search(r"\bldap?r\b", text)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
-from collections.abc import Iterator
 from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
+from waits import SOON_S
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
 from epmoe.group.errors import EPTimeoutError
@@ -18,83 +17,85 @@ from epmoe.rail import nccl
 from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import RailError, Transfer
 
-TIMEOUT_S, FIRST_S = 0.3, 0.9
-
-
-class Watcher:
-    def __init__(self) -> None:
-        self.lost_at: float | None = None
-
-    def on_late(self) -> None:
-        self.lost_at = time.monotonic()
+TIMEOUT_S, FIRST_S, MOST_LOOKS = 0.3, 0.9, 100
 
 
 class Watched:
-    def __init__(self) -> None:
+    """What the thread watches, and the clock: it goes on with each look, of which `at_look` gets the number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory = torch.zeros(7, dtype=torch.int64)
         self.counts, self.told = nccl.words_of(self.memory)
         self.counts[2] = self.counts[3] = 1  # the first round has ended
-        self.exchange, self.closed = Watcher(), Event()
-        deadlines = Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
-        arguments = weakref.WeakMethod(self.exchange.on_late), self.memory, deadlines, self.closed
-        self.thread = Thread(target=nccl._watch, args=arguments, daemon=True)
-        self.thread.start()
-        self.began = time.monotonic()
+        self.looks, self.at_look = 0, lambda look: None
+        monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: self.looks * nccl._LOOK_S))
 
-    def lost_after(self) -> float:
-        self.thread.join(5.0)
-        assert self.exchange.lost_at is not None
-        return self.exchange.lost_at - self.began
+    def wait(self, seconds: float) -> bool:
+        """As that of the event that ends the thread, which never comes."""
+        assert seconds == nccl._LOOK_S
+        self.looks += 1
+        self.at_look(self.looks)
+        return self.looks == MOST_LOOKS
+
+    def lost_after(self) -> float | None:
+        """Seconds; None if the exchange is not lost."""
+        exchange = Exchange()
+        nccl._watch(weakref.WeakMethod(exchange.on_late), self.memory, Deadlines(FIRST_S, TIMEOUT_S, lambda: 2), self)
+        return self.looks * nccl._LOOK_S if exchange.lost else None
+
+
+class Exchange:
+    lost = False
+
+    def on_late(self) -> None:
+        self.lost = True
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    watched = Watched()
-    yield watched
-    watched.closed.set()
-    watched.thread.join(5.0)
-    assert not watched.thread.is_alive()
+def watched(monkeypatch) -> Watched:
+    return Watched(monkeypatch)
 
 
 @pytest.mark.parametrize(("way", "deadline_s"), [(0, TIMEOUT_S), (1, TIMEOUT_S + RETURN_S)])
 def test_a_transfer_that_does_not_end(watched, way, deadline_s):
     watched.memory[2 * way] = 5
     watched.memory[2 * way + 1] = 4
-    assert deadline_s <= watched.lost_after() < deadline_s + 4 * nccl._LOOK_S + 0.2
+    assert deadline_s <= watched.lost_after() <= deadline_s + 3 * nccl._LOOK_S
 
 
 def test_the_first_round_has_its_own_deadline(watched):
     """Also where the host is in a later round already: ranks may still load or compile."""
     watched.memory[:4] = torch.tensor([2, 1, 0, 0])
-    assert FIRST_S <= watched.lost_after() < FIRST_S + 4 * nccl._LOOK_S + 0.2
+    assert FIRST_S <= watched.lost_after() <= FIRST_S + 3 * nccl._LOOK_S
 
 
 def test_transfers_that_end_are_left_alone(watched):
     """Each starts anew, although at every look one is under way."""
-    deadline = time.monotonic() + 3 * TIMEOUT_S
-    while time.monotonic() < deadline:
-        watched.counts[0] += 1
-        time.sleep(TIMEOUT_S / 5)
-        watched.counts[1] += 1
-        watched.counts[2] += 1
-        watched.counts[3] += 1
-    time.sleep(2 * TIMEOUT_S)
-    assert watched.exchange.lost_at is None
+
+    def at_look(look: int) -> None:
+        watched.counts[0], watched.counts[1] = look + 1, look
+
+    watched.at_look = at_look
+    assert watched.lost_after() is None and watched.looks * nccl._LOOK_S > 10 * TIMEOUT_S
 
 
 def test_a_node_that_has_failed(watched):
     watched.memory[4] = 1
     assert watched.told.wanted == 1
-    assert watched.lost_after() < TIMEOUT_S
+    assert watched.lost_after() == nccl._LOOK_S
     watched.told.done = 1
     assert watched.memory[5] == 1
 
 
-def test_the_thread_does_not_keep_the_exchange_alive(watched):
-    del watched.exchange
+def test_the_thread_does_not_keep_the_exchange_alive():
+    exchange, memory = Exchange(), torch.zeros(7, dtype=torch.int64)
+    arguments = weakref.WeakMethod(exchange.on_late), memory, Deadlines(FIRST_S, TIMEOUT_S, lambda: 2), Event()
+    thread = Thread(target=nccl._watch, args=arguments, daemon=True)
+    thread.start()
+    del exchange
     gc.collect()
-    watched.thread.join(5.0)
-    assert not watched.thread.is_alive()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
 
 
 class Levels(NetworkOnGPUs):

@@ -27,6 +27,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws without a generator of its own depends on no other test."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def host(tmp_path: Path, device: torch.device) -> Iterator[Any]:
     """A `Host` without a process yet."""

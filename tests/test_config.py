@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from no_clock import NO_CLOCK
 
 import epmoe
 from epmoe.config import config_file
@@ -209,7 +210,7 @@ def test_the_schema_documents_every_key():
         assert all(key["description"] for key in section["properties"].values())
 
 
-@settings(deadline=None)
+@NO_CLOCK
 @given(experts=st.integers(1, 64), top_k=st.integers(1, 64), groups=st.integers(1, 16), top_groups=st.integers(1, 16))
 def test_config_is_accepted_exactly_if_routing_is_possible(experts, top_k, groups, top_groups):
     sections = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from no_clock import NO_CLOCK
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Move, Placement
@@ -103,7 +104,7 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement.build(experts, ranks, strategy, assignment, redundant, copied)
 
 
-@settings(deadline=None)
+@NO_CLOCK
 @given(placements())
 def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
     maps = torch.stack([placement.expert_map(rank) for rank in range(placement.ep_size)])
@@ -120,7 +121,7 @@ def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
             assert maps[rank, sentinel] == -1
 
 
-@settings(deadline=None)
+@NO_CLOCK
 @given(placements())
 def test_copies_partition_the_physical_experts(placement):
     table, counts = placement.copies_table(), placement.num_copies()
@@ -133,7 +134,7 @@ def test_copies_partition_the_physical_experts(placement):
         assert (table[x, counts[x] :] == -1).all()
 
 
-@settings(deadline=None)
+@NO_CLOCK
 @given(placements(), st.data())
 def test_without_keeps_every_copy_on_its_rank(placement, data):
     gone = data.draw(st.sets(st.integers(0, placement.ep_size - 1), max_size=placement.ep_size - 1))
@@ -155,7 +156,7 @@ def test_without_keeps_every_copy_on_its_rank(placement, data):
             placement.without(gone)
 
 
-@settings(deadline=None)
+@NO_CLOCK
 @given(placements(), st.data())
 def test_moves_bring_every_weight_to_its_place(placement, data):
     gone = data.draw(st.sets(st.integers(0, placement.ep_size - 1), max_size=placement.ep_size - 1))
@@ -171,7 +172,7 @@ def test_moves_bring_every_weight_to_its_place(placement, data):
         assert after == [new.logical(p) for p in new.local_experts(i)]
 
 
-@settings(deadline=None)
+@NO_CLOCK
 @given(placements())
 def test_a_config_carries_any_placement(placement):
     config = EPConfig(

@@ -41,7 +41,7 @@ CHECK
 for tool in cat env ls mkdir rm sh timeout uname; do ln -s "$(command -v $tool)" "$away/bin"; done
 user() {
   env -i PATH="$away/venv/bin:$away/bin" HOME="$away/home" LANG=C.UTF-8 CUDA_VISIBLE_DEVICES= COLUMNS=100 \
-    timeout 120 env "$@"
+    timeout 600 env "$@"
 }
 
 user epmoe run cpu_demo --report report.html >"$away/out" 2>&1 || failed "epmoe run cpu_demo: exit code $?" "$away/out"

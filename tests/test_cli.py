@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import ROOT, run_python
+from launched import ROOT, TIMEOUT_S, run_python
 from rich.table import Table
 from torch.distributed.run import parse_args
 from typer.testing import CliRunner, Result
@@ -125,7 +125,7 @@ def test_wrong_number_of_processes_is_an_error(
 def test_a_full_disk_is_no_fault_of_the_library() -> None:
     command = [sys.executable, "-m", "epmoe", "run", DEMO]
     with Path("/dev/full").open("wb") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
     assert (ended.returncode, ended.stderr) == (1, "epmoe: [Errno 28] No space left on device\n")
 
 

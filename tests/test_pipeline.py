@@ -17,13 +17,14 @@ import pytest
 import torch
 from exchanges import make_config
 from helpers import ON_THE_CPU, randn, slow
-from host import SLACK_S, Host, die
+from host import Host, die
 from tool_models import D, E, K, Kind, T, block_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.nn.parallel import DistributedDataParallel
+from waits import SOON_S
 
 import epmoe
 from epmoe.training import fully_shard, ignore_experts
@@ -155,7 +156,7 @@ def test_a_rank_dies_in_the_schedule(host: Host, moment: str) -> None:
     started(host)
     host.start(NAMES, run_until_a_rank_dies, host.folder, victim, moment)
     host.processes[victim].join()
-    deadline = time.monotonic() + TIMEOUT_S + SLACK_S
+    deadline = time.monotonic() + TIMEOUT_S + SOON_S
     for name in others:
         host.processes[name].join(deadline - time.monotonic())
     *other_stage, partner = [(host.folder / str(name)).read_text() for name in others]

@@ -63,7 +63,7 @@ class Nodes:
         self._play(ranks.watch)
         self.host.signal(victim, signal.SIGKILL)
         seen = self.host.answers(others)
-        at_once = max(s.seconds for s in seen) < NAMED_S
+        at_once = max(s.seconds for s in seen) < DEADLINE_S / 2
         return seen, at_once and all(s.missing == [victim] for s in seen), self._node(1 - victim // G)
 
     def cut(self, victim: int) -> Verdict:

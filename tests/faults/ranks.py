@@ -19,7 +19,7 @@ from epmoe import Placement
 
 EXPERTS = 8
 ROUNDS = 6  # of a fault that rounds survive
-NAMED_S = 2.0
+NAMED_S = 10.0
 """A failure is named within the deadline and these seconds."""
 HOLD_S = 3.5  # longer than some rounds on one multiprocessor and a deadline
 

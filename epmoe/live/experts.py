@@ -173,11 +173,12 @@ class LiveExperts:
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
-        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Promise[Tensor]]]()
+        with torch.inference_mode(False):  # as above
+            held = self._mine(self.slots).clone()
         if moves.cancelled:
             self._share()  # slots that were to be overwritten are in use again
         refused = self.refused_plans + bool(moves.refused_by)
-        self.held, self._versions, self._settled, self.refused_plans = held, versions, moves, refused
+        self.held, self._versions, self._settled, self.refused_plans = held, [], moves, refused
 
     def _tell_refusal(self) -> None:
         if self._untold is not None:

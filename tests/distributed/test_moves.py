@@ -386,6 +386,15 @@ def test_weights_that_are_transposed_or_of_inference_mode(make, size):
         assert torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
 
 
+def test_moves_in_inference_mode_and_then_outside(ep, slots):
+    """As in the steps of a server, and in a load of weights between them."""
+    for seed, inference in ((3, True), (4, False)):
+        with torch.inference_mode(inference):
+            begin(slots, seed)
+            ep.apply()
+    slots.check()
+
+
 def test_experts_in_mxfp4_move(make, rank):
     """Codes and scales, byte by byte, and what the layers compute stays."""
     ep = make(dtype="bfloat16")

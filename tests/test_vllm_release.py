@@ -12,11 +12,32 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm import register
 
 LAYER = "vllm.model_executor.layers.fused_moe.routed_experts"
+
+
+CONFIG: dict[str, Any] = {
+    "parallel_config": SimpleNamespace(enable_eplb=False, use_ubatching=False, enable_elastic_ep=False),
+    "compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True)),
+    "use_v2_model_runner": True,
+}
+
+
+def logger(name: str) -> logging.Logger:
+    made = logging.getLogger(name)
+    made.warning_once = made.warning
+    return made
+
+
+def moe_of(backend: str) -> Any:
+    """vLLM's settings of a layer, with this `--all2all-backend`."""
+    parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend)
+    sizes = {"num_local_experts": 4, "hidden_dim": 128, "in_dtype": torch.bfloat16}
+    return SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=False, **sizes)
 
 
 class Experts:
@@ -47,11 +68,11 @@ class Vllm(MetaPathFinder, Loader):
         stub, name = self, spec.name
         known: dict[str, Any] = {
             "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
-            "__version__": self.version, "init_logger": logging.getLogger, "op_registry_oot": self.replaced,
+            "__version__": self.version, "init_logger": logger, "op_registry_oot": self.replaced,
             "RoutedExperts": type("RoutedExperts", (Experts,), {}),
             "GptOssRoutedExperts": type("GptOssRoutedExperts", (Experts,), {}),
             "SleepModeBackendFactory": SimpleNamespace(register_backend=lambda *_: None),
-            "get_current_vllm_config": lambda: SimpleNamespace(additional_config=self.chosen),
+            "get_current_vllm_config": lambda: SimpleNamespace(additional_config=self.chosen, **CONFIG),
         }  # fmt: skip
 
         class Module(ModuleType):
@@ -128,3 +149,24 @@ def test_a_release_that_was_tried(install, caplog, version: str) -> None:
     from_registry["RoutedExperts"] = Experts
     register()
     assert "another plugin has replaced RoutedExperts by Experts" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_nvlink_one_sided", "of_another_plugin"])
+def test_another_exchange_than_the_default_serves(install, caplog, backend: str) -> None:
+    """A default that depends on the GPU, or a registry's name: vLLM's method stays as it is, and a warning says why."""
+    install("0.33.0").chosen = {"epmoe": "rank"}
+    register()
+    layer = Experts.registered()
+    assert layer._get_quant_method("layers.0", None, moe_of(backend)) is layer
+    assert f"not used, since --all2all-backend is {backend}, not allgather_reducescatter: vLLM's own" in caplog.text
+
+
+@pytest.mark.parametrize("runner", ["V2", "V1"])
+def test_experts_that_move_under_either_model_runner(install, caplog, monkeypatch, runner: str) -> None:
+    """V2 replays steps without a forward context, so a warning says in which steps experts move."""
+    monkeypatch.setitem(CONFIG, "use_v2_model_runner", runner == "V2")
+    install("0.33.0").chosen = {"epmoe": {"layout": "layer", "live": {"slots_per_rank": 4}}}
+    register()
+    method = Experts.registered()._get_quant_method("layers.0", None, moe_of("allgather_reducescatter"))
+    assert method.epmoe_choice.live == {"slots_per_rank": 4}
+    assert ("epmoe moves experts only in steps with a prefill: model runner V2" in caplog.text) == (runner == "V2")

@@ -73,7 +73,8 @@ class Session(Generic[Entry]):
         if key not in self._entries:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("call the model once before the capture: the first call makes the windows")
-            self._entries[key] = make(len(ranks))
+            with torch.device("cpu"):  # frameworks make models under another default device
+                self._entries[key] = make(len(ranks))
         return self._entries[key]
 
     def entries(self) -> tuple[Entry, ...]:

@@ -51,15 +51,14 @@ def main(model: str, output: str, epmoe: str) -> None:
 
     engine.llm_engine.step = timed
     (sizes,) = _session.entries()
-    if (balancing := sizes.balancing) is not None:
-        tick = balancing.tick
+    tick = sizes.balancing.poll
 
-        def timed_tick() -> None:
-            begin = time.thread_time()
-            tick()
-            ticks_s.append(time.thread_time() - begin)
+    def timed_tick() -> None:
+        begin = time.thread_time()
+        tick()
+        ticks_s.append(time.thread_time() - begin)
 
-        balancing.tick = timed_tick
+    sizes.balancing.poll = timed_tick
 
     def rows() -> list[list[int]]:
         return [ep.health().rows_by_layer for ep in sizes.exchanges]

@@ -59,8 +59,8 @@ def run(model: str, rank: int) -> list[Step]:
     )
     (sizes,) = _session.entries()
     live, balancing, step = sizes.exchanges[0].live, sizes.balancing, engine.llm_engine.step
-    assert live is not None and balancing is not None
-    tick, steps, ticked = balancing.tick, list[Step](), [0.0, 0.0]
+    assert live is not None
+    tick, steps, ticked = balancing.poll, list[Step](), [0.0, 0.0]
 
     def timed_tick() -> None:
         if len(steps) // STEPS % 2:
@@ -78,7 +78,7 @@ def run(model: str, rank: int) -> list[Step]:
         steps.append(Step(len(steps) // STEPS, wall, cpu, *ticked, moves))
         return outputs
 
-    balancing.tick, engine.llm_engine.step = timed_tick, timed_step
+    balancing.poll, engine.llm_engine.step = timed_tick, timed_step
     engine.generate(prompts(rank), sampling(), use_tqdm=False)
     print(f"rank {rank}: {live.moved} experts have moved here in {len(steps)} steps", flush=True)
     return steps

@@ -93,8 +93,6 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         epmoe_layer: ModuleLayer
         epmoe_numel: dict[str, int]
         """elements of a slot that vLLM's loader fills, by parameter, where experts move"""
-        epmoe_loading: list[int] | None = None
-        """the expert in each slot, while weights are loaded again where experts move"""
         moe_kernel: FusedMoEKernel | None
 
         def create_weights(self, layer: RoutedExperts, num_experts: int, *shapes: Any, **named: Any) -> None:
@@ -119,23 +117,20 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             The first call of a load is collective: moves end before it.
             """
             kernel = self.moe_kernel
-            if self.epmoe_choice.live is None or kernel is None or not _is_ours(kernel):
-                return None
-            if self.epmoe_loading is None:
-                experts: list[int] = kernel.prepare_finalize.settled_experts()
-                self.epmoe_expect(layer, sum(expert != EMPTY for expert in experts))
-                self.epmoe_loading = experts
-            return self.epmoe_loading
+            exchange: Any = kernel.prepare_finalize if kernel is not None and _is_ours(kernel) else None
+            slots: list[int] | None = None if exchange is None else exchange.sizes.balancing.slots(exchange.tag)
+            if slots is not None:
+                self.epmoe_expect(layer, sum(expert != EMPTY for expert in slots))
+            return slots
 
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
             choice = self.epmoe_choice
             if choice.layout == "layer":
-                self.epmoe_loading = None
                 if not _is_ours(self.moe_kernel):  # else vLLM copies what it loads again into these experts' memory
                     ours = loaded(layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant)
                     as_fp8 = ours.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
                     exchange = _make_exchange(layer, "fp8" if as_fp8 else "auto", choice, ours.alignment > 1)
-                    exchange.move(ours)
+                    exchange.sizes.balancing.move(exchange.tag, ours)
                     self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(layer.moe_config, ours, exchange))
                 return
             super().process_weights_after_loading(layer)
@@ -180,12 +175,24 @@ def _is_ours(kernel: FusedMoEKernel | None) -> bool:
 
 def _check(choice: Choice, moe: FusedMoEConfig) -> None:
     """Raise ConfigError where vLLM's settings, or its experts, do not go with the choice."""
-    needs_still = "moves experts itself" if choice.live is not None else "needs experts without copies"
-    if get_current_vllm_config().parallel_config.enable_eplb and (choice.live is not None or choice.batch_invariant):
+    config, live = get_current_vllm_config(), choice.live
+    needs_still = "moves experts itself" if live is not None else "needs experts without copies"
+    if config.parallel_config.enable_eplb and (live is not None or choice.batch_invariant):
         raise ConfigError(f"`epmoe` {needs_still}: leave out --enable-eplb")
-    if choice.live is not None and choice.live["slots_per_rank"] < moe.num_local_experts:
-        slots, least = choice.live["slots_per_rank"], moe.num_local_experts
+    if live is not None and (slots := live["slots_per_rank"]) < moe.num_local_experts:
+        least = moe.num_local_experts
         raise ConfigError(f"`epmoe.live.slots_per_rank` must be at least {least}, the experts of a rank, got {slots}")
+    if live is not None and _replays_whole_steps(config):
+        logger.warning_once(
+            "epmoe moves experts only in steps with a prefill: model runner V2 replays the others as one CUDA graph, "
+            "before which it calls no plugin. With cudagraph_mode PIECEWISE they move in all steps"
+        )
+
+
+def _replays_whole_steps(config: Any) -> bool:
+    """vLLM sets no forward context around some steps, so that none of the balancer's ticks comes before them."""
+    mode = config.compilation_config.cudagraph_mode
+    return getattr(config, "use_v2_model_runner", False) and mode is not None and mode.has_full_cudagraphs()
 
 
 def _warn(reason: str) -> None:
@@ -198,7 +205,7 @@ def _why_not(moe: FusedMoEConfig) -> str | None:
     if not parallel.use_all2all_kernels:
         return "no experts are exchanged (data parallelism with --enable-expert-parallel exchanges them)"
     if parallel.all2all_backend != "allgather_reducescatter":
-        return f"--all2all-backend is {parallel.all2all_backend}"
+        return f"--all2all-backend is {parallel.all2all_backend}, not allgather_reducescatter"
     if moe.is_lora_enabled:
         return "LoRA needs the adapters of the tokens"
     if get_current_vllm_config().parallel_config.use_ubatching:

@@ -26,7 +26,6 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from epmoe.exchange.handles import Dispatched, Layout
 from epmoe.integrations.vllm.choice import VllmLayout
 from epmoe.integrations.vllm.sizes import Sizes
-from epmoe.local.experts import GroupedExperts
 from epmoe.service import ExpertParallel
 
 
@@ -49,21 +48,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._local_ids = False
         self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
         ep = sizes.exchanges[0]
-        self._num_ranks, self._tag = ep.size, ep.new_tag()
+        self._num_ranks, self.tag = ep.size, ep.new_tag()
         self._no_ids = torch.empty(1, 1, dtype=torch.int32, device=ep.device)
-
-    def move(self, experts: GroupedExperts) -> None:
-        """With `placement.live`: these experts of the layer move, as far as the group's balancer moves any."""
-        if (live := self.sizes.exchanges[-1].live) is not None:
-            tensors = [parameter.detach() for parameter in experts.parameters()]
-            live.weights[self._tag] = lambda _, slot: [tensor[slot] for tensor in tensors]
-
-    def settled_experts(self) -> list[int]:
-        """The expert in each slot of this rank, −1 for none, where experts move. Collective: it ends the moves."""
-        live, balancing = self.sizes.exchanges[-1].live, self.sizes.balancing
-        assert live is not None and balancing is not None
-        balancing.balancer.finish()
-        return live.experts(self._tag)
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """vLLM's experts for CPUs take local ids and no expert map; all others take global ids and the map."""
@@ -102,8 +88,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         weigh = apply_router_weight_on_input and self.layout != "rank"
         layout: Layout = "rank" if self.layout == "rank" else "expert"
         options: dict[str, Any] = {"layout": layout, "aligned": self.aligned, "apply_router_weight_on_input": weigh}
-        with ep.giving_up(self._tag):
-            dispatched = ep.dispatch(a1, topk_ids, topk_weights, tag=self._tag, **options)
+        with ep.giving_up(self.tag):
+            dispatched = ep.dispatch(a1, topk_ids, topk_weights, tag=self.tag, **options)
         self._open = _Round(ep, dispatched)
         return self._received(dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)
 

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from bisect import bisect_left
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -24,14 +24,15 @@ import vllm
 from prometheus_client import REGISTRY, start_http_server
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.handles import Layout
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPStateError, EPTimeoutError
+from epmoe.integrations.balancing import Balancing, section_with_slots
 from epmoe.integrations.prometheus import HealthCollector
 from epmoe.integrations.session import Session, make_config
-from epmoe.integrations.vllm.balancing import Balancing, placement_of
 from epmoe.integrations.vllm.choice import Choice
 from epmoe.native.formats import PayloadName
 from epmoe.service import ExpertParallel
@@ -75,16 +76,17 @@ class Sizes:
     """tokens that a rank brings to a step; more than the largest M, they take several rounds"""
     exchanges: list[ExpertParallel] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    balancing: Balancing | None = None
+    balancing: Balancing = field(init=False)
 
     @classmethod
     def make(cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
         """Collective, with the same arguments on every rank of `group`."""
         sizes = cls(shape.max_tokens)
         tokens = min(shape.max_tokens, choice.max_num_tokens_per_rank or shape.max_tokens)
-        stay = nullcontext[dict[str, Any]]({"strategy": shape.placement})
-        first = shape.first(group.size())
-        with stay if choice.live is None else placement_of(choice.live, first, shape.live_layers, group) as placement:
+        section: AbstractContextManager[dict[str, Any]] = nullcontext({"strategy": shape.placement})
+        if choice.live is not None:
+            section = section_with_slots(choice.live, shape.first(group.size()), shape.live_layers, group)
+        with section as placement:
             while True:
                 config = _config(shape, tokens, group.size(), choice.exchange, placement)
                 sizes.tokens.insert(0, tokens)
@@ -92,8 +94,9 @@ class Sizes:
                 if tokens == 1 or shape.live_layers:
                     break
                 tokens = -(-tokens // 2)
+        sizes.balancing = Balancing(sizes.exchanges[0], choice.live, logger)
         if choice.live is not None:
-            sizes.balancing = Balancing(sizes.exchanges[0], choice.live)
+            current_platform.set_additional_forward_context = _before_step
         return sizes
 
     def for_this_step(self) -> ExpertParallel:
@@ -126,13 +129,25 @@ class Sizes:
             exchange.check()
 
     def close(self) -> None:
-        if self.balancing is not None:
-            self.balancing.close()
+        vars(current_platform).pop("set_additional_forward_context", None)  # the class's own again
+        self.balancing.close()
         for ep in self.exchanges:
             ep.close()
 
 
 _session: Session[Sizes] = Session()
+
+
+def _before_step(*arguments: Any, **named: Any) -> dict[str, Any]:
+    """In place of `Platform.set_additional_forward_context`, where experts move.
+
+    vLLM calls it before each step, also before the empty steps of an idle rank, and not before steps that model runner
+    V2 replays as one CUDA graph.
+    """
+    for sizes in _session.entries():
+        sizes.balancing.poll()
+    additional: dict[str, Any] = type(current_platform).set_additional_forward_context(*arguments, **named)
+    return additional
 
 
 def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:

@@ -1,0 +1,105 @@
+"""Experts that move while a host framework serves: a `Balancer` that the framework's steps tick."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epmoe.config.placement import Placement
+from epmoe.group.peers import Peers
+from epmoe.live.balancer import Balancer
+from epmoe.live.layout import EMPTY
+from epmoe.live.slots import write_slots
+from epmoe.local.experts import GroupedExperts
+from epmoe.service import ExpertParallel
+
+_OF_BALANCER = ("every", "goal", "max_moves", "least_gain")
+
+
+def section_of(live: dict[str, Any], layers: int, **keys: Any) -> dict[str, Any]:
+    """The section `placement`: `keys`, and those of `live` that are not the balancer's."""
+    of_user = {key: value for key, value in live.items() if key not in _OF_BALANCER}
+    return {"live": True, "layers": layers} | keys | of_user
+
+
+@contextmanager
+def section_with_slots(
+    live: dict[str, Any], first: Placement, layers: int, group: dist.ProcessGroup
+) -> Iterator[dict[str, Any]]:
+    """`section_of` where the framework has loaded the experts as in `first`, and the slots behind them are empty.
+    Collective.
+
+    Its file of slots exists until the end of the context, and is the same one on all ranks.
+    """
+    slots = torch.full((first.ep_size, live["slots_per_rank"]), EMPTY, dtype=torch.int32)
+    for rank, row in enumerate(slots):
+        experts = first.local_experts(rank)
+        row[: len(experts)] = torch.tensor(experts)
+    with TemporaryDirectory(prefix="epmoe") as folder:
+        path = f"{folder}/slots.json"
+        if group.rank() == 0:
+            write_slots(path, slots.flatten().expand(layers, -1))
+        yield section_of(live, layers, slots=Peers.of(group).all_gather(path)[0])
+
+
+class Balancing:
+    """An `ExpertParallel`, and with `live` the `Balancer` of its experts, which logs what it moves.
+
+    `live` has keys of `Balancer`, and of the section `placement`. None: experts stay where they are.
+    """
+
+    def __init__(self, ep: ExpertParallel, live: dict[str, Any] | None, logger: logging.Logger) -> None:
+        self.ep, self._logger = ep, logger
+        self._balancer: Balancer | None = None
+        if live is not None:
+            self._balancer = Balancer(ep, **{key: live[key] for key in _OF_BALANCER if key in live})
+        self._logged, self._settled = 0, True
+
+    def poll(self) -> None:
+        """Before each step of the framework, on its thread and stream: it raises what kernels have reported, and ticks.
+        It waits for no rank."""
+        if self._balancer is None:
+            self.ep.poll()
+            return
+        self._settled = False
+        self._balancer.tick()
+        history = self._balancer.history
+        if len(history) != self._logged:
+            self._logged = len(history)
+            if history and (step := history[-1]).before and step.moves:  # rank 0 knows the loads
+                self._logger.info(
+                    "epmoe moves %d experts: the busiest rank has %.2f of the mean load on average over the layers, "
+                    "and is to have %.2f",
+                    step.moves, fmean(step.before), fmean(step.after),
+                )  # fmt: skip
+
+    def move(self, tag: int, experts: GroupedExperts) -> None:
+        """These experts are those of the layer with this tag: they move, where experts do."""
+        tensors = [parameter.detach() for parameter in experts.parameters()]
+        if (live := self.ep.live) is not None:
+            live.weights[tag] = lambda _, slot: [tensor[slot] for tensor in tensors]
+
+    def slots(self, tag: int) -> list[int] | None:
+        """Of a layer whose weights are loaded, for the first time or again: the expert in each slot of this rank, −1
+        for none. None where experts stay.
+
+        The first call after a step is collective: it ends the moves.
+        """
+        if self._balancer is None or (live := self.ep.live) is None:
+            return None
+        if not self._settled:
+            self._balancer.finish()
+            self._settled = True
+        return live.experts(tag)
+
+    def close(self) -> None:
+        if self._balancer is not None:
+            self._balancer.close()
+        self.ep.close()

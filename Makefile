@@ -111,8 +111,8 @@ stacks-sglang:  ## SGLang's own MoE layers over 2 ranks, their tokens carried by
 	  $(SGLANG)/bin/pip install --quiet -c constraints.txt 'setuptools>=77' torch && \
 	  $(SGLANG)/bin/pip install --quiet --no-deps -r tests/stacks/sglang.txt && touch $(SGLANG)/.ready; }
 	$(SGLANG)/bin/pip install --quiet --no-deps --no-build-isolation -e .
-	$(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
-	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_sglang.py
+	for test in sglang sglang_live; do $(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks \
+	  --redirects 1:3 -m pytest -q -x -p no:cacheprovider tests/stacks/test_$$test.py || exit 1; done
 	EPMOE_TRIED=$@ $(SGLANG)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_sglang_deaths.py
 
 TORCHTITAN := build/stacks-torchtitan

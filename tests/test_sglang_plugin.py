@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from importlib import import_module
@@ -28,9 +29,12 @@ def test_does_nothing_unless_it_is_chosen(value: str | None, monkeypatch: pytest
     assert "epmoe.integrations.sglang.dispatcher" not in sys.modules
 
 
-def test_an_unknown_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EPMOE_SGLANG", "yes")
-    with pytest.raises(ValueError, match="EPMOE_SGLANG must be 0, 1 or layer, got 'yes'"):
+@pytest.mark.parametrize("value", ["yes", "[1]", '{"live": 1000}', '{"live": {}, "every": 10}'])
+def test_an_unknown_value_is_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPMOE_SGLANG", value)
+    with pytest.raises(
+        ValueError, match=re.escape(f'must be 0, 1, layer or {{"live": {{"every": 1000}}}}, got {value!r}')
+    ):
         sglang.register()
 
 

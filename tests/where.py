@@ -47,7 +47,6 @@ TRAINS = absent("The stack trains and does not serve.")
 SERVES = absent("The stack serves and does not train.")
 VLLM, SGLANG = "integrations/vllm/layer.py", "integrations/sglang/dispatcher.py"
 OWN_GEMMS = absent("The stack's own experts compute: what formats they take is the stack's.")
-PLACED = absent("The stack's experts stay where the stack has loaded them; it would have to hand out their memory.")
 BY_HOST = absent("The stack ends all its ranks when one dies, and has no way to take a smaller group.")
 ONE_NODE = no("training needs a group of one node", "training/exchange.py")
 TABLE: dict[str, tuple[Cell, ...]] = {
@@ -126,9 +125,9 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     "LoRA of experts, served": (
         yes(D + "test_adapters.py::test_each_token_gets_its_adapter"),
         absent(
-            "A warning, and vLLM's own exchange serves: only private names say the adapters of the tokens "
-            "(`punica_wrapper.token_mapping_meta`, on GPUs). `prepare` would have to take them, and return those of "
-            "the rows."
+            "A warning, and vLLM's own exchange serves: what tells it the adapters is undeclared. "
+            "`FusedMoEPrepareAndFinalizeModular` would have to declare `set_lora_context`, and `MoELoRAContext` to "
+            "have the ids of the tokens as `token_lora_mapping`, int32 [T], beside `local_token_lora_mapping` of rows."
         ),
         absent("SGLang would have to hand a dispatcher the adapters of the tokens."),
         yes("test_given.py::test_adapters_of_sequences_and_tokens"),
@@ -146,8 +145,8 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     "experts that move": (
         yes(D + "test_moves.py::test_experts_move_while_rounds_go_on"),
         yes("stacks/test_vllm_engine.py::test_experts_move_while_prompts_drift"),
-        PLACED,
-        PLACED,
+        yes("stacks/test_sglang_live.py::test_experts_move_while_prompts_drift"),
+        absent("The stack's experts stay where the stack has loaded them; it would have to hand out their memory."),
         no("`placement.live` must be unset for training", "training/exchange.py"),
         no("`placement.live` must be unset for training", "training/exchange.py"),
     ),
@@ -234,7 +233,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     "saves and loads": (
         yes(D + "test_checkpoints.py::test_torchs_checkpoint_loads_on_any_number_of_ranks"),
         yes("stacks/test_vllm_reload.py::test_sleep_and_weights_that_are_loaded_again"),
-        absent("SGLang loads weights into its own modules; loading again has not been tried."),
+        yes("stacks/test_sglang_live.py::test_weights_that_are_loaded_again_follow_the_experts"),
         yes(D + "test_trainer.py::test_the_experts_function_under_ddp"),
         yes("stacks/test_torchtitan_deepseek.py::test_a_checkpoint_of_torchtitan"),
         yes("stacks/test_megatron.py::test_a_checkpoint_of_megatron"),

@@ -57,6 +57,7 @@ class _Absent(MetaPathFinder, Loader):
 transformers.utils.is_torchvision_available()  # remembers that there is none
 sys.meta_path.append(_Absent())
 import sglang.kernels.ops.quantization.fp8_kernel as fp8_kernel  # noqa: E402
+import sglang.srt.eplb.expert_location as expert_location  # noqa: E402
 import sglang.srt.layers.moe.fused_moe_triton.layer as layer_module  # noqa: E402
 import sglang.srt.layers.moe.moe_runner.deep_gemm as runner_module  # noqa: E402
 from sglang.srt.distributed.parallel_state import (  # noqa: E402
@@ -88,8 +89,8 @@ from epmoe import quantize_fp8  # noqa: E402
 from epmoe.integrations import sglang  # noqa: E402
 
 __all__ = [
-    "ModelRunner", "StandardTopKOutput", "TopK", "block_fp8", "capturer", "data_parallel", "deterministic",
-    "layer_module", "load_plugins_of_epmoe", "make_layer", "start",
+    "ModelRunner", "StandardTopKOutput", "TopK", "block_fp8", "capturer", "data_parallel", "deterministic", "get_exec",
+    "layer_module", "load_plugins_of_epmoe", "locate_experts", "make_layer", "start",
 ]  # fmt: skip
 
 
@@ -106,11 +107,11 @@ def block_fp8() -> Fp8Config:
     return Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
 
 
-def start() -> None:
+def start(**more: Any) -> None:
     """What `python -m sglang.launch_server --tp R --moe-a2a-backend deepep_v2` sets up in each of its processes."""
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     options = {"tp_size": size, "ep_size": size, "moe_a2a_backend": "deepep_v2", "moe_runner_backend": "deep_gemm"}
-    server_args = get_context().override_server_args(device="cuda" if CUDA else "cpu", **options).install()
+    server_args = get_context().override_server_args(device="cuda" if CUDA else "cpu", **options, **more).install()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=local))
     if CUDA:
         torch.cuda.set_device(local)
@@ -126,14 +127,25 @@ def start() -> None:
     fp8_kernel.sglang_per_token_group_quant_fp8 = lambda x, *_, **__: quantize_fp8(x, granularity="block")
 
 
-def make_layer(experts: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> torch.nn.Module:
+def locate_experts(layers: int, experts: int) -> None:
+    """What SGLang says of a model's layers and logical experts before it makes them, by the model's own class."""
+    config = SimpleNamespace(is_draft_worker=False, model_config=None)
+    expert_location.ModelConfigForExpertLocation.from_model_config = lambda _: (
+        expert_location.ModelConfigForExpertLocation(num_layers=layers, num_logical_experts=experts)
+    )
+    ModelRunner.maybe_init_expert_location_metadata(config)
+
+
+def make_layer(
+    experts: int, top_k: int, hidden: int, intermediate: int, layer_id: int = 0, **options: Any
+) -> torch.nn.Module:
     """SGLang's MoE layer in bf16, its weights not yet set, made as SGLang makes a model: on its default device."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda" if CUDA else "meta"):
             layer = get_moe_impl_class(None)(
-                experts, top_k, hidden, intermediate, layer_id=0, params_dtype=torch.bfloat16, **options
+                experts, top_k, hidden, intermediate, layer_id=layer_id, params_dtype=torch.bfloat16, **options
             )
     finally:
         torch.set_default_dtype(default)

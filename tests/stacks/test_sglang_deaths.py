@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,21 @@ def test_a_rank_dies(tmp_path: Path, case: str, by: str | None) -> None:
     (pids,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("pids ")]
     while any(_is_running(int(pid)) for pid in pids):  # for a moment, after a kill; else pytest's timeout ends this
         time.sleep(0.01)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_rank_dies_in_the_middle_of_a_move() -> None:
+    """The other one raises from its next step, which ends the server as above, and names the rank."""
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *map(str, (SCRIPT.parent, SCRIPT.parents[1])))))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT.with_name("sglang_live.py"))],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    found = re.search(r"in the middle of a move dies rank (\d)\nthe other one says: (.*)\n", done.stdout)
+    assert found, done.stdout[-6000:]
+    assert f"missed rank(s) [{found[1]}] of the group" in found[2] and "whose process has ended" in found[2]
+    assert f"exit codes [-{signal.SIGKILL:d}, 0]" in done.stdout
 
 
 def _is_running(pid: int) -> bool:

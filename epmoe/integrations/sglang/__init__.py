@@ -1,14 +1,17 @@
 """epmoe in SGLang: a plugin that carries tokens in place of DeepEP, in the backend `deepep_v2`.
 
 SGLang finds `register` by the entry point `sglang.srt.plugins`. The plugin acts only where EPMOE_SGLANG chooses it: 1
-for the exchange, "layer" for the exchange and `GroupedExperts` in place of SGLang's DeepGEMM runner.
+for the exchange, "layer" for the exchange and `GroupedExperts` in place of SGLang's DeepGEMM runner, and {"live": {…}}
+for such experts that move, with keys of `Balancer` and of `placement`.
 
     EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 --moe-a2a-backend deepep_v2
 """
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 
 VARIABLE = "EPMOE_SGLANG"
 
@@ -16,12 +19,17 @@ VARIABLE = "EPMOE_SGLANG"
 def register() -> None:
     """Hook epmoe into this process of SGLang if EPMOE_SGLANG chooses it; SGLang calls it by itself.
 
-    Raises ValueError for a value other than 0, 1, "layer" and the empty string.
+    Raises ValueError for a value of none of these forms, nor 0 nor the empty string.
     """
     chosen = os.environ.get(VARIABLE, "")
+    live = None
     if chosen not in ("", "0", "1", "layer"):
-        raise ValueError(f"environment variable {VARIABLE} must be 0, 1 or layer, got {chosen!r}")
-    if chosen in ("1", "layer"):
+        with suppress(ValueError):
+            live = json.loads(chosen)
+        if not isinstance(live, dict) or live.keys() != {"live"} or not isinstance(live := live["live"], dict):
+            forms = '0, 1, layer or {"live": {"every": 1000}}'
+            raise ValueError(f"environment variable {VARIABLE} must be {forms}, got {chosen!r}")
+    if chosen not in ("", "0"):
         from epmoe.integrations.sglang.dispatcher import register_hooks
 
-        register_hooks(own_experts=chosen == "layer")
+        register_hooks(own_experts=chosen != "1", live=live)

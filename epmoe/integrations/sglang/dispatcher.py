@@ -9,6 +9,7 @@ first of them makes while the model is built: before memory is measured for the 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.handles import Dispatched
+from epmoe.integrations.balancing import Balancing, section_of
 from epmoe.integrations.session import Session, make_config
 from epmoe.local.experts import GroupedExperts
 from epmoe.native.arguments import FP8
@@ -25,6 +27,7 @@ from epmoe.service import ExpertParallel
 
 try:
     import sglang.srt.layers.moe.fused_moe_triton.layer  # noqa: F401 - before its dispatchers, which import one another
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata, get_global_expert_location_metadata
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
     from sglang.srt.layers.moe.token_dispatcher import deepep_v2
     from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInput
@@ -48,30 +51,37 @@ _DEADLINES = {"warmup_timeout_s": 3600.0, "timeout_s": 300.0}
 _LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
 _EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
+_LOADER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader"
 _OTHERS = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "apply_router_weight_on_input")
 _STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
-_session: Session[ExpertParallel] = Session()
+_session: Session[Balancing] = Session()
 
 
-def register_hooks(own_experts: bool) -> None:
-    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, and `compute` for its experts."""
-    HookRegistry.register(_FACTORY, create_dispatcher, HookType.AROUND)
+def register_hooks(own_experts: bool, live: dict[str, Any] | None) -> None:
+    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, `compute` for its experts, and
+    `load` for their weights."""
+    HookRegistry.register(_FACTORY, partial(create_dispatcher, live=live), HookType.AROUND)
     if own_experts:
         HookRegistry.register(_EXPERTS, compute, HookType.AROUND)
+    if live is not None:
+        HookRegistry.register(_LOADER, load, HookType.AROUND)
     HookRegistry.register(_STEP, poll, HookType.BEFORE)
 
 
-def create_dispatcher(original: Any, moe_runner_config: Any, quant_method: Any) -> BaseDispatcher:
+def create_dispatcher(
+    original: Any, moe_runner_config: Any, quant_method: Any, live: dict[str, Any] | None = None
+) -> BaseDispatcher:
     """Around SGLang's factory of dispatchers: ours where SGLang's own is that of DeepEP v2. Collective.
 
-    Raises ValueError if the layer needs what epmoe does not have, and what `ExpertParallel` raises.
+    With `live` experts move. Raises ValueError if the layer needs what epmoe does not have, and what `ExpertParallel`
+    raises.
     """
     theirs = original(moe_runner_config, quant_method=quant_method)  # checks the layer, and holds no memory yet
     if not isinstance(theirs, deepep_v2.DeepEPv2Dispatcher):
         logger.warning("epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only")
         return theirs
-    return EpmoeDispatcher(_share(theirs, moe_runner_config, _payload(theirs)))
+    return EpmoeDispatcher(_share(theirs, moe_runner_config, _payload(theirs), live))
 
 
 def _payload(theirs: deepep_v2.DeepEPv2Dispatcher) -> PayloadName:
@@ -87,23 +97,28 @@ def _payload(theirs: deepep_v2.DeepEPv2Dispatcher) -> PayloadName:
     return name
 
 
-def _share(theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> ExpertParallel:
+def _share(
+    theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, payload: PayloadName, live: dict[str, Any] | None
+) -> Balancing:
     tp_group = get_parallel().tp_group
 
-    def make(ep_size: int) -> ExpertParallel:
-        ep = ExpertParallel(_config(theirs, layer, ep_size, payload), tp_group.cpu_group, tp_group.device)
+    def make(ep_size: int) -> Balancing:
+        config = _config(theirs, layer, ep_size, payload, live)
+        ep = ExpertParallel(config, tp_group.cpu_group, tp_group.device)
         plan = ep.memory_plan()
         logger.info(
             f"epmoe {__version__} carries the tokens of SGLang's MoE layers, payload {payload}: "
             f"window {plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
         )
-        return ep
+        return Balancing(ep, live, logger)
 
-    shapes = (layer.num_experts, layer.top_k, layer.hidden_size, payload)
+    shapes = (layer.num_experts, layer.top_k, layer.hidden_size, payload, live is None)
     return _session.share(shapes, tp_group.cpu_group, tp_group.device, make)
 
 
-def _config(theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName) -> EPConfig:
+def _config(
+    theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName, live: dict[str, Any] | None
+) -> EPConfig:
     E, K, e, M = layer.num_experts, layer.top_k, layer.num_local_experts, theirs.num_max_dispatch_tokens_per_rank
     if R * e != E:
         raise ValueError(f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks")
@@ -113,6 +128,10 @@ def _config(theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, R: int, payload: P
         "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
         "exchange": {**_DEADLINES, "payload": payload},
     }
+    if live is not None:
+        location = _location(layer.layer)
+        E = location.num_logical_experts
+        sections["placement"] = section_of(live, location.num_layers, slots_per_rank=e)
     config = make_config(E, K, layer.hidden_size, torch.bfloat16, R, sections, from_environment=True)
     if config.exchange.payload != payload or config.capacity.model_copy(update=settled) != config.capacity:
         raise ConfigError(
@@ -122,12 +141,29 @@ def _config(theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, R: int, payload: P
     return config
 
 
+def _location(layer: Any) -> ExpertLocationMetadata:
+    """Where SGLang loads the experts, logical ones and, by --ep-num-redundant-experts, copies of the first ones: as
+    epmoe begins. Raises ValueError where experts cannot move."""
+    moe, location = get_exec().moe, get_global_expert_location_metadata()
+    settings = {
+        "--enable-eplb": moe.enable_eplb,
+        "--ep-dispatch-algorithm": moe.ep_dispatch_algorithm is not None,  # --init-expert-location sets it, too
+        "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
+    }
+    if named := [flag for flag, is_set in settings.items() if is_set]:
+        raise ValueError(f"experts that epmoe moves do not go with {', '.join(named)}: leave out one or the other")
+    if location is None or not layer.uses_expert_location:
+        raise ValueError("SGLang knows of no experts that could move in this model: set EPMOE_SGLANG=layer")
+    return location
+
+
 class EpmoeDispatcher(BaseDispatcher):
     """Dispatch and combine of one MoE layer of SGLang. The host waits for no device, so a CUDA graph can hold both."""
 
-    def __init__(self, ep: ExpertParallel) -> None:
+    def __init__(self, balancing: Balancing) -> None:
         super().__init__()
-        self._ep, self._tag = ep, ep.new_tag()
+        self._balancing, self._ep = balancing, balancing.ep
+        self._tag = self._ep.new_tag()
         self._round: Dispatched | None = None
         self._experts: GroupedExperts | None = None
 
@@ -160,6 +196,7 @@ class EpmoeDispatcher(BaseDispatcher):
         """
         if self._experts is None or self._experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr():  # loaded again
             self._experts = _grouped(layer)
+            self._balancing.move(self._tag, self._experts)
         d = self._round
         assert d is not None
         rows, scales = dispatched.hidden_states, dispatched.hidden_states_scale
@@ -177,6 +214,10 @@ class EpmoeDispatcher(BaseDispatcher):
         if combine_input.routewise_layout is not None:
             raise ValueError("epmoe weights and sums the outputs itself; this model wants to: unset EPMOE_SGLANG")
         return self._ep.combine(combine_input.hidden_states, d)
+
+    def slots(self) -> list[int] | None:
+        """The experts of this layer on this rank, as `Balancing.slots` says them. Collective in the first call."""
+        return self._balancing.slots(self._tag)
 
     def _most_tokens(self, own: int) -> int:
         """Most tokens of all ranks in this call, as far as SGLang's host knows: it bounds the rows to compute on."""
@@ -196,6 +237,20 @@ def compute(original: Any, layer: Any, dispatch_output: Any) -> CombineInput:
     if isinstance(layer.dispatcher, EpmoeDispatcher):
         return layer.dispatcher.compute(layer, dispatch_output)
     return original(layer, dispatch_output)
+
+
+def load(
+    original: Any, layer: Any, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int | None
+) -> None:
+    """Around SGLang's loader of an expert's weights: where experts move, into the slots that have this expert."""
+    dispatcher = getattr(layer, "dispatcher", None)
+    slots = dispatcher.slots() if isinstance(dispatcher, EpmoeDispatcher) else None
+    if slots is None:
+        original(layer, param, loaded_weight, weight_name, shard_id, expert_id)
+        return
+    for slot, expert in enumerate(slots):
+        if expert == expert_id:
+            layer._weight_loader_impl(param, loaded_weight, weight_name, shard_id, slot)
 
 
 def _grouped(layer: Any) -> GroupedExperts:

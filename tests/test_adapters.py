@@ -381,6 +381,10 @@ def test_files_that_are_refused(tmp_path):
     refused("`model.layers.0.mlp.experts` must have")
     adapter_models.save(tmp_path, FACTORS, BLOCK, others={f"base_model.model.{BLOCK}.experts.lora_B.bias": randn(D)})
     refused("lora_B.bias float32")
+    inner = f"base_model.model.{BLOCK}.experts.base_layer.base_layer"
+    again = {f"{inner}.{name[5:]}.weight": value.clone() for name, value in FACTORS.items() if "down" in name}
+    adapter_models.save(tmp_path, FACTORS, BLOCK, others=again)
+    refused("`model.layers.0.mlp.experts` has two adapters of the shape")
     adapter_models.save_single(tmp_path, FACTORS, BLOCK, ("gate_proj", "up_proj", "down_proj"), E)
     refused("none of 3 experts'", (3, D, 2 * F, F))
     refused(r"lora_A.weight \[r, k\] .* for r = 4 and n, k = 64, 16, got", (E, D, F, F // 2))

@@ -48,9 +48,11 @@ def test_every_count_is_exported():
             assert scraped.get_sample_value(f"epmoe_{name}_total", {"exchange": "default", "rank": "0"}) is not None
 
 
-def test_several_exchanges_of_which_one_is_closed():
+@pytest.mark.parametrize("at_each_scrape", [False, True])
+def test_several_exchanges_of_which_one_is_closed(at_each_scrape):
     with make_ep() as model, make_ep() as draft:
-        scraped = registry({"model": model, "draft": draft})
+        both = {"model": model, "draft": draft}
+        scraped = registry((lambda: both) if at_each_scrape else both)
         play(model)
 
         def rounds(name: str) -> float | None:

@@ -206,6 +206,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         absent("torchtitan runs a layer's exchange and experts one after the other."),
         no("its schedule cuts the graph between dispatch and combine", "integrations/megatron.py"),
     ),
+    "stages of a pipeline": (
+        yes("test_pipeline.py::test_gradients_are_those_of_one_process"),
+        SERVES,
+        SERVES,
+        absent("transformers' own EP has no pipeline that trains."),
+        absent("The order of 1F1B is tried in one process; torchtitan's trainer, which makes stages, needs GPUs."),
+        yes("stacks/test_megatron.py::test_its_pipeline"),
+    ),
     "activation checkpoints": (
         yes(D + "test_training_graphs.py::test_checkpoints_compute_the_same_bits"),
         SERVES,

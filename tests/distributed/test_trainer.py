@@ -6,6 +6,7 @@ The recipes of docs/training.md, "In transformers". Over all ranks of torchrun.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_the_experts_function_under_ddp(checkpoint: str, folder: Path, size: int
     saved = folder / f"checkpoint-{SAVED}"
     again = load(saved, **FUNCTION)
     assert trained(again, folder, batches(size, range(STEPS)), resume=saved) == log
+    assert_same(again, model)
+    assert_same(load(folder / f"checkpoint-{STEPS}"), model)
+
+
+def test_a_checkpoint_with_the_names_of_the_model(checkpoint: str, folder: Path, size: int) -> None:
+    """The Trainer then loads its experts itself, and so does `from_pretrained`."""
+    model = load(checkpoint, **FUNCTION)
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    log = trained(model, folder, batches(size, range(STEPS)))
+    again = load(checkpoint, **FUNCTION)
+    assert trained(again, folder, batches(size, range(STEPS)), resume=folder / f"checkpoint-{SAVED}") == log
     assert_same(again, model)
     assert_same(load(folder / f"checkpoint-{STEPS}"), model)
 

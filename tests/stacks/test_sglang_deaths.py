@@ -58,7 +58,7 @@ def test_a_rank_dies_in_the_middle_of_a_move() -> None:
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
-    found = re.search(r"in the middle of a move dies rank (\d)\nthe other one says: (.*)\n", done.stdout)
+    found = re.search(r"in the middle of a move dies rank (\d)\n(?:.*\n)*the other one says: (.*)\n", done.stdout)
     assert found, done.stdout[-6000:]
     assert f"missed rank(s) [{found[1]}] of the group" in found[2] and "whose process has ended" in found[2]
     assert f"exit codes [-{signal.SIGKILL:d}, 0]" in done.stdout

@@ -242,8 +242,8 @@ class Balancer:
         live, number = self._live, self._live.calls + 1
         live.mail.share("moves.planned_loads", self._recent)
         live.mail.share("moves.planned_slots", plan.slots)
+        self.plan, self._planning, self._planned = plan, None, number  # before a signal handler raises behind the word
         live.mail.post(Word.PLANNED, number, range(self._ep.size))
-        self.plan, self._planning, self._planned = plan, None, number
 
     def _take(self) -> None:
         live, views = self._live, self._ep.exchange.views

@@ -229,6 +229,30 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
     assert ep.live.calls == 1 and not balancer.history
 
 
+def test_a_signal_handler_that_raises_as_a_plan_is_published(ep, size, rank, monkeypatch):
+    """Right behind the word by which rank 0 itself takes the plan up: `finish` must have the others follow."""
+    model, balancer, post = Model(ep), Balancer(ep, every=1, policy=Planned()), ep.live.mail.post
+
+    def interrupted(word: Word, *rest: object) -> None:
+        post(word, *rest)
+        if word == Word.PLANNED:
+            raise KeyboardInterrupt
+
+    model.decode(torch.arange(8, device=ep.device), 0)
+    balancer.tick()
+    ep.live.mail.flush()
+    dist.barrier()
+    if rank == 0:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ep.live.mail, "post", interrupted)
+            tick_until(balancer, lambda: False)
+        tick_until(balancer, lambda: ep.live.calls == 1)
+    dist.barrier()
+    balancer.finish()
+    balancer.close()
+    assert ep.live.calls == len(balancer.history) == 1
+
+
 def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
     """As if so many ticks, plans and calls of `finish` had been. Plans are calls of `replace`, which end at 2³¹ − 1."""
     model, balancer = Model(ep), Balancer(ep, every=1, policy=Planned())

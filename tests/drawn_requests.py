@@ -45,13 +45,13 @@ class Drawn(NamedTuple):
 
 
 def drawn(draw: random.Random, vocabulary: int, length: int) -> Drawn:
-    """A third of them are right, of which few ask for another number of ranks."""
+    """A third of them are right, of which few ask for another number of ranks: two at least, of which one may die."""
     kind = draw.random()
     leaves = draw.choice(("sending", "waiting", "reading")) if draw.random() < 0.15 else ""
     if kind < 0.3:
         return Drawn(_written("POST", "/generate", json.dumps(right_body(draw, vocabulary, length)).encode()), leaves)
     if kind < 0.305:
-        return Drawn(_written("POST", "/scale", json.dumps({"ranks": draw.randint(1, 4)}).encode()), leaves)
+        return Drawn(_written("POST", "/scale", json.dumps({"ranks": draw.randint(2, 4)}).encode()), leaves)
     if kind < 0.75:
         path, body = "/generate", right_body(draw, vocabulary, length)
         if draw.random() < 0.2:

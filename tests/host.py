@@ -178,7 +178,7 @@ def staying(
     if device.type == "cuda":
         timeout_s, resume_s = 5.0, 16.0  # ranks may share GPUs by time slices
     exchange = {"warmup_timeout_s": resume_s}
-    config = make_config(1, experts=EXPERTS, timeout_s=timeout_s, exchange=exchange)
+    config = make_config(1, experts=EXPERTS, timeout_s=min(timeout_s, resume_s), exchange=exchange)
     return config.with_placement(placement)
 
 

@@ -88,10 +88,10 @@ struct QuantizeArgs {
   int64_t x_stride;           // between rows
   const int32_t* num_tokens;  // as in RouteArgs
   int64_t T, num_rows, D;
-  bool per_tensor;    // one scale for all real rows, else one for each kScaleBlock elements of a row
+  int64_t block;      // elements of a row that share a scale; 0: all real rows share one
   void* q_TD;         // out: fp8 e4m3; padded rows are zeros
   float* scales_TB;   // out: [1] or [T, B]; 1 in padded rows. Null: rows are in kPackedFp8
-  uint32_t* largest;  // CUDA only, if per_tensor: 4 bytes of workspace
+  uint32_t* largest;  // CUDA only, if `block` is 0: 4 bytes of workspace
 };
 
 // Which of the N expert-major rows are rows of pairs. All others are neither read nor written.

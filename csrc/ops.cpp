@@ -132,15 +132,16 @@ void zero_padding_rows(const Tensor& x, const MaybeTensor& num_tokens, int64_t n
 }
 
 std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows,
-                                        bool per_tensor) {
+                                        int64_t block) {
   check_rows(x, "x");
-  int64_t T = x.size(0), D = x.size(1), blocks = ceil_div(D, kScaleBlock);
+  STD_TORCH_CHECK(block >= 0 && (!block || block == kScaleBlock || !x.is_cuda()), "block must be 0, or 128 on CUDA");
+  int64_t T = x.size(0), D = x.size(1);
   Tensor q = empty_like_device(x, {T, D}, ScalarType::Float8_e4m3fn);
-  Tensor scales =
-      per_tensor ? empty_like_device(x, {1}, ScalarType::Float) : empty_like_device(x, {T, blocks}, ScalarType::Float);
+  Tensor scales = block ? empty_like_device(x, {T, ceil_div(D, block)}, ScalarType::Float)
+                        : empty_like_device(x, {1}, ScalarType::Float);
   Tensor largest = empty_like_device(x, {1}, ScalarType::Int);
-  QuantizeArgs args = quantize_args(x, num_tokens, num_rows, q);
-  args.per_tensor = per_tensor, args.scales_TB = static_cast<float*>(scales.data_ptr());
+  QuantizeArgs args = quantize_args(x, num_tokens, num_rows, block, q);
+  args.scales_TB = static_cast<float*>(scales.data_ptr());
   args.largest = static_cast<uint32_t*>(largest.data_ptr());
   launch(x, args, cpu::quantize, &cuda::Api::quantize);
   return {q, scales};

@@ -64,7 +64,7 @@ Tensor pack_fp8(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows
   int64_t T = x.size(0), D = x.size(1);
   STD_TORCH_CHECK(dtype_of(x) != kPacked.element && D % kPacked.block == 0, "x must be no fp8, in whole blocks of 128");
   Tensor packed = empty_like_device(x, {T, kPacked.packed_row_bytes(D)}, ScalarType::Float8_e4m3fn);
-  launch(x, quantize_args(x, num_tokens, num_rows, packed), cpu::quantize, &cuda::Api::quantize);
+  launch(x, quantize_args(x, num_tokens, num_rows, kPacked.block, packed), cpu::quantize, &cuda::Api::quantize);
   return packed;
 }
 

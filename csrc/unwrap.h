@@ -95,8 +95,9 @@ inline Gating gating_of(double limit, double alpha, double up_offset) {
   return {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)};
 }
 
-// Quantizes x [T, D] into `q` as it travels in training, without scales.
-inline QuantizeArgs quantize_args(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& q) {
+// Quantizes x [T, D] into `q`, with a scale for each `block` elements of a row, or one for all: see QuantizeArgs.
+inline QuantizeArgs quantize_args(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows, int64_t block,
+                                  const Tensor& q) {
   return {
       .x_TD = x.data_ptr(),
       .dtype = dtype_of(x),
@@ -105,6 +106,7 @@ inline QuantizeArgs quantize_args(const Tensor& x, const MaybeTensor& num_tokens
       .T = x.size(0),
       .num_rows = num_rows,
       .D = x.size(1),
+      .block = block,
       .q_TD = q.data_ptr(),
   };
 }

@@ -8,6 +8,8 @@ from helpers import FLOATS, poison_, poisoned_memory, randn, random_bits
 from torch import Tensor
 
 import epmoe
+from epmoe.exchange.extra import Extra
+from epmoe.native.formats import WireFormat
 
 GRANULARITIES = ["tensor", "block"]
 
@@ -137,3 +139,12 @@ def test_row_stride(device, granularity):
     got = epmoe.quantize_fp8(wide[::2, 128:320], granularity=granularity)
     want = epmoe.quantize_fp8(wide[::2, 128:320].contiguous(), granularity=granularity)
     assert torch.equal(got.q.view(torch.uint8), want.q.view(torch.uint8)) and torch.equal(got.scales, want.scales)
+
+
+def test_blocks_of_other_formats_on_the_cpu():
+    """As rows of one block each. `extra` lies behind whole blocks."""
+    x, given, wire = randn(6, 96), torch.arange(6), WireFormat("short", 1, torch.float8_e4m3fn, 8, torch.float32, 16)
+    want = epmoe.quantize_fp8(x.view(-1, 16))
+    rows, scales = Extra.of(given).behind(x, None, given, wire)
+    assert rows.shape == (6, 112) and torch.equal(rows[:, :96].float(), want.q.view(6, 96).float())
+    assert torch.equal(scales, torch.cat([want.scales.view(6, 6), torch.ones(6, 1)], 1))

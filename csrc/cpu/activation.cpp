@@ -26,7 +26,8 @@ void gated_activation(const GatedActivationArgs& args) {
       }
       for (int64_t i = 0; i < args.F; ++i) value_F[i] = gated(value_F[i], up_F[i], args.gating);
       if (args.scales_BN) {
-        quantize_row(value_F.data(), args.F, static_cast<Float8*>(args.out_NF) + t * args.F, scale_B.data());
+        auto* out = static_cast<Float8*>(args.out_NF) + t * args.F;
+        quantize_row(value_F.data(), args.F, out, scale_B.data(), kScaleBlock);
         for (int64_t b = 0; b < blocks; ++b) args.scales_BN[b * args.scales_stride + t] = scale_B[b];
       } else {
         T* out = static_cast<T*>(args.out_NF) + t * args.F;

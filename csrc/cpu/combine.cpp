@@ -21,7 +21,7 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
   char* out = in_window<char>(ex, source, plan.combine_rows) + index * plan.combine_stride_bytes;
   if (wire(plan.combine_format).has_scales()) {
     float* scales = in_window<float>(ex, source, plan.combine_scales) + index * plan.combine_scale_blocks;
-    quantize_row(sum_D, D, out, scales, plan.combine_format);
+    quantize_row(sum_D, D, out, scales, wire(plan.combine_format).block);
   } else {
     for (int64_t d = 0; d < D; ++d) packed_D[d] = from_float<T>(sum_D[d]);
     copy_row(out, packed_D, D * sizeof(T), stream);

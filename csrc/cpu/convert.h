@@ -90,11 +90,10 @@ float finite_amax(const T* values, int64_t n) {
   return largest;
 }
 
-// Quantizes a row of n values, in a format of e4m3 with scales. Inf saturates and NaN stays NaN; the other values of
-// their block are not affected.
+// Quantizes a row of n values to e4m3, with a scale for each `block` of them. Inf saturates and NaN stays NaN; other
+// values of the block are not affected.
 template <typename T>
-void quantize_row(const T* row, int64_t n, void* out, float* scales, WireFormat format = WireFormat::kFp8) {
-  int64_t block = wire(format).block;
+void quantize_row(const T* row, int64_t n, void* out, float* scales, int64_t block) {
   for (int64_t begin = 0; begin < n; begin += block) {
     int64_t end = std::min(begin + block, n);
     float scale = scale_for(finite_amax(row + begin, end - begin));

@@ -68,7 +68,7 @@ class WireRows {
     const void* row = static_cast<const char*>(args_.x_TD) + t * args_.x_stride_bytes;
     if (!quantizes_) return {row, args_.scales_TB + t * args_.scales_stride};  // null, plus 0
     visit(args_.dtype, [&](auto type) {
-      quantize_row(static_cast<const decltype(type)*>(row), args_.D, row_.data(), scales_.data(), format_);
+      quantize_row(static_cast<const decltype(type)*>(row), args_.D, row_.data(), scales_.data(), wire(format_).block);
     });
     return {row_.data(), scales_.data()};
   }

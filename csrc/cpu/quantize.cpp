@@ -34,21 +34,21 @@ void zero_padding_rows(const PaddingArgs& args) {
 }
 
 void quantize(const QuantizeArgs& args) {
-  int64_t real = real_rows(args), blocks = ceil_div(args.D, kScaleBlock);
+  int64_t real = real_rows(args), blocks = args.block ? ceil_div(args.D, args.block) : 0;
   bool packed = !args.scales_TB;  // the scales of a row lie behind it
   int64_t row_bytes = packed ? wire(WireFormat::kPackedFp8).packed_row_bytes(args.D) : args.D;
   char* q = static_cast<char*>(args.q_TD);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    if (args.per_tensor) return quantize_tensor<T>(args, real);
+    if (!args.block) return quantize_tensor<T>(args, real);
     for (int64_t t = 0; t < real; ++t) {
       char* row = q + t * row_bytes;
       float* scales = packed ? reinterpret_cast<float*>(row + args.D) : args.scales_TB + t * blocks;
-      quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, row, scales);
+      quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, row, scales, args.block);
     }
   });
   std::memset(q + real * row_bytes, 0, (args.T - real) * row_bytes);
-  if (!packed && !args.per_tensor) std::fill(args.scales_TB + real * blocks, args.scales_TB + args.T * blocks, 1.0f);
+  if (!packed) std::fill(args.scales_TB + real * blocks, args.scales_TB + args.T * blocks, 1.0f);
 }
 
 void unpack(const UnpackArgs& args) {

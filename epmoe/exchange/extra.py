@@ -53,7 +53,7 @@ class Extra(NamedTuple):
             scales = None if scales is None else scales.as_strided((T, blocks), scales.stride())
             return x, scales
         if wire.scale and scales is None:
-            x, scales = ops.quantize_fp8(contiguous_rows(x), None, T, False)
+            x, scales = ops.quantize_fp8(contiguous_rows(x), None, T, wire.block)
         if scales is not None:
             scales = F.pad(scales, (0, blocks - wire.num_scales(D)), value=1.0)
         lines = (width - D) * x.itemsize // LINE_BYTES

@@ -20,6 +20,7 @@ from epmoe.native.arguments import (
     describe_fields,
     token_count,
 )
+from epmoe.native.formats import SCALE_BLOCK
 
 
 class Quantized(NamedTuple):
@@ -83,7 +84,8 @@ def quantize_fp8(
         raise ValueError(f"`granularity` must be 'tensor' or 'block', got {granularity!r}")
     check_forward_only(x)
     scalar, rows = token_count(num_tokens, x.shape[0], x.device)
-    return Quantized(*ops.quantize_fp8(contiguous_rows(x), scalar, rows, granularity == "tensor"))
+    block = SCALE_BLOCK if granularity == "block" else 0
+    return Quantized(*ops.quantize_fp8(contiguous_rows(x), scalar, rows, block))
 
 
 def quantize_weights(weights: Tensor) -> Quantized:

@@ -33,9 +33,8 @@ _library.define(
 )
 _library.define("finalize(Tensor rows, Tensor row_of_pair, Tensor weights, Tensor? counts) -> Tensor")
 _library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, SymInt num_rows) -> ()")
-_library.define(
-    "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
-)
+# A scale for each `block` elements of a row, on GPUs 128; 0: one for all real rows.
+_library.define("quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, int block) -> (Tensor q, Tensor scales)")
 # Only rows of segments are read and written; without tokens_per_expert these have no gaps. Scales lie block by block,
 # [B, N] in rows of a multiple of 16 bytes. Those of gated_activation are empty unless the outputs are quantized.
 _library.define(
@@ -145,9 +144,9 @@ def _(rows: Tensor, row_of_pair: Tensor, weights: Tensor, counts: Tensor | None)
 
 
 @torch.library.register_fake("epmoe::quantize_fp8")
-def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, block: int) -> tuple[Tensor, Tensor]:
     T, D = x.shape
-    scales = (1,) if per_tensor else (T, WIRE_FORMATS["fp8"].num_scales(D))
+    scales = (T, -(-D // block)) if block else (1,)
     return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
 
 

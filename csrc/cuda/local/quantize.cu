@@ -125,7 +125,7 @@ cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
     bool wide = args.D % kPerLane == 0 && args.x_stride % kPerLane == 0 &&
                 reinterpret_cast<uintptr_t>(args.x_TD) % (kPerLane * sizeof(T)) == 0;
     int64_t blocks = ceil_div(args.D, kScaleBlock), grid = ceil_div(args.T * blocks, kWarps);
-    if (!args.per_tensor)
+    if (args.block)
       return grid ? launch(args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>, grid, kThreads, 0,
                            stream, args, blocks, wide)
                   : cudaSuccess;

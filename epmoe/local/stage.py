@@ -73,8 +73,6 @@ class Stage(NamedTuple):
             if rows.device.type != "cpu" or torch.compiler.is_compiling():
                 return gemm.experts(weights, rows, scales, segments)
             n = int(segments.offsets[-1])  # costs no synchronisation on the CPU
-            if (added := weights.added) is not None:
-                weights = weights._replace(added=added._replace(masked_columns=added.masked_columns[:n]))
             out_nD = gemm.experts(weights, rows[:n], None if scales is None else scales[:n], segments)
         if n == N:
             return out_nD

@@ -76,7 +76,7 @@ class FewRows(Gemm):
         elif weights.down.dtype != FP8:
             rows, scales = plain_rows((rows, scales), product_dtype(weights.down)), None
         assert segments.rows_per_expert is not None
-        gate_up, down, *scales_and_biases, gating, _ = weights
+        gate_up, down, *scales_and_biases = weights[:6]
         # Weights are contiguous, or `problem_with` refuses them.
         gate_up_scales, down_scales, gate_up_bias, down_bias = (
             None if given is None else given.contiguous() for given in scales_and_biases
@@ -84,7 +84,7 @@ class FewRows(Gemm):
         token_tiles = 1 if segments.rows_per_expert <= _ONE_TILE else 2 if segments.rows_per_expert <= _TWO_TILES else 4
         out: Tensor = ops.few_rows(
             rows.contiguous(), scales, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias,
-            segments.offsets, segments.tokens, *gating, token_tiles,
+            segments.offsets, segments.tokens, *weights.gating, token_tiles,
         )  # fmt: skip
         return out
 

@@ -44,12 +44,12 @@ class Added(NamedTuple):
     gemm: Gemm  # multiplies by a and b, whatever the segments are
     gate_up: tuple[Tensor, Tensor]  # a [e, C, D] and b [e, 2F, C]
     down: tuple[Tensor, Tensor]  # a [e, C, F] and b [e, D, C]
-    masked_columns: Tensor  # bool [N, C]: those that do not count for a row
+    masked_columns: Tensor  # bool [N, C]: those that do not count for a row; the stage may leave out rows at the end
 
     def to(self, out: Tensor, rows: Scaled, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         """`out` [N, n], to which the products with rows [N, k] are added in place."""
         low = self.gemm.product((plain_rows(rows, a.dtype), None), (a, None), ends)
-        low.masked_fill_(self.masked_columns, 0)
+        low.masked_fill_(self.masked_columns[: len(low)], 0)
         return out.add_(self.gemm.product((low, None), (b, None), ends))
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import alone
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.platforms import current_platform
 from vllm_kernels import step
 
 import epmoe
@@ -115,6 +116,14 @@ def test_a_step_longer_than_the_windows_takes_several_rounds() -> None:
     finally:
         made.close()
         dist.destroy_process_group()
+
+
+def test_what_another_plugin_calls_before_steps_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, made, other = "set_additional_forward_context", sizes.Sizes(1), Mock()
+    made.balancing = Mock()
+    monkeypatch.setitem(vars(current_platform), name, other)
+    made.close()
+    assert vars(current_platform)[name] is other
 
 
 def test_experts_that_want_no_gaps_get_no_rows_for_them() -> None:

@@ -129,9 +129,10 @@ class Sizes:
             exchange.check()
 
     def close(self) -> None:
-        vars(current_platform).pop("set_additional_forward_context", None)  # the class's own again
-        self.balancing.close()
-        for ep in self.exchanges:
+        if current_platform.set_additional_forward_context is _before_step:
+            del current_platform.set_additional_forward_context  # the class's own again
+        self.balancing.close()  # and with it the first exchange
+        for ep in self.exchanges[1:]:
             ep.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,9 @@ def tiny_model(model_type: str, path: Path, dtype: torch.dtype = torch.float32, 
             tensor.normal_(std=0.3)
     model.save_pretrained(path)
     return model
+
+
+def refuse_another_thread(call: Callable[[], object]) -> None:
+    """Another thread makes a call while this one is in one, and is refused."""
+    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="another thread is in a call"):
+        other.submit(call).result()

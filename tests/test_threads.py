@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from helpers import randn
+from helpers import randn, refuse_another_thread
 from test_service import CONFIG, D, E, K, assert_works, inputs
 
 import epmoe
@@ -66,15 +66,9 @@ def test_no_thread_gets_in_while_windows_go(ep, monkeypatch):
     """One that has asked for the exchange before `close`, and calls it afterwards."""
     exchange, unmap, refused = ep.exchange, Places.unmap, []
 
-    def other_call():
-        with pytest.raises(RuntimeError, match="another thread is in a call"):
-            exchange.run(lambda: None)
-        refused.append(True)
-
     def interrupted(places):
-        thread = threading.Thread(target=other_call)
-        thread.start()
-        thread.join()
+        refuse_another_thread(lambda: exchange.run(lambda: None))
+        refused.append(True)
         unmap(places)
 
     monkeypatch.setattr(Places, "unmap", interrupted)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
-from helpers import randn
+from helpers import randn, refuse_another_thread
 from torch import Tensor, nn
 from waits import LONG_S, SOON_S
 
@@ -220,17 +219,11 @@ def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
 
 @torch.inference_mode()
 def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monkeypatch):
-    flip, refused = WeightReceiver._flip, []
-
-    def other_call() -> None:
-        with pytest.raises(RuntimeError, match="another thread is in a call"):
-            ep.dispatch(randn(1, D), torch.zeros(1, K, dtype=torch.int32), torch.ones(1, K))
-        refused.append(True)
+    flip, refused, inputs = WeightReceiver._flip, [], (randn(1, D), torch.zeros(1, K).int(), torch.ones(1, K))
 
     def interrupted(*arguments: object) -> None:
-        thread = Thread(target=other_call)
-        thread.start()
-        thread.join()
+        refuse_another_thread(lambda: ep.dispatch(*inputs))
+        refused.append(True)
         flip(*arguments)
 
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, gains, make_config, make_tokens, nodes_of, without_rank
-from helpers import ON_GPUS, ON_THE_CPU
+from helpers import ON_GPUS, ON_THE_CPU, refuse_another_thread
 from torch import Tensor
 from waits import LONG_S, SHORT_S, SOON_S, ctrl_c, signalled, store, within
 
@@ -213,16 +212,10 @@ def test_a_call_of_another_thread_shortens_no_batch(make_layers, rank, size, mon
     layers, dispatch, refused = make_layers(), ops.dispatch, []
     one = make_tokens(layers.ep.config, rank, 1)
 
-    def other_call() -> None:
-        with pytest.raises(RuntimeError, match="another thread is in a call"):
-            run(layers, one)
-        refused.append(True)
-
     def interrupted(*arguments: object) -> None:
         monkeypatch.undo()
-        thread = threading.Thread(target=other_call)
-        thread.start()
-        thread.join()
+        refuse_another_thread(lambda: run(layers, one))
+        refused.append(True)
         dispatch(*arguments)
 
     if rank == 0:

@@ -51,8 +51,8 @@ def gpu(monkeypatch, tmp_path):
 
         def replay() -> None:
             again, returned = body()
-            handle.copy_(again)
-            came_back.copy_(returned)
+            for kept, new in zip([handle, *came_back], [again, *returned], strict=True):
+                kept.copy_(new)
 
         return SimpleNamespace(replay=replay), (handle, came_back)
 
@@ -96,7 +96,17 @@ def test_a_round_and_its_ways(gpu):
     times = timing.measure(side(played), 3, dist.group.WORLD)
     assert times == pytest.approx((OUT_US, BACK_US, OUT_US + BACK_US))
     alignments, graphs = 2 * 3, 2 * (1 + 3)
-    assert gpu == [1] * alignments and played == ["out", "back"] * (1 + alignments + 10 * graphs)
+    assert gpu == [1] * alignments and played == ["out", "back"] * (2 + alignments + 10 * graphs)
+
+
+@pytest.mark.parametrize("how", ["captured", "eager", "cpu"])
+def test_both_ways_of_a_pass_with_several_outputs(gpu, how):
+    passes = side([], lambda rows: [rows + 1, rows.view(2, 2) * 2], head_start_ms=5)
+    assert timing.ways_us(passes, 2, dist.group.WORLD, how=how) == pytest.approx((OUT_US, BACK_US))
+    wrong = iter(range(10_000))
+    if how == "captured":
+        with pytest.raises(RuntimeError, match="a side: the outputs of a replayed round differ"):
+            timing.ways_us(side([], lambda rows: [rows, rows + next(wrong)]), 1, dist.group.WORLD)
 
 
 @pytest.mark.parametrize(("how", "rounds"), [("captured", 1 + 5 * 4 + 3), ("eager", 5 * 3 + 3), ("cpu", 5 * 3)])
@@ -147,7 +157,7 @@ def test_rows_in_another_order(gpu):
     turns = iter(range(10_000))
 
     def out() -> torch.Tensor:
-        return torch.arange(4.0).roll(next(turns))
+        return torch.arange(5.0).roll(next(turns))
 
     one = Calls("a peer", out, lambda rows: rows.sum(0, keepdim=True), lambda rows: [rows], exact=False)
     timing.measure(one, 2, dist.group.WORLD)

@@ -28,8 +28,8 @@ class Side:
         """Start a round and return the handle for `back`."""
         raise NotImplementedError
 
-    def back(self, handle: Any, /) -> Tensor:
-        """End the round and return what came back to this rank."""
+    def back(self, handle: Any, /) -> Any:
+        """End the round and return what came back to this rank: a contiguous tensor, or several."""
         return handle
 
     def arrived(self, handle: Any, /) -> list[Tensor]:
@@ -41,7 +41,7 @@ class Side:
 class Calls(Side):
     name: str
     out: Callable[[], Any]
-    back: Callable[[Any], Tensor] = lambda given: given
+    back: Callable[[Any], Any] = lambda given: given
     arrived: Callable[[Any], list[Tensor]] = lambda given: []
     exact: bool = True
     head_start_ms: int = 1
@@ -192,8 +192,13 @@ class AllToAll(ExchangeSide):
         self.check()
 
     def out(self) -> SentPairs:
+        return self.sent(self.sample.x_TD, self.sample.ids_TK)
+
+    def back(self, handle: SentPairs) -> Tensor:
+        return self.summed(self.given, self.sample.weights_TK, handle)
+
+    def sent(self, x_TD: Tensor, ids_TK: Tensor) -> SentPairs:
         """Rows in the order of the local experts; within an expert by source rank, then token."""
-        x_TD, ids_TK = self.sample.x_TD, self.sample.ids_TK
         positions = self.position_P[ids_TK.flatten()]
         order = positions.argsort(stable=True)
         counts_P = positions.bincount(minlength=len(self.position_P))
@@ -212,8 +217,8 @@ class AllToAll(ExchangeSide):
         offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
         return SentPairs(rows, offsets, order, arrival, splits_out, splits_in)
 
-    def back(self, handle: SentPairs) -> Tensor:
-        rows_ND, weights_TK = self.given, self.sample.weights_TK
+    def summed(self, rows_ND: Tensor, weights_TK: Tensor, handle: SentPairs) -> Tensor:
+        """[T, D], the weighted sums of the experts' outputs [N, D]."""
         T, K = weights_TK.shape
         back = self._rows("arrived", len(rows_ND), rows_ND).index_copy_(0, handle.arrival, rows_ND)
         home = self._exchanged(self._rows("out", T * K, rows_ND), back, handle.splits_out, handle.splits_in)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -47,16 +47,7 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     The round is timed with a graph of rounds alone. Dispatch and combine are timed with a second graph that has events
     between them, which cost about 1 µs each. Raises RuntimeError if the replays' outputs differ from an eager round's.
     """
-    wanted = _eager_outputs(side)
-    events: list[torch.cuda.Event] = []
-    plain, plain_outputs = _recorded(side, ROUNDS)
-    stamped, stamped_outputs = _recorded(side, ROUNDS, partial(_stamp, events, external=True))
-    poison(plain_outputs + stamped_outputs)
-    rounds = _samples(side, plain.replay, ROUNDS, replays, group)
-    ways = [_ways_us(side, stamped.replay, events, group) for _ in range(replays)]
-    torch.cuda.synchronize()
-    _check(side, [plain_outputs, stamped_outputs], wanted, group)
-    return _median(ways, rounds, group)
+    return Times(*ways_us(side, replays, group), round_us(side, replays, group))
 
 
 def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
@@ -66,12 +57,9 @@ def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
     Dispatch and combine are the GPU's alone, from events, while the host is ahead. Raises RuntimeError if the last
     round of a chain puts out something else than the first.
     """
-    ways = []
-    for _ in range(repeats):
-        events: list[torch.cuda.Event] = []
-        run = partial(_rounds, side, EAGER_ROUNDS, partial(_stamp, events))
-        ways.append(_ways_us(side, run, events, group))
-    return _median(ways, [_chain_us(side, group) for _ in range(repeats)], group)
+    chains = [_chain_us(side, group) for _ in range(repeats)]
+    whole = slowest([statistics.median(chains)], group)
+    return Times(*ways_us(side, repeats, group, rounds=EAGER_ROUNDS, how="eager"), *whole)
 
 
 def measure_in_turns(
@@ -105,6 +93,23 @@ def round_us(
         return rounds_in_turns([side], samples, group, rounds)[0]
     times = _samples(side, partial(_repeat, side, rounds), rounds, samples, group, on_gpus=how == "eager")
     return slowest([statistics.median(times)], group)[0]
+
+
+def ways_us(
+    side: Side, samples: int, group: dist.ProcessGroup, *, rounds: int = ROUNDS, how: How = "captured"
+) -> tuple[float, float]:
+    """Microseconds of `out` and of `back`, as `round_us`: on GPUs between events, which cost about 1 µs each."""
+    if how == "captured":
+        wanted = _eager_outputs(side)
+        events: list[torch.cuda.Event] = []
+        graph, outputs = _recorded(side, rounds, partial(_stamp, events, external=True))
+        poison(outputs)
+        ways = [_ways_us(side, graph.replay, events, group) for _ in range(samples)]
+        _check(side, [outputs], wanted, group)
+    else:
+        ways = [_eager_ways_us(side, rounds, group, on_gpus=how == "eager") for _ in range(samples)]
+    out, back = slowest([statistics.median(times) for times in zip(*ways, strict=True)], group)
+    return out, back
 
 
 def rounds_in_turns(sides: Sequence[Side], samples: int, group: dist.ProcessGroup, rounds: int = ROUNDS) -> list[float]:
@@ -167,7 +172,7 @@ def elapsed_us(run: Callable[[], object], on_gpu: bool = True) -> float:
     return begin.elapsed_time(end) * 1e3
 
 
-def _rounds(side: Side, count: int, stamp: Callable[[], object] = lambda: None) -> tuple[Any, Tensor]:
+def _rounds(side: Side, count: int, stamp: Callable[[], object] = lambda: None) -> tuple[Any, Any]:
     """The last round's handle and output. `stamp` is called at the start and after each `out` and each `back`."""
     stamp()
     for _ in range(count):
@@ -178,7 +183,7 @@ def _rounds(side: Side, count: int, stamp: Callable[[], object] = lambda: None) 
     return handle, came_back
 
 
-def _repeat(side: Side, count: int) -> Tensor:
+def _repeat(side: Side, count: int) -> Any:
     """The output of the last of `count` rounds. No handle outlives its round."""
     for _ in range(count):
         came_back = side.back(side.out())
@@ -188,14 +193,18 @@ def _repeat(side: Side, count: int) -> Tensor:
 def _recorded(side: Side, rounds: int, stamp: Callable[[], object] = lambda: None) -> tuple[CUDAGraph, list[Tensor]]:
     """A graph of rounds, and what the last of them puts out."""
     graph, (handle, came_back) = captured(lambda: _rounds(side, rounds, stamp))
-    return graph, [*side.arrived(handle), came_back]
+    return graph, [*side.arrived(handle), *_tensors(came_back)]
 
 
 def _eager_outputs(side: Side) -> list[Tensor]:
     """Copies of the outputs of one round. Rows are copied before `back`, which ends their round."""
     handle = side.out()
     arrived = [tensor.clone() for tensor in side.arrived(handle)]
-    return [*arrived, side.back(handle).clone()]
+    return [*arrived, *(tensor.clone() for tensor in _tensors(side.back(handle)))]
+
+
+def _tensors(came_back: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [came_back] if isinstance(came_back, Tensor) else [*came_back]
 
 
 def _check(side: Side, replayed: list[list[Tensor]], wanted: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -235,7 +244,7 @@ def _stamp(events: list[torch.cuda.Event], external: bool = False) -> None:
     events[-1].record()
 
 
-def _wall_us(side: Side, rounds: int) -> tuple[list[float], Tensor]:
+def _wall_us(side: Side, rounds: int) -> tuple[list[float], Any]:
     """Microseconds of each `out` and each `back` by the wall clock, and what came back last."""
     stamps: list[float] = []
     _, came_back = _rounds(side, rounds, lambda: stamps.append(time.perf_counter()))
@@ -251,14 +260,17 @@ def _ways_us(
     return _means([begin.elapsed_time(end) * 1e3 for begin, end in pairwise(events)])
 
 
+def _eager_ways_us(side: Side, rounds: int, group: dist.ProcessGroup, *, on_gpus: bool) -> tuple[float, float]:
+    if on_gpus:
+        events: list[torch.cuda.Event] = []
+        return _ways_us(side, partial(_rounds, side, rounds, partial(_stamp, events)), events, group)
+    _align(side, group, on_gpus)
+    return _means(_wall_us(side, rounds)[0])
+
+
 def _means(spans: list[float]) -> tuple[float, float]:
     """The means of dispatch and of combine, which alternate."""
     return statistics.fmean(spans[::2]), statistics.fmean(spans[1::2])
-
-
-def _median(ways: Iterable[tuple[float, float]], rounds: list[float], group: dist.ProcessGroup) -> Times:
-    outs, backs = zip(*ways, strict=True)
-    return Times(*slowest([statistics.median(times) for times in (outs, backs, rounds)], group))
 
 
 def _chain_us(side: Side, group: dist.ProcessGroup) -> float:

@@ -1,4 +1,4 @@
-"""Times forward and backward: the exchange alone, torch's all-to-all in its place, a layer, and the experts alone.
+"""Times forward and backward: the exchange alone, a whole layer, both over torch's all-to-all too, and experts alone.
 
 On GPUs CUDA graphs of passes are replayed, and their gradients must equal those of an eager pass bit by bit. all-to-all
 reads its counts on the host, so it runs eagerly; its gradients must be close to those of the exchange.
@@ -6,18 +6,20 @@ reads its counts on the host, so it runs eagerly; its gradients must be close to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.bench.layer_sides import Precision, random_experts
-from epmoe.bench.report import TOKENS, Column, Figures, Job, Report, microseconds
+from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Sample
-from epmoe.bench.sides import AllToAll, Calls
-from epmoe.bench.timing import round_us
+from epmoe.bench.sides import AllToAll, Calls, Side
+from epmoe.bench.timing import everywhere, round_us, slowest, ways_us
+from epmoe.bench.trained_layer import OverExchange, TrainedLayer, in_memory_order, over_all_to_all, pass_figures
 from epmoe.local.experts import GroupedExperts
 from epmoe.native.formats import TRAINING_FORMATS, PayloadName
 from epmoe.service import ExpertParallel
@@ -25,18 +27,30 @@ from epmoe.training import TrainingExchange
 from epmoe.training.exchange import WeightsOn
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
-_CAPTURED, _EAGER = 8, 5  # passes of a graph, and of an eager sample
+_CAPTURED, _EAGER = 8, 5  # passes of a graph, whose gradients share memory, and of an eager sample
 _TIMES = (
     Column("rows", "rows", "µs of dispatch and combine, weights on rows, on the slowest rank, median", microseconds),
     Column("combine", "combine", "the same with weights in combine", microseconds),
-    Column("all_to_all", "all-to-all", "the same over torch's all_to_all_single and a sort, eager", microseconds),
-    Column("layer", "layer", "µs of dispatch, experts and combine, weights on both", microseconds),
-    Column("experts", "experts", "µs of the experts alone, on the same rows", microseconds),
+    Column("layer", "layer", "µs of router, dispatch, experts and combine, weights on both", microseconds),
+    Column("experts", "experts", "µs of the experts alone, on as many rows", microseconds),
 )
-_SHARE = Column("share", "share", "rows / experts", "{:.1%}".format)
-
-RunPass = Callable[[], Sequence[Tensor]]
-"""Forward and backward; returns gradients."""
+_FIGURES = (
+    Column("share", "share", "rows / experts", "{:.1%}".format),
+    Column("forward", "forward", "µs of the layer's forward pass, from graphs with events between", microseconds),
+    Column("backward", "backward", "µs of its backward pass", microseconds),
+    Column(
+        "forward_tflops", "forward, TFLOP/s", "of the experts' three products of T·K rows on each rank", "{:.3g}".format
+    ),
+    Column("backward_tflops", "backward, TFLOP/s", "of their six products", "{:.3g}".format),
+    Column(
+        "memory",
+        "memory",
+        "GB of a GPU that the layer takes at most: weights, gradients, what autograd keeps, and epmoe's windows",
+        "{:.1f}".format,
+    ),
+)
+OURS, TORCH = "epmoe", "all_to_all_single"
+_T = TypeVar("_T")
 
 
 class Passes:
@@ -50,6 +64,7 @@ class Passes:
         group: dist.ProcessGroup,
         payload: PayloadName,
     ) -> None:
+        self.sample = sample
         self.exchange = TrainingExchange(ep, payload=payload)
         self.experts = experts
         self.payload = payload
@@ -80,16 +95,8 @@ class Passes:
 
     def all_to_all(self) -> Sequence[Tensor]:
         """The exchange in torch's calls, which `AllToAll` tells."""
-        sent = self.pairs.out()
-        self.pairs.given = sent.rows
-        return torch.autograd.grad(self.pairs.back(sent), (self.x, self.weights), self.grad)
-
-    def layer(self) -> Sequence[Tensor]:
-        assert self.experts is not None
-        routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="both", num_rows=self.num_rows)
-        rows = self.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
-        y = self.exchange.combine(rows, routed)
-        return torch.autograd.grad(y, (self.x, self.weights, *self.experts.parameters()), self.grad)
+        sent = self.pairs.sent(self.x, self.ids)
+        return torch.autograd.grad(self.pairs.summed(sent.rows, self.weights, sent), (self.x, self.weights), self.grad)
 
     def alone(self) -> Sequence[Tensor]:
         assert self.experts is not None and self.row_weights is not None
@@ -97,15 +104,6 @@ class Passes:
         weights = self.row_weights.requires_grad_()
         out = self.experts(rows, self.offsets, row_weights=weights)
         return torch.autograd.grad(out, (rows, weights, *self.experts.parameters()), self.rows.detach())
-
-    def check_all_to_all(self) -> None:
-        """Raise RuntimeError unless it computes the gradients of the exchange, to the precision of its dtype."""
-        limit = 64 * torch.finfo(self.x.dtype).eps
-        if element := TRAINING_FORMATS[self.payload].element:
-            limit = max(limit, torch.finfo(element).eps)
-        for got, want in zip(self.all_to_all(), self.exchanged("combine"), strict=True):
-            if not torch.allclose(got, want, rtol=limit, atol=limit * float(want.abs().max() if len(want) else 0)):
-                raise RuntimeError("all-to-all: its gradients are not those of the exchange")
 
 
 def run(job: Job, payload: PayloadName = "auto") -> Report:
@@ -118,36 +116,63 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
             experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM).requires_grad_()
         for T in job.tokens:
             passes = Passes(ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, job.group, payload)
-            passes.check_all_to_all()
-            times = {
-                "rows": _us(partial(passes.exchanged, "rows"), job),
-                "combine": _us(partial(passes.exchanged, "combine"), job),
-                "all_to_all": _us(passes.all_to_all, job, captured=False),
-            }
+            _check("all-to-all", passes.all_to_all(), passes.exchanged("combine"), passes, job)
+            ours = {"rows": _us(partial(passes.exchanged, "rows"), job)}
+            ours["combine"] = _us(partial(passes.exchanged, "combine"), job)
+            theirs = {"combine": _us(passes.all_to_all, job, captured=False)}
             if experts is not None:
-                times |= {"layer": _us(passes.layer, job), "experts": _us(passes.alone, job)}
-                times["share"] = times["rows"] / times["experts"]
+                ours["experts"] = _us(passes.alone, job)
+                ours["share"] = ours["rows"] / ours["experts"]
+                for figures, of_layer in zip((ours, theirs), _layers(passes, experts, job), strict=True):
+                    figures |= of_layer
             ep.check()
-            results.append({"tokens": T, **times})
+            for side, figures in ((OURS, ours), (TORCH, theirs)):
+                results.append({"tokens": T, "side": side, **figures})
+                job.log(f"{T} tokens, {side}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+            if job.on_gpus:
+                torch.cuda.empty_cache()  # of the graphs' pools
             job.advance()
     plotted = [column.key for column in _TIMES]
-    return Report("training", (TOKENS, *_TIMES, _SHARE), results, {}, plotted, "forward + backward, µs")
+    return Report("training", (TOKENS, SIDE, *_TIMES, *_FIGURES), results, {}, plotted, "forward + backward, µs")
 
 
-def _us(run: RunPass, job: Job, *, captured: bool = True) -> float:
-    """Microseconds of a pass. Its gradients stand for what a round puts out."""
-    side = Calls(
-        "a pass",
-        run,
-        lambda grads: _in_memory_order(grads[0]),
-        lambda grads: [*map(_in_memory_order, grads[1:])],
-        head_start_ms=5,
-    )
+def _layers(passes: Passes, experts: GroupedExperts, job: Job) -> Iterator[Figures]:
+    """The figures of a layer over our exchange, and of one over torch's calls."""
+    layer = partial(TrainedLayer, sample=passes.sample, routing=job.routing, experts=experts)
+    ours = layer("the layer", through=OverExchange(passes.exchange, experts))
+    theirs = layer("the layer over all-to-all", through=over_all_to_all(passes.pairs, experts))
+    copies = passes.sample.placement.num_physical_experts > job.config.model.num_experts  # all_to_all takes the first
+    wanted = ours.results()
+    _check(theirs.name, theirs.results()[: 3 if copies else None], wanted, passes, job)
+    del wanted  # gigabytes
+    for side, captured, windows in ((ours, True, passes.exchange.ep.memory_plan().total_bytes), (theirs, False, 0)):
+        figures = pass_figures(side, *_timed(ways_us, side, job, captured))
+        if job.on_gpus:
+            figures |= {"memory": slowest([side.memory_bytes() + windows], job.group)[0] / 1e9}
+        yield figures
+
+
+def _check(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], passes: Passes, job: Job) -> None:
+    """Raise RuntimeError on all ranks unless results agree, to the precision of rows and of the payload."""
+    limit = max(4 * torch.finfo(passes.x.dtype).eps, 1e-4)
+    if element := TRAINING_FORMATS[passes.payload].element:
+        limit = max(limit, torch.finfo(element).eps)
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        error, norm = (each.norm(dtype=torch.float32) for each in (a - b, b))
+        return bool(error <= limit * norm + 1e-6)  # where a gradient vanishes, rounding is left; False of NaN
+
+    if not everywhere(all(map(close, got, wanted)), job.group):
+        raise RuntimeError(f"{name}: its gradients are not those of the exchange")
+
+
+def _us(run: Callable[[], Sequence[Tensor]], job: Job, *, captured: bool = True) -> float:
+    """Microseconds of `run`, a forward and backward pass that returns gradients."""
+    return _timed(round_us, Calls("a pass", run, in_memory_order, head_start_ms=5), job, captured)
+
+
+def _timed(time: Callable[..., _T], side: Side, job: Job, captured: bool) -> _T:
+    """What `time` of `epmoe.bench.timing` says of `side`."""
     if job.on_gpus and captured:
-        return round_us(side, job.repeats, job.group, rounds=_CAPTURED)
-    return round_us(side, job.repeats, job.group, rounds=_EAGER, how="eager" if job.on_gpus else "cpu")
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The same memory, contiguous: a GEMM may return the gradient of a weight transposed."""
-    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+        return time(side, job.repeats, job.group, rounds=_CAPTURED)
+    return time(side, job.repeats, job.group, rounds=_EAGER, how="eager" if job.on_gpus else "cpu")

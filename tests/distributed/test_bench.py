@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 from helpers import ON_THE_CPU, ROOT
 
-from epmoe import EPConfig, ExpertParallel
+from epmoe import EPConfig, ExpertParallel, MoELayer
 from epmoe.bench import cpu, gpu, layer, peers, sides, training
-from epmoe.bench.layer_sides import Precision
+from epmoe.bench.layer_sides import Precision, random_experts
 from epmoe.bench.peers import Payload, Peer
 from epmoe.bench.report import Job
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused, Side
 from epmoe.bench.timing import Times
+from epmoe.bench.trained_layer import OverExchange, TrainedLayer
+from epmoe.local.spread import local_view
+from epmoe.training import TrainingExchange
 
 pytestmark = ON_THE_CPU
 
@@ -240,13 +243,44 @@ def test_layers_with_copies_of_experts(make, monkeypatch, size, folder):
 
 
 def test_training(make, monkeypatch):
-    job = Job(make(intermediate_size=128), (0, 16), 1)
-    report = training.run(job, payload="fp8")
-    assert [row["tokens"] for row in report.results] == [0, 16] and report.benchmark == "training"
-    assert all(row[column] > 0 for row in report.results for column in report.plotted)
+    config = make(intermediate_size=128)
+    report = training.run(Job(config, (0, 16), 1), payload="fp8")
+    sides_of_all = [(T, side) for T in (0, 16) for side in ("epmoe", "all_to_all_single")]
+    assert [(row["tokens"], row["side"]) for row in report.results] == sides_of_all and report.benchmark == "training"
+    for row in report.results:
+        assert row["layer"] == row["forward"] + row["backward"] and "memory" not in row  # which is of GPUs
+        products_us = 6 * row["tokens"] * 3 * 256 * 128 * 1e-6
+        assert row["forward_tflops"] * row["forward"] == pytest.approx(products_us)
+        assert row["backward_tflops"] * row["backward"] == pytest.approx(2 * products_us)
+        measured = ("combine", "layer") if row["side"] == "all_to_all_single" else report.plotted
+        assert all(row[column] > 0 for column in measured)
     assert json.loads(json.dumps(report.content))["plotted"] == list(report.plotted)
-    back = sides.AllToAll.back
+
+
+def test_the_trained_layer_is_a_moe_layer(make, size):
+    config = make(intermediate_size=128)
+    with ExpertParallel(config) as ep:
+        experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN).requires_grad_()
+        exchange = TrainingExchange(ep)
+        sample = Sample(config, ep.rank, 16)
+        trained = TrainedLayer("trained", sample, "zipf", experts, OverExchange(exchange, experts))
+        y, *gradients = trained.results()
+        layer = MoELayer(ep, trained.router_ED.detach(), experts, exchange=exchange, num_rows=trained.through.num_rows)
+        inputs = [trained.x_TD, layer.router_weight, *experts.parameters()]
+        of_layer = layer(trained.x_TD)
+        wanted = map(local_view, torch.autograd.grad(of_layer, inputs, trained.grad_TD))
+        assert torch.equal(y, of_layer) and all(map(torch.equal, gradients, wanted))
+
+
+@pytest.mark.parametrize("wrong", ["all-to-all", "the layer over all-to-all"])
+def test_training_that_is_wrong(make, monkeypatch, wrong):
+    summed = sides.AllToAll.summed
+    of_layer = wrong != "all-to-all"
+
+    def scaled(self, rows, weights, handle):
+        return summed(self, rows, weights, handle) * (1 if of_layer and weights.is_leaf else 1.5)
+
     monkeypatch.setattr(sides.AllToAll, "check", lambda self: None)
-    monkeypatch.setattr(sides.AllToAll, "back", lambda self, handle: back(self, handle) * 1.5)
-    with pytest.raises(RuntimeError, match="all-to-all: its gradients are not those of the exchange"):
-        training.run(job)
+    monkeypatch.setattr(sides.AllToAll, "summed", scaled)
+    with pytest.raises(RuntimeError, match=f"{wrong}: its gradients are not those of the exchange"):
+        training.run(Job(make(intermediate_size=128), (16,), 1))

@@ -1,0 +1,109 @@
+"""What `bench --training` compares: a whole layer, forward and backward, over our exchange and over torch's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epmoe.bench.sample import Sample
+from epmoe.bench.sides import AllToAll, Side
+from epmoe.local.experts import GroupedExperts
+from epmoe.local.simulate import Kind, simulate_logits
+from epmoe.training import TrainingExchange, route
+
+Through = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Takes tokens [T, D], ids [T, K] and weights [T, K] to their experts; returns y [T, D]."""
+
+
+class TrainedLayer(Side):
+    """Router, exchange and experts of T tokens of this rank: `out` is the forward pass, `back` the backward pass.
+
+    The router reads the logits, which are simulated, from the first E items of a token.
+    """
+
+    head_start_ms = 5
+
+    def __init__(self, name: str, sample: Sample, routing: Kind, experts: GroupedExperts, through: Through) -> None:
+        model, R, T = sample.config.model, sample.placement.ep_size, sample.tokens
+        self.name = name
+        self.sample = sample
+        self.through = through
+        self.options = sample.config.routing.options | {"top_k": model.num_experts_per_tok}
+        logits_TE = simulate_logits(routing, R * T, model.num_experts, ep_size=R)[sample.rank * T :][:T]
+        items = min(sample.hidden, model.num_experts)
+        x_TD = sample.x_TD.detach().clone()
+        x_TD[:, :items] = logits_TE[:, :items].clamp(min=-64).to(x_TD)  # −Inf times 0 would be NaN
+        self.grad_TD = torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(sample.rank)).to(x_TD)
+        self.x_TD = x_TD.requires_grad_()
+        self.router_ED = torch.eye(model.num_experts, sample.hidden).to(x_TD).requires_grad_()
+        self.inputs = [self.x_TD, self.router_ED, *experts.parameters()]
+
+    def out(self) -> Tensor:
+        return self.through(self.x_TD, *route(F.linear(self.x_TD, self.router_ED), **self.options))
+
+    def back(self, y_TD: Tensor) -> list[Tensor]:
+        return in_memory_order(torch.autograd.grad(y_TD, self.inputs, self.grad_TD))
+
+    def arrived(self, y_TD: Tensor) -> list[Tensor]:
+        return [y_TD.detach()]
+
+    def results(self) -> list[Tensor]:
+        """y and all gradients of one pass."""
+        y_TD = self.out()
+        return [*self.arrived(y_TD), *self.back(y_TD)]
+
+    def memory_bytes(self) -> int:
+        """Bytes of a GPU that a pass takes at most, with inputs, weights and gradients."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.back(self.out())
+        pass_bytes = torch.cuda.max_memory_allocated() - before
+        return pass_bytes + sum(tensor.nbytes for tensor in (*self.inputs, self.grad_TD))
+
+
+class OverExchange:
+    """`Through` as a `MoELayer` goes, with as many static rows as arrive, which the first call counts."""
+
+    def __init__(self, exchange: TrainingExchange, experts: GroupedExperts) -> None:
+        self.exchange = exchange
+        self.experts = experts
+        self.num_rows: int | Literal["exact"] = "exact"
+
+    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        routed = self.exchange.dispatch(x_TD, ids_TK, weights_TK, weights_on="both", num_rows=self.num_rows)
+        self.num_rows = len(routed.rows)
+        outputs_ND = self.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
+        return self.exchange.combine(outputs_ND, routed)
+
+
+def over_all_to_all(pairs: AllToAll, experts: GroupedExperts) -> Through:
+    """`Through` with a row for each pair, over torch's calls."""
+
+    def through(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        sent = pairs.sent(x_TD, ids_TK)
+        return pairs.summed(experts(sent.rows, sent.expert_offsets.int()), weights_TK, sent)
+
+    return through
+
+
+def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[str, float]:
+    """The figures of a layer by the keys of the columns, from µs of both passes."""
+    model = layer.sample.config.model
+    flop = 6 * layer.sample.tokens * model.num_experts_per_tok * model.hidden_size * (model.intermediate_size or 0)
+    return {
+        "layer": forward + backward,
+        "forward": forward,
+        "backward": backward,
+        "forward_tflops": flop / forward * 1e-6,
+        "backward_tflops": 2 * flop / backward * 1e-6,
+    }
+
+
+def in_memory_order(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """The same memory, contiguous: a GEMM may return the gradient of a weight transposed."""
+    return [each.permute(sorted(range(each.ndim), key=each.stride, reverse=True)) for each in gradients]

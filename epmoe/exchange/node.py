@@ -76,6 +76,8 @@ class NodeExchange(Exchange):
         inside = (buffer for buffer in plan.buffers if buffer.region in regions)
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
         self._clear(placement)
+        if device.type == "cpu" or not config.placement.live:  # otherwise `LiveExperts` has tables to write
+            self.begin()
         # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
         Status, Progress = struct("Status"), struct("Progress")
         self._words = addresses.words()
@@ -328,7 +330,7 @@ class NodeExchange(Exchange):
             self._unread = views["rows"].flatten().view(torch.uint8)
             if self._unread.numel() < y_bytes:  # few rows, or rows of fp8
                 self._unread = torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
-        for name in ("state", "counts", *TOTALS):
+        for name in ("counts", *TOTALS):
             views[name].zero_()
         views["table.expert_map"].copy_(placement.expert_map(self.rank))
         views["table.owners"].copy_(torch.tensor(placement.owners))
@@ -338,6 +340,15 @@ class NodeExchange(Exchange):
         if views["table.local_index"].numel():
             views["table.local_index"].copy_(torch.tensor(placement.local_index))
         views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
+
+    def begin(self) -> None:
+        """Let rounds begin, once all tables are written: replays of graphs of earlier groups take part from here on.
+
+        A kernel reads the tables before it looks at the state. On a GPU those that have read earlier tables end first.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.views["state"].zero_()
 
     def opened(self, call: Call) -> Sent:
         """Check a call and give it a round, whose first operator opens it."""

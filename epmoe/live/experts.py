@@ -75,8 +75,9 @@ class LiveExperts:
         self.sharing: Promise[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
-        if exchange.device.type == "cuda":  # rounds may come on another stream
-            torch.cuda.current_stream(exchange.device).synchronize()
+        if exchange.device.type == "cuda":
+            exchange.begin()
+            torch.cuda.current_stream(exchange.device).synchronize()  # rounds may come on another stream
 
     def replace(self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None) -> Moves:
         """See `ExpertParallel.replace`."""

@@ -1,6 +1,7 @@
 """A rank that leaves a group and opens the next one, while another thread replays graphs. epmoe/exchange/node.py.
 
-A kernel looks at the state when it starts, then uses windows, then ends. Hosts wait for kernels that have started.
+A kernel reads the tables when it starts, then looks at the state, then uses windows, then ends. Hosts wait for kernels
+that have started.
 """
 
 from __future__ import annotations
@@ -10,18 +11,28 @@ from typing import NamedTuple
 
 from protocol.explorer import Broken
 
-REPLAY_RULES = ("latch-first", "ends-again", "begins-anew", "clear-last", "scratch-of-its-own")
+REPLAY_RULES = (
+    "latch-first", "ends-again", "begins-anew", "clear-last", "scratch-of-its-own", "tables-first", "ends-between"
+)  # fmt: skip
 STAGES = ("dispatch", "combine")
 KERNELS = 6
+
+
+class Kernel(NamedTuple):
+    tables: int  # of which generation it has read
+    looked: bool = False  # at the state
+    takes_part: bool = False
+    used: bool = False  # windows
 
 
 class State(NamedTuple):
     host: int = 0  # steps done
     mapped: int | None = 0  # the generation whose windows are mapped
-    latched: bool = False  # the state where graphs of generation 0 find it, like the next two
+    latched: bool = False  # the state where graphs of generation 0 find it, like the next three
+    tables: int = 0  # of a generation
     due: int = 0  # the stage
     dispatched: int = 0  # in which generation
-    kernel: tuple[bool, bool] | None = None  # that runs: whether it takes part, and whether it has used windows
+    kernel: Kernel | None = None  # that runs
     ended: int = 0  # kernels
     told: bool = False  # the host
 
@@ -31,14 +42,19 @@ class ReplayModel:
 
     def __init__(self, alike: bool, without: str = "") -> None:
         self.alike, self.without, self.start = alike, without, State()
-        steps = ["ends", "latches", "ends", "unmaps", "maps", "clears"]
+        opening = ["maps", "tables", "ends", "clears"]
+        closing = ["ends", "latches", "ends", "unmaps"]
         if without == "latch-first":
-            steps.remove("latches")
+            closing.remove("latches")
         elif without == "ends-again":
-            del steps[2]
+            del closing[2]
+        elif without == "ends-between":
+            opening.remove("ends")
+        elif without == "tables-first":
+            opening = ["maps", "ends", "clears", "tables"]
         elif without == "clear-last":
-            steps[4:] = steps[:3:-1]
-        self.program = steps
+            opening = ["tables", "ends", "clears", "maps"]
+        self.program = closing + opening
 
     def has_ended(self, state: State) -> bool:
         return state.host == len(self.program) and state.ended == KERNELS
@@ -48,32 +64,41 @@ class ReplayModel:
             step = self.program[state.host]
             if step != "ends" or state.kernel is None:
                 yield f"the host {step}", self._after(step, state)._replace(host=state.host + 1)
-        if state.kernel is None and state.ended < KERNELS:
-            stage = state.ended % 2
-            yield f"{STAGES[stage]} starts", state._replace(kernel=(not state.latched and state.due == stage, False))
-        elif state.kernel == (True, False):
-            yield f"{STAGES[state.ended % 2]} uses windows", self._used(state)
-        elif state.kernel is not None:
-            yield f"{STAGES[state.ended % 2]} ends", self._ended(state)
+        stage, kernel = state.ended % 2, state.kernel
+        if kernel is None:
+            if state.ended < KERNELS:
+                yield f"{STAGES[stage]} starts", state._replace(kernel=Kernel(state.tables))
+        elif not kernel.looked:
+            takes_part = not state.latched and state.due == stage
+            yield f"{STAGES[stage]} looks", state._replace(kernel=Kernel(kernel.tables, True, takes_part))
+        elif kernel.takes_part and not kernel.used:
+            yield f"{STAGES[stage]} uses windows", self._used(state, kernel)
+        else:
+            yield f"{STAGES[stage]} ends", self._ended(state, kernel)
 
     def _after(self, step: str, state: State) -> State:
+        finds = self.alike or self.without == "scratch-of-its-own"  # what the next group writes into scratch
         if step == "latches":
             return state._replace(latched=True)
         if step in ("unmaps", "maps"):
             return state._replace(mapped=None if step == "unmaps" else 1)
-        if step == "clears" and (self.alike or self.without == "scratch-of-its-own"):
+        if step == "tables" and finds:
+            return state._replace(tables=1)
+        if step == "clears" and finds:
             return state._replace(latched=False, due=state.due if self.without == "begins-anew" else 0)
         return state
 
-    def _used(self, state: State) -> State:
+    def _used(self, state: State, kernel: Kernel) -> State:
         stage = STAGES[state.ended % 2]
         if state.mapped is None or state.mapped and not self.alike:
             raise Broken(f"{stage} uses windows", "they are not those of its graph")
+        if stage == "dispatch" and kernel.tables != state.mapped:
+            raise Broken(f"{stage} uses windows", "its tables are those of another group")
         if stage == "combine" and state.dispatched != state.mapped:
             raise Broken(f"{stage} uses windows", "a round begins in one group and ends in another")
-        return state._replace(kernel=(True, True), dispatched=state.mapped)
+        return state._replace(kernel=kernel._replace(used=True), dispatched=state.mapped)
 
-    def _ended(self, state: State) -> State:
-        takes_part, _ = state.kernel or (False, False)
-        due = 1 - state.ended % 2 if takes_part else state.due
-        return state._replace(kernel=None, ended=state.ended + 1, due=due, told=state.told or not takes_part)
+    def _ended(self, state: State, kernel: Kernel) -> State:
+        due = 1 - state.ended % 2 if kernel.takes_part else state.due
+        told = state.told or not kernel.takes_part
+        return state._replace(kernel=None, ended=state.ended + 1, due=due, told=told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partialmethod
 from typing import Any
 
@@ -136,6 +137,20 @@ def test_a_batch_on_each_rank(layer: nn.Module, tokens: tuple[int, int]) -> None
     with host.data_parallel(list(tokens)):
         y = _forward(layer, *mine)
     assert_close(y, moe_reference(*mine, _weights()))
+
+
+@pytest.mark.parametrize(("tokens", "data_parallel"), [((100, 3), True), ((32, 33), False)])
+def test_a_decode_beside_a_prefill_counts_on_its_rows(
+    layer: nn.Module, tokens: tuple[int, int], data_parallel: bool
+) -> None:
+    """The experts choose their kernels by the longest batch of all ranks, unless all have parts of one batch."""
+    rank = dist.get_rank()
+    x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(rank, tokens[rank]))
+    with host.data_parallel(list(tokens)) if data_parallel else nullcontext():
+        rows = layer.dispatcher.dispatch(x, host.StandardTopKOutput(weights, ids, None)).hidden_states
+    d = layer.dispatcher._round
+    layer.dispatcher.combine(DeepEPv2CombineInput(torch.zeros_like(rows, dtype=torch.bfloat16), None))
+    assert d.segments["rows_per_expert"] == (100 if data_parallel else tokens[rank]) * 2 * K / E
 
 
 def test_rows_end_behind_the_worst_routing(layer: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import alone
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.platforms import current_platform
 from vllm_kernels import step
 
@@ -24,6 +26,7 @@ from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice
 from epmoe.integrations.vllm.experts import EpmoeExperts, loaded
+from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.native.arguments import FP8, MXFP4
 
 
@@ -84,38 +87,54 @@ def test_vllms_experts_without_batch_invariance_are_refused() -> None:
         method.process_weights_after_loading(None)
 
 
-def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
-    shape = sizes.Shape(4, 2, 4096, torch.float32, 100, "linear", "auto", "rank")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), Choice(exchange={"timeout_s": 9.0}))
-        assert made.tokens == [1, 2, 4, 7, 13, 25, 50, 100]
-        for longest, expected in ((0, 1), (1, 1), (3, 4), (14, 25), (50, 50), (51, 100), (100, 100)):
-            with step([longest, 0]):
-                config = made.for_this_step().config
-                assert config.capacity.max_num_tokens_per_rank == expected
-        assert config.exchange.timeout_s == 9 and config.exchange.warmup_timeout_s == sizes.TIMEOUT_S
-        assert made.for_this_step() is made.exchanges[-1], "outside of a step: the largest"
-        assert made.window_bytes() < 2.2 * made.exchanges[-1].memory_plan().window_bytes
-    finally:
-        made.close()
-        dist.destroy_process_group()
-
-
-def test_a_step_longer_than_the_windows_takes_several_rounds() -> None:
+@pytest.fixture
+def made(request: pytest.FixtureRequest) -> Iterator[sizes.Sizes]:
+    """The exchanges of one rank for steps of up to 100 tokens, of the `Choice` that a test asks for."""
     shape = sizes.Shape(4, 2, 128, torch.float32, 100, "linear", "auto", "expert")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), Choice(max_num_tokens_per_rank=40))
-        assert made.tokens[-2:] == [20, 40] and len(made.parts()) == 3
-        for longest, rounds, tokens in ((0, 1, 1), (40, 1, 40), (41, 2, 40), (100, 3, 40)):
-            with step([0, longest]):
-                assert len(parts := made.parts()) == rounds
-                assert made.for_this_step().config.capacity.max_num_tokens_per_rank == tokens
-                assert sum(len(range(100)[part]) for part in parts) >= longest
-    finally:
+        made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), getattr(request, "param", Choice()))
+        yield made
         made.close()
+    finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("made", [Choice(exchange={"timeout_s": 9.0})], indirect=True)
+def test_a_step_takes_the_smallest_size_that_holds_it(made: sizes.Sizes) -> None:
+    assert made.tokens == [1, 2, 4, 7, 13, 25, 50, 100]
+    for longest, expected in ((0, 1), (1, 1), (3, 4), (14, 25), (50, 50), (51, 100), (100, 100)):
+        with step([longest, 0]):
+            ep, most = made.for_this_step()
+            assert (ep.config.capacity.max_num_tokens_per_rank, most) == (expected, longest)
+    with step([16, 21], ranks_per_batch=2):  # sequence parallel: each rank has a part of its replica's tokens
+        assert made.for_this_step() == (made.exchanges[made.tokens.index(13)], 11)
+    assert ep.config.exchange.timeout_s == 9 and ep.config.exchange.warmup_timeout_s == sizes.TIMEOUT_S
+    assert made.for_this_step() == (made.exchanges[-1], 100), "outside of a step: the largest"
+    assert made.window_bytes() < 2.2 * made.exchanges[-1].memory_plan().window_bytes
+
+
+@pytest.mark.parametrize("made", [Choice(max_num_tokens_per_rank=40)], indirect=True)
+def test_a_step_longer_than_the_windows_takes_several_rounds(made: sizes.Sizes) -> None:
+    assert made.tokens[-2:] == [20, 40] and len(made.parts()) == 3
+    for longest, rounds, tokens in ((0, 1, 1), (40, 1, 40), (41, 2, 40), (100, 3, 40)):
+        with step([0, longest]):
+            assert len(parts := made.parts()) == rounds
+            ep, most = made.for_this_step()
+            assert (ep.config.capacity.max_num_tokens_per_rank, most) == (tokens, min(longest, 40))
+            assert sum(len(range(100)[part]) for part in parts) >= longest
+
+
+def test_a_decode_beside_a_prefill_counts_on_its_rows(made: sizes.Sizes) -> None:
+    """The experts choose their kernels by the longest batch of all ranks."""
+    exchange = EpmoePrepareAndFinalize(made, "layer")
+    x, ids, weights = torch.zeros(3, 128), torch.tensor([[0, 1]] * 3).int(), torch.ones(3, 2)
+    with step([3, 80]):
+        rows, *_ = exchange.prepare(x, weights, ids, 4, None, False, FUSED_MOE_UNQUANTIZED_CONFIG)
+    rows_per_expert = []
+    exchange.compute(lambda round_: rows_per_expert.append(round_.segments["rows_per_expert"]) or rows)
+    exchange.finalize(torch.empty(3, 128))
+    assert rows_per_expert == [80 * 2 / 4]
 
 
 def test_what_another_plugin_calls_before_steps_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,11 +154,11 @@ def batch(model: Model, num_tokens: int, seed: int, device: torch.device) -> tup
 
 
 @contextmanager
-def step(tokens_of_ranks: list[int]) -> Iterator[None]:
-    """What vLLM's runner sets up for one step, as far as the exchange looks at it."""
-    metadata = DPMetadata(torch.tensor(tokens_of_ranks, dtype=torch.int32))
+def step(tokens: list[int], ranks_per_batch: int = 1) -> Iterator[None]:
+    """What vLLM's runner sets up for one step of so many tokens on each replica, as far as the exchange looks at it."""
+    metadata = DPMetadata(torch.tensor(tokens, dtype=torch.int32))
     context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={}, dp_metadata=metadata)
-    with override_forward_context(context), metadata.sp_local_sizes(1):
+    with override_forward_context(context), metadata.sp_local_sizes(ranks_per_batch):
         yield
 
 

@@ -175,13 +175,14 @@ class EpmoeDispatcher(BaseDispatcher):
         Raises ValueError if T is larger than SGLang's limit for a rank, and what `ExpertParallel.dispatch` raises.
         """
         T, most = hidden_states.shape[0], self._ep.config.capacity.max_num_tokens_per_rank
-        with self._ep.giving_up(self._tag):
+        together, longest = self._most_tokens(T)
+        with self._ep.at_most(longest), self._ep.giving_up(self._tag):
             if most < T:
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
             ids, weights = topk_output.topk_ids, topk_output.topk_weights
             self._round = d = self._ep.dispatch(hidden_states, ids, weights, tag=self._tag)
         e, top_k = self._ep.num_local_experts, topk_output.topk_ids.shape[1]
-        n = min(_most_rows(max(self._most_tokens(T), 1) * min(top_k, e), e), d.rows.shape[0])
+        n = min(_most_rows(max(together, 1) * min(top_k, e), e), d.rows.shape[0])
         # Slices, because SGLang empties the tensors that it is given once it has read them.
         scales = None if d.scales is None else d.scales[:n]
         psum = d.expert_offsets[:-1] + d.tokens_per_expert
@@ -219,17 +220,17 @@ class EpmoeDispatcher(BaseDispatcher):
         """The experts of this layer on this rank, as `Balancing.slots` says them. Collective in the first call."""
         return self._balancing.slots(self._tag)
 
-    def _most_tokens(self, own: int) -> int:
-        """Most tokens of all ranks in this call, as far as SGLang's host knows: it bounds the rows to compute on."""
+    def _most_tokens(self, own: int) -> tuple[int, int | None]:
+        """Most tokens of all ranks together in this call, and of one rank, as far as SGLang's host knows; None: what
+        this rank brings tells it."""
         R, M, parallel = self._ep.size, self._ep.config.capacity.max_num_tokens_per_rank, get_parallel()
-        if parallel.attn_cp_size != 1:
-            return R * M
+        in_parts = parallel.attn_cp_size != 1
         if parallel.attn_dp_size == 1:  # one batch: every rank has all of it, or parts that differ by at most a token
-            return min(own * R + R - 1, R * M)
+            return R * M if in_parts else min(own * R + R - 1, R * M), None
         counts = get_dp_global_num_tokens()  # of each replica, whose ranks have all of it or parts
-        if not counts or len(counts) != parallel.attn_dp_size or own > max(counts):
-            return R * M
-        return min(sum(counts) * (R // len(counts)), R * M)
+        if in_parts or not counts or len(counts) != parallel.attn_dp_size or own > max(counts):
+            return R * M, M
+        return min(sum(counts) * (R // len(counts)), R * M), min(max(counts), M)
 
 
 def compute(original: Any, layer: Any, dispatch_output: Any) -> CombineInput:

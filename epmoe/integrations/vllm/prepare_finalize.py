@@ -83,12 +83,12 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         defer_input_quant: bool = False,
     ) -> mk.PrepareResultType:
         """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
-        ep = self.sizes.for_this_step()
+        ep, longest = self.sizes.for_this_step()
         # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts of a token.
         weigh = apply_router_weight_on_input and self.layout != "rank"
         layout: Layout = "rank" if self.layout == "rank" else "expert"
         options: dict[str, Any] = {"layout": layout, "aligned": self.aligned, "apply_router_weight_on_input": weigh}
-        with ep.giving_up(self.tag):
+        with ep.at_most(longest), ep.giving_up(self.tag):
             dispatched = ep.dispatch(a1, topk_ids, topk_weights, tag=self.tag, **options)
         self._open = _Round(ep, dispatched)
         return self._received(dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)

@@ -99,9 +99,11 @@ class Sizes:
             current_platform.set_additional_forward_context = _before_step
         return sizes
 
-    def for_this_step(self) -> ExpertParallel:
-        """The exchange of the step that vLLM is running: every rank takes the same one."""
-        return self.exchanges[bisect_left(self.tokens, min(self._longest(), self.tokens[-1]))]
+    def for_this_step(self) -> tuple[ExpertParallel, int]:
+        """The exchange of the step that vLLM is running, and the most tokens that a rank brings to a round of it: the
+        same on every rank."""
+        longest = min(self._longest(), self.tokens[-1])
+        return self.exchanges[bisect_left(self.tokens, longest)], longest
 
     def parts(self) -> list[slice]:
         """The tokens of each round of this step, as many rounds as the longest batch of any rank needs."""
@@ -112,7 +114,8 @@ class Sizes:
     def _longest(self) -> int:
         """The most tokens that a rank brings to this step, by vLLM's own agreement."""
         if is_forward_context_available() and (metadata := get_forward_context().dp_metadata) is not None:
-            return min(self.most, int(metadata.num_tokens_across_dp_cpu.max()))
+            # Within a layer vLLM says it for each rank, which has its replica's tokens or a part of them.
+            return min(self.most, max(metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist()))
         return self.most
 
     def window_bytes(self) -> int:

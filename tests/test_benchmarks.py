@@ -9,6 +9,7 @@ import pytest
 from launched import ROOT
 
 from benchmarks import render, results
+from benchmarks.peers.mega_moe_ring import Kernel
 from benchmarks.results import FOLDER, Asked, Published, load, read
 from epmoe.bench import gpu
 from epmoe.bench.facts import facts
@@ -121,3 +122,18 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
     text = render.markdown([[result]])
     assert "| side | payload | what | T = 1, µs |" not in text and "| side | payload | what | T = 1 | 16 |" in text
     assert "| fused | plain | round | 9.9 | 100 |\n| floor | plain | round | – | 8.0 |" in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "chosen"),  # R, E, K, D, F, T; what the library of the wheel gave to its compiler and to the launch
+    [
+        ((2, 128, 8, 2048, 768, 16), (64, 64, 0, 0, 4, 202712, 0, 0, 1, 1)),
+        ((2, 256, 8, 7168, 2048, 512), (64, 8, 0, 0, 4, 214208, 0, 1, 0, 0)),
+        ((2, 128, 8, 2048, 768, 4096), (128, 64, 4029, 34304, 4, 220120, 2, 0, 0, 0)),
+        ((8, 256, 8, 7168, 2048, 4096), (128, 32, 4014, 18944, 3, 186464, 4, 1, 0, 0)),
+    ],
+)
+def test_mega_moe_is_launched_as_its_wheel_launches_it(shape, chosen):
+    names = "TILE_M WAVE LAG RING_TOKENS STAGES SHARED_BYTES STORES EARLY_COMBINE COUNTS EARLY".split()  # noqa: SIM905
+    constants = Kernel(*shape).constants
+    assert tuple(constants[name] for name in names) == chosen

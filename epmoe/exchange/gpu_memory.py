@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import Structure, byref, c_int, c_size_t, c_uint64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
 
 _PINNED, _POSIX_DESCRIPTOR, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1  # enumerators of cuda.h
+_RELAXED = 2  # of `CUstreamCaptureMode`
 _OUT_OF_MEMORY = 2
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemGetAllocationGranularity": (c_void_p, c_void_p, c_int),
@@ -21,6 +25,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
     "cuMemSetAccess": (c_uint64, c_size_t, c_void_p, c_size_t),
     "cuMemUnmap": (c_uint64, c_size_t),
+    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
     "cuGetErrorString": (c_int, c_void_p),
 }
 
@@ -38,10 +43,14 @@ class _Access(Structure):  # CUmemAccessDesc
 
 
 class GpuMemory:
-    """A `Memory` of one GPU, whose kernels reach all that it maps."""
+    """A `Memory` of one GPU, whose kernels reach all that it maps.
 
-    def __init__(self, device: torch.device) -> None:
+    `wait` returns once nothing that was launched uses the memory any more: by default all that the GPU has to do.
+    """
+
+    def __init__(self, device: torch.device, wait: Callable[[], object] | None = None) -> None:
         self.device = device
+        self._wait = wait or partial(torch.cuda.synchronize, device)
         self._driver = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _ARGUMENTS.items():
             getattr(self._driver, name).argtypes = arguments
@@ -83,9 +92,18 @@ class GpuMemory:
             raise
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Waits for the GPU first: kernels may still use it."""
-        torch.cuda.synchronize(self.device)
+        """Waits first: kernels may still use it."""
+        self._wait()
         self._call("cuMemUnmap", address, nbytes)
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Within it this thread may do what CUDA refuses to all threads while one of them captures a graph."""
+        self._call("cuThreadExchangeStreamCaptureMode", byref(mode := c_int(_RELAXED)))  # which gets the mode before
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def _new(self, nbytes: int) -> c_uint64:
         self._call("cuMemCreate", byref(handle := c_uint64()), nbytes, byref(self._properties), 0)

@@ -18,10 +18,12 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Protocol
 
 from torch import Tensor
@@ -32,6 +34,8 @@ from epmoe.group.peers import Peers
 from epmoe.native import ops
 
 SOCKET_TIMEOUT_S = 60.0
+_BACKLOG = 64  # connections on their way to a `Handout`
+_MOST_DESCRIPTORS = 253  # of one message, by Linux
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -174,8 +178,9 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
     # Half, so that a rank whose wait fails here can still report it in time.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
     with contextlib.ExitStack() as stack:
-        name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
-        admitted = stack.enter_context(_admitting(name, size))
+        name, admitted = _new_name(), SimpleQueue[socket.socket | OSError]()
+        stack.callback(_drain, admitted)
+        stack.enter_context(_admitting(name, size, admitted.put))
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         addresses = peers.all_gather((machine, name))
         if len({machine for machine, _ in addresses}) > 1:
@@ -219,24 +224,82 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
         return windows, {peer: fd for peer, fds in received.items() for fd in fds[len(window) :]}
 
 
-@contextlib.contextmanager
-def _admitting(name: str, size: int) -> Iterator[SimpleQueue[socket.socket | OSError]]:
-    """Yields the connections of this user's processes to an abstract socket, or why no more come.
+class Handout:
+    """Gives descriptors by number to this user's processes that ask at its abstract socket, by `fetch_descriptor`."""
 
-    A thread takes every connection at once: other users can connect, too, and must not fill the socket's queue.
+    def __init__(self) -> None:
+        self.name, self._kept, self._lock = _new_name(), dict[int, int](), Lock()
+        stack = contextlib.ExitStack()
+        stack.callback(lambda kept: _close(kept.values()), self._kept)
+        stack.enter_context(_admitting(self.name, _BACKLOG, partial(_hand_out, self._kept, self._lock)))
+        weakref.finalize(self, _end, os.getpid(), stack).atexit = False
+
+    def keep(self, number: int, descriptor: int) -> None:
+        """Give a descriptor, in place of the last one of this number, and close it in the end."""
+        with self._lock:
+            _close([self._kept.pop(number)] if number in self._kept else [])
+            self._kept[number] = descriptor
+
+    def drop(self, most: int) -> None:
+        """Keep the `most` largest numbers at most."""
+        with self._lock:
+            for number in sorted(self._kept)[: max(len(self._kept) - most, 0)]:
+                os.close(self._kept.pop(number))
+
+
+def fetch_descriptor(name: str, number: int, what: str) -> int:
+    """A descriptor of a `Handout`, which the caller closes.
+
+    Raises RuntimeError, which begins with `what`, where it is not there, and TimeoutError where nobody answers.
     """
-    admitted = SimpleQueue[socket.socket | OSError]()
+    deadline = time.monotonic() + SOCKET_TIMEOUT_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        _connect(connection, name, what, deadline)
+        if _user_of(connection) != os.getuid():
+            raise RuntimeError(f"{what}: another user answers at the socket of its process")
+        _set_deadline(connection, deadline)
+        message, descriptors, _, _ = socket.recv_fds(connection, 8 * _MOST_DESCRIPTORS, _MOST_DESCRIPTORS)
+    numbers = struct.unpack(f"{len(message) // 8}q", message)
+    kept = dict(zip(numbers, descriptors, strict=False))  # fewer where this process may not open more files
+    found = kept.pop(number, None)
+    _close(kept.values())
+    if found is None:
+        raise RuntimeError(f"{what}: its process does not keep it any more (or `ulimit -n` is too low here)")
+    return found
+
+
+def _hand_out(kept: dict[int, int], lock: Lock, connection: socket.socket | OSError) -> None:
+    if isinstance(connection, socket.socket):
+        with connection, lock, contextlib.suppress(OSError):  # of one who has left
+            socket.send_fds(connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values()))
+
+
+def _end(owner: int, stack: contextlib.ExitStack) -> None:
+    if os.getpid() == owner:
+        stack.close()
+
+
+def _new_name() -> str:
+    return f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
+
+
+@contextlib.contextmanager
+def _admitting(name: str, size: int, take: Callable[[socket.socket | OSError], object]) -> Iterator[None]:
+    """`take` gets the connections of this user's processes to an abstract socket, on a thread, or why no more come.
+
+    The thread takes every connection at once: other users can connect, too, and must not fill the socket's queue.
+    """
 
     def admit() -> None:
         try:
             while True:
                 connection, _ = listener.accept()
                 if _user_of(connection) == os.getuid():
-                    admitted.put(connection)
+                    take(connection)
                 else:
                     connection.close()
         except OSError as error:  # also once it is shut down
-            admitted.put(error)
+            take(error)
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
@@ -244,13 +307,16 @@ def _admitting(name: str, size: int) -> Iterator[SimpleQueue[socket.socket | OSE
         thread = Thread(target=admit, daemon=True, name="epmoe-sockets")
         thread.start()
         try:
-            yield admitted
+            yield
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
-            while not admitted.empty():
-                if isinstance(connection := admitted.get(), socket.socket):
-                    connection.close()
+
+
+def _drain(admitted: SimpleQueue[socket.socket | OSError]) -> None:
+    while not admitted.empty():
+        if isinstance(connection := admitted.get(), socket.socket):
+            connection.close()
 
 
 def _connect(connection: socket.socket, address: str, what: str, deadline: float) -> None:

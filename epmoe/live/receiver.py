@@ -9,6 +9,10 @@ waited before the next one until rank 0 had ended it. A rank that has not does n
 no newer TARGET, which a rank 0 that gives rounds up may write one tick before. ROUND grows with each flip, and a rank
 takes each value once. It alone says that there is a flip: with a second word for the version, a rank could see the new
 version beside the round of the flip before.
+
+On GPUs the host runs ahead of rounds, and replays of CUDA graphs count on the device alone. So a rank that has staged,
+and may have to flip, waits at each tick for its own GPU, and takes the count from there: then the same holds. Copies run
+on a stream of their own. A flip copies into the weights, whose addresses graphs have, while no round runs.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +37,7 @@ from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Promise, Worker
+from epmoe.live.copies import copies_on
 from epmoe.live.versions import Version, computes, layers_to_hand_over, map_version, newest_version, own_folder
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
@@ -66,22 +73,22 @@ class WeightReceiver:
     `resume`, `recover` and `resize`.
 
     Args:
-        ep: of the model, on CPUs, without `placement.live`.
+        ep: of the model, without `placement.live`.
         model: whose layers are the trainer's by their names.
         folder: the trainer's.
         spare: whether ranks have memory for a second set of their experts. A thread then fills it while rounds go on,
-            and a flip swaps the two. Without it, a flip copies the weights, and lasts as long as that.
+            and a flip swaps the two, or on GPUs copies within the memory of the GPU: weights keep the addresses that
+            CUDA graphs have. Without it, a flip copies the weights from the trainer, and lasts as long as that.
         dense: takes the other weights of a version at the flip, by name, on all ranks. If it or a signal handler
             raises in a flip, so does `tick`, and this rank has weights of two versions: end it.
 
     Attributes:
         version: that serves; −1: the weights that the model had.
-        pause_s: how long the last flip took, callback included.
+        pause_s: how long the last flip took, callback included, and on GPUs until the GPU had done it.
         problem: why the last version was not taken, or None. The next one is.
 
     Raises:
-        ValueError: `ep` has GPUs or experts that move, the model has other experts, or a version does not fit; on all
-            ranks.
+        ValueError: `ep` has experts that move, the model has other experts, or a version does not fit; on all ranks.
         PermissionError: another user owns the folder, or can write into it.
         EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
     """
@@ -104,13 +111,18 @@ class WeightReceiver:
         self._staged: Version | None = None
         self._looked = 0.0
         with naming("WeightReceiver", [ep]), (peers := peers_of(ep)).together():
-            if ep.device.type != "cpu" or ep.live is not None:
-                raise ValueError("`ep` must have CPUs, and experts that stay where they are, to receive weights")
+            if ep.live is not None:
+                raise ValueError("`ep` must have experts that stay where they are, to receive weights")
             self._layers, self._folder = layers_to_hand_over(model), own_folder(folder)
+            self._copies = copies_on(ep.device)
             self._spare = None if not spare else {name: _like(weights) for name, weights in self._weights().items()}
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
             if (newest := peers.all_gather(newest_version(self._folder))[0]) != _NONE:
-                self._flip(self._stage(newest))
+                staged = None
+                with suppress(FileNotFoundError):  # it went with its trainer
+                    staged = self._stage(newest)
+                if all(peers.all_gather(staged is not None)) and staged is not None:
+                    self._flip(staged)
         self._target = self.version
         self._worker = Worker("epmoe-weights")
 
@@ -155,9 +167,13 @@ class WeightReceiver:
         Raises EPStateError in an open round, and where the group has changed; and what `dense` raises.
         """
         self._check_state()
-        ep, rounds = self._ep, self.exchange.rounds
+        ep, count = self._ep, self.exchange.rounds.count
         target, behind, *staged = ops.read_words(self._words).tolist()
-        if flips := self._flipped_behind < behind < rounds.count - 1:
+        if self._copies is not None and self._staged is not None and _failed(target) not in staged:
+            self._await_device()
+            count = self.exchange.health(wait=False).rounds
+            target, behind, *staged = ops.read_words(self._words).tolist()
+        if flips := self._flipped_behind < behind < count - 1:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
             self._flip(self._staged)
             self._staged, self._flipped_behind = None, behind
@@ -166,7 +182,7 @@ class WeightReceiver:
                 self._staged, self._staging = None, self._worker.submit(partial(self._stage_and_say, target))
                 self._target = target  # at last: after an exception before it the next tick does this again
             if ep.rank == 0:
-                self._decide(target, staged, rounds.count)
+                self._decide(target, staged, count)
         return flips
 
     def close(self) -> None:
@@ -187,6 +203,7 @@ class WeightReceiver:
             self._staged, self.problem, said = self._stage(number), None, number
         except BaseException as error:
             _log.warning("version %d of the weights is not taken: %s", number, error)
+            traceback.clear_frames(error.__traceback__)  # which have what was mapped
             self.problem, said = error, _failed(number)
         self._post(_STAGED + self._ep.rank, said)
 
@@ -203,40 +220,62 @@ class WeightReceiver:
 
     def _stage(self, number: int) -> Version:
         """Map a version, and copy it where there is memory. Raises ValueError where it does not fit."""
-        version = map_version(self._folder, number)
-        for name, weights in self._weights().items():
-            _check(name, version, self._layers[name].experts, weights, self._held(name))
-        if self._spare is not None:
-            self._copy(version, self._spare)
+        with self._copying():
+            version = map_version(self._folder, number, None if self._copies is None else self._copies.memory)
+            for name, weights in self._weights().items():
+                _check(name, version, self._layers[name].experts, weights, self._held(name))
+            if self._spare is not None:
+                self._copy(version, self._spare)
         return version
 
     def _flip(self, version: Version) -> None:
+        self._await_device()
         start = time.perf_counter()
-        if self._spare is None:
-            self._copy(version, self._weights())
-        else:
-            for name, weights in self._weights().items():
-                spare = self._spare[name]
-                for each, weight in weights.items():
-                    weight.data, spare[each] = spare[each], weight.data
+        dense = version.dense
+        if self._copies is not None:  # `_dense` may keep them, and the trainer's memory is let go of
+            dense = {name: torch.empty_like(value) for name, value in dense.items()}
+        with self._copying():
+            if self._spare is None:
+                self._copy(version, self._weights())
+            else:
+                self._use(self._spare)
+            for name, value in dense.items():
+                if value is not version.dense[name]:
+                    value.copy_(version.dense[name])
         if self._dense is not None:
-            self._dense(version.dense)
+            self._dense(dense)
+        self._await_device()
         self.version = version.number
         self.pause_s = time.perf_counter() - start
+
+    def _use(self, spare: dict[str, Tensors]) -> None:
+        for name, weights in self._weights().items():
+            for each, weight in weights.items():
+                if self._copies is None:
+                    weight.data, spare[name][each] = spare[name][each], weight.data
+                else:  # CUDA graphs have its address
+                    with torch.inference_mode():
+                        weight.copy_(spare[name][each])
 
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
         for name in self._layers:
             places = {expert: (part.weights, i) for part in version.experts[name] for i, expert in enumerate(part.held)}
-            for local, expert in enumerate(self._held(name)):
-                weights, i = places[expert]
+            for begin, end, weights, first in _runs([places[expert] for expert in self._held(name)]):
                 for each, values in weights.items():
-                    if (target := to[name][each][local]).dtype == FP8:
-                        quantized = quantize_weights(values[i])
-                        target.copy_(quantized.q)
-                        to[name][_SCALES[each]][local].copy_(quantized.scales)
+                    target, rows = to[name][each][begin:end], values[first : first + end - begin]
+                    if target.dtype == FP8:
+                        for i, quantized in enumerate(map(quantize_weights, rows)):
+                            target[i].copy_(quantized.q)
+                            to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
                     else:
-                        target.copy_(values[i])
+                        target.copy_(rows)
+
+    def _copying(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._copies is None else self._copies.running()
+
+    def _await_device(self) -> None:
+        self.exchange.wait_for_device(self.exchange.deadlines.wait_s())
 
     def _weights(self) -> dict[str, Tensors]:
         return {name: _weights_of(layer.experts) for name, layer in self._layers.items()}
@@ -264,6 +303,16 @@ def _weights_of(experts: Any) -> Tensors:
 def _like(weights: Tensors) -> Tensors:
     with torch.inference_mode(next(iter(weights.values())).is_inference()):
         return {name: torch.empty_like(weight) for name, weight in weights.items()}
+
+
+def _runs(places: list[tuple[Tensors, int]]) -> Iterator[tuple[int, int, Tensors, int]]:
+    """Rows begin … end whose places follow one another in the same tensors, and these and the first place there."""
+    begin = 0
+    for end in range(1, len(places) + 1):
+        weights, first = places[begin]
+        if end == len(places) or places[end][0] is not weights or places[end][1] != first + end - begin:
+            yield begin, end, weights, first
+            begin = end
 
 
 def _check(name: str, version: Version, experts: Any, weights: Tensors, held: list[int]) -> None:

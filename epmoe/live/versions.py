@@ -5,6 +5,10 @@
 A version is complete once every rank of the trainer has its file there. A file never changes, and whoever has mapped
 one keeps its bytes, also once the trainer has removed it or has died. So neither side waits for the other. Files name
 the group that has written them: what a trainer that has died leaves is never completed by the next one.
+
+Weights of a trainer on GPUs stay in GPU memory, one piece for each version. The file then says where they lie in it, and
+at which socket a rank of a server gets its descriptor. Who has mapped it keeps its bytes, too; nobody else gets it once
+the trainer has died.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.config.placement import is_int
+from epmoe.exchange.addresses import Memory, Places
+from epmoe.exchange.gpu_memory import GpuMemory
+from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
+from epmoe.exchange.window import Handout, fetch_descriptor
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.given import layers_of
 from epmoe.local.spread import local_view
@@ -45,26 +53,33 @@ class WeightSender:
 
     A rank writes its own experts, as they are when it calls `send`, and waits for no other rank and for no server. Each
     version takes memory for all weights that are sent, and `keep` versions stay, so that a server that has seen a
-    version has time to map it.
+    version has time to map it. It is memory of the GPU where the weights are on one, from which a server on GPUs of
+    the same machine copies them by NVLink.
 
     Args:
         model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in wrappers of torch or not.
         folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for the server. It is
             made, for this user only. Whoever ends the job removes it.
         keep: versions that stay, at least 2.
+        on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or where the GPU has
+            no room for `keep` versions.
 
     Raises:
         ValueError: `keep` is less, or the model has no such layer.
         PermissionError: another user owns the folder, or can write into it.
     """
 
-    def __init__(self, model: nn.Module, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
+    def __init__(
+        self, model: nn.Module, folder: str | os.PathLike[str], *, keep: int = 3, on_host: bool = False
+    ) -> None:
         if not is_int(keep) or keep < 2:
             raise ValueError(f"`keep` must be an integer of at least 2, got {keep!r}")
         self._layers, self._folder, self._keep = layers_to_hand_over(model), own_folder(folder), keep
         ep = next(iter(self._layers.values())).ep
         self._suffix = f".{ep.rank}-of-{ep.size}"
         self._group = f"{ep.origin}.{ep.generation}"
+        memory = None if on_host else shared_memory(ep.device)
+        self._offers = None if memory is None else (memory, Handout())
         for draft in self._folder.glob(f".v*{self._suffix}"):  # of a rank that has died
             draft.unlink(missing_ok=True)
 
@@ -72,20 +87,46 @@ class WeightSender:
         """Leave this rank's part of a version, a number that grows. All ranks of the trainer send the same versions.
 
         `dense` are other weights, by any name: the server's callback gets those of all ranks. Raises ValueError where
-        `version` is not above the versions that this rank has sent; and OSError where the memory is full.
+        `version` is not above the versions that this rank has sent; and OSError, or MemoryError for that of a GPU,
+        where the memory is full. On a GPU it waits for what the GPU has to do.
         """
         sent = sorted(path for path in self._folder.glob(f"v*{self._suffix}") if _FILE.fullmatch(path.name))
         newest = int(sent[-1].name[1:14]) if sent else -1
         if not is_int(version) or not newest < version <= MOST_VERSIONS:
             raise ValueError(f"`version` must be an integer above {newest}, the last that was sent, got {version!r}")
-        experts = {name: tuple(_experts_of(layer)) for name, layer in self._layers.items()}
-        plain = {name: _plain(value) for name, value in (dense or {}).items()}
+        experts = {name: _experts_of(layer) for name, layer in self._layers.items()}
+        plain = {name: value.detach() for name, value in (dense or {}).items()}
+        tables = [*(each.weights for each in experts.values()), plain]
+        socket = None if self._offers is None else self._offer(version, tables, *self._offers)
+        for table in tables:
+            table.update({name: _plain(value) for name, value in table.items() if not value.is_meta})
         whole = self._folder / f"v{version:013}.{self._group}{self._suffix}"
         draft = whole.with_name(f".{whole.name}")
-        torch.save({"experts": experts, "dense": plain}, draft)
+        parts = {name: tuple(each) for name, each in experts.items()}
+        torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
         draft.replace(whole)
         for old in sent[: max(len(sent) + 1 - self._keep, 0)]:
             old.unlink(missing_ok=True)
+
+    def _offer(self, version: int, tables: list[dict[str, Tensor]], memory: Memory, handout: Handout) -> str:
+        """Put the tensors on the device of `memory` into a new piece of it; in the tables they become meta tensors."""
+        places, nbytes = _laid_out(tables, memory.device)
+        handout.drop(self._keep - 1)  # before the new one takes room
+        piece = Places(memory, 1, nbytes)
+        try:
+            descriptor = piece.create(nbytes)
+        except MemoryError as error:
+            why = f"version {version} needs {nbytes:,} bytes of GPU memory beside what torch holds: take a smaller"
+            raise MemoryError(f"{why} `keep`, torch.cuda.empty_cache(), or on_host=True") from error
+        handout.keep(version, descriptor)
+        region = piece.map(0, descriptor, nbytes)
+        for table, name, begin in places:
+            value = table[name]
+            with torch.no_grad():
+                _view(region, begin, value).copy_(value)
+            table[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        piece.unmap()  # once it is written; its descriptor keeps the memory
+        return handout.name
 
 
 class Version(NamedTuple):
@@ -102,18 +143,63 @@ def newest_version(folder: Path) -> int:
     return max((int(version) for version, *_ in _complete(os.listdir(folder))), default=-1)
 
 
-def map_version(folder: Path, number: int) -> Version:
-    """Map a version. Raises FileNotFoundError where the trainer has removed it."""
+def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
+    """Map a version, by `memory` what lies in that of a GPU.
+
+    Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it lies on GPUs, and
+    this rank has none.
+    """
     found = list(_complete(path.name for path in folder.glob(f"v{number:013}.*")).values())
     if len(found) != 1:
         raise FileNotFoundError(f"version {number} is not complete any more")
     version = Version(number, {}, {})
     for name in sorted(found[0]):
         part = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
+        if part["socket"] is not None:
+            _map_offer(part, number, memory)
         version.dense.update(part["dense"])
         for name, experts in part["experts"].items():
             version.experts.setdefault(name, []).append(Experts(*experts))
     return version
+
+
+def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None:
+    """Put tensors of this process in the places of meta tensors."""
+    if memory is None:
+        raise ValueError(f"version {number} lies in GPU memory: WeightSender(…, on_host=True) has it on the host")
+    tables = [*(weights for _, _, weights in part["experts"].values()), part["dense"]]
+    places, nbytes = _laid_out(tables, torch.device("meta"))
+    try:
+        descriptor = fetch_descriptor(part["socket"], number, f"version {number} is not there any more")
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from error
+    try:
+        region = Places(memory, 1, nbytes).map(0, descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+    for table, name, begin in places:
+        table[name] = _view(region, begin, table[name])
+
+
+def _laid_out(tables: list[dict[str, Tensor]], device: torch.device) -> tuple[list[tuple[Any, str, int]], int]:
+    """Where the tensors on a device lie in one piece of memory: table, name and first byte of each; and its bytes."""
+    places, end = [], 0
+    for table in tables:
+        for name, value in table.items():
+            if value.device == device:
+                places.append((table, name, end))
+                end = round_up(end + value.numel() * value.itemsize, BUFFER_ALIGNMENT)
+    return places, max(end, 1)
+
+
+def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
+    """The place of a tensor in bytes of memory, without gaps, from `begin` on."""
+    return region[begin : begin + value.numel() * value.itemsize].view(value.dtype).view(value.shape)
+
+
+def shared_memory(device: torch.device) -> Memory | None:
+    """Of a GPU, that other processes map; None on CPUs, where they map files."""
+    return GpuMemory(device) if device.type == "cuda" else None
 
 
 def _complete(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
@@ -151,7 +237,7 @@ def _experts_of(layer: Any) -> Experts:
     experts = layer.experts
     if experts.dtype not in FLOATS or experts.is_quantized:
         raise ValueError(f"experts of a trainer must be fp32, fp16 or bf16, got {describe(experts.w_down)}")
-    weights = {name: _plain(local_view(value.detach())) for name, value in experts.named_parameters()}
+    weights = {name: local_view(value.detach()) for name, value in experts.named_parameters()}
     return Experts(layer.ep.logical_experts(layer.tag), computes(experts), weights)
 
 

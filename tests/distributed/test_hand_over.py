@@ -45,14 +45,14 @@ class Model(nn.Module):
         super().__init__()
         dtype, self.layers = ep.config.model.torch_dtype, nn.ModuleList()
         for i in range(layers):
-            router, gate_up, down = weights(version, i)
+            router, gate_up, down = (each.to(ep.device) for each in weights(version, i))
             full = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}
             if fp8:
                 pairs = {name: [quantize_weights(w) for w in value] for name, value in full.items()}
                 full = {name: torch.stack([q for q, _ in pair]) for name, pair in pairs.items()}
                 for name, pair in pairs.items():
                     full[f"{name.removeprefix('w_')}_scales"] = torch.stack([scales for _, scales in pair])
-            self.layers.append(MoELayer.from_full(ep, router, **full, batch_invariant=True))
+            self.layers.append(MoELayer.from_full(ep, router, **full, batch_invariant=ep.device.type == "cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -81,7 +81,9 @@ def folder(size) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def side(rank: int, size: int, trainers: int, dtype: str, sections: dict) -> Iterator[tuple[ExpertParallel, bool]]:
+def side(
+    rank: int, size: int, trainers: int, dtype: str, sections: dict, device: str | torch.device = "cpu"
+) -> Iterator[tuple[ExpertParallel, bool]]:
     """The `ExpertParallel` of the first ranks, who train, or of the others."""
     groups = [dist.new_group(list(ranks), backend="gloo") for ranks in (range(trainers), range(trainers, size))]
     trains = rank < trainers
@@ -89,7 +91,7 @@ def side(rank: int, size: int, trainers: int, dtype: str, sections: dict) -> Ite
         trainers if trains else size - trainers, experts=E, top_k=K, hidden=D, dtype=dtype, max_tokens=M,
         timeout_s=LONG_S, **{} if trains else sections,
     )  # fmt: skip
-    with ExpertParallel(config, groups[not trains]) as ep:
+    with ExpertParallel(config, groups[not trains], device=device) as ep:
         yield ep, trains
 
 
@@ -101,7 +103,7 @@ def send(model: Model, sender: WeightSender, version: int) -> None:
         held = layer.ep.logical_experts(layer.tag)
         for parameter, full in ((layer.experts.w_gate_up, gate_up), (layer.experts.w_down, down)):
             local_view(parameter.data).copy_(full[held])
-        routers[f"router.{i}"] = router
+        routers[f"router.{i}"] = router.to(layer.ep.device)
     sender.send(version, routers if layer.ep.rank == 0 else None)
 
 

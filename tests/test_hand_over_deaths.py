@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from exchanges import make_config
-from helpers import randn
+from helpers import NO_CUDA, randn
 from host import Host
 from test_hand_over import LAYERS, TOKENS, D, E, K, M, Model, send, weights
+from test_hand_over_gpus import share_host_memory
 from waits import LONG_S, SOON_S
 
 import epmoe
 from epmoe import WeightReceiver, WeightSender
-from epmoe.live import receiver
+from epmoe.live import receiver, versions
 from epmoe.local.spread import local_view
 
 TRAINERS, SERVERS, LAST = [0, 1], [2, 3], 3
@@ -32,9 +33,11 @@ TRAINER_STATES = {
     "has written a draft": (torch, "save", lambda *_: True, True),
     "has named it": (Path, "replace", lambda path, _: path.name.startswith(".v"), True),
     "removes an old one": (Path, "unlink", lambda path, **_: path.name.startswith("v"), True),
+    "offers": (versions.Handout, "keep", lambda *_: True, True),
 }
 SERVER_STATES = {
     "maps": (receiver, "map_version", lambda *_: True, False),
+    "has fetched": (versions, "fetch_descriptor", lambda *_: True, True),
     "has mapped": (receiver, "map_version", lambda *_: True, True),
     "copies": (WeightReceiver, "_held", lambda _, name: name.endswith(str(LAYERS - 1)) and next(CALLS) == 1, True),
     "has staged": (WeightReceiver, "_post", lambda _, word, __: word >= receiver._STAGED, True),
@@ -58,8 +61,17 @@ def end(state, kind: str, what: str) -> None:
     setattr(owner, name, ends)
 
 
-def create_trainer(state, folder: str) -> None:
-    state.ep = epmoe.ExpertParallel(make_config(2, experts=E, top_k=K, hidden=D, max_tokens=M))
+def create_ep(state, ranks: int, shared: bool) -> None:
+    """With `shared`, versions go by memory that processes share, on GPUs theirs."""
+    if shared and state.device.type == "cpu":
+        share_host_memory()
+    dtype = "float32" if state.device.type == "cpu" else "bfloat16"
+    config = make_config(ranks, experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=LONG_S, dtype=dtype)
+    state.ep = epmoe.ExpertParallel(config, device=state.device)
+
+
+def create_trainer(state, folder: str, shared: bool) -> None:
+    create_ep(state, 2, shared)
     state.model = Model(state.ep, 0)
     state.sender = WeightSender(state.model, folder, keep=2)
 
@@ -72,12 +84,11 @@ def sends(state, version: int) -> float:
 
 
 @torch.no_grad()
-def create_server(state, folder: str, ranks: int) -> int:
-    config = make_config(ranks, experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=LONG_S)
+def create_server(state, folder: str, shared: bool, ranks: int = 2) -> int:
     if ranks == 1:
         torch.distributed.destroy_process_group()
-    state.ep = epmoe.ExpertParallel(config)
-    state.tokens = randn(TOKENS, D, seed=9)[:M]
+    create_ep(state, ranks, shared)
+    state.tokens = randn(TOKENS, D, seed=9)[:M].to(state.device, state.ep.config.model.torch_dtype)
     state.wanted = [Model(state.ep, version)(state.tokens) for version in range(LAST + 3)]
     state.model = Model(state.ep, 0)
     state.receiver = WeightReceiver(state.ep, state.model, folder, dense=state.model.take_routers)
@@ -116,7 +127,7 @@ def holds(state) -> list[int]:
                 (local_view(layer.experts.w_down), down[held]),
             )
         ]
-        if all(torch.equal(*pair) for pair in pairs):
+        if all(torch.equal(got.cpu(), want.to(got.dtype)) for got, want in pairs):
             found.append(version)
     return found
 
@@ -133,11 +144,12 @@ def ends(host: Host, name: int) -> None:
 
 
 @pytest.fixture
-def host(tmp_path):
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Host(tmp_path, torch.device("cpu")) as host:
-        begin(host, TRAINERS, create_trainer, folder)
-        begin(host, SERVERS, create_server, folder, 2)
-        host.weights = folder
+def host(tmp_path, by):
+    device = torch.device("cuda" if by == "GPUs" else "cpu")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Host(tmp_path, device) as host:
+        host.weights = folder, by != "files"
+        begin(host, TRAINERS, create_trainer, *host.weights)
+        begin(host, SERVERS, create_server, *host.weights)
         host.succeed(TRAINERS, sends, 1)
         assert host.succeed(SERVERS, serves, 1) == [1, 1]
         host.succeed(TRAINERS, sends, 2)
@@ -145,27 +157,33 @@ def host(tmp_path):
         yield host
 
 
+OF_SHARED = {"offers", "has fetched"}  # states that versions in files do not have
+OFTEN = {("trainer", "has written a draft", 1), ("server", "copies", 3), ("trainer", "offers", 1)}
 CASES = [
-    *(("trainer", what, rank) for what in TRAINER_STATES for rank in TRAINERS),
-    *(("server", what, rank) for what in SERVER_STATES for rank in SERVERS),
+    pytest.param(by, *case, marks=[*([] if case in OFTEN else [pytest.mark.slow]), *marks])
+    for by, marks in (("files", []), ("shared memory", []), ("GPUs", [pytest.mark.gpu, NO_CUDA]))
+    for case in (
+        *(("trainer", what, rank) for what in TRAINER_STATES for rank in TRAINERS),
+        *(("server", what, rank) for what in SERVER_STATES for rank in SERVERS),
+    )
+    if by != "files" or case[1] not in OF_SHARED
 ]
-OFTEN = {("trainer", "has written a draft", 1), ("server", "copies", 3)}
 
 
-@pytest.mark.parametrize(
-    "kind, what, rank", [pytest.param(*c, marks=[] if c in OFTEN else pytest.mark.slow) for c in CASES]
-)
-def test_a_rank_is_killed(host, kind, what, rank):
+@pytest.mark.parametrize("by, kind, what, rank", CASES)
+def test_a_rank_is_killed(host, by, kind, what, rank):
     host.succeed([rank], end, kind, what)
     if kind == "trainer":
         other = 1 - rank
         host.start(TRAINERS, sends, LAST)
         ends(host, rank)
         assert host.results([other])[0] < SOON_S, "nobody waits"
-        complete = what in ("has named it", "removes an old one")  # and then it is taken
-        assert host.succeed(SERVERS, serves, LAST if complete else -1) == [LAST if complete else 2] * 2
+        complete = what in ("has named it", "removes an old one")
+        stays = by == "files"  # what is shared may go before it is mapped
+        [served] = set(host.succeed(SERVERS, serves, LAST if complete and stays else -1))
+        assert served == LAST if complete and stays else served in (2, LAST if complete else 2)
         host.processes[other].kill()
-        begin(host, [4, 5], create_trainer, host.weights)  # a trainer that begins again
+        begin(host, [4, 5], create_trainer, *host.weights)  # a trainer that begins again
         host.succeed([4, 5], sends, LAST + 1)
         assert host.succeed(SERVERS, serves, LAST + 1) == [LAST + 1] * 2
     else:
@@ -177,6 +195,6 @@ def test_a_rank_is_killed(host, kind, what, rank):
         assert isinstance(error, str) and ("EP" in error or "RuntimeError" in error)
         [found] = host.do([other], holds)
         assert found in ([2], [LAST]), "the version that served, or the next one, is whole"
-        assert host.do([other], create_server, host.weights, 1) == [LAST]
+        assert host.do([other], create_server, *host.weights, 1) == [LAST]
         host.succeed(TRAINERS, sends, LAST + 1)
         assert host.succeed([other], serves, LAST + 1) == [LAST + 1]

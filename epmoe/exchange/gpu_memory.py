@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from ctypes import Structure, byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import partial
 from typing import Any
@@ -96,14 +95,11 @@ class GpuMemory:
         self._wait()
         self._call("cuMemUnmap", address, nbytes)
 
-    @contextmanager
-    def beside_captures(self) -> Iterator[None]:
-        """Within it this thread may do what CUDA refuses to all threads while one of them captures a graph."""
-        self._call("cuThreadExchangeStreamCaptureMode", byref(mode := c_int(_RELAXED)))  # which gets the mode before
-        try:
-            yield
-        finally:
-            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+    def relax_captures(self) -> None:
+        """Let this thread do from now on what CUDA refuses to all threads while one of them captures a graph."""
+        with torch.cuda.device(self.device):
+            torch.cuda.is_current_stream_capturing()  # a thread has no context before its first call of the runtime
+            self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
     def _new(self, nbytes: int) -> c_uint64:
         self._call("cuMemCreate", byref(handle := c_uint64()), nbytes, byref(self._properties), 0)

@@ -17,22 +17,22 @@ class GpuCopies:
     """Copies on a stream of their own. `memory` maps what they read, and unmaps it once they have ended."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self.memory = GpuMemory(device, self._stream.synchronize)
+        self._stream, self._end = torch.cuda.Stream(device), torch.cuda.Event()
+        self.memory = GpuMemory(device, self._end.synchronize)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is launched within it waits for no round, and has ended behind it. Any thread may do so, also while
-        another one captures a graph. Raises TimeoutError where the copies do not end."""
+        """What is launched within it waits for no round, and has ended behind it, or TimeoutError is raised."""
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            self._stream.query()  # a thread has its context from its first call on
-            with self.memory.beside_captures():
+            try:
                 yield
-                deadline = time.monotonic() + _LATE_S
-                while not self._stream.query():
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"copies of weights have not ended within {_LATE_S} s")
-                    time.sleep(_GLANCE_S)
+            finally:
+                self._end.record()  # torch may have given others this stream, too: it need not become idle
+            deadline = time.monotonic() + _LATE_S
+            while not self._end.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"copies of weights have not ended within {_LATE_S} s")
+                time.sleep(_GLANCE_S)
 
 
 def copies_on(device: torch.device) -> GpuCopies | None:

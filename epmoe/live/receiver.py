@@ -10,9 +10,11 @@ no newer TARGET, which a rank 0 that gives rounds up may write one tick before. 
 takes each value once. It alone says that there is a flip: with a second word for the version, a rank could see the new
 version beside the round of the flip before.
 
-On GPUs the host runs ahead of rounds, and replays of CUDA graphs count on the device alone. So a rank that has staged,
-and may have to flip, waits at each tick for its own GPU, and takes the count from there: then the same holds. Copies run
-on a stream of their own. A flip copies into the weights, whose addresses graphs have, while no round runs.
+On GPUs hosts run ahead of rounds, and replays of CUDA graphs count on the device alone. So a rank that has staged waits
+at each tick for its own GPU, takes the count from there, and only then says STAGED: rank 0 has launched all rounds so
+far by then, and writes ROUND behind a later one. Until the flip the rank waits at each tick, and the same holds as
+above. Copies run on a stream of their own. A flip copies into the weights, whose addresses graphs have, while no round
+runs.
 """
 
 from __future__ import annotations
@@ -125,6 +127,8 @@ class WeightReceiver:
                     self._flip(staged)
         self._target = self.version
         self._worker = Worker("epmoe-weights")
+        if self._copies is not None:
+            self._worker.submit(self._copies.memory.relax_captures)
 
     @takes_turn_of_exchange
     def load(self, version: int, timeout_s: float = 60.0) -> None:
@@ -159,7 +163,8 @@ class WeightReceiver:
 
     @takes_turn_of_exchange
     def tick(self) -> bool:
-        """One step between two forward passes, which all ranks call between the same rounds. It waits for no rank.
+        """One step between two forward passes, which all ranks call between the same rounds. It waits for no rank; on
+        GPUs, from when this rank has a version until all have it, for the rounds that this rank has launched.
 
         Returns:
             Whether this call has flipped to a version: on all ranks it is this one.
@@ -172,6 +177,7 @@ class WeightReceiver:
         if self._copies is not None and self._staged is not None and _failed(target) not in staged:
             self._await_device()
             count = self.exchange.health(wait=False).rounds
+            self._post(_STAGED + ep.rank, self._staged.number)
             target, behind, *staged = ops.read_words(self._words).tolist()
         if flips := self._flipped_behind < behind < count - 1:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
@@ -198,14 +204,15 @@ class WeightReceiver:
             raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
     def _stage_and_say(self, number: int) -> None:
-        """Stage a version, on the thread, and tell rank 0 how that went."""
+        """Stage a version, on the thread, and tell rank 0 how that went; on GPUs the next tick says STAGED."""
         try:
             self._staged, self.problem, said = self._stage(number), None, number
         except BaseException as error:
             _log.warning("version %d of the weights is not taken: %s", number, error)
             traceback.clear_frames(error.__traceback__)  # which have what was mapped
             self.problem, said = error, _failed(number)
-        self._post(_STAGED + self._ep.rank, said)
+        if said != number or self._copies is None:
+            self._post(_STAGED + self._ep.rank, said)
 
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""

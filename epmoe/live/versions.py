@@ -6,9 +6,9 @@ A version is complete once every rank of the trainer has its file there. A file 
 one keeps its bytes, also once the trainer has removed it or has died. So neither side waits for the other. Files name
 the group that has written them: what a trainer that has died leaves is never completed by the next one.
 
-Weights of a trainer on GPUs stay in GPU memory, one piece for each version. The file then says where they lie in it, and
-at which socket a rank of a server gets its descriptor. Who has mapped it keeps its bytes, too; nobody else gets it once
-the trainer has died.
+Weights of a trainer on GPUs stay in GPU memory, one piece for each version. The file then says where they lie in it,
+and at which socket a rank of a server gets its descriptor. Who has mapped it keeps its bytes, too; nobody else gets it
+once the trainer has died.
 """
 
 from __future__ import annotations

@@ -36,8 +36,10 @@ KINDS = {  # dtypes are bf16: fp8, options of the receiver and of the sender
 
 def share_host_memory(set_attribute: Callable = setattr) -> None:
     """Let this process's versions go by memory that is shared as GPUs share theirs."""
-    copies = SimpleNamespace(memory=HostMemory(), running=nullcontext)
-    set_attribute(versions, "shared_memory", lambda device: copies.memory)
+    memory = HostMemory()
+    memory.relax_captures = lambda: None
+    copies = SimpleNamespace(memory=memory, running=nullcontext)
+    set_attribute(versions, "shared_memory", lambda device: memory)
     set_attribute(receiver_module, "copies_on", lambda device: copies)
 
 

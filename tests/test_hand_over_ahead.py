@@ -1,0 +1,89 @@
+"""Hosts that run ahead of their GPUs flip to a version between the same rounds: real ticks, on a model of GPUs."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from random import Random
+from threading import Condition, Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from epmoe import WeightReceiver
+from epmoe.exchange.round_state import CLOSED
+from epmoe.group.waiting import Worker
+from epmoe.live import receiver as receiver_module
+
+RANKS, STEPS, LAYERS, AHEAD = 3, 400, 2, 16
+
+
+class Gpus:
+    """A round has ended once all hosts have launched it."""
+
+    def __init__(self) -> None:
+        self.launched, self.change = [0] * RANKS, Condition()
+
+    def launch(self, rank: int) -> None:
+        with self.change:
+            self.launched[rank] += LAYERS
+            self.change.notify_all()
+        self.wait(rank, AHEAD)
+
+    def wait(self, rank: int, running: int = 0) -> None:
+        with self.change:
+            assert self.change.wait_for(lambda: min(self.launched) >= self.launched[rank] - running, 20.0)
+
+
+class Receiver(WeightReceiver):
+    """Of a rank of a server whose weights are a number."""
+
+    def __init__(self, gpus: Gpus, rank: int, words: torch.Tensor, random: Random) -> None:
+        exchange = SimpleNamespace(
+            rounds=SimpleNamespace(count=0, state=CLOSED), run=lambda call: call(),
+            deadlines=SimpleNamespace(wait_s=lambda: 20.0),
+            wait_for_device=lambda timeout_s: gpus.wait(rank),
+            health=lambda wait: SimpleNamespace(rounds=gpus.launched[rank]),
+        )  # fmt: skip
+        self._ep = SimpleNamespace(rank=rank, exchange=exchange, generation=0)
+        self._generation, self._words, self._random, self._folder = 0, words, random, Path()
+        self._copies, self._worker, self._looked = SimpleNamespace(), Worker("model"), 0.0
+        self.version = self._target = self._flipped_behind = -1
+        self._staging = self._staged = self.problem = None
+
+    def _stage(self, number: int) -> SimpleNamespace:
+        time.sleep(self._random.choice((0, 0.001, 0.005)))
+        if not self._random.randrange(4):
+            raise MemoryError
+        return SimpleNamespace(number=number)
+
+    def _flip(self, version: SimpleNamespace) -> None:
+        self.version = version.number
+
+
+def serve(gpus: Gpus, rank: int, words: torch.Tensor, seen: list[list[int]], seed: int) -> None:
+    random = Random(RANKS * seed + rank)
+    receiver = Receiver(gpus, rank, words, random)
+    for _ in range(STEPS):
+        receiver.tick()
+        seen[rank].append(receiver.version)
+        gpus.launch(rank)
+        time.sleep(random.choice((0, 0, 0, 0.001, 0.002)))
+    receiver.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_ranks_flip_between_the_same_rounds(monkeypatch, seed):
+    start = time.monotonic()
+    monkeypatch.setattr(receiver_module, "newest_version", lambda folder: int((time.monotonic() - start) / 0.02))
+    monkeypatch.setattr(receiver_module, "_LOOK_S", 0.0)
+    gpus, words, seen = Gpus(), torch.full((2 + RANKS,), -1), [[] for _ in range(RANKS)]
+    threads = [Thread(target=partial(serve, gpus, rank, words, seen, seed)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [seen[0]] * RANKS and len(seen[0]) == STEPS
+    assert len(set(seen[0])) > 3, "versions pass"

@@ -118,6 +118,7 @@ class WeightReceiver:
             self._layers, self._folder = layers_to_hand_over(model), own_folder(folder)
             self._copies = copies_on(ep.device)
             self._spare = None if not spare else {name: _like(weights) for name, weights in self._weights().items()}
+            self._await_device()  # on other streams torch may have given this memory away before
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
             if (newest := peers.all_gather(newest_version(self._folder))[0]) != _NONE:
                 staged = None
@@ -174,10 +175,11 @@ class WeightReceiver:
         self._check_state()
         ep, count = self._ep, self.exchange.rounds.count
         target, behind, *staged = ops.read_words(self._words).tolist()
-        if self._copies is not None and self._staged is not None and _failed(target) not in staged:
+        ours = None if self._copies is None else self._staged
+        if ours is not None and _failed(ours.number) not in staged:  # a flip to it may come
             self._await_device()
             count = self.exchange.health(wait=False).rounds
-            self._post(_STAGED + ep.rank, self._staged.number)
+            self._post(_STAGED + ep.rank, ours.number)
             target, behind, *staged = ops.read_words(self._words).tolist()
         if flips := self._flipped_behind < behind < count - 1:
             assert self._staged is not None, "ROUND comes once all ranks have staged"

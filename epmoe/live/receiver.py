@@ -242,7 +242,8 @@ class WeightReceiver:
         start = time.perf_counter()
         dense = version.dense
         if self._copies is not None:  # `_dense` may keep them, and the trainer's memory is let go of
-            dense = {name: torch.empty_like(value) for name, value in dense.items()}
+            with torch.inference_mode(False):
+                dense = {name: torch.empty_like(value) for name, value in dense.items()}
         with self._copying():
             if self._spare is None:
                 self._copy(version, self._weights())

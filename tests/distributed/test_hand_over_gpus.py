@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import captured, randn
-from test_hand_over import D, E, K, M, Model, folder, send, side, wait_for  # noqa: F401
+from test_hand_over import D, E, K, M, Model, send, side, wait_for
 from torch import Tensor
 
 from epmoe import WeightReceiver, WeightSender
@@ -80,7 +79,7 @@ def wrong_outputs(model: Model, receiver: WeightReceiver, seen: Callable[[int], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_replay_meets_one_version(rank, size, device, folder, kind):  # noqa: F811
+def test_a_replay_meets_one_version(rank, size, device, folder, kind):
     if size < 2:
         pytest.skip("a trainer and a server have a rank each")
     (fp8, receives, sends), last = KINDS[kind], 6
@@ -104,7 +103,7 @@ def test_a_replay_meets_one_version(rank, size, device, folder, kind):  # noqa: 
 
 
 @torch.inference_mode()
-def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):  # noqa: F811
+def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):
     """The folder still names it. A server begins with its own weights, and takes the next trainer's versions."""
     model = Model(make_ep(experts=E, top_k=K, hidden=D, max_tokens=M), 0)
     senders, began = [WeightSender(model, folder)], []
@@ -125,7 +124,7 @@ def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):  # noqa: F
     dist.barrier()
 
 
-def test_a_rank_on_a_cpu_takes_no_memory_of_gpus(rank, device, folder: Path):  # noqa: F811
+def test_a_rank_on_a_cpu_takes_no_memory_of_gpus():
     part = {"experts": {}, "dense": {}, "socket": "\0epmoe-nobody"}
     with pytest.raises(ValueError, match=r"version 3 lies in GPU memory: WeightSender\(…, on_host=True\)"):
         versions._map_offer(part, 3, None)

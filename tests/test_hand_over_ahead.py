@@ -55,7 +55,7 @@ class Receiver(WeightReceiver):
 
     def _stage(self, number: int) -> SimpleNamespace:
         time.sleep(self._random.choice((0, 0.001, 0.005)))
-        if not self._random.randrange(4):
+        if not self._random.randrange(8):
             raise MemoryError
         return SimpleNamespace(number=number)
 

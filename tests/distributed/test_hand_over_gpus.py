@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -24,8 +25,10 @@ from epmoe.exchange.addresses import HostMemory
 from epmoe.live import receiver as receiver_module
 from epmoe.live import versions
 
+CAPTURES = "spare, graphs are captured"  # again and again, also while versions arrive
 KINDS = {  # dtypes are bf16: fp8, options of the receiver and of the sender
     "spare": (False, {}, {}),
+    CAPTURES: (False, {}, {}),
     "no spare": (False, {"spare": False}, {}),
     "fp8": (True, {}, {}),
     "fp8, no spare": (True, {"spare": False}, {}),
@@ -56,7 +59,7 @@ def step_of(model: Model, x: Tensor) -> tuple[Callable[[], None], Tensor]:
     return lambda: y.copy_(model(x)), y
 
 
-def wrong_outputs(model: Model, receiver: WeightReceiver, seen: Callable[[int], None], last: int, fp8: bool) -> int:
+def wrong_outputs(model: Model, receiver: WeightReceiver, folder: Path, last: int, fp8: bool, captures: bool) -> int:
     """Serve until the last version. The host waits for no step."""
     ep = model.layers[0].ep
     x = randn(M, D, seed=9).to(ep.config.model.torch_dtype).to(ep.device)
@@ -65,11 +68,13 @@ def wrong_outputs(model: Model, receiver: WeightReceiver, seen: Callable[[int], 
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     step, y = step_of(model, x)
     random, wrong, steps = Random(ep.rank), torch.zeros((), dtype=torch.int64, device=ep.device), 0
-    seen(receiver.version)
+    (folder / f"seen{receiver.version}").touch()
     while receiver.version < last or steps < 100:
         if receiver.tick():
-            seen(receiver.version)
+            (folder / f"seen{receiver.version}").touch()
         time.sleep(random.choice((0, 0, 0.002)))
+        if captures and steps % 5 == 4:
+            step, y = step_of(model, x)
         step()
         wrong += (y != wanted[max(receiver.version, 0)]).sum()
         steps += 1
@@ -95,7 +100,7 @@ def test_a_replay_meets_one_version(rank, size, device, folder, kind):
         else:
             dist.barrier()
             receiver = WeightReceiver(ep, model, folder, dense=model.take_routers, **receives)
-            wrong = wrong_outputs(model, receiver, lambda version: (folder / f"seen{version}").touch(), last, fp8)
+            wrong = wrong_outputs(model, receiver, folder, last, fp8, kind == CAPTURES)
             receiver.load(last)
             receiver.close()
             assert receiver.problem is None and wrong == 0

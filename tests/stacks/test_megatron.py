@@ -93,6 +93,8 @@ def parallel(tp: int = 1, ep: int | None = None, etp: int = 1, pp: int = 1) -> I
     finally:
         megatron.close()
         parallel_state.destroy_model_parallel()
+        # Megatron keeps one for all layers. Its schedules write a tensor of another shape into one that a layer made.
+        moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def config_of(sizes: dict[str, int], **options: Any) -> TransformerConfig:
@@ -234,63 +236,6 @@ def test_two_micro_batches_are_in_flight(ep: int | None) -> None:
         compare(results[1], results[0])
 
 
-class OnHost(TorchFunctionMode):
-    """Where Megatron asks for "cuda" by name, tensors are of the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = DEVICE
-        return function(*args, **kwargs)
-
-
-class Stage(torch.nn.Module):
-    """A layer and what Megatron's schedule asks of a model."""
-
-    def __init__(self, layer: MoELayer) -> None:
-        super().__init__()
-        self.layer, self.config, self.received = layer, layer.config, None
-        self.model_type = ModelType.encoder_or_decoder  # 0.16 asks for it
-
-    def set_input_tensor(self, received: Any) -> None:
-        [self.received] = received if isinstance(received, list) else [received]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.received is None else self.received
-        return x + self.layer(x)[0]
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_its_pipeline(recomputes: bool) -> None:
-    """1F1B of Megatron over two stages, each a layer over half of the ranks."""
-    options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if recomputes else {}
-    generator = torch.Generator().manual_seed(dist.get_rank() % (dist.get_world_size() // 2))
-    # As embeddings have gradients: Megatron's recomputation needs those of its inputs.
-    batches = [torch.randn(S, B, D, generator=generator).to(DEVICE).requires_grad_() for _ in range(4)]
-    results = []
-    with parallel(pp=2) as sizes:
-        config = config_of(sizes, num_layers=2, pipeline_dtype=torch.float32, **options)
-        for ours in (False, True):
-            stage = Stage(layer_of(config, ours, group=parallel_state.get_expert_model_parallel_group()))
-            run = schedules.get_forward_backward_func()
-            assert run is schedules.forward_backward_pipelining_without_interleaving
-            with OnHost():
-                losses = run(
-                    forward_step_func=lambda data, model: (model(next(data)), loss_of),
-                    data_iterator=iter(batches), model=stage, num_microbatches=4, seq_length=S, micro_batch_size=B,
-                )  # fmt: skip
-            assert len(losses) == 4 * parallel_state.is_pipeline_last_stage()
-            y = torch.stack(losses) if losses else torch.zeros(1)
-            gradients = {name: p.grad for name, p in stage.layer.named_parameters() if p.grad is not None}
-            results.append({"losses": y} | gradients)
-    compare(results[1], results[0], exact=False)
-
-
-def loss_of(y: Tensor) -> tuple[Tensor, Tensor]:
-    loss = y.square().mean()
-    return loss, loss.detach()
-
-
 def test_routes_of_megatron_are_replayed() -> None:
     """Its `moe_enable_routing_replay`: what one layer recorded, another with a router of its own follows."""
     actions = router_replay.RouterReplayAction
@@ -409,3 +354,64 @@ def test_what_megatron_admits_on_gpus_only_says_so(name: str) -> None:
 def test_other_layers_are_not_exchanged() -> None:
     with pytest.raises(TypeError, match="partial of Megatron's MoELayer"):
         exchanged(get_gpt_layer_local_spec().submodules.mlp)
+
+
+class OnHost(TorchFunctionMode):
+    """Where Megatron asks for "cuda" by name, tensors are of the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = DEVICE
+        return function(*args, **kwargs)
+
+
+class Stage(torch.nn.Module):
+    """A layer and what Megatron's schedule asks of a model."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.layer, self.config, self.received = layer, layer.config, None
+        self.model_type = ModelType.encoder_or_decoder  # 0.16 asks for it
+
+    def set_input_tensor(self, received: Any) -> None:
+        [self.received] = received if isinstance(received, list) else [received]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.received is None else self.received
+        return x + self.layer(x)[0]
+
+
+def loss_of(y: Tensor) -> tuple[Tensor, Tensor]:
+    loss = y.square().mean()
+    return loss, loss.detach()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_its_pipeline(recomputes: bool) -> None:
+    """1F1B of Megatron over two stages, each a layer over half of the ranks.
+
+    It comes last: its first stage is in a group more than its second, and torch names the groups that the exchange
+    makes by how many a rank is in.
+    """
+    options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if recomputes else {}
+    generator = torch.Generator().manual_seed(dist.get_rank() % (dist.get_world_size() // 2))
+    # As embeddings have gradients: Megatron's recomputation needs those of its inputs.
+    batches = [torch.randn(S, B, D, generator=generator).to(DEVICE).requires_grad_() for _ in range(4)]
+    results = []
+    with parallel(pp=2) as sizes:
+        config = config_of(sizes, num_layers=2, pipeline_dtype=torch.float32, **options)
+        for ours in (False, True):
+            stage = Stage(layer_of(config, ours, group=parallel_state.get_expert_model_parallel_group()))
+            run = schedules.get_forward_backward_func()
+            assert run is schedules.forward_backward_pipelining_without_interleaving
+            with OnHost():
+                losses = run(
+                    forward_step_func=lambda data, model: (model(next(data)), loss_of),
+                    data_iterator=iter(batches), model=stage, num_microbatches=4, seq_length=S, micro_batch_size=B,
+                )  # fmt: skip
+            assert len(losses) == 4 * parallel_state.is_pipeline_last_stage()
+            y = torch.stack(losses) if losses else torch.zeros(1)
+            gradients = {name: p.grad for name, p in stage.layer.named_parameters() if p.grad is not None}
+            results.append({"losses": y} | gradients)
+    compare(results[1], results[0], exact=False)

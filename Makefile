@@ -18,8 +18,8 @@ TWO = @$(MAKE) --no-print-directory --jobs 2 --output-sync=target
 TORCHRUN := torchrun --standalone --nproc-per-node
 
 .PHONY: help setup demo test test-all unit distributed core integrations slow slow-unit slow-ranks serve-soak fuzz faults soak sanitize two-machines \
-  nodes torches peft stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan stacks-megatron lint docs bench benchmarks-report wheel first-hour cuda-compile \
-  gpu-deps gpu-test clean
+  nodes torches peft stacks stacks-ready stacks-ci stacks-ci-vllm stacks-ci-layers stacks-sglang stacks-torchtitan stacks-megatron \
+  lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
@@ -240,11 +240,31 @@ stacks: export EPMOE_TRIED := stacks
 stacks: $(VLLM)/.ready $(VLLM_TREES:%=$(STACKS)/trees/%)  ## vLLM on CPUs with epmoe: every combination, and its kernels
 	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_*.py
 
-stacks-ready: $(VLLM)/.ready  ## the environment with vLLM for CPUs
+# The other stacks beside vLLM's packages, most of which they use, too: seconds, and no second torch. Versions are those of
+# their own environments above.
+LAYERS := $(STACKS)/layers
+$(LAYERS)/.ready: $(VLLM)/.ready tests/stacks/sglang.txt tests/stacks/torchtitan.txt
+	$(VLLM)/bin/pip install --quiet --no-deps --no-compile --upgrade --target $(LAYERS) -c tests/stacks/sglang.txt \
+	  -c tests/stacks/torchtitan.txt sglang gguf ipython orjson traitlets torchtitan spmd-types tyro
+	$(VLLM)/bin/pip install --quiet --no-deps --no-compile --upgrade --target $(LAYERS) --ignore-requires-python \
+	  --python-version 3.12 --only-binary=:all: megatron-core==$(lastword $(MEGATRONS))
+	@touch $@
 
-stacks-ci: export EPMOE_STACKS ?= pairs
-stacks-ci: $(VLLM)/.ready  ## fewer combinations of vLLM's engine (EPMOE_STACKS): in pairs every pair of values occurs
+stacks-ready: $(LAYERS)/.ready  ## the environment of `make stacks-ci`
+
+stacks-ci: stacks-ready  ## one combination of each stack, and some of vLLM's engine (EPMOE_STACKS: pairs or two)
+	$(TWO) stacks-ci-vllm stacks-ci-layers
+
+stacks-ci-vllm: export EPMOE_STACKS ?= pairs
+stacks-ci-vllm:
 	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_engine.py
+
+stacks-ci-layers: export PATH := $(CURDIR)/$(VLLM)/bin:$(PATH)
+stacks-ci-layers: export PYTHONPATH := .:$(LAYERS)
+stacks-ci-layers:
+	@$(call ranks,2,tests/stacks/test_sglang.py -k 'not fp8')
+	@$(call ranks,2,tests/stacks/test_torchtitan.py -k 'not hundred and not spread')
+	@$(call ranks,2,tests/stacks/test_megatron.py)
 
 gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see docs/testing.md
 	PYTHONPATH=.:.gpu-deps $(PYTHON) -m pytest -m gpu tests

@@ -256,6 +256,7 @@ stacks-ci: stacks-ready  ## one combination of each stack, and some of vLLM's en
 	$(TWO) stacks-ci-vllm stacks-ci-layers
 
 stacks-ci-vllm: export EPMOE_STACKS ?= pairs
+stacks-ci-vllm: export EPMOE_TRIED := stacks-ci
 stacks-ci-vllm:
 	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_engine.py
 

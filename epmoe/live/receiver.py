@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -121,6 +122,7 @@ class WeightReceiver:
             self._spare = None if not spare else {name: _like(weights) for name, weights in self._weights().items()}
             self._await_device()  # on other streams torch may have given this memory away before
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
+            self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
             if (newest := peers.all_gather(newest_version(self._folder))[0]) != _NONE:
                 staged = None
                 with suppress(FileNotFoundError):  # it went with its trainer
@@ -177,6 +179,8 @@ class WeightReceiver:
         Raises EPStateError in an open round, and where the group has changed; and what `dense` raises.
         """
         self._check_state()
+        if self._has_nothing_to_do():
+            return False
         ep, count = self._ep, self.exchange.rounds.count
         target, behind, *staged = ops.read_words(self._words).tolist()
         ours = None if self._copies is None else self._staged
@@ -201,6 +205,13 @@ class WeightReceiver:
         """End the thread, and let go of what is mapped. The version that serves stays."""
         self._worker.submit(self._let_go)
         self._worker.close()
+
+    def _has_nothing_to_do(self) -> bool:
+        """A glance at the words, in 1 µs: no flip and no version is to come. `tick` reads what has come in order."""
+        target, behind = self._glance
+        if not target <= self._target == self.version or behind > self._flipped_behind:
+            return False
+        return self._ep.rank > 0 or time.monotonic() - self._looked < _LOOK_S
 
     def _let_go(self) -> None:
         self._staged = None

@@ -35,6 +35,7 @@ from epmoe.native import ops
 
 SOCKET_TIMEOUT_S = 60.0
 _BACKLOG = 64  # connections on their way to a `Handout`
+_SHORTAGE_S = 0.01  # until it looks again whether this process may open more files
 _MOST_DESCRIPTORS = 253  # of one message, by Linux
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -232,7 +233,7 @@ class Handout:
         stack = contextlib.ExitStack()
         stack.callback(lambda kept: _close(kept.values()), self._kept)
         stack.enter_context(_admitting(self.name, _BACKLOG, partial(_hand_out, self._kept, self._lock)))
-        weakref.finalize(self, _end, os.getpid(), stack).atexit = False
+        weakref.finalize(self, stack.close).atexit = False
 
     def keep(self, number: int, descriptor: int) -> None:
         """Give a descriptor, in place of the last one of this number, and close it in the end."""
@@ -268,15 +269,13 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     return found
 
 
-def _hand_out(kept: dict[int, int], lock: Lock, connection: socket.socket | OSError) -> None:
-    if isinstance(connection, socket.socket):
-        with connection, lock, contextlib.suppress(OSError):  # of one who has left
-            socket.send_fds(connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values()))
-
-
-def _end(owner: int, stack: contextlib.ExitStack) -> None:
-    if os.getpid() == owner:
-        stack.close()
+def _hand_out(kept: dict[int, int], lock: Lock, connection: socket.socket | OSError) -> bool:
+    if not isinstance(connection, socket.socket):
+        time.sleep(_SHORTAGE_S)
+        return connection.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+    with connection, lock, contextlib.suppress(OSError):  # of one who has left
+        socket.send_fds(connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values()))
+    return True
 
 
 def _new_name() -> str:
@@ -285,22 +284,25 @@ def _new_name() -> str:
 
 @contextlib.contextmanager
 def _admitting(name: str, size: int, take: Callable[[socket.socket | OSError], object]) -> Iterator[None]:
-    """`take` gets the connections of this user's processes to an abstract socket, on a thread, or why no more come.
+    """`take` gets the connections of this user's processes to an abstract socket, on a thread, or why one did not come.
+    The thread goes on after that where `take` returns True.
 
-    The thread takes every connection at once: other users can connect, too, and must not fill the socket's queue.
+    It takes every connection at once: other users can connect, too, and must not fill the socket's queue.
     """
 
     def admit() -> None:
-        try:
-            while True:
+        while True:
+            try:
                 connection, _ = listener.accept()
                 if _user_of(connection) == os.getuid():
                     take(connection)
                 else:
                     connection.close()
-        except OSError as error:  # also once it is shut down
-            take(error)
+            except OSError as error:  # also once it is shut down
+                if not take(error) or ended:
+                    return
 
+    owner, ended = os.getpid(), False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(size)
@@ -309,8 +311,10 @@ def _admitting(name: str, size: int, take: Callable[[socket.socket | OSError], o
         try:
             yield
         finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+            if os.getpid() == owner:  # a fork has the same socket, and leaves it open
+                ended = True
+                listener.shutdown(socket.SHUT_RDWR)
+                thread.join()
 
 
 def _drain(admitted: SimpleQueue[socket.socket | OSError]) -> None:

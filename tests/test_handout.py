@@ -1,0 +1,41 @@
+"""Descriptors that a process gives to others: at a socket that outlives a fork, and a shortage of files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from epmoe.exchange.window import Handout, fetch_descriptor
+
+
+def handout_of(number: int) -> Handout:
+    handout = Handout()
+    handout.keep(number, os.open(os.devnull, os.O_RDONLY))
+    return handout
+
+
+def test_a_fork_that_drops_it_leaves_the_socket_open():
+    handout = handout_of(1)
+    if not (child := os.fork()):
+        try:
+            del handout
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(fetch_descriptor(handout.name, 1, "version 1 is not there"))
+
+
+def test_a_shortage_of_files_passes(monkeypatch):
+    accept, short = socket.socket.accept, [True]
+
+    def accepts(listener: socket.socket) -> object:
+        if short:
+            short.clear()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accepts)
+    handout = handout_of(1)
+    os.close(fetch_descriptor(handout.name, 1, "version 1 is not there"))
+    assert not short

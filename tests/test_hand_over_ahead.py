@@ -7,7 +7,7 @@ from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from random import Random
-from threading import Condition, Thread
+from threading import Condition, Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -89,3 +89,30 @@ def test_all_ranks_flip_between_the_same_rounds(monkeypatch, seed):
         thread.join()
     assert seen == [seen[0]] * RANKS and len(seen[0]) == STEPS
     assert len(set(seen[0])) > 3, "versions pass"
+
+
+def test_no_older_version_takes_the_place_of_a_failure():
+    """Rank 2 could not take version 1, which this rank had still to stage, nor this rank version 2."""
+
+    class Slow(Receiver):
+        def _stage(self, number: int) -> SimpleNamespace:
+            assert goes_on.wait(20.0)
+            if number == 2:
+                raise MemoryError
+            return SimpleNamespace(number=number)
+
+    goes_on, words = Event(), torch.full((2 + RANKS,), -1)
+    receiver = Slow(Gpus(), 1, words, Random())
+    target, others, ours = 0, 2 + 2, 2 + 1
+    words[target] = 1
+    receiver.tick()
+    words[others], words[target] = -2 - 1, 2
+    receiver.tick()
+    goes_on.set()
+    staged = receiver._worker.submit(lambda: None)
+    while not staged.done:
+        time.sleep(0.001)
+    words[others] = 2
+    receiver.tick()
+    receiver.close()
+    assert words[ours] == -2 - 2

@@ -264,6 +264,36 @@ def test_a_tick_that_was_interrupted_is_done_again(rank, size, folder, monkeypat
         dist.barrier()
 
 
+@torch.inference_mode()
+def test_a_load_that_one_rank_leaves_calls_a_flip_off_for_all(rank, size, folder, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model, versions = Model(ep, 0, layers=1), []
+        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder)
+        sender.send(1)
+        while ops.read_words(receiver._words)[receiver_module._ROUND] < 0:  # until a flip is to come
+            model(randn(1, D))
+            receiver.tick()
+            dist.barrier()
+        sender.send(2)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="interrupted"):
+            if rank == size - 1:
+                patched.setattr(WeightReceiver, "_await_worker", interrupted)
+            receiver.load(2)
+        assert receiver.version == -1
+        for _ in range(300):
+            model(randn(1, D))
+            receiver.tick()
+            versions.append(receiver.version)
+            time.sleep(0.001)
+        receiver.close()
+        seen = [None] * size
+        dist.all_gather_object(seen, versions)
+    assert seen == [versions] * size and versions[-1] == 2
+
+
 def test_no_version_has_parts_of_two_trainers(rank, size, folder):
     """One dies when rank 0 has sent a version; rank 0 of the next one knows that, and the other ranks do not."""
     if size < 2:

@@ -378,7 +378,10 @@ def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
             file.write(bytes([255]) * 8 * count)
     path = peers.all_gather(path)[0]
     words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
+    here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
     peers.all_gather(None)  # all have mapped it
-    if peers.rank == 0:
-        os.unlink(path)
+    if peers.rank == 0 or not here:
+        Path(path).unlink(missing_ok=True)
+    if not here:
+        raise ValueError("all ranks of a server that receives weights must be on one machine")
     return words

@@ -97,6 +97,8 @@ class WeightSender:
         experts = {name: _experts_of(layer) for name, layer in self._layers.items()}
         plain = {name: value.detach() for name, value in (dense or {}).items()}
         tables = [*(each.weights for each in experts.values()), plain]
+        if odd := next((name for table in tables for name, value in table.items() if value.is_meta), None):
+            raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
         socket = None if self._offers is None else self._offer(version, tables, *self._offers)
         for table in tables:
             table.update({name: _plain(value) for name, value in table.items() if not value.is_meta})

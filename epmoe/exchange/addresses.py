@@ -140,7 +140,7 @@ class Places:
 def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
     if os.getpid() != owner:
         return
-    with suppress(RuntimeError):  # of a GPU that has failed
+    with suppress(RuntimeError, TimeoutError):  # of a GPU that has failed, or that may still read it
         while mapped:
             memory.unmap(*mapped.popitem())
         memory.free(begin, nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from ctypes import Structure, byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import partial
@@ -72,6 +73,7 @@ class GpuMemory:
             self._call("cuMemExportToShareableHandle", byref(descriptor := c_int()), handle, _POSIX_DESCRIPTOR, 0)
         finally:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
+        os.set_inheritable(descriptor.value, False)  # a program that is started would keep the memory
         return descriptor.value
 
     def map(self, descriptor: int | None, address: int, nbytes: int) -> None:

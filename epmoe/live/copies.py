@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from epmoe.exchange.gpu_memory import GpuMemory
+from epmoe.group.waiting import device_ends
 
 _GLANCE_S, _LATE_S = 2e-4, 60.0  # between two looks at copies, and until they are late
 
@@ -18,7 +19,7 @@ class GpuCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._end = torch.cuda.Stream(device), torch.cuda.Event()
-        self.memory = GpuMemory(device, self._end.synchronize)
+        self.memory = GpuMemory(device, self._await_end)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -28,11 +29,20 @@ class GpuCopies:
                 yield
             finally:
                 self._end.record()  # torch may have given others this stream, too: it need not become idle
-            deadline = time.monotonic() + _LATE_S
-            while not self._end.query():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"copies of weights have not ended within {_LATE_S} s")
-                time.sleep(_GLANCE_S)
+            self._await_end()
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + _LATE_S
+        while not self._end.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"copies of weights have not ended within {_LATE_S} s")
+            time.sleep(_GLANCE_S)
+
+
+def idle(device: torch.device) -> None:
+    """Wait until a GPU has done all that was launched. Raises TimeoutError."""
+    if not device_ends(device, _LATE_S):
+        raise TimeoutError(f"{device} has not done within {_LATE_S} s what was launched on it")
 
 
 def copies_on(device: torch.device) -> GpuCopies | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from epmoe.exchange.addresses import Memory, Places
 from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
 from epmoe.exchange.window import Handout, fetch_descriptor
+from epmoe.live.copies import idle
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.given import layers_of
 from epmoe.local.spread import local_view
@@ -127,6 +129,7 @@ class WeightSender:
             with torch.no_grad():
                 _view(region, begin, value).copy_(value)
             table[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        idle(memory.device)  # also after an exception here `piece` unmaps it
         piece.unmap()  # once it is written; its descriptor keeps the memory
         return handout.name
 
@@ -201,7 +204,7 @@ def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
 
 def shared_memory(device: torch.device) -> Memory | None:
     """Of a GPU, that other processes map; None on CPUs, where they map files."""
-    return GpuMemory(device) if device.type == "cuda" else None
+    return GpuMemory(device, partial(idle, device)) if device.type == "cuda" else None
 
 
 def _complete(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:

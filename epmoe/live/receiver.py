@@ -83,8 +83,8 @@ class WeightReceiver:
         spare: whether ranks have memory for a second set of their experts. A thread then fills it while rounds go on,
             and a flip swaps the two, or on GPUs copies within the memory of the GPU: weights keep the addresses that
             CUDA graphs have. Without it, a flip copies the weights from the trainer, and lasts as long as that.
-        dense: takes the other weights of a version at the flip, by name, on all ranks. If it or a signal handler
-            raises in a flip, so does `tick`, and this rank has weights of two versions: end it.
+        dense: takes the other weights of a version at the flip, by name, on all ranks. If it, a copy or a
+            signal handler raises in a flip, so does `tick`, and this rank has weights of two versions: end it.
 
     Attributes:
         version: that serves; −1: the weights that the model had.

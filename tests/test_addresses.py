@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,6 +50,16 @@ def test_groups_of_no_more_ranks_and_bytes_have_the_same_addresses(addresses):
     places.unmap()
     assert addresses.windows(3, NBYTES) is places
     assert starts(mapped(places, 3, 4)) == starts(first)
+
+
+def test_memory_that_is_still_read_stays_mapped(addresses, monkeypatch):
+    places = addresses.windows(1, NBYTES)
+    mapped(places, 1, 1)
+    monkeypatch.setattr(addresses.memory, "unmap", Mock(side_effect=TimeoutError))
+    with pytest.raises(TimeoutError):
+        places.unmap()
+    monkeypatch.undo()
+    assert places.mapped and addresses.windows(1, NBYTES) is not places, "nobody gets these addresses"
 
 
 @pytest.mark.parametrize(("ranks", "nbytes"), [(3, NBYTES), (2, NBYTES + 1)])

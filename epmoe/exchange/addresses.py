@@ -132,18 +132,22 @@ class Places:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def unmap(self) -> None:
-        """Unmap all. Nobody may be about to read or write them."""
-        while self._mapped:
-            self._memory.unmap(*self._mapped.popitem())
+        """Unmap all. Nobody may be about to read or write them. What `Memory` refuses to unmap stays mapped."""
+        _unmap(self._memory, self._mapped)
 
 
 def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
     if os.getpid() != owner:
         return
     with suppress(RuntimeError, TimeoutError):  # of a GPU that has failed, or that may still read it
-        while mapped:
-            memory.unmap(*mapped.popitem())
+        _unmap(memory, mapped)
         memory.free(begin, nbytes)
+
+
+def _unmap(memory: Memory, mapped: dict[int, int]) -> None:
+    for address, nbytes in list(mapped.items()):
+        memory.unmap(address, nbytes)
+        del mapped[address]
 
 
 class Addresses:

@@ -129,7 +129,6 @@ class WeightSender:
             with torch.no_grad():
                 _view(region, begin, value).copy_(value)
             table[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        idle(memory.device)  # also after an exception here `piece` unmaps it
         piece.unmap()  # once it is written; its descriptor keeps the memory
         return handout.name
 

@@ -92,7 +92,7 @@ std::string layouts() {
          STRUCT(Status, code, stage, epoch, missing, originator, needed_rows, phases, tag, other, aborted,
                 aborted_epoch) +
          STRUCT(RoundState, dispatch_epoch, combine_epoch, latched, phases, done, progress, receiving, failure) +
-         STRUCT(RoundHeader, D, K, dtype, mode) + STRUCT(RailTag, D, K, dtype, epoch) +
+         STRUCT(RoundHeader, D, K, dtype, mode, empty) + STRUCT(RailTag, D, K, dtype, epoch) +
          STRUCT(DispatchLaunch, recv_lines, coarse, exclusive, blocks, threads, send_blocks, notify_blocks,
                 send_offset_entries, source_offset_entries, row_chunks, chunk_bytes, tokens_per_release, shared_bytes) +
          STRUCT(CombineLaunch, send_lines, coarse, own, blocks, threads, send_blocks, team, shared_bytes) +
@@ -101,7 +101,7 @@ std::string layouts() {
                  kClampedNumTokens, kTimeouts) +
          NUMBERS(constants, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kNumWireFormats, kScaleBlock, kMaxTag,
                  kProductParts, kMostProductBytes, kLLTokenBits, kNumCounters, kTimeout, kMismatch, kOutOfTurn,
-                 kUnscheduled, kOutdated);
+                 kUnscheduled, kOutdated, kEmptySeat, kEmptySeatShape);
 }
 
 }  // namespace

@@ -106,7 +106,8 @@ struct alignas(64) RoundHeader {
   int32_t aborted[2];      // CPU only: 1 if the source has aborted round n, at n % 2; see cpu/signal.h
   int32_t tag;             // CPU only: of the source's call
   int32_t mode;            // CPU only: of the source's call, as in RoundState
-  int32_t unused[2];
+  int32_t empty;           // CPU only: 1 where nobody sits in the seat; the receiver's host writes it
+  int32_t unused;
 };
 
 // How far this rank's calls have come. The operators write it, no kernel does except `has_more_rounds`, and the host
@@ -138,6 +139,9 @@ struct CallShape {
   uint32_t more_rounds : 1;  // the source needs a round after this one
   uint32_t tag_high : 6;     // bits of the tag that the first word has no room for
 };
+// On CUDA, in the words that a rank finds of a seat in which nobody sits, and which its host writes once: the epoch,
+// which every round takes for its own, and the shape of a call that agrees with every other.
+constexpr uint32_t kEmptySeat = 0xffffffff, kEmptySeatShape = 0xfdffffff;
 // Dispatch on CUDA sends the number of an LL call's tokens in so many bits (cuda/dispatch/block.cuh).
 constexpr int kLLTokenBits = 11;
 

@@ -83,7 +83,7 @@ inline uint64_t missing_ranks(const Exchange& ex, int64_t signals_offset, uint32
   uint64_t missing = 0;
   for (int64_t r = 0; r < ex.plan.R; ++r) {
     uint32_t seen = std::atomic_ref(headers[r].epoch).load(std::memory_order_acquire);
-    if (static_cast<int32_t>(seen - epoch) < 0) missing |= uint64_t{1} << r;
+    if (static_cast<int32_t>(seen - epoch) < 0 && !headers[r].empty) missing |= uint64_t{1} << r;
   }
   return missing;
 }

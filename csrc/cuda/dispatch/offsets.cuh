@@ -95,7 +95,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     shared.ll_tokens[r] = tokens;
     atomicMax(tokens ? &shared.ll_most_tokens : &shared.simple_most_rows, tokens ? tokens : shared.rank_count[r]);
     if (ll) atomicOr(&shared.ll_mask, 1u << r);
-    if (call.differs(b.kernel.call)) {
+    if (call.differs(b.kernel.call) && call.shape != kEmptySeatShape) {
       atomicOr(&shared.mismatched, 1u << r);
       if (call.tag() != b.kernel.call.tag()) atomicMin(&shared.other, 1 + (r << 16 | call.tag()));
     }

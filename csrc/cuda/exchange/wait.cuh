@@ -46,8 +46,8 @@ struct Wait {
     return up && reached(Flag::acquire(flag));
   }
 
-  // Loads `count` words, `stride` apart, and takes their values. Returns whether all have this epoch; `missing` is the
-  // last that has not. All loads are issued before the first result is used.
+  // Loads `count` words, `stride` apart, and takes their values. Returns whether all have this epoch, or are of an
+  // empty seat; `missing` is the last that has not. All loads are issued before the first result is used.
   template <int N>
   __device__ __forceinline__ bool have_arrived(const Word* first, int64_t stride, int32_t count, int32_t (&values)[N],
                                                int32_t& missing) const {
@@ -57,7 +57,7 @@ struct Wait {
     bool all = true;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (!reached(words[i].epoch())) all = false, missing = i;
+      if (!reached(words[i].epoch()) && words[i].epoch() != kEmptySeat) all = false, missing = i;
       values[i] = words[i].value();
     }
     return all;

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import EP, Move, Placement, is_int
+from epmoe.config.seats import Seats
 from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
@@ -95,6 +96,7 @@ class ExpertParallel(HoldsWindows):
     """The experts that move, with `placement.live`."""
     followers: WeakSet[Follower]
     """What this rank's layers keep for its experts: `resume` tells them of another group."""
+    _seats: Seats
     _exchange: Exchange | None = None
     _mesh: DeviceMesh | None = None  # of the group
     _missing: int = 0  # ranks, as a mask, like the next
@@ -200,7 +202,8 @@ class ExpertParallel(HoldsWindows):
         if keeps and self.live is not None:
             config, held = self.config.of_size(peers.size), self.live.held.tolist()
         said = config.model_dump_json(), self.origin, self.generation, self.rank
-        request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost)
+        seat = self._seats.of_ranks[self.rank]
+        request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost, seat=seat)
         old, mine = self.placement, self.rank if self._has_weights else None
         ranks = [mine if rank == peers.rank else None for rank in range(peers.size)]
         try:
@@ -303,7 +306,8 @@ class ExpertParallel(HoldsWindows):
         """Whether a CUDA graph that was captured in this generation may be replayed in the present one.
 
         It may where this rank has the same number, and the group the same size and placement of experts as then, also
-        if other ranks have come and gone meanwhile; over one node. A replay of any other graph of an earlier group does
+        if other ranks have come and gone meanwhile; over one node. With `topology.max_ranks` it may in groups of up to
+        so many ranks, as long as they have as many slots. A replay of any other graph of an earlier group does
         nothing: y is zeros, and the next `poll` raises EPStateError.
         """
         now = self._layouts.get(self.generation)
@@ -720,7 +724,8 @@ class ExpertParallel(HoldsWindows):
                 holds = peers.all_gather(self._keeps_weights(config, placement, slots, peers.rank))
                 self._leave()
                 with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
-                    exchange = open_exchange(config, placement, peers, self._addresses, agreed.name)
+                    seats = agreed.seats(config)
+                    exchange = open_exchange(config, placement, peers, seats, self._addresses, agreed.name)
             opened = exchange
             if not confirm(lambda: opened.missing() | opened.dead()):
                 raise RuntimeError("the group was not confirmed")
@@ -729,7 +734,7 @@ class ExpertParallel(HoldsWindows):
                 exchange.release()
             raise
         self.config, self.placement = config, placement
-        self.origin, self.generation = agreed.origin, agreed.generation
+        self.origin, self.generation, self._seats = agreed.origin, agreed.generation, seats
         self.processes = [one.process for one in agreed.requests]
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         exchange.thread = get_ident()

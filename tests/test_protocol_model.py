@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import product
 
 import pytest
 from helpers import ROOT, long, slow
 from protocol.board import BOARD_RULES, BoardModel
 from protocol.explorer import Violation, explore
 from protocol.models import build
-from protocol.replays import KERNELS, REPLAY_RULES, ReplayModel
+from protocol.replays import KERNELS, REPLAY_RULES, SEATS, ReplayModel
 from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
 
 SCENARIOS = {  # those of few states first, in which most rules are missed
@@ -136,10 +137,11 @@ def test_no_rule_of_the_board_can_be_left_out(rule):
     pytest.fail(f"one group forms without the rule {rule}")
 
 
+@pytest.mark.parametrize("other", SEATS)
 @pytest.mark.parametrize("alike", [True, False])
-def test_replays_find_their_own_windows_or_are_told(alike):
+def test_replays_find_their_own_windows_or_are_told(alike, other):
     """Also one that starts in a group and ends in the next."""
-    states = explore(ReplayModel(alike))
+    states = explore(ReplayModel(alike, other=other))
     whole = {state for state in states if state.ended == KERNELS and not state.told}
     assert any(state.mapped == 1 for state in whole) and any(state.told for state in states)
 
@@ -147,8 +149,8 @@ def test_replays_find_their_own_windows_or_are_told(alike):
 @pytest.mark.parametrize("rule", REPLAY_RULES)
 def test_no_rule_of_replays_can_be_left_out(rule):
     with pytest.raises(Violation):
-        for alike in (True, False):
-            explore(ReplayModel(alike, without=rule))
+        for alike, other in product((True, False), SEATS):
+            explore(ReplayModel(alike, rule, other))
 
 
 def test_the_page_names_the_rules_of_the_model():

@@ -19,6 +19,7 @@ from torch import Tensor
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Side, poison
 from epmoe.config.config import EPConfig
+from epmoe.config.seats import Seats
 from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.peers import Peers
 from epmoe.native import build
@@ -50,7 +51,7 @@ class FloorWindow:
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
         self.region_bytes = rows * wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
         nbytes = _FLAG_BYTES + 2 * self.region_bytes
-        self.window = NVLinkWindow(nbytes, peers, addresses_on(device), dead_at=0)
+        self.window = NVLinkWindow(nbytes, peers, Seats.full(peers.size), addresses_on(device), dead_at=0)
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)  # `FloorState` of each way
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 

@@ -125,6 +125,15 @@ class TopologyConfig(Strict):
     ranks_per_node: int | None = Field(default=None, ge=1)
     """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the network."""
 
+    max_ranks: int | None = Field(default=None, ge=1, le=64)
+    """With `placement.live`, most ranks that the group is to have in its life: seats, for which memory is planned. CUDA
+    graphs stay valid while ranks come and go: docs/graphs.md. By default R."""
+
+    @property
+    def seats(self) -> int:
+        """Places of the group, of which some may be empty."""
+        return self.max_ranks or self.ep_size
+
     @property
     def ranks_here(self) -> int:
         """Ranks of one node: R if that is the only node."""
@@ -246,6 +255,13 @@ class EPConfig(Strict):
         return self.model.num_experts + self.placement.num_redundant_experts
 
     @property
+    def seated(self) -> Self:
+        """This configuration with a rank in every seat: that of the memory plan, which counts seats."""
+        if self.topology.seats == self.topology.ep_size:
+            return self
+        return self.model_copy(update={"topology": self.topology.model_copy(update={"ep_size": self.topology.seats})})
+
+    @property
     def alignment(self) -> int:
         """Rows of which segments start at a multiple, in rounds with `dispatch(…, aligned=True)`."""
         if self.capacity.alignment is not None:
@@ -328,7 +344,8 @@ class EPConfig(Strict):
         """
         sections = self.model_dump()
         placement = sections["placement"]
-        sections["topology"] = {"ep_size": ep_size}  # one node
+        most = self.topology.max_ranks
+        sections["topology"] = {"ep_size": ep_size, "max_ranks": most and max(most, ep_size)}  # one node
         least = -(-self.model.num_experts // ep_size)
         placement["slots"] = None
         placement["slots_per_rank"] = max(placement["slots_per_rank"] or 0, least)
@@ -410,9 +427,10 @@ class EPConfig(Strict):
 
     def _live_rules(self) -> Iterator[_Rule]:
         section = self.placement
-        ranks = self.topology.ep_size
+        ranks, seats = self.topology.ep_size, self.topology.max_ranks
         experts = self.model.num_experts
         if not section.live:
+            yield "topology.max_ranks", seats is None, "unset without `placement.live`", seats
             for key in ("slots_per_rank", "most_copies", "layers", "staging_mb", "slots"):
                 value = getattr(section, key)
                 default = PlacementConfig.model_fields[key].default
@@ -422,9 +440,11 @@ class EPConfig(Strict):
         redundant = section.num_redundant_experts
         yield "placement.num_redundant_experts", redundant == 0, "0 with `live`", redundant
         yield "topology.ranks_per_node", self.topology.num_nodes == 1, "all ranks with `placement.live`", "fewer"
+        what = f"at least `topology.ep_size` = {ranks}"
+        yield "topology.max_ranks", seats is None or seats >= ranks, what, seats
         slots = section.slots_per_rank
         least = -(-experts // ranks)
-        most = min(experts, _LIVE_SLOTS // ranks)
+        most = min(experts, _LIVE_SLOTS // self.topology.seats)
         ok = slots is not None and least <= slots <= most
         yield "placement.slots_per_rank", ok, f"from {least} to {most} with `live`", slots
 
@@ -485,8 +505,8 @@ class EPConfig(Strict):
         yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows
         per_node = self.rows_per_node
         yield "capacity.max_rows_per_node", per_node <= tokens, f"at most M = {tokens} rows", per_node
-        gaps = (self.num_physical_experts + 1) * alignment  # between segments, and behind the last
-        most = (_INT32_MAX - gaps) // (self.topology.ep_size * model.num_experts_per_tok)
+        gaps = (self.seated.num_physical_experts + 1) * alignment  # between segments, and behind the last
+        most = (_INT32_MAX - gaps) // (self.topology.seats * model.num_experts_per_tok)
         what = f"at most {most}, as R·M·K rows are numbered in int32"
         yield "capacity.max_num_tokens_per_rank", tokens <= most, what, tokens
 

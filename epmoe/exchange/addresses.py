@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from epmoe.exchange.memory import round_up
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # which `mmap` does not have
 _WORDS_BYTES = 512
+_UNREAD_BYTES = 16 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -124,6 +125,22 @@ class Places:
         self._mapped[address] = mapped
         return self.view(place, nbytes)
 
+    def map_unread(self, place: int, nbytes: int) -> Tensor:
+        """Map a small memory again and again, until the place is full: uint8 [nbytes]. What is written is lost."""
+        begin = self._begin + place * self.stride
+        end = begin + round_up(nbytes, self._memory.granule)
+        piece = round_up(_UNREAD_BYTES, self._memory.granule)
+        with ExitStack() as done:
+            descriptors = dict[int, int]()  # by size: the last piece may be shorter
+            for address in range(begin, end, piece):
+                size = min(piece, end - address)
+                if size not in descriptors:
+                    descriptors[size] = self._memory.create(size)
+                    done.callback(os.close, descriptors[size])
+                self._memory.map(descriptors[size], address, size)
+                self._mapped[address] = size
+        return self.view(place, nbytes)
+
     def view(self, place: int, nbytes: int) -> Tensor:
         """What is mapped at a place: uint8 [nbytes]."""
         address, device = self._begin + place * self.stride, self._memory.device
@@ -159,6 +176,7 @@ class Addresses:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
+        self.left = list[dict[str, int]]()  # sizes of the plans of groups that were left, for errors
         self.abandon()
 
     def abandon(self) -> None:

@@ -87,7 +87,7 @@ class Received(_OfLayout):
     With layout="expert" only `counts` exists; reading another attribute raises AttributeError.
 
     Attributes:
-        counts: int32 [R], rows from each source.
+        counts: int32 [R], rows from each source. R and sources count seats here, with `topology.max_ranks`.
         x: [R, M, D] in the dtype of the call's x, or float8_e4m3fn with an fp8 payload.
         scales: fp32 [R, M, ⌈D/128⌉] with an fp8 payload, otherwise None.
         ids: int32 [R, M, K], physical experts.

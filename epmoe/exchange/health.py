@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from epmoe.config.seats import Seats
 from epmoe.exchange.mismatch import Traits, differences
 from epmoe.exchange.peek import Peek
 from epmoe.group.errors import (
@@ -16,7 +17,6 @@ from epmoe.group.errors import (
     EPMismatchError,
     EPOrderError,
     EPOverflowError,
-    EPStateError,
     EPTimeoutError,
 )
 from epmoe.native.layouts import constant
@@ -122,32 +122,29 @@ def raise_on_failure(
     latched: bool,
     dead: int = 0,
     calls: Callable[[], Sequence[Traits]] = tuple,
+    seats: Seats | None = None,
 ) -> None:
     """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h. `dead` is a mask of ranks whose process has
-    ended; `calls` returns the ranks' calls of a round that do not match, or nothing.
+    ended; `calls` returns the ranks' calls of a round that do not match, or nothing. `seats` number the ranks in
+    `status`; by default a rank has the seat of its number.
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
     code = status.code
     epoch = status.epoch
-    originator = status.originator
     other = status.other
     if not code:
         return
+    seats = seats or Seats.full(len(global_ranks))
+    originator = seats.rank_in(status.originator)
     stage = STAGES[status.stage]
-    ranks = [r for r in range(len(global_ranks)) if status.missing >> r & 1]
+    ranks = seats.ranks_in(status.missing)
     if code == constant("kMismatch"):
         if not latched:
             status.code = 0
-        tags = (status.tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
+        tags = (status.tag, seats.rank_in(other - 1 >> 16), other - 1 & 0xFFFF) if other else None
         differing = differences(of_ranks[rank], of_ranks[ranks[0]]) if (of_ranks := calls()) and ranks else {}
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
-    if code == constant("kOutdated"):
-        status.code = 0
-        raise EPStateError(
-            "a replay did nothing: its CUDA graph was captured in an earlier group, with other ranks or sizes; capture "
-            "it again, or ask `ep.capture_is_valid(generation)` before a replay"
-        )
     if code == constant("kOutOfTurn"):
         raise EPOrderError(stage, epoch, status.phases)
     missing = [global_ranks[rank] for rank in ranks]

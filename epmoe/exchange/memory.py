@@ -110,11 +110,13 @@ class MemoryPlan:
         """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no GPU, no group and no
         native library.
 
-        `placement` is by default the config's. `nvlink` says whether the windows lie in GPU memory; by default,
-        whether `exchange.transport` is "nvlink".
+        `rank` is its seat with `topology.max_ranks`. `placement` is by default the config's. `nvlink` says whether the
+        windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
         """
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
-        placement = placement or config.place_experts()
+        config = config.seated
+        if placement is None or config.placement.live:  # slots, which are alike in all seats
+            placement = config.place_experts()
         if config.topology.num_nodes > 1:
             return cls._over_nodes(config, rank, placement, nvlink)
         R = config.topology.ep_size

@@ -10,10 +10,10 @@ import ctypes
 import math
 import time
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from threading import Lock, get_ident
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
+from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
@@ -43,11 +44,20 @@ from epmoe.native import ops
 from epmoe.native.layouts import constant, place, struct
 
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
+# Sizes of a plan on which CUDA graphs rest, in words of users.
+_COUNTS = {
+    "R": "ranks or seats (R)", "rank": "the number of this rank or its seat", "M": "most tokens of a rank (M)",
+    "K": "experts per token (K)", "D": "hidden size (D)", "num_local_experts": "experts of this rank",
+    "most_local_experts": "most experts of a rank", "max_rows": "expert-major rows (N)", "copies": "most copies",
+    "alignment": "alignment", "payload_format": "payload", "combine_format": "combine payload",
+}  # fmt: skip
 _SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
 
 
 class NodeExchange(Exchange):
     """An `Exchange` of the ranks of one node, whose config it takes. Its scratch lies at `addresses`, as its window.
+
+    `plan` and `placement` have a rank in each of the `seats`, of which some may be empty.
 
     `memory` is window and scratch, as the operators take them, and `rows_key` what limits the expert-major rows of a
     round, as errors name it. Exchanges of one process with equal `layout` take the same CUDA graphs.
@@ -63,10 +73,12 @@ class NodeExchange(Exchange):
         window: Window,
         global_ranks: list[int],
         addresses: Addresses,
+        seats: Seats,
     ) -> None:
         self.config, self.plan, self.window, self._addresses = config, plan, window, addresses
         self.device = device = addresses.memory.device
-        self.global_ranks, self.rank = global_ranks, plan.sizes["rank"]
+        self.global_ranks, self.seats, self.seat = global_ranks, seats, plan.sizes["rank"]
+        self.rank = seats.rank_in(self.seat)
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
         starts = [region.data_ptr() for region in window.regions]
@@ -176,10 +188,10 @@ class NodeExchange(Exchange):
         words = self.status
         if words.code or (late := self._late(launches)) is None:
             return
-        code, originator, missing = constant("kUnscheduled"), self.rank, 1 << self.rank
+        code, originator, missing = constant("kUnscheduled"), self.seat, 1 << self.seat
         if late.reports:
             code = constant("kTimeout")
-            originator, missing = next((rank, mask) for rank, mask in enumerate(late.reports) if mask)
+            originator, missing = next((seat, mask) for seat, mask in enumerate(late.reports) if mask)
         words.stage, words.epoch, words.missing, words.originator = late.stage, late.epoch, missing, originator
         words.code = code
 
@@ -203,9 +215,14 @@ class NodeExchange(Exchange):
     def check(self) -> None:
         self.look()
         if self.status.code:
+            if self.status.code == constant("kOutdated"):
+                self._raise_outdated()
             latched = self.device.type == "cuda"
-            calls = partial(calls_of, self.views, self._counts, self.config.capacity.extra_bytes > 0)
-            raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead(), calls)
+            extra, by_rank = self.config.capacity.extra_bytes > 0, self.seats.by_rank
+            raise_on_failure(
+                self.status, self.global_ranks, self.rank, latched, self.dead(),
+                lambda: by_rank(calls_of(self.views, self._counts, extra)), self.seats,
+            )  # fmt: skip
 
     def poll(self) -> None:
         self.look()
@@ -217,7 +234,7 @@ class NodeExchange(Exchange):
         """What it does not raise stays, for an exchange over several nodes."""
         overflow = self.take_overflow() if self._raises_overflow else None
         mask, epoch = self.take_aborted() if self._raises_abort else (0, 0)
-        ranks = [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1]
+        ranks = [rank for rank in range(len(self.global_ranks)) if mask >> rank & 1]
         raise_incomplete(overflow, EPAbortedError(epoch, ranks) if ranks else None)
 
     def take_overflow(self) -> EPOverflowError | None:
@@ -230,7 +247,7 @@ class NodeExchange(Exchange):
     def take_aborted(self) -> tuple[int, int]:
         """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
         mask, self.status.aborted = self.status.aborted, 0
-        return mask, self.status.aborted_epoch
+        return self.seats.mask_of_ranks(mask), self.status.aborted_epoch
 
     @property
     def failed(self) -> bool:
@@ -245,15 +262,15 @@ class NodeExchange(Exchange):
             for errors in self._errors.read_within(LONG_S) or ():
                 for reported in errors.tolist():
                     mask |= reported
-        return mask
+        return self.seats.mask_of_ranks(mask)
 
     def dead(self) -> int:
-        return self.window.deaths.mask()
+        return self.seats.mask_of_ranks(self.window.deaths.mask())
 
     def end_waits(self) -> None:
-        if self.plan.sizes["R"] > 1 and not self.failed:
+        if len(self.global_ranks) > 1 and not self.failed:
             with suppress(RuntimeError):  # of a GPU that has failed: the others run into their deadline
-                self.report("signal.error", 1 << self.rank)
+                self.report("signal.error", 1 << self.seat)
 
     def streams(self) -> list[torch.cuda.Stream]:
         """On a GPU the current stream, where replays run, and the stream of the last launch if that is another one."""
@@ -271,12 +288,14 @@ class NodeExchange(Exchange):
 
     def report(self, buffer: str, value: int) -> None:
         """Store a word into this rank's place in a buffer of every window. Waits for no rank."""
-        self.window.store(self.plan[buffer].offset + 8 * self.rank, value)
+        self.window.store(self.plan[buffer].offset + 8 * self.seat, value)
 
     def health(self, wait: bool) -> Health:
         if wait and self.device.type == "cuda":
             interruptible(torch.cuda.current_stream(self.device).synchronize)
-        return self._totals.read()
+        counts, by_rank = self._totals.read(), self.seats.by_rank
+        waited_s, aborted = by_rank(counts.waited_s), by_rank(counts.aborted_rounds)
+        return replace(counts, rows_sent=by_rank(counts.rows_sent), waited_s=waited_s, aborted_rounds=aborted)
 
     def release(self, owner: object = None) -> None:
         """What kernels may still write lives as long as the process, together with `owner`.
@@ -303,9 +322,21 @@ class NodeExchange(Exchange):
             state = struct("RoundState")()
             state.latched = 1
             failure = struct("Status").from_buffer(state, struct("RoundState").failure.offset)
-            failure.code = constant("kOutdated")
+            failure.code, failure.epoch = constant("kOutdated"), len(self._addresses.left)
+            self._addresses.left.append(self.plan.sizes)
             self.views["state"].copy_(torch.frombuffer(state, dtype=torch.int32))
             torch.cuda.synchronize(self.device)
+
+    def _raise_outdated(self) -> NoReturn:
+        """A replay has found the state of a group that this rank has left."""
+        was, now = self._addresses.left[self.status.epoch], self.plan.sizes
+        self.status.code = 0
+        others = [f"{what} {was[name]}, not {now[name]}" for name, what in _COUNTS.items() if was[name] != now[name]]
+        raise EPStateError(
+            "a replay did nothing: its CUDA graph was captured in an earlier group, with "
+            f"{', '.join(others) or 'other windows'}; capture it again, or ask `ep.capture_is_valid(generation)` "
+            "before a replay"
+        )
 
     def has_more_rounds(self) -> bool:
         if self.device.type == "cuda":
@@ -332,7 +363,8 @@ class NodeExchange(Exchange):
                 self._unread = torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
         for name in ("counts", *TOTALS):
             views[name].zero_()
-        views["table.expert_map"].copy_(placement.expert_map(self.rank))
+        self._mark_empty_seats()
+        views["table.expert_map"].copy_(placement.expert_map(self.seat))
         views["table.owners"].copy_(torch.tensor(placement.owners))
         if not self.config.placement.live:  # otherwise `LiveExperts` writes quotas
             views["table.copies"].copy_(placement.copies_table())
@@ -349,6 +381,24 @@ class NodeExchange(Exchange):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.views["state"].zero_()
+
+    def _mark_empty_seats(self) -> None:
+        """Nobody signals from an empty seat: what kernels find there is the signal of every round, of no rows.
+
+        It lies in the own window, where only this rank writes and reads it.
+        """
+        empty, counts = self.seats.empty, self.views["recv.counts"]
+        dispatch, combine = (self.views[name] for name in ("signal.dispatch", "signal.combine"))
+        if self.device.type == "cpu":
+            for headers in (dispatch, combine):
+                headers.view(torch.int32)[empty, struct("RoundHeader").empty.offset // 4] = 1
+            return
+        epoch, shape = constant("kEmptySeat"), constant("kEmptySeatShape")
+        no_rows = epoch | 1 << 32  # of the LL protocol in dispatch; of a rank that aborts nothing in combine
+        counts[empty] = epoch
+        counts[empty, 0] = no_rows
+        counts[empty, 1] = epoch | (shape << 32) - (1 << 64)
+        combine.view(torch.int64)[empty, 0] = no_rows
 
     def opened(self, call: Call) -> Sent:
         """Check a call and give it a round, whose first operator opens it."""

@@ -28,6 +28,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses, Places
 from epmoe.group.deaths import Deaths, this_process
 from epmoe.group.peers import Peers
@@ -44,7 +45,7 @@ class Window(Protocol):
     """What a transport offers."""
 
     regions: list[Tensor]
-    """[R], the ranks' windows, uint8 [window_bytes] on the device where the kernels run"""
+    """By seat, the ranks' windows, uint8 [window_bytes] on the device where the kernels run"""
     local: Tensor
     """this rank's"""
     places: Places
@@ -67,15 +68,15 @@ class Window(Protocol):
 class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
 
-    def __init__(self, nbytes: int, peers: Peers, addresses: Addresses, dead_at: int):
+    def __init__(self, nbytes: int, peers: Peers, seats: Seats, addresses: Addresses, dead_at: int):
         """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
 
         At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have ended. Raises
         MemoryError where this rank has no room, and what `share_descriptors` raises.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
-        self.places, self.regions, processes = map_windows(nbytes, peers, addresses)
-        self.local = self.regions[peers.rank]
+        self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses)
+        self.local = self.regions[seats.of_ranks[peers.rank]]
         self._dead_at = dead_at
         self.deaths = Deaths(processes, self._note)
 
@@ -136,29 +137,39 @@ def _enough_files(ranks: int) -> Iterator[None]:
 
 
 def map_windows(
-    nbytes: int, peers: Peers, addresses: Addresses, clear: Callable[[Tensor], object] = lambda local: None
+    nbytes: int,
+    peers: Peers,
+    seats: Seats,
+    addresses: Addresses,
+    clear: Callable[[Tensor], object] = lambda local: None,
 ) -> tuple[Places, list[Tensor], dict[int, int]]:
-    """Make this rank's window, and map all ranks'. Collective, in a step of `Peers.together`.
+    """Make this rank's window, and map all ranks' in their seats. Collective, in a step of `Peers.together`.
 
-    `clear` prepares the own window, before any rank can write into it. Returns the windows [R], where they are mapped,
-    and the other ranks' processes as `share_descriptors` does, which also says what is raised.
+    `clear` prepares the own window, before any rank can write into it. An empty seat has memory that nobody reads.
+    Returns where the windows are mapped, the windows by seat, and by seat the other ranks' processes as
+    `share_descriptors` does, which also says what is raised.
     """
-    places = addresses.windows(peers.size, nbytes)
+    places, mine = addresses.windows(seats.count, nbytes), seats.of_ranks[peers.rank]
     descriptors, processes = list[int](), dict[int, int]()
     with _enough_files(peers.size), contextlib.ExitStack() as undo:
         undo.callback(places.unmap)
         try:
             descriptors = [places.create(nbytes)]
-            clear(local := places.map(peers.rank, descriptors[0], nbytes))
+            clear(local := places.map(mine, descriptors[0], nbytes))
+            regions = {seat: places.map_unread(seat, nbytes) for seat in seats.empty}
             peers.all_gather(None)  # all have room, and have cleared their windows
             descriptors, processes = share_descriptors(descriptors, peers)
             undo.callback(_close, processes.values())
-            theirs = enumerate(descriptors)
-            regions = [local if r == peers.rank else places.map(r, fd, nbytes) for r, fd in theirs]
+            for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
+                regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
         finally:
             _close(descriptors)
         undo.pop_all()
-    return places, regions, processes
+    return (
+        places,
+        [regions[seat] for seat in range(seats.count)],
+        {seats.of_ranks[r]: fd for r, fd in processes.items()},
+    )
 
 
 def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[int, int]]:

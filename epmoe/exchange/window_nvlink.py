@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.window import check_room, map_windows
 from epmoe.group.deaths import Deaths
@@ -21,7 +22,13 @@ class NVLinkWindow:
     """A `Window` in GPU memory of one NVLink domain."""
 
     def __init__(
-        self, nbytes: int, peers: Peers, addresses: Addresses, dead_at: int, empty_lines: Sequence[slice] = ()
+        self,
+        nbytes: int,
+        peers: Peers,
+        seats: Seats,
+        addresses: Addresses,
+        dead_at: int,
+        empty_lines: Sequence[slice] = (),
     ):
         """Collective, in a step of `Peers.together`. No rank returns before all have cleared their windows.
 
@@ -39,10 +46,10 @@ class NVLinkWindow:
         check_room(nbytes, torch.cuda.mem_get_info(device)[0])
         if peers.size > 1:
             _check_peer_access(peers, device)
-        self.places, self.regions, processes = map_windows(nbytes, peers, addresses, clear)
-        self.local = self.regions[peers.rank]
+        self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses, clear)
+        self._seat = seats.of_ranks[peers.rank]
+        self.local = self.regions[self._seat]
         self._words = [window.view(torch.int64) for window in self.regions]  # for `store`, which allocates nothing
-        self._rank = peers.rank
         self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
         self._stores = itertools.count()
         self._stream = torch.cuda.Stream(device)
@@ -60,7 +67,7 @@ class NVLinkWindow:
     def _note(self, dead: int) -> None:
         time.sleep(_LAST_WORDS_S)
         with torch.cuda.device(self.local.device):  # this thread has another one
-            self._store(self._words[self._rank : self._rank + 1], self._dead_at, dead)
+            self._store(self._words[self._seat : self._seat + 1], self._dead_at, dead)
 
     def _store(self, windows: list[Tensor], offset: int, value: int) -> None:
         """Store a word into these windows by a copy engine, on a stream of its own and from pinned memory: kernels of

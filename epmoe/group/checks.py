@@ -55,9 +55,9 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     if wanted.type == "cpu":
         return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
     for key, value, most in (
-        ("topology.ep_size", config.topology.ranks_here, 32),
+        ("topology.ep_size", config.seated.topology.ranks_here, 32),
         ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
-        ("model.num_experts with copies", config.num_physical_experts, 4096),
+        ("model.num_experts with copies", config.seated.num_physical_experts, 4096),
     ):
         if value > most:
             raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")

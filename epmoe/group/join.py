@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
+from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import OPENING_ANSWER_S
+from epmoe.config.seats import Seats
 from epmoe.group.board import RollCall
 from epmoe.group.checks import check_backend
 from epmoe.group.deaths import name_of_process
@@ -36,6 +38,7 @@ class JoinRequest:
     held: list[list[int]] | None = None  # with `placement.live`, slots [layers][S] that the rank keeps or has read
     spread_lost: bool = False  # that of `ExpertParallel.resume`
     process: str = field(default_factory=name_of_process)
+    seat: int = _NEW  # in the groups so far
     attempt: str = field(default_factory=lambda: secrets.token_hex(8))  # rank 0's names this attempt to open a group
 
 
@@ -51,6 +54,12 @@ class Agreement:
     @property
     def attempt(self) -> str:
         return self.requests[0].attempt if self.requests else ""
+
+    def seats(self, config: EPConfig) -> Seats:
+        """Where the ranks sit in the group to be, of this config."""
+        if config.topology.max_ranks is None:
+            return Seats.full(len(self.requests))
+        return Seats.keep(config.topology.seats, [(one.generation, one.seat) for one in self.requests])
 
     @property
     def name(self) -> str:

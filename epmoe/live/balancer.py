@@ -248,7 +248,7 @@ class Balancer:
     def _take(self) -> None:
         live, views = self._live, self._ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
-        slots = live.mail.fetch(views["moves.planned_slots"])
+        slots = live.mail.fetch(views["moves.planned_slots"].flatten()[: live.slots.numel()]).view_as(live.slots)
         self._taken = number = live.calls + 1
         moves = live.replace(slots, self._weights, loads)
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)

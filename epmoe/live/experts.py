@@ -52,8 +52,8 @@ class LiveExperts:
         self._most_copies = config.placement.most_copies
         self._L = config.placement.layers
         sizes = exchange.plan.sizes
-        self._R, self._E, self._S = sizes["R"], sizes["E"], sizes["num_local_experts"]
-        self._rank = sizes["rank"]
+        self._R, self._E, self._S = len(exchange.global_ranks), sizes["E"], sizes["num_local_experts"]
+        self._rank = exchange.rank
         with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
@@ -217,7 +217,7 @@ class LiveExperts:
     def send_loads(self) -> None:
         """Send the rows that this rank's experts have received so far, by layer and expert, to all ranks."""
         self._count()
-        self.mail.share("moves.loads", self._own_loads, 8 * self._L * self._E * self._rank)
+        self.mail.share("moves.loads", self._own_loads, 8 * self._L * self._E * self._exchange.seat)
 
     def loads(self) -> Tensor:
         """float64 [layers, E]: the sum of what has arrived from all ranks."""
@@ -310,8 +310,11 @@ class LiveExperts:
             slots = slots.clone()
             for move in wave.moves:
                 slots[move.layer, move.slot] = EMPTY
-        width = self._table.shape[-1]
-        return self.mail.upload(tables(slots, loads, self._rank, self._R, self._most_copies, width))
+        seats, width = self._exchange.seats, self._table.shape[-1]
+        by_seat = slots.new_full((self._L, seats.count, self._S), EMPTY)
+        by_seat[:, seats.of_ranks] = slots.view(self._L, self._R, self._S)
+        by_seat = by_seat.view(self._L, -1)
+        return self.mail.upload(tables(by_seat, loads, self._exchange.seat, seats.count, self._most_copies, width))
 
     def _put_into_use(self, table: Tensor) -> None:
         """Copy behind all rounds so far and before those to come, whichever of their streams this is called on."""

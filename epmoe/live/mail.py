@@ -30,8 +30,8 @@ class Mail:
     def __init__(self, exchange: NodeExchange) -> None:
         self._window: Window | None = exchange.window
         self._plan, self._board = exchange.plan, exchange.views[_WORDS]
-        self.rank, self.size = self._plan.sizes["rank"], self._plan.sizes["R"]
-        self._row = self._plan[_WORDS].offset + 8 * self.rank * self._board.shape[1]
+        self.rank, self.size, self._seats = exchange.rank, len(exchange.global_ranks), exchange.seats
+        self._row = self._plan[_WORDS].offset + 8 * exchange.seat * self._board.shape[1]
 
     @property
     def window(self) -> Window:
@@ -51,7 +51,7 @@ class Mail:
 
         `source` must not change before it has arrived.
         """
-        self.window.put(rank, self._plan[name].offset + begin, source)
+        self.window.put(self._seats.of_ranks[rank], self._plan[name].offset + begin, source)
 
     def share(self, name: str, source: Tensor, begin: int = 0) -> None:
         source = source.contiguous().view(-1)
@@ -62,11 +62,11 @@ class Mail:
         """Write this rank's word of a number into the windows of ranks."""
         window = cast(SharedMemoryWindow, self.window)
         for rank in ranks:
-            window.post(rank, self._row + 8 * number, value)
+            window.post(self._seats.of_ranks[rank], self._row + 8 * number, value)
 
     def words(self) -> list[list[int]] | None:
         """[R][number of words], by writer: what has arrived. None while a GPU still reads them."""
-        return ops.read_words(self._board).view(self._board.shape).tolist()
+        return self._seats.by_rank(ops.read_words(self._board).view(self._board.shape).tolist())
 
     def fetch(self, source: Tensor) -> Tensor:
         """A copy on the host of what `source` holds. It waits for no round, and not for the calls before it."""
@@ -104,9 +104,9 @@ class MailOnGPU(Mail):
             self._stream.wait_stream(stream)
 
     def put(self, rank: int, name: str, source: Tensor, begin: int = 0) -> None:
-        window = self.window  # in a forked child it raises, and nothing of CUDA is touched
+        _ = self.window  # in a forked child it raises, and nothing of CUDA is touched
         with torch.cuda.stream(self._stream):
-            window.put(rank, self._plan[name].offset + begin, source)
+            super().put(rank, name, source, begin)
 
     def share(self, name: str, source: Tensor, begin: int = 0) -> None:
         super().share(name, source.contiguous().pin_memory(), begin)
@@ -119,14 +119,14 @@ class MailOnGPU(Mail):
         word = self._posted[place : place + 1]
         with torch.cuda.stream(self._stream):
             for rank in ranks:
-                window.put(rank, self._row + 8 * number, word)
+                window.put(self._seats.of_ranks[rank], self._row + 8 * number, word)
 
     def words(self) -> list[list[int]] | None:
         if self._reading:
             if not self._event.query():
                 return None
             self._reading = False
-            return self._read.tolist()
+            return self._seats.by_rank(self._read.tolist())
         with torch.cuda.stream(self._stream):
             self._read.copy_(self._board, non_blocking=True)
             self._event.record()

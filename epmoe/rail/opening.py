@@ -10,6 +10,7 @@ import torch
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
+from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses, HostMemory
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.gpu_memory import GpuMemory
@@ -81,14 +82,16 @@ def addresses_on(device: torch.device) -> Addresses:
     return Addresses(HostMemory() if device.type == "cpu" else GpuMemory(device))
 
 
-def open_window(plan: MemoryPlan, peers: Peers, addresses: Addresses) -> Window:
+def open_window(plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses) -> Window:
     nbytes, dead_at = plan.window_bytes, plan["signal.dead"].offset
     if addresses.memory.device.type == "cpu":
-        return SharedMemoryWindow(nbytes, peers, addresses, dead_at)
-    return NVLinkWindow(nbytes, peers, addresses, dead_at, plan.empty_lines)
+        return SharedMemoryWindow(nbytes, peers, seats, addresses, dead_at)
+    return NVLinkWindow(nbytes, peers, seats, addresses, dead_at, plan.empty_lines)
 
 
-def open_exchange(config: EPConfig, placement: Placement, peers: Peers, addresses: Addresses, name: str) -> Exchange:
+def open_exchange(
+    config: EPConfig, placement: Placement, peers: Peers, seats: Seats, addresses: Addresses, name: str
+) -> Exchange:
     """This rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
 
     Its windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a group has it. Raises
@@ -96,11 +99,13 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, addresse
     not reach one another.
     """
     device = addresses.memory.device
-    plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
+    plan = MemoryPlan.build(config, seats.of_ranks[peers.rank], placement, nvlink=device.type == "cuda")
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
     if N == 1:
-        window = open_window(plan, peers, addresses)
-        return NodeExchange(config, plan, placement, window, peers.global_ranks, addresses)
+        window = open_window(plan, peers, seats, addresses)
+        if config.placement.live:
+            placement = config.seated.place_experts()
+        return NodeExchange(config, plan, placement, window, peers.global_ranks, addresses, seats)
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
@@ -118,8 +123,9 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, addresse
         undo.callback(control.close)
         peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with node_peers.part():
-            window = open_window(plan, node_peers, addresses)
-        inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, addresses)
+            full = Seats.full(G)
+            window = open_window(plan, node_peers, full, addresses)
+        inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, addresses, full)
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs
         network = network_of(inside, memory, rail, control, peers.global_ranks, rounds, deadlines)

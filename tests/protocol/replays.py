@@ -12,8 +12,10 @@ from typing import NamedTuple
 from protocol.explorer import Broken
 
 REPLAY_RULES = (
-    "latch-first", "ends-again", "begins-anew", "clear-last", "scratch-of-its-own", "tables-first", "ends-between"
+    "latch-first", "ends-again", "begins-anew", "clear-last", "scratch-of-its-own", "tables-first", "ends-between",
+    "mark-empty", "marks-go",
 )  # fmt: skip
+SEATS = ("stays", "leaves", "comes")
 STAGES = ("dispatch", "combine")
 KERNELS = 6
 
@@ -32,28 +34,33 @@ class State(NamedTuple):
     tables: int = 0  # of a generation
     due: int = 0  # the stage
     dispatched: int = 0  # in which generation
+    marked: bool = False  # the own window says that the other seat is empty
     kernel: Kernel | None = None  # that runs
     ended: int = 0  # kernels
     told: bool = False  # the host
 
 
 class ReplayModel:
-    """For `explore`. `alike`: the next group has the same ranks and sizes, and so the same addresses."""
+    """For `explore`. `alike`: the next group has the same sizes, and so the same addresses. `other`: what the other
+    rank does, which leaves its seat, or comes into one that was empty."""
 
-    def __init__(self, alike: bool, without: str = "") -> None:
-        self.alike, self.without, self.start = alike, without, State()
-        opening = ["maps", "tables", "ends", "clears"]
+    def __init__(self, alike: bool, without: str = "", other: str = "stays") -> None:
+        self.alike, self.without, self.start = alike, without, State(marked=other == "comes")
+        self.empty = {0: other == "comes", 1: other == "leaves"}  # in each generation
+        opening = ["maps", "marks", "tables", "ends", "clears"]
         closing = ["ends", "latches", "ends", "unmaps"]
         if without == "latch-first":
             closing.remove("latches")
         elif without == "ends-again":
             del closing[2]
+        elif without == "mark-empty":
+            opening.remove("marks")
         elif without == "ends-between":
             opening.remove("ends")
         elif without == "tables-first":
-            opening = ["maps", "ends", "clears", "tables"]
+            opening = ["maps", "marks", "ends", "clears", "tables"]
         elif without == "clear-last":
-            opening = ["tables", "ends", "clears", "maps"]
+            opening = ["tables", "ends", "clears", "maps", "marks"]
         self.program = closing + opening
 
     def has_ended(self, state: State) -> bool:
@@ -80,8 +87,12 @@ class ReplayModel:
         finds = self.alike or self.without == "scratch-of-its-own"  # what the next group writes into scratch
         if step == "latches":
             return state._replace(latched=True)
-        if step in ("unmaps", "maps"):
-            return state._replace(mapped=None if step == "unmaps" else 1)
+        if step == "unmaps":  # the memory goes, and with it what was in the windows
+            return state._replace(mapped=None, marked=state.marked and self.without == "marks-go")
+        if step == "maps":
+            return state._replace(mapped=1)
+        if step == "marks":
+            return state._replace(marked=state.marked or self.empty[1])
         if step == "tables" and finds:
             return state._replace(tables=1)
         if step == "clears" and finds:
@@ -94,6 +105,9 @@ class ReplayModel:
             raise Broken(f"{stage} uses windows", "they are not those of its graph")
         if stage == "dispatch" and kernel.tables != state.mapped:
             raise Broken(f"{stage} uses windows", "its tables are those of another group")
+        if state.marked != self.empty[state.mapped]:
+            what = "it does not wait for a rank that is there" if state.marked else "it waits where nobody sits"
+            raise Broken(f"{stage} uses windows", what)
         if stage == "combine" and state.dispatched != state.mapped:
             raise Broken(f"{stage} uses windows", "a round begins in one group and ends in another")
         return state._replace(kernel=kernel._replace(used=True), dispatched=state.mapped)

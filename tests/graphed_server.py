@@ -64,6 +64,8 @@ class Model(serve_rank.Model):
             # Some ranks may have graphs of a group like this one. The others' captures begin with rounds, so all play.
             rounds = [self.run(size) for size in SIZES]
             self.kept[generation] = good or [Graph(self, *one) for one in rounds]
+            if good is None:
+                print(f"process {os.getpid()} captured in generation {generation}", flush=True)
         graph = next(graph for graph in self.kept[generation] if graph.size >= len(batch))
         tokens = graph.replay(batch)
         self.ep.check()
@@ -99,6 +101,9 @@ class Model(serve_rank.Model):
 def configured(size: int, served: serve_rank.Served = serve_rank.SMALL) -> epmoe.EPConfig:
     deadlines = {"timeout_s": serve_rank.DEADLINE_S, "warmup_timeout_s": serve_rank.DEADLINE_S}
     config = original_configured(size, served).model_dump()
+    config["topology"]["max_ranks"] = size
+    fewest = max(1, size - 1)  # slots are as many with a rank less
+    config["placement"]["slots_per_rank"] = max(config["placement"]["slots_per_rank"], -(-served.experts // fewest))
     return epmoe.EPConfig(**config | {"exchange": {"transport": "nvlink", **deadlines}})
 
 

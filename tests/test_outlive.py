@@ -4,64 +4,105 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from exchanges import assert_y, make_tokens
+from exchanges import Tokens, assert_y, given, make_tokens
 from host import (
+    E,
     Host,
+    L,
     check_stream,
     create,
     lose,
     mapped_windows,
+    moving,
     play,
     play_round,
     resume,
     serve,
     spread,
     staying,
+    tags,
+    weights,
 )
 from waits import SOON_S
 
 import epmoe
 from epmoe import EPResumeError, EPStateError
+from epmoe.exchange.round_state import CLOSED, DISPATCHED
+from epmoe.native import ops
+
+
+class Round(NamedTuple):
+    """A round in a graph, which holds the addresses of the group that captured it."""
+
+    tokens: Tokens
+    tag: int
+    inputs: list[torch.Tensor]
+    gain_eD: torch.Tensor
+    y: torch.Tensor
+    graph: torch.cuda.CUDAGraph | None
+    """on the CPU the operators are called again, with the same arguments:"""
+    dispatch: tuple[Any, ...]
+    rows: torch.Tensor
+    expert_offsets: torch.Tensor
+
+    def experts(self) -> torch.Tensor:
+        row = torch.arange(len(self.rows), device=self.rows.device)
+        expert = torch.searchsorted(self.expert_offsets[1:], row, right=True).clamp(max=len(self.gain_eD) - 1)
+        return self.rows * self.gain_eD[expert].to(self.rows.dtype)
+
+    def replay(self, ep: epmoe.ExpertParallel) -> None:
+        if self.graph is not None:
+            return self.graph.replay()
+        exchange, memory = ep.exchange, self.dispatch[-3:]
+        exchange.rounds.progress.tag = self.tag
+        exchange.launch(ops.dispatch, self.dispatch, DISPATCHED)
+        exchange.launch(ops.combine, (self.y, self.experts(), *memory), CLOSED)
 
 
 def capture(state) -> None:
-    """A round in a graph, on the CPU none; also a round for the other ranks."""
-    play_round(state, 7)
-    if state.device.type == "cpu":
-        return
-    ep, graph = state.ep, torch.cuda.CUDAGraph()
+    """A round in a graph; also a round for the other ranks."""
+    ep, graph = state.ep, None
+    tag = min(tags(ep))
     tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=11)
-    inputs = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
-    gain_eD = state.rows[0].clone()
-    with torch.cuda.graph(graph):
-        d = ep.dispatch(*inputs)
-        row = torch.arange(len(d.rows), device=ep.device)
-        expert = torch.searchsorted(d.expert_offsets[1:], row, right=True).clamp(max=len(gain_eD) - 1)
-        y = ep.combine(d.rows * gain_eD[expert].to(d.rows.dtype), d)
-    state.graphs = getattr(state, "graphs", {}) | {ep.generation: (graph, y, tokens, [*inputs, gain_eD])}
+    inputs, gain_eD = given(ep, tokens), state.rows[0].clone()
+
+    def play() -> Round:
+        d = ep.dispatch(*inputs, tag=tag)
+        dispatch = *inputs, None, None, len(tokens.x), *ep.exchange.memory, d.sent.descriptor
+        captured = Round(tokens, tag, inputs, gain_eD, torch.empty(0), graph, dispatch, d.rows, d.expert_offsets)
+        return captured._replace(y=ep.combine(captured.experts(), d))
+
+    if state.device.type == "cuda":
+        play_round(state, 8)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = play()
+    else:
+        captured = play()
+    state.graphs = getattr(state, "graphs", {}) | {ep.generation: captured}
 
 
 def replay(state, generation: int, times: int = 3) -> None:
-    """The graph of a generation agrees with the dense layer; on the CPU ordinary rounds do."""
-    for seed in range(times):
-        if state.device.type == "cpu":
-            play_round(state, seed)
-            continue
-        graph, y, tokens, _ = state.graphs[generation]
-        y.fill_(float("nan"))
-        graph.replay()
+    """The graph of a generation agrees with the dense layer, by the weights that this rank holds now."""
+    captured = state.graphs[generation]
+    captured.gain_eD.copy_(state.rows[0])
+    for _ in range(times):
+        captured.y.fill_(float("nan"))
+        captured.replay(state.ep)
         check_stream(state.ep)
-        assert_y(y, state.ep.config, tokens)
+        assert_y(captured.y / 2.0**captured.tag, state.ep.config, captured.tokens)
 
 
 def replay_outdated(state, generation: int) -> str:
     """What `poll` raises after it. The next rounds are unharmed."""
     if state.device.type == "cpu":
         return "captured in an earlier group"
-    graph, y, *_ = state.graphs[generation]
+    graph, y = state.graphs[generation].graph, state.graphs[generation].y
     graph.replay()
     torch.cuda.synchronize()
     assert not y.any()
@@ -130,6 +171,41 @@ def test_graphs_go_on_when_the_group_is_as_it_was(host: Host):
     host.start([3], replay, 2)
     assert host.results([*alive, 3]) == [None] * 3
     assert host.do([*alive, 3], play) == ["played"] * 3
+
+
+def fill(state) -> None:
+    """Every slot gets an expert, on ranks that have come, too."""
+    P = state.ep.slots.shape[1]
+    state.ep.replace((torch.arange(P) % E).expand(L, -1), partial(weights, state))
+    state.ep.apply()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_graphs_go_on_while_ranks_come_and_go(host: Host, victim: int):
+    """3 → 2 → 4 ranks in 4 seats: whoever stays captures once."""
+    names = host.begin(moving(3, seats=4))
+    host.succeed(names, capture)
+    alive = lose(host, names, victim)
+    host.form(alive)
+    host.succeed(alive, resume, None, True)
+    assert host.do(alive, is_valid, 0) == [True] * 2
+    host.succeed(alive, replay, 0)
+    host.play(alive)
+    host.spawn(3, 4)
+    host.form([*alive, 3, 4])
+    host.start(alive, resume)
+    host.start([3, 4], create, moving(4, seats=4))
+    host.results([*alive, 3, 4])
+    assert host.do(alive, is_valid, 0) == [True] * 2
+    host.succeed([*alive, 3, 4], fill)
+    host.start(alive, replay, 0, 1)
+    host.start([3, 4], capture)
+    host.answers([*alive, 3, 4])
+    host.start(alive, replay, 0)
+    host.start([3, 4], replay, 2)
+    assert host.results([*alive, 3, 4]) == [None] * 4
+    host.play([*alive, 3, 4])
+    lose(host, [*alive, 3, 4], 3)  # errors name ranks of the group, not seats
 
 
 def test_sleep_frees_all_and_graphs_go_on_after_wake(host: Host):

@@ -433,12 +433,14 @@ def test_a_death_in_every_state(tmp_path, alone, state, run):
 @NO_CUDA
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_are_killed_that_replay_graphs(tmp_path, alone, ranks):
-    """The others capture theirs again, and new ranks join."""
+    """New ranks join and capture theirs. The others capture nothing again, as `topology.max_ranks` has it."""
     with running(tmp_path, "tests/graphed_server.py", ranks=ranks) as server:
         with server.load(seed=0):
             server.more(40)
             for death in range(5):
                 server.replace(death % ranks, WAIT_S)
                 server.more(40)
+        captured = Counter(re.findall(r"process (\d+) captured in generation", server.log.read_text()))
+        assert len(captured) == ranks + 5 and set(captured.values()) == {1}
         assert len(server.answers) >= 200 + 5 * serve_rank.BATCH
         check(server, alone, most_lost=5 * serve_rank.BATCH, gap_s=WAIT_S)

@@ -47,6 +47,7 @@ def make_config(
     max_tokens: int = 16,
     timeout_s: float = 20.0,
     ranks_per_node: int | None = None,
+    max_ranks: int | None = None,
     placement: dict | None = None,
     capacity: dict | None = None,
     exchange: dict | None = None,
@@ -55,7 +56,7 @@ def make_config(
 ) -> EPConfig:
     return EPConfig(
         model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
-        topology={"ep_size": size, "ranks_per_node": ranks_per_node or nodes_of(size)},
+        topology={"ep_size": size, "ranks_per_node": ranks_per_node or nodes_of(size), "max_ranks": max_ranks},
         placement=placement or {},
         routing=routing or {},
         experts=computes or {},

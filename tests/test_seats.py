@@ -1,0 +1,84 @@
+"""Seats of a group: who sits where, which configs have them, and what their words say."""
+
+from __future__ import annotations
+
+import pytest
+from exchanges import assert_y, gains, given, make_config, make_tokens
+from slot_tables import times_slots
+
+import epmoe
+from epmoe import ConfigError, EPStateError, MemoryPlan
+from epmoe.config.seats import Seats
+from epmoe.exchange.node import NodeExchange
+from epmoe.native.layouts import constant
+
+LIVE = {"live": True, "slots_per_rank": 4, "staging_mb": 1}
+
+
+@pytest.mark.parametrize(
+    ("former", "seats"),
+    [
+        ([(-1, -1)] * 3, (0, 1, 2)),
+        ([(0, 1), (0, 2), (-1, -1), (-1, -1)], (1, 2, 0, 3)),
+        ([(0, 1), (2, 1), (2, 0)], (2, 1, 0)),  # a rank that the others had left out comes back
+        ([(0, 5), (0, 0)], (1, 0)),
+    ],
+)
+def test_ranks_keep_their_seats(former, seats):
+    assert Seats.keep(4, former).of_ranks == seats
+
+
+def test_ranks_are_told_by_their_numbers():
+    seats = Seats(4, (3, 1))
+    assert seats.empty == [0, 2] and seats.ranks_in(0b1010) == [0, 1] and seats.mask_of_ranks(0b1000) == 0b01
+    assert (seats.rank_in(1), seats.rank_in(2)) == (1, 2)
+    assert seats.by_rank("abcd") == ["d", "b"] and seats.by_rank([]) == []
+    assert Seats.full(3) == Seats.keep(3, [(-1, -1)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("max_ranks", "placement", "said"),
+    [(4, {}, "unset without `placement.live`"), (2, LIVE, "at least `topology.ep_size` = 3"), (65, LIVE, "max_ranks")],
+)
+def test_configs_without_seats(max_ranks, placement, said):
+    with pytest.raises(ConfigError, match=said):
+        make_config(3, experts=8, max_ranks=max_ranks, placement=placement)
+
+
+def test_the_plan_counts_seats():
+    plans = [
+        MemoryPlan.build(make_config(ranks, experts=8, max_ranks=seats, placement=LIVE), rank=1)
+        for ranks, seats in ((3, 4), (2, 4), (4, 4), (4, None))
+    ]
+    assert all(plan.as_ints() == plans[0].as_ints() for plan in plans)
+    config = make_config(3, experts=8, max_ranks=3, placement=LIVE)
+    assert config.of_size(2).topology.seats == 3 and config.of_size(4).topology.seats == 4
+    assert config.of_size(1).placement.slots_per_rank == 8
+
+
+def test_a_rank_among_empty_seats():
+    config = make_config(1, experts=4, top_k=2, max_ranks=3, placement=LIVE)
+    gain_eD = gains(config, config.model.hidden_size)
+    with epmoe.ExpertParallel(config) as ep:
+        for seed in range(4):
+            tokens = make_tokens(config, 0, 5, seed=seed)
+            d = ep.dispatch(*given(ep, tokens), tag=1)
+            assert_y(ep.combine(times_slots(d, gain_eD[ep.logical_experts(1)]), d), config, tokens)
+            assert d.recv.counts[1:].tolist() == [0, 0]
+            if seed == 1:
+                ep.resume()
+            elif seed == 2:
+                ep.sleep()
+                ep.wake()
+        assert ep.capture_is_valid(0) and ep.generation == 2 and len(ep.health().rows_sent) == ep.size == 1
+
+
+def test_what_differs_where_a_graph_is_of_an_earlier_group():
+    with epmoe.ExpertParallel(make_config(1, experts=4, top_k=2, max_ranks=3, placement=LIVE)) as ep:
+        exchange = ep.exchange
+        assert isinstance(exchange, NodeExchange)
+        exchange._addresses.left.append(exchange.plan.sizes | {"M": 8, "num_local_experts": 2})
+        exchange.status.epoch, exchange.status.code = 0, constant("kOutdated")  # as kernels report it
+        with pytest.raises(EPStateError, match=r"most tokens of a rank \(M\) 8, not 16, experts of this rank 2, not 4"):
+            ep.poll()
+        ep.poll()

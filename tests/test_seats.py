@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from exchanges import assert_y, gains, given, make_config, make_tokens
 from slot_tables import times_slots
 
@@ -10,6 +11,8 @@ import epmoe
 from epmoe import ConfigError, EPStateError, MemoryPlan
 from epmoe.config.seats import Seats
 from epmoe.exchange.node import NodeExchange
+from epmoe.integrations import session
+from epmoe.integrations.balancing import section_of
 from epmoe.native.layouts import constant
 
 LIVE = {"live": True, "slots_per_rank": 4, "staging_mb": 1}
@@ -37,12 +40,28 @@ def test_ranks_are_told_by_their_numbers():
 
 
 @pytest.mark.parametrize(
-    ("max_ranks", "placement", "said"),
-    [(4, {}, "unset without `placement.live`"), (2, LIVE, "at least `topology.ep_size` = 3"), (65, LIVE, "max_ranks")],
+    ("max_ranks", "ranks_per_node", "placement", "said"),
+    [
+        (4, 3, {}, "unset without `placement.live`"),
+        (4, 1, {}, "unset without `placement.live`"),
+        (4, 1, LIVE, "all ranks with `placement.live`"),
+        (2, 3, LIVE, "at least `topology.ep_size` = 3"),
+        (65, 3, LIVE, "max_ranks"),
+    ],
 )
-def test_configs_without_seats(max_ranks, placement, said):
+def test_configs_without_seats(max_ranks, ranks_per_node, placement, said):
     with pytest.raises(ConfigError, match=said):
-        make_config(3, experts=8, max_ranks=max_ranks, placement=placement)
+        make_config(3, experts=8, ranks_per_node=ranks_per_node, max_ranks=max_ranks, placement=placement)
+
+
+def test_frameworks_fix_the_number_of_ranks(monkeypatch):
+    """By a key of the users' `live`, as vLLM and SGLang take it, or by a variable, as SGLang does."""
+    shapes, live = (8, 2, 64, torch.float32, 2), {"slots_per_rank": 4}
+    with pytest.raises(ConfigError, match=r"placement\.max_ranks"):
+        session.make_config(*shapes, {"placement": section_of(live | {"max_ranks": 3}, 1)})
+    monkeypatch.setenv("EPMOE_TOPOLOGY__MAX_RANKS", "3")
+    with pytest.raises(ConfigError, match="`topology.max_ranks` must be unset: the framework fixes"):
+        session.make_config(*shapes, {"placement": section_of(live, 1)}, from_environment=True)
 
 
 def test_the_plan_counts_seats():

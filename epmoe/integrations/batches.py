@@ -241,9 +241,7 @@ class SharedExpertParallel:
             else:  # a partial would cost the host 0.1 µs
                 routed = sends(x, ids, weights, tag=call.tag, aligned=aligned)
             arrived = now()
-            outputs = experts(
-                self._arrived(routed, ((ep.config.topology.seats - 1) * most + x.shape[0]) * ids.shape[1])
-            )
+            outputs = experts(self._arrived(routed, ((ep.size - 1) * most + x.shape[0]) * ids.shape[1]))
             if not trains:
                 check_forward_only(outputs)
             computed = now()

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from epmoe.config.config import EPConfig
+from epmoe.config.config import ConfigError, EPConfig
 from epmoe.native.arguments import dtype_name
 
 TRAINING_DEADLINES: dict[str, Any] = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
@@ -40,7 +40,10 @@ def make_config(
         "model": model | {"dtype": dtype_name(dtype)},
         "topology": {"ep_size": ep_size} | sections.get("topology", {}),
     }
-    return EPConfig.overridden(values) if from_environment else EPConfig(**values)
+    config = EPConfig.overridden(values) if from_environment else EPConfig(**values)
+    if config.topology.max_ranks is not None:
+        raise ConfigError("`topology.max_ranks` must be unset: the framework fixes the number of ranks")
+    return config
 
 
 class Shared(Protocol):

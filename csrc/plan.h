@@ -107,7 +107,6 @@ struct alignas(64) RoundHeader {
   int32_t tag;             // CPU only: of the source's call
   int32_t mode;            // CPU only: of the source's call, as in RoundState
   int32_t empty;           // CPU only: 1 where nobody sits in the seat; the receiver's host writes it
-  int32_t unused;
 };
 
 // How far this rank's calls have come. The operators write it, no kernel does except `has_more_rounds`, and the host

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import EP, Move, Placement, is_int
-from epmoe.config.seats import Seats
 from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
@@ -96,7 +95,7 @@ class ExpertParallel(HoldsWindows):
     """The experts that move, with `placement.live`."""
     followers: WeakSet[Follower]
     """What this rank's layers keep for its experts: `resume` tells them of another group."""
-    _seats: Seats
+    _seat: int
     _exchange: Exchange | None = None
     _mesh: DeviceMesh | None = None  # of the group
     _missing: int = 0  # ranks, as a mask, like the next
@@ -202,8 +201,7 @@ class ExpertParallel(HoldsWindows):
         if keeps and self.live is not None:
             config, held = self.config.of_size(peers.size), self.live.held.tolist()
         said = config.model_dump_json(), self.origin, self.generation, self.rank
-        seat = self._seats.of_ranks[self.rank]
-        request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost, seat=seat)
+        request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost, seat=self._seat)
         old, mine = self.placement, self.rank if self._has_weights else None
         ranks = [mine if rank == peers.rank else None for rank in range(peers.size)]
         try:
@@ -734,7 +732,7 @@ class ExpertParallel(HoldsWindows):
                 exchange.release()
             raise
         self.config, self.placement = config, placement
-        self.origin, self.generation, self._seats = agreed.origin, agreed.generation, seats
+        self.origin, self.generation, self._seat = agreed.origin, agreed.generation, seats.of_ranks[peers.rank]
         self.processes = [one.process for one in agreed.requests]
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         exchange.thread = get_ident()

@@ -12,6 +12,7 @@ import torch
 from helpers import distinct_ids, randn
 
 import epmoe
+from epmoe.config.seats import Seats
 from epmoe.exchange.health import COUNTERS, STAGES, Health, Totals, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
@@ -84,7 +85,7 @@ def test_timeout_names_stage_round_and_ranks():
     status = struct("Status")(code=1, stage=1, epoch=42, missing=0b1010, originator=2)
     for _ in range(2):
         with pytest.raises(epmoe.EPTimeoutError, match=r"combine of round 42 .*\[1, 3\].*\[9, 11\].*rank 2") as raised:
-            raise_on_failure(status, [8, 9, 10, 11], rank=0, latched=False)
+            raise_on_failure(status, [8, 9, 10, 11], Seats.full(4), rank=0, latched=False)
     error = raised.value
     assert (error.stage, error.epoch) == ("combine", 42)
     assert error.missing_ranks == [1, 3] and error.missing_global_ranks == [9, 11]
@@ -95,14 +96,14 @@ def test_timeout_names_stage_round_and_ranks():
 def test_a_rank_that_came_too_late_hears_it(rank, reason):
     status = struct("Status")(code=1, epoch=1, missing=0b1010, originator=2)
     with pytest.raises(epmoe.EPTimeoutError, match=reason):
-        raise_on_failure(status, [0, 1, 2, 3], rank, latched=False)
+        raise_on_failure(status, [0, 1, 2, 3], Seats.full(4), rank, latched=False)
 
 
 def test_a_mismatch_that_has_latched_is_reported_for_ever():
     status = struct("Status")(code=2, epoch=3, missing=0b01)
     for _ in range(2):
         with pytest.raises(epmoe.EPMismatchError, match=r"rank\(s\) \[0\] .* can only be resumed or closed"):
-            raise_on_failure(status, [0, 1], rank=1, latched=True)
+            raise_on_failure(status, [0, 1], Seats.full(2), rank=1, latched=True)
 
 
 def count_words(*shapes: int) -> torch.Tensor:
@@ -132,7 +133,8 @@ def test_a_mismatch_on_gpus_says_what_differs():
         counts = count_words(shape, shape, other)
         calls = partial(calls_of, {"recv.counts": counts}, Peek(counts))
         with pytest.raises(epmoe.EPMismatchError) as error:
-            raise_on_failure(struct("Status")(code=2, epoch=3, missing=0b100), [0, 1, 2], 1, True, calls=calls)
+            status = struct("Status")(code=2, epoch=3, missing=0b100)
+            raise_on_failure(status, [0, 1, 2], Seats.full(3), rank=1, latched=True, calls=calls)
         assert error.value.differences == named
         assert all(f"{name} is {mine} here and {its} there" in str(error.value) for name, (mine, its) in named.items())
 
@@ -150,5 +152,5 @@ def test_a_stage_out_of_turn_is_reported_for_ever(stage, phases, said):
     status = struct("Status")(code=3, stage=stage, epoch=7, missing=0b01, phases=phases)
     for _ in range(2):
         with pytest.raises(epmoe.EPOrderError, match=f"{said}.* can only be resumed or closed") as raised:
-            raise_on_failure(status, [0, 1], rank=0, latched=True)
+            raise_on_failure(status, [0, 1], Seats.full(2), rank=0, latched=True)
     assert (raised.value.stage, raised.value.epoch) == (STAGES[stage], 7) and isinstance(raised.value, epmoe.EPError)

@@ -74,6 +74,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         absent("`non_blocking_capacity_factor` admits them; no test captures one."),
         absent("Megatron captures whole layers, which has not been tried."),
     ),
+    "CUDA graphs, while ranks come and go": (
+        yes("test_outlive.py::test_graphs_go_on_while_ranks_come_and_go"),
+        absent("vLLM fixes the number of ranks, and its settings have no key for `topology.max_ranks`."),
+        no("the framework fixes the number of ranks", "integrations/session.py"),
+        absent("transformers' layers have experts that stay; `configure` has no key for `topology.max_ranks`."),
+        TRAINS,
+        TRAINS,
+    ),
     "torch.compile": (
         yes("test_compile.py::test_one_graph_serves_a_layer"),
         yes("stacks/test_vllm_engine.py::test_two_ranks_generate_the_tokens_of_one"),

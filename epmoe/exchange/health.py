@@ -118,15 +118,14 @@ def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError |
 def raise_on_failure(
     status: Structure,
     global_ranks: list[int],
+    seats: Seats,
     rank: int,
     latched: bool,
     dead: int = 0,
     calls: Callable[[], Sequence[Traits]] = tuple,
-    seats: Seats | None = None,
 ) -> None:
-    """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h. `dead` is a mask of ranks whose process has
-    ended; `calls` returns the ranks' calls of a round that do not match, or nothing. `seats` number the ranks in
-    `status`; by default a rank has the seat of its number.
+    """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h, which counts `seats`. `dead` is a mask of
+    ranks whose process has ended; `calls` returns the ranks' calls of a round that do not match, or nothing.
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
@@ -135,7 +134,6 @@ def raise_on_failure(
     other = status.other
     if not code:
         return
-    seats = seats or Seats.full(len(global_ranks))
     originator = seats.rank_in(status.originator)
     stage = STAGES[status.stage]
     ranks = seats.ranks_in(status.missing)

@@ -220,8 +220,8 @@ class NodeExchange(Exchange):
             latched = self.device.type == "cuda"
             extra, by_rank = self.config.capacity.extra_bytes > 0, self.seats.by_rank
             raise_on_failure(
-                self.status, self.global_ranks, self.rank, latched, self.dead(),
-                lambda: by_rank(calls_of(self.views, self._counts, extra)), self.seats,
+                self.status, self.global_ranks, self.seats, self.rank, latched, self.dead(),
+                lambda: by_rank(calls_of(self.views, self._counts, extra)),
             )  # fmt: skip
 
     def poll(self) -> None:

@@ -53,12 +53,10 @@ def test_slabs_of_empty_seats_are_padding(seated, rank, size, ll_max_tokens):
     assert d.recv.x.shape[:2] == d.recv.ids.shape[:2] == (R, M)
     counts, ids, weights = d.recv.counts.tolist(), d.recv.ids.cpu(), d.recv.weights.cpu()
     assert not any(counts[size:]) and not weights[size:].any()
-    sentinel = ids[size:].unique()
-    assert len(sentinel) == 1 and not rank * S <= int(sentinel) < (rank + 1) * S
-    gain_eD, first = rows_of_slots(ep), rank * S
-    mine = (d.recv.ids >= first) & (d.recv.ids < first + S)
-    weights = d.recv.weights.where(mine, 0)[..., None]
-    factor = (gain_eD[(d.recv.ids.long() - first).clamp(0, S - 1)] * weights).sum(2)
+    assert len(sentinel := ids[size:].unique()) == 1 and int(ep.expert_map[int(sentinel)]) == -1
+    local = ep.expert_map[d.recv.ids.long()].long()
+    weights = d.recv.weights.where(local >= 0, 0)[..., None]
+    factor = (rows_of_slots(ep)[local.clamp(min=0)] * weights).sum(2)
     y = ep.combine_partial(d.recv.x * factor.to(d.recv.x.dtype), d)
     ep.check()
     assert_y(y, ep.config, tokens)

@@ -69,6 +69,7 @@ def test_the_plan_counts_seats():
         MemoryPlan.build(make_config(ranks, experts=8, max_ranks=seats, placement=LIVE), rank=1)
         for ranks, seats in ((3, 4), (2, 4), (4, 4), (4, None))
     ]
+    plans.append(MemoryPlan.build(make_config(3, experts=8, ranks_per_node=3, max_ranks=4, placement=LIVE), rank=1))
     assert all(plan.as_ints() == plans[0].as_ints() for plan in plans)
     config = make_config(3, experts=8, max_ranks=3, placement=LIVE)
     assert config.of_size(2).topology.seats == 3 and config.of_size(4).topology.seats == 4

@@ -259,7 +259,7 @@ class EPConfig(Strict):
         """This configuration with a rank in every seat: that of the memory plan, which counts seats."""
         if self.topology.seats == self.topology.ep_size:
             return self
-        return self.model_copy(update={"topology": self.topology.model_copy(update={"ep_size": self.topology.seats})})
+        return self.model_copy(update={"topology": TopologyConfig(ep_size=self.topology.seats)})  # one node
 
     @property
     def alignment(self) -> int:

@@ -114,9 +114,9 @@ class MemoryPlan:
         windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
         """
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
-        config = config.seated
-        if placement is None or config.placement.live:  # slots, which are alike in all seats
-            placement = config.place_experts()
+        if config.seated is not config:
+            config, placement = config.seated, None  # slots, which are alike in all seats
+        placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
             return cls._over_nodes(config, rank, placement, nvlink)
         R = config.topology.ep_size

@@ -54,8 +54,9 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
         raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {device}")
     if wanted.type == "cpu":
         return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
+    ranks = "topology.max_ranks" if config.topology.max_ranks else "topology.ep_size"
     for key, value, most in (
-        ("topology.ep_size", config.seated.topology.ranks_here, 32),
+        (ranks, config.seated.topology.ranks_here, 32),
         ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
         ("model.num_experts with copies", config.seated.num_physical_experts, 4096),
     ):

@@ -103,7 +103,7 @@ def open_exchange(
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
     if N == 1:
         window = open_window(plan, peers, seats, addresses)
-        if config.placement.live:
+        if len(seats.of_ranks) < seats.count:
             placement = config.seated.place_experts()
         return NodeExchange(config, plan, placement, window, peers.global_ranks, addresses, seats)
     node, local = divmod(peers.rank, G)

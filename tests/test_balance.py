@@ -194,6 +194,18 @@ def test_quotas_of_all_sources_add_up_to_the_shares(seed):
     assert most == math.ceil(least_of_the_busiest([1.0] * E, slots, R) - 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_quotas_in_seats_name_the_same_copies(seed):
+    loads, slots, R = draw(seed)
+    S, most = len(slots) // R, int(slots[slots >= 0].bincount().max())
+    seats = random.Random(seed).sample(range(R + 2), R)
+    seated = (torch.tensor(seats)[:, None] * S + torch.arange(S)).flatten()
+    by_seat = slots.new_full(((R + 2) * S,), -1).index_copy(0, seated, slots)
+    quotas = tables.tables(slots[None], loads[None].double(), R - 1, R, most, most + seed % 2)
+    for of_ranks, of_seats in zip(quotas[0], tables.in_seats(quotas, seats, S)[0], strict=True):
+        assert torch.equal(parts_of(of_seats, by_seat)[:, seated], parts_of(of_ranks, slots))
+
+
 def drifted(ranks: int, spare: int, step: float, seed: int) -> tuple[Tensor, Tensor]:
     """Zipf loads of 256 experts whose order has drifted, and slots that fitted the loads before."""
     generator = torch.Generator().manual_seed(seed)

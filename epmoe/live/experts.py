@@ -22,7 +22,7 @@ from epmoe.live.balance import check_slots
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail, MailOnGPU
 from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, SlotWeights
-from epmoe.live.tables import at_most, tables
+from epmoe.live.tables import at_most, in_seats, tables
 from epmoe.live.waves import Wave, in_place, plan_waves
 from epmoe.native.arguments import describe
 
@@ -310,11 +310,9 @@ class LiveExperts:
             slots = slots.clone()
             for move in wave.moves:
                 slots[move.layer, move.slot] = EMPTY
-        seats, width = self._exchange.seats, self._table.shape[-1]
-        by_seat = slots.new_full((self._L, seats.count, self._S), EMPTY)
-        by_seat[:, seats.of_ranks] = slots.view(self._L, self._R, self._S)
-        by_seat = by_seat.view(self._L, -1)
-        return self.mail.upload(tables(by_seat, loads, self._exchange.seat, seats.count, self._most_copies, width))
+        width = self._table.shape[-1]
+        by_rank = tables(slots, loads, self._rank, self._R, self._most_copies, width)
+        return self.mail.upload(in_seats(by_rank, self._exchange.seats.of_ranks, self._S))
 
     def _put_into_use(self, table: Tensor) -> None:
         """Copy behind all rounds so far and before those to come, whichever of their streams this is called on."""

@@ -6,6 +6,8 @@ weights take as long to read for one row as for many; and one for calls of many 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,19 @@ def tables(slots: Tensor, loads: Tensor, source: int, ep_size: int, most_copies:
     """
     slots = at_most(most_copies, slots)  # an expert that moves has more between two waves
     return ops.balance_quotas(loads, slots, ep_size, source, width)
+
+
+def in_seats(quotas: Tensor, seats: Sequence[int], slots_per_rank: int) -> Tensor:
+    """Tables of the slots of `seats`, the seat of each rank, made of tables of the slots of ranks.
+
+    Shares are those of the ranks: empty seats bring no tokens. Entries behind the last number name any slot.
+    """
+    if list(seats) == list(range(len(seats))):
+        return quotas
+    slots = quotas & 0xFFFF
+    ranks = (slots // slots_per_rank).clamp(max=len(seats) - 1)
+    further = quotas.new_tensor([seat - rank for rank, seat in enumerate(seats)]) * slots_per_rank
+    return quotas & ~0xFFFF | slots + further[ranks.long()] & 0xFFFF
 
 
 def at_most(copies: int, slots: Tensor) -> Tensor:

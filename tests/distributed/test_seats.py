@@ -10,6 +10,7 @@ from exchanges import assert_y, gains, given, make_tokens
 from slot_tables import times_slots
 
 from epmoe import EPAbortedError, EPMismatchError, ExpertParallel
+from epmoe.live.tables import tables
 
 E, S, EMPTY_SEATS = 6, 4, 2
 
@@ -60,6 +61,16 @@ def test_slabs_of_empty_seats_are_padding(seated, rank, size, ll_max_tokens):
     y = ep.combine_partial(d.recv.x * factor.to(d.recv.x.dtype), d)
     ep.check()
     assert_y(y, ep.config, tokens)
+
+
+def test_copies_share_as_without_empty_seats(seated, rank, size):
+    """From empty seats no tokens come, so that sources are as many as ranks."""
+    ep = seated()
+    loads = torch.tensor([[9.0, 1.0, 4.0, 1.0, 1.0, 1.0]])
+    ep.share(loads)
+    ep.apply()
+    table, most = ep.exchange.views["table.copies"].cpu(), ep.config.placement.most_copies
+    assert torch.equal(table, tables(ep.slots, loads.double(), rank, size, most, table.shape[-1]))
 
 
 def test_errors_name_ranks(seated, rank, size):

@@ -77,7 +77,8 @@ uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* coun
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
   uint64_t mismatched = 0;
   for (int64_t r = 0; r < ex.plan.R; ++r) {
-    if (headers[r].empty) continue;  // its count stays 0
+    counts_R[r] = 0;
+    if (headers[r].empty) continue;
     bool other_tag = headers[r].tag != round.progress.tag;
     if (other_tag || headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype ||
         headers[r].mode != round.mode)

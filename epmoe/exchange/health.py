@@ -27,7 +27,7 @@ TOTALS = (
     "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns", "health.aborted_rounds",
 )  # fmt: skip
 _ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
-_EPOCHS = {"cpu": 1 << 32, "cuda": (1 << 32) - 2}  # by device: how many there are; see `next_epoch` in csrc/cuda
+_EPOCHS = {"cpu": 1 << 32, "cuda": (1 << 32) - 4}  # by device: how many there are; see `next_epoch` in csrc/cuda
 
 
 @dataclass(frozen=True)

@@ -363,7 +363,7 @@ class NodeExchange(Exchange):
                 self._unread = torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
         for name in ("counts", *TOTALS):
             views[name].zero_()
-        self._mark_empty_seats()
+        self.mark_empty_seats()
         views["table.expert_map"].copy_(placement.expert_map(self.seat))
         views["table.owners"].copy_(torch.tensor(placement.owners))
         if not self.config.placement.live:  # otherwise `LiveExperts` writes quotas
@@ -382,7 +382,7 @@ class NodeExchange(Exchange):
             torch.cuda.synchronize(self.device)
         self.views["state"].zero_()
 
-    def _mark_empty_seats(self) -> None:
+    def mark_empty_seats(self) -> None:
         """Nobody signals from an empty seat: what kernels find there is the signal of every round, of no rows.
 
         It lies in the own window, where only this rank writes and reads it.

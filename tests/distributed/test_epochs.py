@@ -15,8 +15,8 @@ from helpers import RANKS_SHARE_GPUS
 
 import epmoe
 
-LASTS = 0x7FFFFFFD, 0xFFFFFFFD
-"""Rounds that seem to be over: then the number becomes negative as an int32, and begins again."""
+LASTS, NEXT = (0x7FFFFFFD, 0xFFFFFFFB), 6
+"""Rounds that seem to be over: in the NEXT ones the number becomes negative as an int32, or begins again."""
 
 
 def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
@@ -39,10 +39,10 @@ def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("last", LASTS)
 def test_rounds_past_the_last_epoch(make_ep, rank, size, device, layout, ll_max_tokens, last):
-    """On GPUs no round has the number 0 or 0xffffffff: these are what windows hold at first."""
+    """On GPUs no round has a number that windows hold at first, 0 or above 0xfffffffc."""
     ep = make_ep(ll_max_tokens, max_tokens=40)
     set_epoch(ep, last)
-    for number, tokens in enumerate((7, 40, 0, 16), last + 1):
+    for number, tokens in enumerate((7, 40, 0, 16, 40, 3), last + 1):
         given = [make_tokens(ep.config, r, max(tokens - r, 0), seed=number % 7) for r in range(size)]
         if device.type == "cpu" and rank == number % size:
             time.sleep(0.02)  # the others sleep on their doorbells
@@ -57,7 +57,7 @@ def test_rounds_over_nodes_past_the_last_epoch(make_ep, rank, size, device, last
         pytest.skip("needs two nodes of as many ranks: tests/two_gpu_nodes.sh")
     ep = make_ep(ranks_per_node=size // 2)
     set_epoch(ep, last)
-    for number in range(last + 1, last + 4):
+    for number in range(last + 1, last + 1 + NEXT):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=number % 7)
         assert_y(run_round(ep, tokens), ep.config, tokens)
         assert ep.health().rounds == ep.exchange.rounds.count == number
@@ -68,7 +68,7 @@ def test_more_rounds_past_the_last_epoch(make_ep, rank, size, last):
     """The answer whether more follow carries the number of its round."""
     ep = make_ep()
     set_epoch(ep, last)
-    for number in range(last + 1, last + 4):
+    for number in range(last + 1, last + 1 + NEXT):
         tokens = make_tokens(ep.config, rank, 5, seed=number % 7)
         y = ep.exchange.sending(rank == number % size, partial(run_round, ep, tokens))
         assert ep.exchange.has_more_rounds()

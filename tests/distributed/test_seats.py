@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exchanges import assert_y, gains, given, make_tokens
+from exchanges import assert_y, gains, given, make_tokens, poison
 from slot_tables import times_slots
 
 from epmoe import EPAbortedError, EPMismatchError, ExpertParallel
@@ -36,6 +36,7 @@ def test_rounds_with_empty_seats(seated, rank, size, ll_max_tokens):
     assert (ep.rank, ep.size) == (rank, size) and ep.memory_plan().sizes["R"] == size + EMPTY_SEATS
     for seed in range(4):
         tokens = make_tokens(ep.config, rank, (3 + 2 * rank, 9, 16, 0)[seed], seed=seed)
+        poison(ep)
         d = ep.dispatch(*given(ep, tokens), tag=1)
         y = ep.combine(times_slots(d, gain_eD), d)
         ep.check()

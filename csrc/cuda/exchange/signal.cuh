@@ -55,9 +55,10 @@ struct Word {
 };
 static_assert(sizeof(Word) == sizeof(uint64_t));
 
-// The epoch after `epoch`. Two values never are one: a window begins with words of 0, and with LL lines whose words are
-// 0xffffffff, so that a round of this epoch would find signals that nobody sent.
-__device__ __forceinline__ uint32_t next_epoch(uint32_t epoch) { return epoch < 0xfffffffe ? epoch + 1 : 1; }
+// The epoch after `epoch`. Four values never are one: a window begins with words of 0, with LL lines whose words are
+// 0xffffffff, and with kEmptySeat, so that a round of this epoch would find signals that nobody sent. The fourth keeps
+// even and odd epochs in turn.
+__device__ __forceinline__ uint32_t next_epoch(uint32_t epoch) { return epoch < 0xfffffffc ? epoch + 1 : 1; }
 
 __device__ __forceinline__ uint64_t now_ns() {
   uint64_t value;

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +40,11 @@ class Memory(Protocol):
     def create(self, nbytes: int) -> int:
         """The descriptor of new memory, which the caller closes. Raises MemoryError where there is none."""
 
-    def map(self, descriptor: int | None, address: int, nbytes: int) -> None:
-        """Map memory at a reserved address, for reading and writing; None: new memory of this process alone."""
+    def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
+        """Map memory at a reserved address, for reading and writing; None: new memory of this process alone.
+
+        With `times` it lies there again and again, and each of these mappings is unmapped by itself.
+        """
 
     def unmap(self, address: int, nbytes: int) -> None: ...
 
@@ -79,10 +82,11 @@ class HostMemory:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return descriptor
 
-    def map(self, descriptor: int | None, address: int, nbytes: int) -> None:
+    def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
         shared, own = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         flags, descriptor = (own, -1) if descriptor is None else (shared, descriptor)
-        self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
+        for begin in range(address, address + times * nbytes, nbytes):
+            self._mmap(begin, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Leaves private memory behind: a tensor that outlives its group harms nobody."""
@@ -127,18 +131,16 @@ class Places:
 
     def map_unread(self, place: int, nbytes: int) -> Tensor:
         """Map a small memory again and again, until the place is full: uint8 [nbytes]. What is written is lost."""
-        begin = self._begin + place * self.stride
-        end = begin + round_up(nbytes, self._memory.granule)
-        piece = round_up(_UNREAD_BYTES, self._memory.granule)
-        with ExitStack() as done:
-            descriptors = dict[int, int]()  # by size: the last piece may be shorter
-            for address in range(begin, end, piece):
-                size = min(piece, end - address)
-                if size not in descriptors:
-                    descriptors[size] = self._memory.create(size)
-                    done.callback(os.close, descriptors[size])
-                self._memory.map(descriptors[size], address, size)
-                self._mapped[address] = size
+        begin, piece = self._begin + place * self.stride, round_up(_UNREAD_BYTES, self._memory.granule)
+        times, rest = divmod(round_up(nbytes, self._memory.granule), piece)
+        for address, size, many in ((begin, piece, times), (begin + times * piece, rest, 1)):
+            if size * many:
+                descriptor = self._memory.create(size)
+                try:
+                    self._memory.map(descriptor, address, size, many)
+                finally:
+                    os.close(descriptor)
+                self._mapped |= {address + i * size: size for i in range(many)}
         return self.view(place, nbytes)
 
     def view(self, place: int, nbytes: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from ctypes import Structure, byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import partial
 from typing import Any
@@ -76,21 +77,21 @@ class GpuMemory:
         os.set_inheritable(descriptor.value, False)  # a program that is started would keep the memory
         return descriptor.value
 
-    def map(self, descriptor: int | None, address: int, nbytes: int) -> None:
+    def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
         """The memory may be another GPU's. Raises RuntimeError where this GPU does not reach it."""
         if descriptor is None:
             handle = self._new(nbytes)
         else:
             self._call("cuMemImportFromShareableHandle", byref(handle := c_uint64()), descriptor, _POSIX_DESCRIPTOR)
-        try:
-            self._call("cuMemMap", address, nbytes, 0, handle, 0)
-        finally:
-            self._call("cuMemRelease", handle)  # the mapping keeps the memory
-        try:
-            self._call("cuMemSetAccess", address, nbytes, byref(self._access), 1)
-        except RuntimeError:
-            self._call("cuMemUnmap", address, nbytes)
-            raise
+        with ExitStack() as undo:
+            try:
+                for begin in range(address, address + times * nbytes, nbytes):
+                    self._call("cuMemMap", begin, nbytes, 0, handle, 0)
+                    undo.callback(self._call, "cuMemUnmap", begin, nbytes)
+            finally:
+                self._call("cuMemRelease", handle)  # the mappings keep the memory
+            self._call("cuMemSetAccess", address, times * nbytes, byref(self._access), 1)  # once: it takes long
+            undo.pop_all()
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Waits first: kernels may still use it."""

@@ -141,13 +141,14 @@ def map_windows(
     peers: Peers,
     seats: Seats,
     addresses: Addresses,
-    clear: Callable[[Tensor], object] = lambda local: None,
+    clear: Callable[[Tensor], Callable[[], object]] = lambda local: lambda: None,
 ) -> tuple[Places, list[Tensor], dict[int, int]]:
     """Make this rank's window, and map all ranks' in their seats. Collective, in a step of `Peers.together`.
 
-    `clear` prepares the own window, before any rank can write into it. An empty seat has memory that nobody reads.
-    Returns where the windows are mapped, the windows by seat, and by seat the other ranks' processes as
-    `share_descriptors` does, which also says what is raised.
+    `clear` begins to prepare the own window, and returns a function that waits for its end: other windows are mapped
+    meanwhile, and no rank returns before all are prepared. An empty seat has memory that nobody reads. Returns where
+    the windows are mapped, the windows by seat, and by seat the other ranks' processes as `share_descriptors` does,
+    which also says what is raised.
     """
     places, mine = addresses.windows(seats.count, nbytes), seats.of_ranks[peers.rank]
     descriptors, processes = list[int](), dict[int, int]()
@@ -155,15 +156,16 @@ def map_windows(
         undo.callback(places.unmap)
         try:
             descriptors = [places.create(nbytes)]
-            clear(local := places.map(mine, descriptors[0], nbytes))
+            wait = clear(local := places.map(mine, descriptors[0], nbytes))
             regions = {seat: places.map_unread(seat, nbytes) for seat in seats.empty}
-            peers.all_gather(None)  # all have room, and have cleared their windows
             descriptors, processes = share_descriptors(descriptors, peers)
             undo.callback(_close, processes.values())
             for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
                 regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
         finally:
             _close(descriptors)
+        wait()
+        peers.all_gather(None)  # all have cleared their windows: any may write into them now
         undo.pop_all()
     return (
         places,

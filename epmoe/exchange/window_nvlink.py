@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,11 +37,11 @@ class NVLinkWindow:
         not as 0. Raises MemoryError where this rank has no room, and RuntimeError where this GPU has no peer access.
         """
 
-        def clear(local: Tensor) -> None:
+        def clear(local: Tensor) -> Callable[[], None]:
             local.zero_()
             for part in empty_lines:
                 local[part].fill_(0xFF)
-            torch.cuda.synchronize(device)
+            return partial(torch.cuda.synchronize, device)
 
         device = addresses.memory.device
         check_room(nbytes, torch.cuda.mem_get_info(device)[0])

@@ -22,7 +22,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import EP, Move, Placement, is_int
 from epmoe.exchange.call import new_call
-from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
+from epmoe.exchange.exchange import ANOTHER_THREAD, Exchange, takes_turn_of_exchange
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
@@ -102,6 +102,7 @@ class ExpertParallel(HoldsWindows):
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
     _asleep: tuple[dist.ProcessGroup | DeviceMesh | None] | None = None  # the group, while it sleeps
+    _joining: int = 0  # the thread that is in `alone`: it has the turn also while there is no exchange
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def __init__(
@@ -228,11 +229,15 @@ class ExpertParallel(HoldsWindows):
         """
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
-        generation = self.generation
+        generation, caller = self.generation, get_ident()
         outer = 0 if self._exchange is None else self._exchange.enter()
+        if self._exchange is None and self._joining not in (0, caller):
+            raise RuntimeError(ANOTHER_THREAD)
+        self._joining = caller
         try:
             return call()
         finally:
+            self._joining = 0
             if self._exchange is not None:  # a signal handler's caller has no turn in windows that it did not see open
                 self._exchange.thread = outer if self.generation == generation else 0
 
@@ -271,14 +276,15 @@ class ExpertParallel(HoldsWindows):
             exchange.release()
 
     @takes_turn_of_exchange
-    def sleep(self) -> None:
+    def sleep(self, free: Callable[[], object] = lambda: None) -> None:
         """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank calls it.
 
         It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA graphs stay; no graph
         may be replayed meanwhile, and handles of earlier rounds, and their tensors, must not be used any more. All
         calls but `wake`, `resume` and `close` raise EPStateError then.
 
-        Raises EPStateError where a round is open or this object is closed, and what `check` does; then it is awake.
+        `free` is called once nothing runs on the GPU any more: it may free weights. Raises EPStateError where a round
+        is open or this object is closed, and what `check` and `free` do; then it is awake.
         """
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
@@ -286,19 +292,34 @@ class ExpertParallel(HoldsWindows):
         exchange.wait_for_device(self.config.exchange.timeout_s)
         exchange.poll()
         group = self._mesh or self.group
+        free()
         self.close()
         self._asleep = (group,)
 
-    def wake(self) -> None:
+    def wake(self, restore: Callable[[], object] = lambda: None) -> None:
         """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared. Collective.
 
-        CUDA graphs of the group are valid; a host whose weights have gone restores them first. Rounds and `health`
-        begin again, and `generation` is another one. Raises EPStateError where this object does not sleep, and what
-        `resume` does where a rank has died or the memory has gone to others: it may be called again then.
+        CUDA graphs of the group are valid; `restore` puts weights that have gone where they were. No other thread gets
+        its turn before. Rounds and `health` begin again, and `generation` is another one.
+
+        Raises EPStateError where this object does not sleep, and what `resume` does where a rank has died or the memory
+        has gone to others: it may be called again then. Where `restore` raises, this object is closed: waits of the
+        other ranks end at once, and `resume` has all experts of this rank among its moves.
         """
         if self._asleep is None:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
-        self.alone(partial(self.go_on, *self._asleep, None, False))
+        self.alone(partial(self._wake, *self._asleep, restore, self.generation))
+
+    def _wake(
+        self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object], generation: int
+    ) -> None:
+        try:
+            self.go_on(group, None, False)
+            restore()
+        except BaseException:
+            if self.generation != generation:  # a signal handler may have raised right after the windows are open
+                self.lose_weights()
+            raise
 
     def capture_is_valid(self, generation: int) -> bool:
         """Whether a CUDA graph that was captured in this generation may be replayed in the present one.

@@ -10,17 +10,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from exchanges import Tokens, assert_y, given, make_tokens
+from helpers import refuse_another_thread
 from host import (
+    EXPERTS,
     E,
     Host,
     L,
     check_stream,
     create,
+    die,
+    fail_in,
     lose,
     mapped_windows,
     moving,
     play,
     play_round,
+    play_until_timeout,
     resume,
     serve,
     spread,
@@ -131,6 +136,32 @@ def wake(state) -> str:
     return "awake"
 
 
+def lose_memory(state) -> None:
+    """Weights lose their memory, as those in a pool of the host."""
+    state.kept, state.rows = state.rows, torch.full_like(state.rows, torch.nan)
+
+
+def sleep_with_weights(state) -> None:
+    state.ep.sleep(partial(lose_memory, state))
+
+
+def wake_with_weights(state, failing: int | None = None) -> str:
+    """Weights come back before any other thread has its turn. Rank `failing` cannot restore them."""
+
+    def restore() -> None:
+        assert state.ep.capture_is_valid(0)
+        refuse_another_thread(state.ep.poll)
+        if state.ep.rank == failing:
+            raise MemoryError("of the host")
+        state.rows = state.kept
+
+    try:
+        state.ep.wake(restore)
+    except MemoryError:
+        return repr(state.ep)
+    return "awake"
+
+
 def free_bytes(state) -> int:
     """Of this rank's GPU, or how many windows this process has less than it may."""
     return torch.cuda.mem_get_info(state.device)[0] if state.device.type == "cuda" else -mapped_windows()
@@ -228,17 +259,72 @@ def test_sleep_frees_all_and_graphs_go_on_after_wake(host: Host):
     assert host.do(names, replay, 0) == [None] * 2
 
 
-def test_a_death_during_sleep(host: Host):
+def test_weights_go_and_come_with_the_windows(host: Host):
+    names = serve(host, ranks=2)
+    host.succeed(names, capture)
+    host.succeed(names, sleep_with_weights)
+    assert host.do(names, wake_with_weights) == ["awake"] * 2
+    assert host.do(names, replay, 0) == [None] * 2 and host.do(names, play) == ["played"] * 2
+
+
+def test_a_rank_that_cannot_restore_its_weights(host: Host):
+    """Rounds of the others end at once. It takes part again with all its experts loaded."""
+    names = serve(host, ranks=2)
+    host.succeed(names, sleep_with_weights)
+    closed, awake = host.do(names, wake_with_weights, 0)
+    assert "closed" in closed and awake == "awake"
+    begin = time.monotonic()
+    assert host.do([1], play_until_timeout) == [[0]] and time.monotonic() - begin < SOON_S
+    host.form(names)
+    loaded, kept = host.do(names, resume)
+    assert [move[1] for move in loaded] == [*range(EXPERTS)] and kept == []
+    assert host.do(names, play) == ["played"] * 2
+
+
+@pytest.mark.parametrize("step", ["asleep", "checks", "maps", "has windows"])
+def test_a_death_during_sleep_and_wake(host: Host, step: str):
     names = serve(host, ranks=3)
     host.do(names, sleep)
-    host.signal(1, signal.SIGKILL)
-    host.processes[1].join()
+    if step == "asleep":
+        host.signal(1, signal.SIGKILL)
+        host.processes[1].join()
+    else:
+        host.succeed([1], fail_in, step, die)
+        host.start([1], wake)
     begin = time.monotonic()
     assert host.do([0, 2], wake) == ["EPResumeError"] * 2
     assert time.monotonic() - begin < SOON_S
     host.form([0, 2])
     host.do([0, 2], resume)
     assert host.do([0, 2], play) == ["played"] * 2
+
+
+def raise_interrupted() -> None:
+    """As a signal handler does between two steps."""
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(InterruptedError("by a signal")))
+    signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.mark.parametrize("step", ["checks", "maps", "has windows"])
+def test_a_signal_during_wake(host: Host, step: str):
+    """All ranks are asleep then, and wake later. Graphs go on."""
+    names = serve(host, ranks=2)
+    host.succeed(names, capture)
+    host.do(names, sleep)
+    host.succeed([1], fail_in, step, raise_interrupted)
+    assert host.do(names, wake) == ["EPResumeError"] * 2
+    assert host.do(names, refusals) == [["this ExpertParallel sleeps: call `wake`"] * 4] * 2
+    assert host.do(names, wake) == ["awake"] * 2
+    assert host.do(names, replay, 0) == [None] * 2 and host.do(names, play) == ["played"] * 2
+
+
+@pytest.mark.parametrize("step", ["checks", "maps", "has windows"])
+def test_no_other_thread_joins_while_one_wakes(step: str):
+    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+        ep.sleep(lambda: refuse_another_thread(ep.poll))
+        fail_in(None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)])
+        ep.wake()
+        assert ep.generation == 1
 
 
 def test_what_cannot_sleep_or_wake():
@@ -251,6 +337,9 @@ def test_what_cannot_sleep_or_wake():
         with pytest.raises(EPStateError, match="a round is open"):
             ep.sleep()
         ep.combine(d.rows, d)
+        with pytest.raises(ZeroDivisionError):
+            ep.sleep(lambda: 1 / 0)
+        assert ep.capture_is_valid(0), "it is awake"
         ep.sleep()
         assert "asleep" in repr(ep) and not ep.capture_is_valid(0)
         ep.wake()

@@ -26,6 +26,7 @@ from epmoe.exchange.templates import Templates
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
 from epmoe.group.waiting import device_ends
 
+ANOTHER_THREAD = "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls"
 _GLANCE_S = 1e-5
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -205,9 +206,7 @@ class Exchange(ABC):
         while self.thread not in (0, caller):
             if rounds.opener != caller or rounds.state == CLOSED or time.monotonic() > deadline:
                 rounds.turn_away(caller)
-                raise RuntimeError(
-                    "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls"
-                )
+                raise RuntimeError(ANOTHER_THREAD)
             time.sleep(_GLANCE_S)
 
     def wait_for_device(self, timeout_s: float | None = None) -> None:

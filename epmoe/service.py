@@ -317,7 +317,9 @@ class ExpertParallel(HoldsWindows):
             self.go_on(group, None, False)
             restore()
         except BaseException:
-            if self.generation != generation:  # a signal handler may have raised right after the windows are open
+            if self.generation == generation:
+                self._addresses.unmap_scratch()  # it sleeps on
+            else:  # a signal handler may have raised right after the windows are open
                 self.lose_weights()
             raise
 

@@ -82,11 +82,14 @@ def addresses_on(device: torch.device) -> Addresses:
     return Addresses(HostMemory() if device.type == "cpu" else GpuMemory(device))
 
 
-def open_window(plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses) -> Window:
-    nbytes, dead_at = plan.window_bytes, plan["signal.dead"].offset
-    if addresses.memory.device.type == "cpu":
-        return SharedMemoryWindow(nbytes, peers, seats, addresses, dead_at)
-    return NVLinkWindow(nbytes, peers, seats, addresses, dead_at, plan.empty_lines)
+def open_window(plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses, undo: ExitStack) -> Window:
+    """Collective, in a step of `Peers.together`. `undo` unmaps the window where a later step fails."""
+    shape = plan.window_bytes, peers, seats, addresses, plan["signal.dead"].offset
+    on_host = addresses.memory.device.type == "cpu"
+    window: Window = SharedMemoryWindow(*shape) if on_host else NVLinkWindow(*shape, plan.empty_lines)
+    undo.callback(window.places.unmap)
+    undo.callback(window.deaths.close)
+    return window
 
 
 def open_exchange(
@@ -102,10 +105,13 @@ def open_exchange(
     plan = MemoryPlan.build(config, seats.of_ranks[peers.rank], placement, nvlink=device.type == "cuda")
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
     if N == 1:
-        window = open_window(plan, peers, seats, addresses)
-        if len(seats.of_ranks) < seats.count:
-            placement = config.seated.place_experts()
-        return NodeExchange(config, plan, placement, window, peers.global_ranks, addresses, seats)
+        with ExitStack() as undo:
+            window = open_window(plan, peers, seats, addresses, undo)
+            if len(seats.of_ranks) < seats.count:
+                placement = config.seated.place_experts()
+            one = NodeExchange(config, plan, placement, window, peers.global_ranks, addresses, seats)
+            undo.pop_all()
+        return one
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
@@ -124,7 +130,7 @@ def open_exchange(
         peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with node_peers.part():
             full = Seats.full(G)
-            window = open_window(plan, node_peers, full, addresses)
+            window = open_window(plan, node_peers, full, addresses, undo)
         inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, addresses, full)
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs

@@ -37,6 +37,7 @@ from epmoe.group.store import loopback_store
 from epmoe.layer import MoELayer
 from epmoe.live.balancer import Balancer
 from epmoe.live.receiver import WeightReceiver
+from epmoe.live.sleeping import SleepingWeights
 from epmoe.live.versions import WeightSender
 from epmoe.local.adapters import ExpertAdapters, LoRA
 from epmoe.local.experts import GroupedExperts
@@ -84,6 +85,7 @@ __all__ = [
     "Routing",
     "SafetensorsFolder",
     "Sent",
+    "SleepingWeights",
     "WeightReceiver",
     "WeightSender",
     "adapters_of",

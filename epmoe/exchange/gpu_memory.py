@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from epmoe.exchange.addresses import HostMemory, Memory
+
 _PINNED, _POSIX_DESCRIPTOR, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1  # enumerators of cuda.h
 _RELAXED = 2  # of `CUstreamCaptureMode`
 _OUT_OF_MEMORY = 2
@@ -113,3 +115,7 @@ class GpuMemory:
             self._driver.cuGetErrorString(code, byref(text := ctypes.c_char_p()))
             why = f"{function} of CUDA failed: {(text.value or b'unknown error').decode()}"
             raise MemoryError(why) if code == _OUT_OF_MEMORY else RuntimeError(why)
+
+
+def memory_of(device: torch.device) -> Memory:
+    return HostMemory() if device.type == "cpu" else GpuMemory(device)

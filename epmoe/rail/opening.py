@@ -11,9 +11,9 @@ from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
 from epmoe.config.seats import Seats
-from epmoe.exchange.addresses import Addresses, HostMemory
+from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.exchange import Exchange
-from epmoe.exchange.gpu_memory import GpuMemory
+from epmoe.exchange.gpu_memory import memory_of
 from epmoe.exchange.launch_policy import shared_bytes_needed
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
@@ -79,7 +79,7 @@ def load(device: torch.device) -> None:
 
 def addresses_on(device: torch.device) -> Addresses:
     """For the windows of an `ExpertParallel` on a device."""
-    return Addresses(HostMemory() if device.type == "cpu" else GpuMemory(device))
+    return Addresses(memory_of(device))
 
 
 def open_window(plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses, undo: ExitStack) -> Window:

@@ -19,6 +19,7 @@ from epmoe.group.errors import EPStateError
 _Value = TypeVar("_Value")
 _KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
 _MOST_BYTES = 2**24  # of a value
+_BEGIN_BYTES = 4096  # of a value, which travel with its length: few are longer
 
 
 class MissingRankError(RuntimeError):
@@ -163,21 +164,24 @@ class Peers:
     def _exchange(self, value: _Value) -> list[_Value]:
         if self.group is None:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [int(length) for length in self._gather(torch.tensor([data.numel()]))]
+        data = json.dumps(value).encode()
+        begins = self._gather(len(data).to_bytes(8, "little") + data[:_BEGIN_BYTES], 8 + _BEGIN_BYTES)
+        lengths = [int.from_bytes(begin[:8], "little") for begin in begins]
         if not all(0 < length <= _MOST_BYTES for length in lengths):
             raise RuntimeError(f"ranks sent values of {lengths} bytes: each has at most {_MOST_BYTES}")
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = zip(self._gather(padded), lengths, strict=True)
-        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+        rest = max(lengths) - _BEGIN_BYTES
+        ends = self._gather(data[_BEGIN_BYTES:], rest) if rest > 0 else [b""] * self.size
+        rows = zip(begins, ends, lengths, strict=True)
+        return [json.loads((begin[8:] + end)[:length]) for begin, end, length in rows]
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
+    def _gather(self, data: bytes, nbytes: int) -> list[bytes]:
+        """Every rank's bytes, padded to `nbytes`."""
         assert self.group is not None
         options = AllgatherOptions()
         if (deadline := self._deadline) is not None:  # `dist.all_gather` takes none
             options.timeout = deadline
+        tensor = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
         with self.waiting():
             self.group.allgather([rows], [tensor], options).wait()
-        return rows
+        return [row.numpy().tobytes() for row in rows]

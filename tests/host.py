@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from captured import Captured
 from exchanges import Tokens, assert_y, gains, given, make_config, make_tokens
 from launched import context
 from slot_tables import times_slots
@@ -208,6 +209,7 @@ def create(state, config: epmoe.EPConfig) -> None:
 def start(state, ep: epmoe.ExpertParallel) -> None:
     """This rank has the weights that `ep` says are its own: `rows` [L, slots, D]."""
     state.ep, state.rows = ep, torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size)
+    state.captured = list[Captured]()
     held = [(slot, expert, tag) for tag in tags(ep) for slot, expert in enumerate(ep.logical_experts(tag))]
     take(state, [Move(slot, expert, None, tag) for slot, expert, tag in held if expert != EMPTY])
     if ep.config.placement.live:
@@ -221,7 +223,12 @@ def come(state, folder: Path) -> list[list[int]]:
     return [state.ep.logical_experts(tag) for tag in tags(state.ep)]
 
 
-def tags(ep: epmoe.ExpertParallel) -> Iterable[int]:
+def captures(state) -> list[int]:
+    """The generations in which this rank has captured rounds."""
+    return [one.generation for one in state.captured]
+
+
+def tags(ep: epmoe.ExpertParallel) -> Sequence[int]:
     return range(1, ep.config.placement.layers + 1) if ep.config.placement.live else [0]
 
 
@@ -275,10 +282,38 @@ def resize(state, folder: Path, size: int, wait_s: float = 20.0, balanced: bool 
     return stays and loaded
 
 
+def sleep(state) -> int:
+    """Returns the bytes that the plan says."""
+    planned = state.ep.memory_plan().total_bytes
+    state.ep.sleep()
+    return planned
+
+
 def play(state, rounds: int = 2 * L) -> str:
+    """Rounds, of which the last ones are a replay."""
     for seed in range(rounds):
         play_round(state, seed)
+    replay(state)
     return "played"
+
+
+def replay(state) -> None:
+    """A round of each layer, as this rank has captured it in a group like this one; otherwise it captures it now. What
+    it has captured in other groups does nothing."""
+    ep = state.ep
+    if ep.exchange.layout is None:  # over several nodes
+        return play_round(state, 0)
+    good = [one for one in state.captured if ep.capture_is_valid(one.generation)]
+    if good:
+        good[-1].replay(ep, state.rows)
+    else:
+        good = [Captured(ep, tags(ep), state.rows)]
+        state.captured += good
+    check_stream(ep)
+    good[-1].assert_right(ep)
+    for one in state.captured:
+        if one.graph is not None and one not in good:
+            one.assert_told(ep)
 
 
 def play_round(
@@ -399,6 +434,13 @@ def begin_to_move(host: Host, names: list[int], stage: str, who: int) -> None:
 def rotate(state) -> None:
     slots = torch.where(state.ep.slots == EMPTY, EMPTY, (state.ep.slots + 1) % E)
     state.moves = state.ep.replace(slots, partial(weights, state))
+
+
+def fill(state) -> None:
+    """Leaves no slot empty."""
+    P = state.ep.slots.shape[1]
+    state.ep.replace((torch.arange(P) % E).expand(L, -1), partial(weights, state))
+    state.ep.apply()
 
 
 def poll(state) -> tuple[int, int]:

@@ -5,127 +5,38 @@ from __future__ import annotations
 import signal
 import time
 from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from exchanges import Tokens, assert_y, given, make_tokens
+from exchanges import make_tokens
 from helpers import refuse_another_thread
 from host import (
     EXPERTS,
-    E,
     Host,
-    L,
-    check_stream,
+    captures,
     create,
     die,
     fail_in,
+    fill,
     lose,
     mapped_windows,
     moving,
-    play,
     play_round,
     play_until_timeout,
     resume,
     serve,
+    sleep,
     spread,
     staying,
-    tags,
-    weights,
 )
 from waits import SOON_S
 
 import epmoe
 from epmoe import EPResumeError, EPStateError
-from epmoe.exchange.round_state import CLOSED, DISPATCHED
-from epmoe.native import ops
-
-
-class Round(NamedTuple):
-    """A round in a graph, which holds the addresses of the group that captured it."""
-
-    tokens: Tokens
-    tag: int
-    inputs: list[torch.Tensor]
-    gain_eD: torch.Tensor
-    y: torch.Tensor
-    graph: torch.cuda.CUDAGraph | None
-    """on the CPU the operators are called again, with the same arguments:"""
-    dispatch: tuple[Any, ...]
-    rows: torch.Tensor
-    expert_offsets: torch.Tensor
-
-    def experts(self) -> torch.Tensor:
-        row = torch.arange(len(self.rows), device=self.rows.device)
-        expert = torch.searchsorted(self.expert_offsets[1:], row, right=True).clamp(max=len(self.gain_eD) - 1)
-        return self.rows * self.gain_eD[expert].to(self.rows.dtype)
-
-    def replay(self, ep: epmoe.ExpertParallel) -> None:
-        if self.graph is not None:
-            return self.graph.replay()
-        exchange, memory = ep.exchange, self.dispatch[-3:]
-        exchange.rounds.progress.tag = self.tag
-        exchange.launch(ops.dispatch, self.dispatch, DISPATCHED)
-        exchange.launch(ops.combine, (self.y, self.experts(), *memory), CLOSED)
-
-
-def capture(state) -> None:
-    """A round in a graph; also a round for the other ranks."""
-    ep, graph = state.ep, None
-    tag = min(tags(ep))
-    tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=11)
-    inputs, gain_eD = given(ep, tokens), state.rows[0].clone()
-
-    def play() -> Round:
-        d = ep.dispatch(*inputs, tag=tag)
-        dispatch = *inputs, None, None, len(tokens.x), *ep.exchange.memory, d.sent.descriptor
-        captured = Round(tokens, tag, inputs, gain_eD, torch.empty(0), graph, dispatch, d.rows, d.expert_offsets)
-        return captured._replace(y=ep.combine(captured.experts(), d))
-
-    if state.device.type == "cuda":
-        play_round(state, 8)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = play()
-    else:
-        captured = play()
-    state.graphs = getattr(state, "graphs", {}) | {ep.generation: captured}
-
-
-def replay(state, generation: int, times: int = 3) -> None:
-    """The graph of a generation agrees with the dense layer, by the weights that this rank holds now."""
-    captured = state.graphs[generation]
-    captured.gain_eD.copy_(state.rows[0])
-    for _ in range(times):
-        captured.y.fill_(float("nan"))
-        captured.replay(state.ep)
-        check_stream(state.ep)
-        assert_y(captured.y / 2.0**captured.tag, state.ep.config, captured.tokens)
-
-
-def replay_outdated(state, generation: int) -> str:
-    """What `poll` raises after it. The next rounds are unharmed."""
-    if state.device.type == "cpu":
-        return "captured in an earlier group"
-    graph, y = state.graphs[generation].graph, state.graphs[generation].y
-    graph.replay()
-    torch.cuda.synchronize()
-    assert not y.any()
-    with pytest.raises(EPStateError) as caught:
-        state.ep.poll()
-    state.ep.poll()
-    return str(caught.value)
 
 
 def is_valid(state, generation: int) -> bool:
     return state.ep.capture_is_valid(generation)
-
-
-def sleep(state) -> int:
-    """Returns the bytes that the plan says."""
-    planned = state.ep.memory_plan().total_bytes
-    state.ep.sleep()
-    return planned
 
 
 def wake(state) -> str:
@@ -179,15 +90,11 @@ def refusals(state) -> list[str]:
 
 def test_graphs_go_on_when_the_group_is_as_it_was(host: Host):
     """3 → 2 → 3 ranks. A graph of other ranks does nothing, and `poll` tells it."""
-    names = serve(host, ranks=3)
-    host.succeed(names, capture)
-    alive = lose(host, names, 2)
+    alive = lose(host, serve(host, ranks=3), 2)
     host.form(alive)
     host.do(alive, resume)
     assert host.do(alive, is_valid, 0) == [False] * 2 and host.do(alive, is_valid, 1) == [True] * 2
-    assert all("captured in an earlier group" in said for said in host.do(alive, replay_outdated, 0))
-    host.succeed(alive, capture)
-    host.succeed(alive, replay, 1)
+    host.play(alive)
     host.spawn(3)
     host.form([*alive, 3])
     placement = spread(3, 2)
@@ -195,53 +102,31 @@ def test_graphs_go_on_when_the_group_is_as_it_was(host: Host):
     host.start([3], create, staying(placement, host.device))
     host.answers([*alive, 3])
     assert host.do(alive, is_valid, 0) == [True] * 2 and host.do(alive, is_valid, 1) == [False] * 2
-    host.start(alive, play, 1)
-    host.start([3], capture)
-    host.results([*alive, 3])
-    host.start(alive, replay, 0)
-    host.start([3], replay, 2)
-    assert host.results([*alive, 3]) == [None] * 3
-    assert host.do([*alive, 3], play) == ["played"] * 3
-
-
-def fill(state) -> None:
-    """Every slot gets an expert, on ranks that have come, too."""
-    P = state.ep.slots.shape[1]
-    state.ep.replace((torch.arange(P) % E).expand(L, -1), partial(weights, state))
-    state.ep.apply()
+    host.play([*alive, 3])
+    assert host.do([*alive, 3], captures) == [[0, 1]] * 2 + [[2]]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_graphs_go_on_while_ranks_come_and_go(host: Host, victim: int):
     """3 → 2 → 4 ranks in 4 seats: whoever stays captures once."""
-    names = host.begin(moving(3, seats=4))
-    host.succeed(names, capture)
-    alive = lose(host, names, victim)
+    alive = lose(host, host.begin(moving(3, seats=4)), victim)
     host.form(alive)
     host.succeed(alive, resume, None, True)
     assert host.do(alive, is_valid, 0) == [True] * 2
-    host.succeed(alive, replay, 0)
     host.play(alive)
     host.spawn(3, 4)
     host.form([*alive, 3, 4])
     host.start(alive, resume)
     host.start([3, 4], create, moving(4, seats=4))
     host.results([*alive, 3, 4])
-    assert host.do(alive, is_valid, 0) == [True] * 2
     host.succeed([*alive, 3, 4], fill)
-    host.start(alive, replay, 0, 1)
-    host.start([3, 4], capture)
-    host.answers([*alive, 3, 4])
-    host.start(alive, replay, 0)
-    host.start([3, 4], replay, 2)
-    assert host.results([*alive, 3, 4]) == [None] * 4
     host.play([*alive, 3, 4])
+    assert host.do([*alive, 3, 4], captures) == [[0]] * 2 + [[2]] * 2
     lose(host, [*alive, 3, 4], 3)  # errors name ranks of the group, not seats
 
 
 def test_sleep_frees_all_and_graphs_go_on_after_wake(host: Host):
     names = serve(host, ranks=2)
-    host.succeed(names, capture)
     before = host.do(names, free_bytes)
     planned = host.do(names, sleep)
     after = host.do(names, free_bytes)
@@ -252,19 +137,20 @@ def test_sleep_frees_all_and_graphs_go_on_after_wake(host: Host):
     for _ in range(2):
         assert host.do(names, wake) == ["awake"] * 2
         assert host.do(names, is_valid, 0) == [True] * 2
-        assert host.do(names, replay, 0) == [None] * 2 and host.do(names, play) == ["played"] * 2
+        host.play(names)
         host.do(names, sleep)
     host.form(names)
     host.do(names, resume)
-    assert host.do(names, replay, 0) == [None] * 2
+    host.play(names)
+    assert host.do(names, captures) == [[0]] * 2
 
 
 def test_weights_go_and_come_with_the_windows(host: Host):
     names = serve(host, ranks=2)
-    host.succeed(names, capture)
     host.succeed(names, sleep_with_weights)
     assert host.do(names, wake_with_weights) == ["awake"] * 2
-    assert host.do(names, replay, 0) == [None] * 2 and host.do(names, play) == ["played"] * 2
+    host.play(names)
+    assert host.do(names, captures) == [[0]] * 2
 
 
 def test_a_rank_that_cannot_restore_its_weights(host: Host):
@@ -278,7 +164,7 @@ def test_a_rank_that_cannot_restore_its_weights(host: Host):
     host.form(names)
     loaded, kept = host.do(names, resume)
     assert sorted(move[1] for move in loaded) == [*range(EXPERTS)] and kept == []
-    assert host.do(names, play) == ["played"] * 2
+    host.play(names)
 
 
 @pytest.mark.parametrize("step", ["asleep", "checks", "maps", "has windows"])
@@ -296,7 +182,7 @@ def test_a_death_during_sleep_and_wake(host: Host, step: str):
     assert time.monotonic() - begin < SOON_S
     host.form([0, 2])
     host.do([0, 2], resume)
-    assert host.do([0, 2], play) == ["played"] * 2
+    host.play([0, 2])
 
 
 def raise_interrupted() -> None:
@@ -309,7 +195,6 @@ def raise_interrupted() -> None:
 def test_a_signal_during_wake(host: Host, step: str):
     """All ranks are asleep then, and wake later. Graphs go on."""
     names = serve(host, ranks=2)
-    host.succeed(names, capture)
     host.do(names, sleep)
     asleep = host.do(names, free_bytes)
     host.succeed([1], fail_in, step, raise_interrupted)
@@ -317,7 +202,8 @@ def test_a_signal_during_wake(host: Host, step: str):
     assert host.do(names, free_bytes) == asleep
     assert host.do(names, refusals) == [["this ExpertParallel sleeps: call `wake`"] * 4] * 2
     assert host.do(names, wake) == ["awake"] * 2
-    assert host.do(names, replay, 0) == [None] * 2 and host.do(names, play) == ["played"] * 2
+    host.play(names)
+    assert host.do(names, captures) == [[0]] * 2
 
 
 @pytest.mark.parametrize("step", ["checks", "maps", "has windows"])

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import host as ranks
 import pytest
-import torch
 from helpers import ROOT, long, slow
 from host import Host
 from launched import context
@@ -206,20 +205,13 @@ def test_recover_and_join_while_experts_move(host, stage):
     assert plans[0] and plans == plans[:1] * 4
     slots = ranks.all_held(host, names)
     assert all(set(layer[3 * ranks.S :]) != {ranks.EMPTY} for layer in slots)  # the balancer has filled the new rank's
-    host.succeed(names, fill)
+    host.succeed(names, ranks.fill)
     assert ranks.EMPTY not in [expert for layer in ranks.all_held(host, names) for expert in layer]
     host.play(names)
     ranks.begin_to_move(host, names, stage, 0)
     assert host.succeed(names, ranks.go_on, host.folder) == [[]] * 4  # nobody has died
     ranks.all_held(host, names)
     host.play(names)
-
-
-def fill(state) -> None:
-    """Leaves no slot empty."""
-    P = state.ep.slots.shape[1]
-    state.ep.replace((torch.arange(P) % ranks.E).expand(ranks.L, -1), partial(ranks.weights, state))
-    state.ep.apply()
 
 
 def two_of_three(host: Host) -> list[int]:

@@ -189,11 +189,13 @@ def spread(ranks: int, copies: int) -> Placement:
     return Placement.build(EXPERTS, ranks, "explicit", owners, EXPERTS * (copies - 1))
 
 
-def moving(ranks: int, slots: int = S, file: Path | None = None, seats: int | None = None) -> epmoe.EPConfig:
+def moving(
+    ranks: int, slots: int = S, file: Path | None = None, seats: int | None = None, timeout_s: float = FORM_S
+) -> epmoe.EPConfig:
     placement = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "slots": file and str(file)}
     exchange = {"warmup_timeout_s": FORM_S}
     return make_config(
-        ranks, experts=E, top_k=2, timeout_s=FORM_S, placement=placement, exchange=exchange, max_ranks=seats
+        ranks, experts=E, top_k=2, timeout_s=timeout_s, placement=placement, exchange=exchange, max_ranks=seats
     )
 
 

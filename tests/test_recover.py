@@ -166,7 +166,7 @@ def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
 
 def die_while_experts_move(host: Host, stage: str) -> list[int]:
     """Rank 2 of four is killed. Returns the others, which name it."""
-    names, victim = host.begin(ranks.moving(4)), 2
+    names, victim = host.begin(ranks.moving(4, seats=4)), 2
     ranks.begin_to_move(host, names, stage, victim)
     host.signal(victim, signal.SIGKILL)
     alive = [name for name in names if name != victim]
@@ -216,7 +216,7 @@ def test_recover_and_join_while_experts_move(host, stage):
 
 def two_of_three(host: Host) -> list[int]:
     """Three ranks of two slots were there, and rank 1 is killed: the only copies of experts 2 and 3 are lost."""
-    return ranks.lose(host, host.begin(ranks.moving(3, 2)), 1)
+    return ranks.lose(host, host.begin(ranks.moving(3, 2, seats=4)), 1)
 
 
 def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):

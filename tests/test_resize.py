@@ -24,7 +24,7 @@ from epmoe.group.board import Meeting
 @pytest.mark.parametrize("stage", ["copy", slow("drop"), slow("add")])
 def test_two_four_three_while_experts_move(host, stage):
     """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over."""
-    ranks.begin_to_move(host, host.begin(ranks.moving(2)), stage, 0)
+    ranks.begin_to_move(host, host.begin(ranks.moving(2, seats=4)), stage, 0)
     assert host.take_in([0, 1], [2, 3], ranks.resize) == [[[]] * 2, [[[ranks.EMPTY] * ranks.S] * ranks.L] * 2]
     names = host.in_order([0, 1, 2, 3])
     host.play(names)

@@ -1,0 +1,109 @@
+"""Ranks in seats die, stop, leave, come and sleep while experts move, as a seed draws it. After each step every rank
+replays the rounds that it has captured in whichever group: they agree with the dense layer, or do nothing and are told.
+
+EPMOE_FUZZ_FIRST=<seed> repeats a storm. EPMOE_STORM_STEPS and EPMOE_STORM_RANKS make it longer or smaller.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from functools import partial
+
+import pytest
+from helpers import slow
+from host import E, Host, L, S, captures, go_on, lose, moving, replay, resize, sleep, weights
+from slot_tables import draw_slots
+
+FIRST, STEPS = int(os.environ.get("EPMOE_FUZZ_FIRST", 0)), int(os.environ.get("EPMOE_STORM_STEPS", 6))
+SEATS = int(os.environ.get("EPMOE_STORM_RANKS", 4))
+DEADLINE_S, LAST_CALL_S = 5.0, 3.0
+
+
+def move(state, seed: int, polls: int) -> None:
+    """Experts begin to move, and get no further until a later step."""
+    ep = state.ep
+    ep.apply()
+    ep.replace(draw_slots(seed, L, E, ep.size, ep.num_local_experts), partial(weights, state))
+    for _ in range(polls):
+        ep.poll()
+
+
+def wake(state) -> None:
+    state.ep.wake()
+
+
+class Storm:
+    """A group through all that happens to it. `captured` has (process, slots of a rank) of each capture."""
+
+    def __init__(self, host: Host, seed: int) -> None:
+        self.host, self.draw, self.slots, self.captured = host, random.Random(seed), S, set[tuple[int, int]]()
+        self.names = host.begin(moving(min(3, SEATS), seats=SEATS, timeout_s=DEADLINE_S))
+        self.play()
+
+    def play(self) -> None:
+        """Whoever stays captures again only where a rank gets more slots, since one is to hold all experts."""
+        if len(self.names) == 1:
+            self.slots = E
+        self.names = self.host.in_order(self.names)
+        self.host.play(self.names)
+        self.captured |= {(name, self.slots) for name in self.names}
+        made = self.host.do(self.names, captures)
+        assert [*map(len, made)] == [sum(name == one for one, _ in self.captured) for name in self.names]
+
+    def lose(self, number: int) -> int:
+        """A rank falls out, and the others go on."""
+        victim = self.draw.choice(self.names)
+        self.names = lose(self.host, self.names, victim, number)
+        self.host.succeed(self.names, go_on, self.host.folder, 1, LAST_CALL_S)
+        return victim
+
+    def die(self) -> None:
+        if len(self.names) > 1:
+            self.lose(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """It comes back too late: its replay does nothing, and harms nobody."""
+        if len(self.names) > 1:
+            victim = self.lose(signal.SIGSTOP)
+            self.host.signal(victim, signal.SIGCONT)
+            assert "EPTimeoutError" in self.host.do([victim], replay)[0]
+            self.host.signal(victim, signal.SIGKILL)
+
+    def resize(self) -> None:
+        size, last = self.draw.randint(1, SEATS), max(self.host.processes)
+        new = list(range(last + 1, last + 1 + size - len(self.names)))
+        if new:
+            self.host.take_in(self.names, new, resize)
+            self.names += new
+        else:
+            stay = self.host.succeed(self.names, resize, self.host.folder, size)
+            for name in [name for name, loaded in zip(self.names, stay, strict=True) if loaded is False]:
+                self.names.remove(name)
+                self.host.signal(name, signal.SIGKILL)
+
+    def sleep(self) -> None:
+        self.host.do(self.names, sleep)
+        self.host.succeed(self.names, wake)
+
+    def move(self) -> None:
+        self.host.succeed(self.names, move, self.draw.randrange(1000), self.draw.randrange(8))
+
+
+CALM = Storm.die, Storm.resize, Storm.sleep, Storm.move
+"""Steps that wait for no deadline."""
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps"), [(FIRST, CALM), *(slow(FIRST + seed, (*CALM, Storm.resize, Storm.stop)) for seed in (1, 2, 3))]
+)
+def test_a_storm(host: Host, seed: int, steps: tuple) -> None:
+    storm, happened = Storm(host, seed), []
+    for _ in range(STEPS):
+        happened.append(step := storm.draw.choice(steps))
+        try:
+            step(storm)
+            storm.play()
+        except AssertionError as error:
+            raise AssertionError(f"EPMOE_FUZZ_FIRST={seed}: {[one.__name__ for one in happened]}") from error

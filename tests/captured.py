@@ -57,7 +57,7 @@ class Captured:
         for y in self.sums:
             poison_(y)
         self.graph.replay()
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         assert not any(y.any() for y in self.sums)
         with pytest.raises(EPStateError, match="captured in an earlier group"):
             ep.poll()

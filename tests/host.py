@@ -211,7 +211,7 @@ def create(state, config: epmoe.EPConfig) -> None:
 def start(state, ep: epmoe.ExpertParallel) -> None:
     """This rank has the weights that `ep` says are its own: `rows` [L, slots, D]."""
     state.ep, state.rows = ep, torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size)
-    state.captured = list[Captured]()
+    state.captured, state.slept = list[Captured](), -1  # the memory of groups up to this generation has gone
     held = [(slot, expert, tag) for tag in tags(ep) for slot, expert in enumerate(ep.logical_experts(tag))]
     take(state, [Move(slot, expert, None, tag) for slot, expert, tag in held if expert != EMPTY])
     if ep.config.placement.live:
@@ -286,36 +286,36 @@ def resize(state, folder: Path, size: int, wait_s: float = 20.0, balanced: bool 
 
 def sleep(state) -> int:
     """Returns the bytes that the plan says."""
-    planned = state.ep.memory_plan().total_bytes
+    planned, state.slept = state.ep.memory_plan().total_bytes, state.ep.generation
     state.ep.sleep()
     return planned
 
 
 def play(state, rounds: int = 2 * L) -> str:
-    """Rounds, of which the last ones are a replay."""
+    """Rounds by calls, and by a replay. What this rank has captured in other groups does nothing."""
+    ep = state.ep
     for seed in range(rounds):
         play_round(state, seed)
     replay(state)
+    for one in state.captured:
+        if one.graph is not None and one.generation > state.slept and not ep.capture_is_valid(one.generation):
+            one.assert_told(ep)
     return "played"
 
 
 def replay(state) -> None:
-    """A round of each layer, as this rank has captured it in a group like this one; otherwise it captures it now. What
-    it has captured in other groups does nothing."""
+    """A round of each layer, as this rank has captured it in a group like this one; otherwise it captures it now."""
     ep = state.ep
     if ep.exchange.layout is None:  # over several nodes
         return play_round(state, 0)
-    good = [one for one in state.captured if ep.capture_is_valid(one.generation)]
-    if good:
-        good[-1].replay(ep, state.rows)
+    good = next((one for one in state.captured if ep.capture_is_valid(one.generation)), None)
+    if good is None:
+        good = Captured(ep, tags(ep), state.rows)
+        state.captured.append(good)
     else:
-        good = [Captured(ep, tags(ep), state.rows)]
-        state.captured += good
+        good.replay(ep, state.rows)
     check_stream(ep)
-    good[-1].assert_right(ep)
-    for one in state.captured:
-        if one.graph is not None and one not in good:
-            one.assert_told(ep)
+    good.assert_right(ep)
 
 
 def play_round(

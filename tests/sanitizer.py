@@ -3,7 +3,8 @@
 `python -m sanitizer "few rows"` runs the named parts only.
 
 It comes with the CUDA toolkit: it is on the PATH, or in CUDA_HOME/bin. A part runs a few small rounds, since every
-access costs up to 100 times as much.
+access costs up to 100 times as much. initcheck runs where one process writes all that its kernels read, and, since it
+follows bulk copies (TMA) from CUDA 13.1 on only, where no kernel writes by them or all was written before.
 """
 
 from __future__ import annotations
@@ -75,82 +76,152 @@ for payload in ("auto", "fp8"):
         assert torch.equal(y[:, 0].cpu(), got.slots_of.ge(0).sum(1).float())
 print("done")
 """
-# Rounds by both protocols, in both layouts, with rows as they are and as fp8, checked. Two ranks run it.
-EXCHANGE = """
-import os, sys, torch, torch.distributed as dist
+# The parts below get their rank, a store, the number of ranks and the device. They run on CPUs, too.
+BEGIN = """
+import sys, torch, torch.distributed as dist
+rank, store, size, device = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), torch.device(sys.argv[4])
+if device.type == "cuda":
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+"""
+END = """
+print("done")
+dist.destroy_process_group()
+"""
+# Rounds by both protocols, in both layouts, with rows as they are and as fp8, checked.
+EXCHANGE = f"""{BEGIN}
 from exchanges import assert_y, make_config, make_tokens, run_round
 import epmoe, epmoe.exchange.memory
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.cuda.set_device(rank % torch.cuda.device_count())
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
     for payload in ("auto", "fp8"):
-        exchange = {"payload": payload, "combine_payload": payload}
-        options = {"hidden": 256, "dtype": "bfloat16", "max_tokens": 40, "timeout_s": 60.0, "exchange": exchange}
-        with epmoe.ExpertParallel(make_config(size, **options), device="cuda") as ep:
+        exchange = {{"payload": payload, "combine_payload": payload}}
+        options = {{"hidden": 256, "dtype": "bfloat16", "max_tokens": 40, "timeout_s": 60.0, "exchange": exchange}}
+        with epmoe.ExpertParallel(make_config(size, **options), device=device) as ep:
             for layout in ("expert", "rank"):
                 for T in (40, 3):
                     tokens = make_tokens(ep.config, rank, T, kind="adversarial")
                     assert_y(run_round(ep, tokens, layout), ep.config, tokens)
             ep.check()
-print("done")
-dist.destroy_process_group()
-"""
-# Experts that move between rounds, until drawn tables are in use on both ranks.
-MOVES = """
-import os, sys, torch, torch.distributed as dist
+{END}"""
+# Rounds by both protocols among empty seats, and again after a sleep.
+SEATS = f"""{BEGIN}
+from exchanges import assert_y, gains, given, make_config, make_tokens
+from slot_tables import times_slots
+import epmoe, epmoe.exchange.memory
+live = {{"live": True, "slots_per_rank": 8, "staging_mb": 1}}
+options = {{"experts": 8, "hidden": 256, "dtype": "bfloat16", "max_tokens": 40, "timeout_s": 60.0, "placement": live}}
+for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
+    with epmoe.ExpertParallel(make_config(size, max_ranks=size + 2, **options), device=device) as ep:
+        gains_SD = gains(ep.config, 256)[ep.logical_experts(1)].bfloat16().to(device)
+        for seed in range(4):
+            tokens = make_tokens(ep.config, rank, (40, 3)[seed % 2], seed=seed, kind="adversarial")
+            d = ep.dispatch(*given(ep, tokens), tag=1)
+            y = ep.combine(times_slots(d, gains_SD), d)
+            ep.check()
+            assert_y(y, ep.config, tokens)
+            if seed == 1:
+                ep.sleep()
+                ep.wake()
+{END}"""
+# Experts that move between rounds, also to other seats, until drawn tables are in use on both ranks.
+MOVES = f"""{BEGIN}
 from exchanges import make_config
-from test_moves import D, E, K, L, M, Slots, draw_table, play
+from test_moves import D, E, K, L, M, begin, play, slots_of
 import epmoe
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_grad_enabled(False)
-torch.cuda.set_device(rank % torch.cuda.device_count())
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-live = {"live": True, "slots_per_rank": E // size + 1, "layers": L, "staging_mb": 1, "most_copies": 4}
-options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "timeout_s": 60.0, "placement": live}
-with epmoe.ExpertParallel(make_config(size, **options), device="cuda") as ep:
-    slots = Slots(ep)
+live = {{"live": True, "slots_per_rank": E // size + 1, "layers": L, "staging_mb": 1, "most_copies": 4}}
+options = {{"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "timeout_s": 60.0, "placement": live}}
+with epmoe.ExpertParallel(make_config(size, max_ranks=size + 1, **options), device=device) as ep:
+    slots = slots_of(ep)
     for number in range(2):
-        moves = ep.replace(draw_table(size, ep.num_local_experts, seed=number), slots.of)
-        going, rounds = torch.ones(1), 0
+        moves, going, rounds = begin(slots, number), torch.ones(1), 0
         while going:
             play(ep, slots, rounds, rounds % L, T=(rank + rounds) % (M + 1))
             ep.poll()
             rounds += 1
             going = torch.tensor([1 - int(moves.done)])
             dist.all_reduce(going)
-        slots.poison_unused()
+        slots.check()
     ep.check()
-print("done")
-dist.destroy_process_group()
-"""
-PARTS = {
-    "local stages": (LOCAL, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
-    "few rows": (FEW_ROWS, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
-    "rail": (RAIL, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
-    "exchange": (EXCHANGE, 2, ("memcheck", "racecheck", "synccheck")),
-    "moves": (MOVES, 2, ("memcheck", "racecheck")),
+{END}"""
+# Two versions of weights that a trainer hands over to a server in the same process.
+HAND_OVER = f"""{BEGIN}
+import tempfile
+from exchanges import make_config
+from helpers import randn
+from test_hand_over import D, E, K, M, Model, send
+import epmoe
+config = make_config(size, experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=M, timeout_s=60.0)
+folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+with epmoe.ExpertParallel(config, device=device) as ep, folder, torch.inference_mode():
+    trained, served, x = Model(ep, 0), Model(ep, 0), randn(M, D).bfloat16().to(device)
+    sender = epmoe.WeightSender(trained, folder.name)
+    receiver = epmoe.WeightReceiver(ep, served, folder.name, dense=served.take_routers)
+    for version in (1, 2):
+        send(trained, sender, version)
+        receiver.load(version)
+        assert torch.equal(served(x), Model(ep, version)(x))
+    receiver.close()
+{END}"""
+# Training: the GEMMs of Hopper, the activation, gradients of rows, rows packed as fp8, and the router in one order.
+TRAINING = f"""{BEGIN}
+from helpers import randn
+from test_hopper_gemm import Case
+from test_training_experts import test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end as activation
+from test_training_rows import test_gradients_of_weighted_rows as weighted_rows
+from test_training_rows import test_packed_rows_hold_what_quantize_says as packed
+from epmoe.local.logits import router_logits
+torch.use_deterministic_algorithms(True, warn_only=True)
+for counts in ([3, 0, 13], [1, 0, 17, 33, 64, 285, 0]) * (device.type == "cuda"):
+    Case(counts, 136, 520, device).assert_right()
+for interleaved in (False, True):
+    activation(device, torch.bfloat16, interleaved, 128)
+weighted_rows(device, torch.bfloat16, True, 1288)
+packed(device, torch.bfloat16, 896)
+for T in (17, 200):
+    x = randn(T, 520).to(device).requires_grad_()
+    router_logits(x, randn(70, 520).to(device), None, invariant=True).sum().backward()
+{END}"""
+ALL = "memcheck", "racecheck", "synccheck", "initcheck"
+PARTS = {  # the newest first
+    "training": (TRAINING, 1, ALL),
+    "seats": (SEATS, 1, ALL[:3]),
+    "moves": (MOVES, 2, ALL[:2]),
+    "hand-over": (HAND_OVER, 1, ALL[:1]),
+    "few rows": (FEW_ROWS, 1, ALL),
+    "exchange": (EXCHANGE, 2, ALL[:3]),
+    "local stages": (LOCAL, 1, ALL),
+    "rail": (RAIL, 1, ALL),
 }
 
 
 def sanitize(
-    tool: str, script: str, *, ranks: int = 1, library: str | None = None, caching: bool = False
+    tool: str | None,
+    script: str,
+    *,
+    ranks: int = 1,
+    library: str | None = None,
+    caching: bool = False,
+    device: str = "cuda",
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs the script on each rank under a tool of compute-sanitizer, which exits with 3 where it finds an error.
+    """Runs the script on each rank under a tool of compute-sanitizer, which exits with 3 where it finds an error; None:
+    under no tool.
 
     Without `caching` every tensor is an allocation of its own, whose end the tool sees, and no graph can be captured.
     """
-    assert TOOL is not None, "there is no compute-sanitizer"
     library = library or os.environ.get("EPMOE_LIBRARY") or str(build())  # not under the tool
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, *sys.path]), "EPMOE_LIBRARY": library}
     if not caching:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    command = [TOOL, "--tool", tool, "--error-exitcode", "3"]
+    command: list[str] = []
+    if tool is not None:
+        assert TOOL is not None, "there is no compute-sanitizer"
+        command = [TOOL, "--tool", tool, "--error-exitcode", "3"]
     if tool == "memcheck":  # torch looks for features by calls that may be refused
         command += ["--report-api-errors", "no"]
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        program = [*command, sys.executable, "-c", script, str(rank), str(ranks), f"{folder}/store"]
+        program = [*command, sys.executable, "-c", script, str(rank), f"{folder}/store", str(ranks), device]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             program, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import sanitizer
 from helpers import slow
 from launched import run_two_ranks
 
@@ -87,3 +88,11 @@ def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
 def test_a_script_ends(nodes, tmp_path: Path):
     """Nothing of ours outlives any of the groups."""
     run_two_ranks(BEGIN + GROUPS, tmp_path / "store", nodes, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [part for part, (script, *_) in sanitizer.PARTS.items() if sanitizer.BEGIN in script])
+def test_parts_of_the_sanitizer_run_on_cpus(part):
+    script, ranks, _ = sanitizer.PARTS[part]
+    for run in sanitizer.sanitize(None, script, ranks=ranks, device="cpu"):
+        assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]

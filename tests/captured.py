@@ -52,8 +52,14 @@ class Captured:
         for tag, y in zip(self.tags, self.sums, strict=True):
             assert_y(y / 2.0**tag, ep.config, self.tokens)
 
+    def is_outdated(self, ep: ExpertParallel) -> bool:
+        """Whether a replay is to be told. Where this rank's window has another place, nobody may: our experts read all
+        rows, also those of no token."""
+        lies_there = self.memory[0].data_ptr() == ep.exchange.memory[0].data_ptr()
+        return self.graph is not None and lies_there and not ep.capture_is_valid(self.generation)
+
     def assert_told(self, ep: ExpertParallel) -> None:
-        """In a group of another kind a replay of the graph does nothing, and `poll` tells it."""
+        """A replay does nothing, and `poll` tells it."""
         for y in self.sums:
             poison_(y)
         self.graph.replay()

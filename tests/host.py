@@ -298,7 +298,7 @@ def play(state, rounds: int = 2 * L) -> str:
         play_round(state, seed)
     replay(state)
     for one in state.captured:
-        if one.graph is not None and one.generation > state.slept and not ep.capture_is_valid(one.generation):
+        if one.generation > state.slept and one.is_outdated(ep):
             one.assert_told(ep)
     return "played"
 
@@ -310,10 +310,9 @@ def replay(state) -> None:
         return play_round(state, 0)
     good = next((one for one in state.captured if ep.capture_is_valid(one.generation)), None)
     if good is None:
-        good = Captured(ep, tags(ep), state.rows)
-        state.captured.append(good)
-    else:
-        good.replay(ep, state.rows)
+        state.captured.append(Captured(ep, tags(ep), state.rows))
+        return check_stream(ep)
+    good.replay(ep, state.rows)
     check_stream(ep)
     good.assert_right(ep)
 

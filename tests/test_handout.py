@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from epmoe.exchange.window import Handout, fetch_descriptor
+from epmoe.exchange.sockets import Handout, fetch_descriptor
 
 
 def handout_of(number: int) -> Handout:

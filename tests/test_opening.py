@@ -21,7 +21,7 @@ from waits import LONG_S, SOON_S
 import epmoe
 import epmoe.rail.opening
 import epmoe.service
-from epmoe.exchange import window
+from epmoe.exchange import sockets
 from epmoe.group.peers import Peers
 
 RANKS, FAULTY, DEADLINE_S = 3, 2, 3.0
@@ -144,21 +144,21 @@ def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
                 foreign.connect(name)
 
-    monkeypatch.setattr(window, "_user_of", lambda accepted: os.getuid() + bool(accepted.getsockname()))
+    monkeypatch.setattr(sockets, "_user_of", lambda accepted: os.getuid() + bool(accepted.getsockname()))
     ranks = TwoRanks(2 * timeout_s, other, lambda name: Thread(target=connect, args=(name,), daemon=True).start())
     begin = time.monotonic()
     try:
         with pytest.raises(TimeoutError):
-            window.share_descriptors([], cast(Peers, ranks))
+            sockets.share_descriptors([], cast(Peers, ranks))
     finally:
         ended.set()
     assert timeout_s <= time.monotonic() - begin < SOON_S
 
 
 def test_another_user_at_the_socket_of_a_rank_is_no_rank(monkeypatch, other):
-    monkeypatch.setattr(window, "_user_of", lambda connection: os.getuid() + (not connection.getsockname()))
+    monkeypatch.setattr(sockets, "_user_of", lambda connection: os.getuid() + (not connection.getsockname()))
     with pytest.raises(RuntimeError, match="rank 1 has ended: another user answers"):
-        window.share_descriptors([], cast(Peers, TwoRanks(2.0, other, lambda name: None)))
+        sockets.share_descriptors([], cast(Peers, TwoRanks(2.0, other, lambda name: None)))
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_a_socket_whose_queue_others_fill(other, opens, error, message):
                 Timer(0.1, other.accept).start()
 
         with pytest.raises(error, match=message):
-            window.share_descriptors([], cast(Peers, TwoRanks(2.0, other, fill, backlog=1)))
+            sockets.share_descriptors([], cast(Peers, TwoRanks(2.0, other, fill, backlog=1)))

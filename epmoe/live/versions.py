@@ -27,7 +27,7 @@ from epmoe.config.placement import is_int
 from epmoe.exchange.addresses import Memory, Places
 from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
-from epmoe.exchange.window import Handout, fetch_descriptor
+from epmoe.exchange.sockets import Handout, fetch_descriptor
 from epmoe.live.copies import idle
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.given import layers_of

@@ -29,21 +29,20 @@ _SHORTAGE_S = 0.01  # until it looks again whether this process may open more fi
 _MOST_DESCRIPTORS = 253  # of one message, by Linux
 
 
-def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[int, int]]:
+def share_descriptors(window: int, peers: Peers) -> tuple[list[int], dict[int, int]]:
     """Every rank's file descriptors. Collective, in a step of `Peers.together`.
 
     Each rank connects to all others before it accepts, so ranks cannot wait for one another in a circle.
 
-    `window` is the descriptor of this rank's window; empty on all ranks if windows have none. Returns the descriptors
-    of all windows, and by rank those of the other ranks' processes, where they could give one. The caller closes both.
+    `window` is the descriptor of this rank's window. Returns those of all windows, and by rank those of the other
+    ranks' processes, where they could give one. The caller closes both.
 
     Raises RuntimeError where the ranks are on several machines or cannot reach one another's sockets, or a rank has
     ended, and TimeoutError where a rank did not answer.
     """
-    rank = peers.rank
-    size = peers.size
+    rank, size = peers.rank, peers.size
     if size == 1:
-        return window, {}
+        return [window], {}
     # Half, so that a rank whose wait fails here can still report it in time.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
     with contextlib.ExitStack() as stack:
@@ -75,13 +74,13 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
             if isinstance(connection, OSError):
                 raise connection
             with connection:
-                socket.send_fds(connection, [b"w"], window + process)
+                socket.send_fds(connection, [b"w"], [window, *process])
         received: dict[int, list[int]] = {}
         try:
             for peer, connection in connections.items():
                 _set_deadline(connection, deadline)
                 message, received[peer], _, _ = socket.recv_fds(connection, 1, 2)
-                if not message or len(received[peer]) < len(window):
+                if not message or not received[peer]:
                     raise RuntimeError(
                         f"rank {peer} closed its socket before it sent its window, or this process may not open more "
                         "files (`ulimit -n`)"
@@ -89,8 +88,8 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
         except BaseException:
             close_all(itertools.chain(*received.values()))
             raise
-        windows = [fd for peer in range(size) for fd in (received[peer][: len(window)] if peer != rank else window)]
-        return windows, {peer: fd for peer, fds in received.items() for fd in fds[len(window) :]}
+        windows = [window if peer == rank else received[peer][0] for peer in range(size)]
+        return windows, {peer: fds[1] for peer, fds in received.items() if fds[1:]}
 
 
 class Handout:

@@ -145,7 +145,7 @@ def map_windows(
             descriptors = [places.create(nbytes)]
             wait = clear(local := places.map(mine, descriptors[0], nbytes))
             regions = {seat: places.map_unread(seat, nbytes) for seat in seats.empty}
-            descriptors, processes = share_descriptors(descriptors, peers)
+            descriptors, processes = share_descriptors(descriptors[0], peers)
             undo.callback(close_all, processes.values())
             for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
                 regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)

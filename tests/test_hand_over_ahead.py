@@ -51,7 +51,7 @@ class Receiver(WeightReceiver):
         self._ep = SimpleNamespace(rank=rank, exchange=exchange, generation=0)
         self._generation, self._words, self._random, self._folder = 0, words, random, Path()
         self._glance = (c_int64 * 2).from_address(words.data_ptr())
-        self._copies, self._worker, self._looked = SimpleNamespace(), Worker("model"), 0.0
+        self._worker, self._looked = Worker("model"), 0.0
         self.version = self._target = self._flipped_behind = self._begun = -1
         self._staged = self.problem = None
 

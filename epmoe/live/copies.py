@@ -1,17 +1,37 @@
-"""Copies of weights into a GPU's memory while rounds go on, also from memory that another process has shared."""
+"""Copies of weights while rounds go on, also from memory that another process has shared."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 
 from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.group.waiting import device_ends
 
 _GLANCE_S, _LATE_S = 2e-4, 60.0  # between two looks at copies, and until they are late
+
+
+Tensors = dict[str, Tensor]
+
+
+class HostCopies:
+    """Copies in the host's memory, which end at once."""
+
+    memory = None
+    running = staticmethod(nullcontext)
+
+    def begin_thread(self) -> None: ...
+
+    def owned(self, mapped: Tensors) -> Tensors:
+        return mapped
+
+    def use(self, spare: Tensors, weights: Tensors) -> None:
+        for name, weight in weights.items():
+            weight.data, spare[name] = spare[name], weight.data
 
 
 class GpuCopies:
@@ -31,6 +51,25 @@ class GpuCopies:
                 self._end.record()  # torch may have given others this stream, too: it need not become idle
             self._await_end()
 
+    def begin_thread(self) -> None:
+        """Let this thread copy while another one captures a graph."""
+        self.memory.relax_captures()
+
+    def owned(self, mapped: Tensors) -> Tensors:
+        """Tensors that may outlive the mapped memory of another process."""
+        with torch.inference_mode(False):
+            owned = {name: torch.empty_like(value) for name, value in mapped.items()}  # this stream's
+        with self.running():
+            for name, value in owned.items():
+                value.copy_(mapped[name])
+        return owned
+
+    @torch.inference_mode()
+    def use(self, spare: Tensors, weights: Tensors) -> None:
+        """Copy, since CUDA graphs have the addresses of the weights."""
+        for name, weight in weights.items():
+            weight.copy_(spare[name])
+
     def _await_end(self) -> None:
         deadline = time.monotonic() + _LATE_S
         while not self._end.query():
@@ -45,6 +84,5 @@ def idle(device: torch.device) -> None:
         raise TimeoutError(f"{device} has not done within {_LATE_S} s what was launched on it")
 
 
-def copies_on(device: torch.device) -> GpuCopies | None:
-    """None on CPUs, where copies end at once."""
-    return GpuCopies(device) if device.type == "cuda" else None
+def copies_on(device: torch.device) -> HostCopies | GpuCopies:
+    return GpuCopies(device) if device.type == "cuda" else HostCopies()

@@ -14,7 +14,7 @@ On GPUs hosts run ahead of rounds, and replays of CUDA graphs count on the devic
 at each tick for its own GPU, takes the count from there, and only then says STAGED: rank 0 has launched all rounds so
 far by then, and writes ROUND behind a later one. Until the flip the rank waits at each tick, and the same holds as
 above. Copies run on a stream of their own. A flip copies into the weights, whose addresses graphs have, while no round
-runs.
+runs. On CPUs the same steps find nothing to wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
-from epmoe.live.copies import copies_on
+from epmoe.live.copies import Tensors, copies_on
 from epmoe.live.versions import Version, computes, layers_to_hand_over, map_version, newest_version, own_folder
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
@@ -53,8 +53,6 @@ _GLANCE_S = 1e-4  # between two looks at the thread
 _TARGET, _ROUND, _STAGED = range(3)  # words; one of the last kind for each rank
 _NONE = -1  # a version, or a round
 _SCALES = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}
-
-Tensors = dict[str, Tensor]
 
 
 class Serving(Member, Protocol):
@@ -131,8 +129,7 @@ class WeightReceiver:
                     self._flip(staged)
         self._target = self.version
         self._worker = Worker("epmoe-weights")
-        if self._copies is not None:
-            self._worker.submit(self._copies.memory.relax_captures)
+        self._worker.submit(self._copies.begin_thread)
 
     @takes_turn_of_exchange
     def load(self, version: int, timeout_s: float = 60.0) -> None:
@@ -183,7 +180,7 @@ class WeightReceiver:
             return False
         ep, count = self._ep, self.exchange.rounds.count
         target, behind, *staged = ops.read_words(self._words).tolist()
-        ours = None if self._copies is None else self._staged
+        ours = self._staged
         if ours is not None and self.version < ours.number == self._target and _failed(ours.number) not in staged:
             self._await_device()  # a flip to it may come
             count = self.exchange.health(wait=False).rounds
@@ -224,7 +221,7 @@ class WeightReceiver:
             raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
     def _stage_and_say(self, number: int) -> None:
-        """Stage a version, on the thread, and tell rank 0 how that went; on GPUs the next tick says STAGED."""
+        """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick says STAGED."""
         if number != self._begun:  # otherwise after an interrupted call, which has submitted it, too
             self._begun, self._staged = number, None
             try:
@@ -236,8 +233,6 @@ class WeightReceiver:
             self._post(_STAGED + self._ep.rank, _failed(number))
             if self.problem is not None:
                 traceback.clear_frames(self.problem.__traceback__)  # which have what was mapped: copies may still run
-        elif self._copies is None:
-            self._post(_STAGED + self._ep.rank, number)
 
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""
@@ -252,8 +247,8 @@ class WeightReceiver:
 
     def _stage(self, number: int) -> Version:
         """Map a version, and copy it where there is memory. Raises ValueError where it does not fit."""
-        with self._copying():
-            version = map_version(self._folder, number, None if self._copies is None else self._copies.memory)
+        with self._copies.running():
+            version = map_version(self._folder, number, self._copies.memory)
             for name, weights in self._weights().items():
                 _check(name, version, self._layers[name].experts, weights, self._held(name))
             if self._spare is not None:
@@ -263,32 +258,17 @@ class WeightReceiver:
     def _flip(self, version: Version) -> None:
         self._await_device()
         start = time.perf_counter()
-        dense = version.dense
-        if self._copies is not None:  # `_dense` may keep them, and the trainer's memory is let go of
-            with torch.inference_mode(False):
-                dense = {name: torch.empty_like(value) for name, value in dense.items()}
-        with self._copying():
+        with self._copies.running():
             if self._spare is None:
                 self._copy(version, self._weights())
             else:
-                self._use(self._spare)
-            for name, value in dense.items():
-                if value is not version.dense[name]:
-                    value.copy_(version.dense[name])
+                for name, weights in self._weights().items():
+                    self._copies.use(self._spare[name], weights)
         if self._dense is not None:
-            self._dense(dense)
+            self._dense(self._copies.owned(version.dense))  # it may keep them
         self._await_device()
         self.version = version.number
         self.pause_s = time.perf_counter() - start
-
-    def _use(self, spare: dict[str, Tensors]) -> None:
-        for name, weights in self._weights().items():
-            for each, weight in weights.items():
-                if self._copies is None:
-                    weight.data, spare[name][each] = spare[name][each], weight.data
-                else:  # CUDA graphs have its address
-                    with torch.inference_mode():
-                        weight.copy_(spare[name][each])
 
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
@@ -303,9 +283,6 @@ class WeightReceiver:
                             to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
                     else:
                         target.copy_(rows)
-
-    def _copying(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._copies is None else self._copies.running()
 
     def _await_worker(self) -> None:
         idle = self._worker.submit(lambda: None)

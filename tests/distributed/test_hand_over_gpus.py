@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from epmoe import WeightReceiver, WeightSender
 from epmoe.exchange.addresses import HostMemory
 from epmoe.live import receiver as receiver_module
 from epmoe.live import versions
+from epmoe.live.copies import GpuCopies
 
 CAPTURES = "spare, graphs are captured"  # again and again, also while versions arrive
 KINDS = {  # dtypes are bf16: fp8, options of the receiver and of the sender
@@ -38,9 +38,9 @@ KINDS = {  # dtypes are bf16: fp8, options of the receiver and of the sender
 
 def share_host_memory(set_attribute: Callable = setattr) -> None:
     """Let this process's versions go by memory that is shared as GPUs share theirs."""
-    memory = HostMemory()
+    memory, copies = HostMemory(), object.__new__(GpuCopies)
     memory.relax_captures = lambda: None
-    copies = SimpleNamespace(memory=memory, running=nullcontext)
+    copies.memory, copies.running = memory, nullcontext
     set_attribute(versions, "shared_memory", lambda device: memory)
     set_attribute(receiver_module, "copies_on", lambda device: copies)
 

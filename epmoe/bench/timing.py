@@ -47,7 +47,9 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     The round is timed with a graph of rounds alone. Dispatch and combine are timed with a second graph that has events
     between them, which cost about 1 µs each. Raises RuntimeError if the replays' outputs differ from an eager round's.
     """
-    return Times(*ways_us(side, replays, group), round_us(side, replays, group))
+    wanted = _eager_outputs(side)
+    ways = ways_us(side, replays, group, wanted=wanted)
+    return Times(*ways, *rounds_in_turns([side], replays, group, wanted=[wanted]))
 
 
 def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
@@ -57,9 +59,8 @@ def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
     Dispatch and combine are the GPU's alone, from events, while the host is ahead. Raises RuntimeError if the last
     round of a chain puts out something else than the first.
     """
-    chains = [_chain_us(side, group) for _ in range(repeats)]
-    whole = slowest([statistics.median(chains)], group)
-    return Times(*ways_us(side, repeats, group, rounds=EAGER_ROUNDS, how="eager"), *whole)
+    whole = statistics.median(_chain_us(side, group) for _ in range(repeats))
+    return Times(*ways_us(side, repeats, group, rounds=EAGER_ROUNDS, how="eager"), *slowest([whole], group))
 
 
 def measure_in_turns(
@@ -96,25 +97,30 @@ def round_us(
 
 
 def ways_us(
-    side: Side, samples: int, group: dist.ProcessGroup, *, rounds: int = ROUNDS, how: How = "captured"
+    side: Side, samples: int, group: dist.ProcessGroup, *, rounds: int = ROUNDS, how: How = "captured", wanted: Any = ()
 ) -> tuple[float, float]:
-    """Microseconds of `out` and of `back`, as `round_us`: on GPUs between events, which cost about 1 µs each."""
+    """Microseconds of `out` and of `back`, as `round_us`: on GPUs between events, which cost about 1 µs each.
+
+    `wanted` are outputs of an eager round, if there has been one.
+    """
     if how == "captured":
-        wanted = _eager_outputs(side)
+        wanted = wanted or _eager_outputs(side)
         events: list[torch.cuda.Event] = []
         graph, outputs = _recorded(side, rounds, partial(_stamp, events, external=True))
         poison(outputs)
         ways = [_ways_us(side, graph.replay, events, group) for _ in range(samples)]
-        _check(side, [outputs], wanted, group)
+        _check(side, outputs, wanted, group)
     else:
         ways = [_eager_ways_us(side, rounds, group, on_gpus=how == "eager") for _ in range(samples)]
     out, back = slowest([statistics.median(times) for times in zip(*ways, strict=True)], group)
     return out, back
 
 
-def rounds_in_turns(sides: Sequence[Side], samples: int, group: dist.ProcessGroup, rounds: int = ROUNDS) -> list[float]:
-    """`round_us` of captured rounds, for sides whose graphs are replayed by turns. Collective."""
-    wanted = [_eager_outputs(side) for side in sides]
+def rounds_in_turns(
+    sides: Sequence[Side], samples: int, group: dist.ProcessGroup, rounds: int = ROUNDS, wanted: Any = ()
+) -> list[float]:
+    """`round_us` of captured rounds, for sides whose graphs are replayed by turns; `wanted` as by `ways_us`."""
+    wanted = wanted or [_eager_outputs(side) for side in sides]
     recorded = [_recorded(side, rounds) for side in sides]
     for _, outputs in recorded:
         poison(outputs)
@@ -123,7 +129,7 @@ def rounds_in_turns(sides: Sequence[Side], samples: int, group: dist.ProcessGrou
         for side, (graph, _), taken in zip(sides, recorded, times, strict=True):
             taken += _samples(side, graph.replay, rounds, 1, group)
     for side, (_, outputs), right in zip(sides, recorded, wanted, strict=True):
-        _check(side, [outputs], right, group)
+        _check(side, outputs, right, group)
     return slowest(list(map(statistics.median, times)), group)
 
 
@@ -207,10 +213,10 @@ def _tensors(came_back: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [came_back] if isinstance(came_back, Tensor) else [*came_back]
 
 
-def _check(side: Side, replayed: list[list[Tensor]], wanted: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError on all ranks unless the outputs of each graph agree with `wanted` on all."""
+def _check(side: Side, replayed: list[Tensor], wanted: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError on all ranks unless the outputs of a graph agree with `wanted` on all."""
     first = 0 if side.exact else -1  # rows may arrive in another order: then only what came back
-    pairs = [pair for outputs in replayed for pair in zip(outputs[first:], wanted[first:], strict=True)]
+    pairs = zip(replayed[first:], wanted[first:], strict=True)
     if not everywhere(all(_agree(got, right, side.exact) for got, right in pairs), group):
         raise RuntimeError(f"{side.name}: the outputs of a replayed round differ from an eager round's")
 

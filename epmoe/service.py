@@ -327,9 +327,9 @@ class ExpertParallel(HoldsWindows):
         """Whether a CUDA graph that was captured in this generation may be replayed in the present one.
 
         It may where this rank has the same number, and the group the same size and placement of experts as then, also
-        if other ranks have come and gone meanwhile; over one node. With `topology.max_ranks` it may in groups of up to
-        so many ranks, as long as they have as many slots. A replay of any other graph of an earlier group does
-        nothing: y is zeros, and the next `poll` raises EPStateError.
+        if other ranks have come and gone meanwhile; over one node. With `topology.max_ranks` groups of all sizes up to
+        it will do whose ranks have as many slots. A replay of any other graph of an earlier group does nothing: y is
+        zeros, and the next `poll` raises EPStateError.
         """
         now = self._layouts.get(self.generation)
         return self._exchange is not None and now is not None and self._layouts.get(generation) == now
@@ -740,13 +740,13 @@ class ExpertParallel(HoldsWindows):
                 slots = agree_on_slots(config, [one.held for one in agreed.requests], peers.rank, first, spread_lost)
                 device_of(config, self.device)
                 placement = config.place_experts()
-                prepare(config, placement, self.device)
+                prepare(config, self.device)
                 # All can now: whoever resumes releases the old windows.
                 holds = peers.all_gather(self._keeps_weights(config, placement, slots, peers.rank))
                 self._leave()
                 with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
                     seats = agreed.seats(config)
-                    exchange = open_exchange(config, placement, peers, seats, self._addresses, agreed.name)
+                    exchange = open_exchange(config, peers, seats, self._addresses, agreed.name)
             opened = exchange
             if not confirm(lambda: opened.missing() | opened.dead()):
                 raise RuntimeError("the group was not confirmed")

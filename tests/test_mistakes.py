@@ -57,6 +57,7 @@ def layer_made(bias_of_logits: bool = False, **arguments: Any) -> None:
 
 L, X, ROWS, SLOTS = torch.zeros(4, 8), torch.zeros(4, 16), torch.zeros(3, 16), ints(0, 1, 2, 0)
 SEATED = alone(topology={"max_ranks": 33}, placement={"live": True, "slots_per_rank": 8})
+CROWDED = alone(256, topology={"max_ranks": 17}, placement={"live": True, "slots_per_rank": 256})
 COPIED = {"num_experts": 3, "num_redundant_experts": 1}
 UP, DOWN, ENDS = torch.zeros(2, 8, 4), torch.zeros(2, 4, 4), ints(0, 0, 0)
 IDS, WEIGHTS = ints(*[0] * 8).view(4, 2), torch.zeros(4, 2)
@@ -189,6 +190,7 @@ MISTAKES: dict[str, list[tuple]] = {
         ({"config": "missing.yaml"}, epmoe.ConfigError, "missing.yaml: no such configuration file"),
         ({"config": alone(64, topology={"ep_size": 33}), "device": "cuda"}, "size` must be at most 32 on"),
         ({"config": SEATED, "device": "cuda"}, "max_ranks` must be at most 32 on GPUs, got 33"),
+        ({"config": CROWDED, "device": "cuda"}, "`placement.slots_per_rank` of all seats must be at most 4096"),
         ({"config": alone(64, top_k=33), "device": "cuda"}, "per_tok` must be at most 32 on GPUs, got 33"),
         ({"config": alone(topology={"ep_size": 2})}, "the size of the group, 1, got 2; torch.distributed is"),
         ({"config": ON_THE_CPU, "device": "cuda"}, "`device` must be cpu with .*'shared_memory', got cuda"),

@@ -14,6 +14,7 @@ import host as ranks
 import pytest
 import torch.distributed as dist
 from helpers import slow
+from test_outlive import is_valid
 from waits import LONG_S, SOON_S
 
 import epmoe
@@ -21,10 +22,12 @@ import epmoe.group.recovery
 from epmoe.group.board import Meeting
 
 
-@pytest.mark.parametrize("stage", ["copy", slow("drop"), slow("add")])
-def test_two_four_three_while_experts_move(host, stage):
-    """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over."""
-    ranks.begin_to_move(host, host.begin(ranks.moving(2, seats=4)), stage, 0)
+@pytest.mark.parametrize(("stage", "seats"), [("copy", 3), slow("drop", None), slow("add", 4)])
+def test_two_four_three_while_experts_move(host, stage, seats):
+    """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over.
+
+    Four ranks in three seats get a fourth: graphs of the earlier groups are lost, and later ones stay good."""
+    ranks.begin_to_move(host, host.begin(ranks.moving(2, seats=seats)), stage, 0)
     assert host.take_in([0, 1], [2, 3], ranks.resize) == [[[]] * 2, [[[ranks.EMPTY] * ranks.S] * ranks.L] * 2]
     names = host.in_order([0, 1, 2, 3])
     host.play(names)
@@ -38,6 +41,8 @@ def test_two_four_three_while_experts_move(host, stage):
     assert host.succeed(names[:3], ranks.resize, host.folder, 2, 20.0, True) == expected
     ranks.all_held(host, names[:2])
     host.play(names[:2])
+    for generation, valid in ((0, seats == 4), (1, seats is not None)):
+        assert host.succeed(names[:2], is_valid, generation) == [valid] * 2
 
 
 @pytest.mark.slow

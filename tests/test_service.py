@@ -188,7 +188,7 @@ def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
     config = epmoe.EPConfig(
         model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256}, topology={"ep_size": 8}
     )
-    check = partial(check_shared_memory, config, config.place_experts(), torch.device("cuda", 0))
+    check = partial(check_shared_memory, config, torch.device("cuda", 0))
     if fits:
         check()
         return

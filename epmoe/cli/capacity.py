@@ -51,6 +51,7 @@ class Capacity:
     @classmethod
     def of(cls, config: EPConfig) -> Capacity:
         """A token's K experts are K draws from the P, of which e are this rank's."""
+        config = config.seated
         R, K, P = config.topology.ep_size, config.model.num_experts_per_tok, config.num_physical_experts
         placement, tokens = config.place_experts(), R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
@@ -128,7 +129,7 @@ def network(config: EPConfig) -> Iterator[str]:
 
 def rank_plans(config: EPConfig) -> list[MemoryPlan]:
     """The plan of every rank; plans differ only where ranks own different numbers of experts."""
-    placement = config.place_experts()
+    placement = config.seated.place_experts()
     return [MemoryPlan.build(config, rank, placement) for rank in range(config.topology.ep_size)]
 
 

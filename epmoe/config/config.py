@@ -124,10 +124,9 @@ class TopologyConfig(Strict):
     """R: ranks in the expert-parallel group; must equal the group's size. Ranks of one node follow one another."""
     ranks_per_node: int | None = Field(default=None, ge=1)
     """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the network."""
-
     max_ranks: int | None = Field(default=None, ge=1, le=64)
-    """With `placement.live`, most ranks that the group is to have in its life: seats, for which memory is planned. CUDA
-    graphs stay valid while ranks come and go: docs/graphs.md. By default R."""
+    """With `placement.live`, seats: memory is planned for so many ranks, and CUDA graphs stay valid while ranks come and
+    go, see docs/graphs.md. By default R."""
 
     @property
     def seats(self) -> int:
@@ -340,7 +339,7 @@ class EPConfig(Strict):
     def of_size(self, ep_size: int) -> Self:
         """This configuration with `placement.live` for a group of another size, whose ranks keep their slots.
 
-        Ranks get more slots where all experts would not fit otherwise. Raises ConfigError as `with_placement`.
+        Ranks get more slots where all experts would not fit otherwise, and the group more seats. Raises ConfigError as `with_placement`.
         """
         sections = self.model_dump()
         placement = sections["placement"]
@@ -440,10 +439,10 @@ class EPConfig(Strict):
         redundant = section.num_redundant_experts
         yield "placement.num_redundant_experts", redundant == 0, "0 with `live`", redundant
         yield "topology.ranks_per_node", self.topology.num_nodes == 1, "all ranks with `placement.live`", "fewer"
-        what = f"at least `topology.ep_size` = {ranks}"
-        yield "topology.max_ranks", seats is None or seats >= ranks, what, seats
-        slots = section.slots_per_rank
-        least = -(-experts // ranks)
+        slots, least = section.slots_per_rank, -(-experts // ranks)
+        most = min(_LIVE_SLOTS // least, _MOST_ON_NODE)
+        what = f"from `topology.ep_size` = {ranks} to {most}, since all seats have {_LIVE_SLOTS:,} slots at most"
+        yield "topology.max_ranks", seats is None or ranks <= seats <= most, what, seats
         most = min(experts, _LIVE_SLOTS // self.topology.seats)
         ok = slots is not None and least <= slots <= most
         yield "placement.slots_per_rank", ok, f"from {least} to {most} with `live`", slots

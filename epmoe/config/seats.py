@@ -55,7 +55,7 @@ class Seats:
 
     def mask_of_ranks(self, mask: int) -> int:
         """The ranks in the seats of a mask, as a mask."""
-        return mask and sum(1 << rank for rank in self.ranks_in(mask))
+        return sum(1 << rank for rank in self.ranks_in(mask))
 
     def by_rank(self, values: Sequence[_Value]) -> list[_Value]:
         """[R], of values by seat; none of none."""

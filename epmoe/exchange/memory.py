@@ -110,12 +110,11 @@ class MemoryPlan:
         """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no GPU, no group and no
         native library.
 
-        `rank` is its seat with `topology.max_ranks`. `placement` is by default the config's. `nvlink` says whether the
-        windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
+        `rank` is its seat with `topology.max_ranks`. `placement` is by default that of `config.seated`. `nvlink` says
+        whether the windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
         """
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
-        if config.seated is not config:
-            config, placement = config.seated, None  # slots, which are alike in all seats
+        config = config.seated
         placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
             return cls._over_nodes(config, rank, placement, nvlink)

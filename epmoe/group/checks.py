@@ -54,14 +54,15 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
         raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {device}")
     if wanted.type == "cpu":
         return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
-    ranks = "topology.max_ranks" if config.topology.max_ranks else "topology.ep_size"
-    for key, value, most in (
+    ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
+    slots = "`placement.slots_per_rank` of all seats" if config.placement.live else "`model.num_experts` with copies"
+    for what, value, most in (
         (ranks, config.seated.topology.ranks_here, 32),
-        ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
-        ("model.num_experts with copies", config.seated.num_physical_experts, 4096),
+        ("`model.num_experts_per_tok`", config.model.num_experts_per_tok, 32),
+        (slots, config.seated.num_physical_experts, 4096),
     ):
         if value > most:
-            raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")
+            raise ValueError(f"{what} must be at most {most} on GPUs, got {value}")
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())

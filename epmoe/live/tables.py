@@ -30,8 +30,6 @@ def in_seats(quotas: Tensor, seats: Sequence[int], slots_per_rank: int) -> Tenso
 
     Shares are those of the ranks: empty seats bring no tokens. Entries behind the last number name any slot.
     """
-    if list(seats) == list(range(len(seats))):
-        return quotas
     slots = quotas & 0xFFFF
     ranks = (slots // slots_per_rank).clamp(max=len(seats) - 1)
     further = quotas.new_tensor([seat - rank for rank, seat in enumerate(seats)]) * slots_per_rank

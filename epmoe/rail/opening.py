@@ -9,7 +9,6 @@ import torch
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
-from epmoe.config.placement import Placement
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.exchange import Exchange
@@ -46,12 +45,13 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
     return RAILS[fitting[0] if name == "auto" else name]
 
 
-def check_shared_memory(config: EPConfig, placement: Placement, device: torch.device) -> None:
+def check_shared_memory(config: EPConfig, device: torch.device) -> None:
     """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the kernels need."""
     if device.type == "cpu":
         return
-    ranks = range(placement.ep_size)
-    needed = max(shared_bytes_needed(MemoryPlan.build(config, rank, placement, nvlink=True)) for rank in ranks)
+    placement = config.seated.place_experts()
+    plans = (MemoryPlan.build(config, rank, placement, nvlink=True) for rank in range(placement.ep_size))
+    needed = max(map(shared_bytes_needed, plans))
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
     available = properties.shared_memory_per_block_optin
     if needed > available:
@@ -62,10 +62,10 @@ def check_shared_memory(config: EPConfig, placement: Placement, device: torch.de
         )
 
 
-def prepare(config: EPConfig, placement: Placement, device: torch.device) -> None:
+def prepare(config: EPConfig, device: torch.device) -> None:
     """Find what would keep this rank from opening, and `load`."""
     load(device)
-    check_shared_memory(config, placement, device)
+    check_shared_memory(config, device)
     if config.topology.num_nodes > 1:
         rail_of(config, device)
 
@@ -92,23 +92,19 @@ def open_window(plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Address
     return window
 
 
-def open_exchange(
-    config: EPConfig, placement: Placement, peers: Peers, seats: Seats, addresses: Addresses, name: str
-) -> Exchange:
+def open_exchange(config: EPConfig, peers: Peers, seats: Seats, addresses: Addresses, name: str) -> Exchange:
     """This rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
 
     Its windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a group has it. Raises
     MemoryError if the windows do not fit, and RuntimeError if the ranks of a node are on several machines, or ranks do
     not reach one another.
     """
-    device = addresses.memory.device
+    device, placement = addresses.memory.device, config.seated.place_experts()
     plan = MemoryPlan.build(config, seats.of_ranks[peers.rank], placement, nvlink=device.type == "cuda")
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
     if N == 1:
         with ExitStack() as undo:
             window = open_window(plan, peers, seats, addresses, undo)
-            if len(seats.of_ranks) < seats.count:
-                placement = config.seated.place_experts()
             one = NodeExchange(config, plan, placement, window, peers.global_ranks, addresses, seats)
             undo.pop_all()
         return one

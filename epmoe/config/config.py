@@ -125,8 +125,8 @@ class TopologyConfig(Strict):
     ranks_per_node: int | None = Field(default=None, ge=1)
     """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the network."""
     max_ranks: int | None = Field(default=None, ge=1, le=64)
-    """With `placement.live`, seats: memory is planned for so many ranks, and CUDA graphs stay valid while ranks come and
-    go, see docs/graphs.md. By default R."""
+    """With `placement.live`, seats: memory is planned for that many ranks, and CUDA graphs stay valid while ranks come
+    and go, see docs/graphs.md. By default R."""
 
     @property
     def seats(self) -> int:
@@ -339,7 +339,8 @@ class EPConfig(Strict):
     def of_size(self, ep_size: int) -> Self:
         """This configuration with `placement.live` for a group of another size, whose ranks keep their slots.
 
-        Ranks get more slots where all experts would not fit otherwise, and the group more seats. Raises ConfigError as `with_placement`.
+        Ranks get more slots where all experts would not fit otherwise, and the group more seats where it has too few.
+        Raises ConfigError as `with_placement`.
         """
         sections = self.model_dump()
         placement = sections["placement"]

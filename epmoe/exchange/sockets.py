@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import secrets
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 from epmoe.group.deaths import this_process
@@ -26,13 +23,13 @@ from epmoe.group.peers import Peers
 SOCKET_TIMEOUT_S = 60.0
 _BACKLOG = 64  # connections on their way to a `Handout`
 _SHORTAGE_S = 0.01  # until it looks again whether this process may open more files
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _MOST_DESCRIPTORS = 253  # of one message, by Linux
+_WINDOW, _PROCESS = range(2)  # numbers of what a rank gives to the others
 
 
 def share_descriptors(window: int, peers: Peers) -> tuple[list[int], dict[int, int]]:
     """Every rank's file descriptors. Collective, in a step of `Peers.together`.
-
-    Each rank connects to all others before it accepts, so ranks cannot wait for one another in a circle.
 
     `window` is the descriptor of this rank's window. Returns those of all windows, and by rank those of the other
     ranks' processes, where they could give one. The caller closes both.
@@ -45,62 +42,45 @@ def share_descriptors(window: int, peers: Peers) -> tuple[list[int], dict[int, i
         return [window], {}
     # Half, so that a rank whose wait fails here can still report it in time.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
-    with contextlib.ExitStack() as stack:
-        name, admitted = _new_name(), SimpleQueue[socket.socket | OSError]()
-        stack.callback(_drain, admitted)
-        stack.enter_context(_admitting(name, size, admitted.put))
+    with contextlib.closing(Handout()) as handout, contextlib.ExitStack() as stack, contextlib.ExitStack() as undo:
+        for number, descriptor in enumerate([os.dup(window), *this_process()]):
+            handout.keep(number, descriptor)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-        addresses = peers.all_gather((machine, name))
-        if len({machine for machine, _ in addresses}) > 1:
+        sockets = peers.all_gather((machine, handout.name))
+        if len({machine for machine, _ in sockets}) > 1:
             raise RuntimeError(
                 "the ranks of a node are on several machines: set topology.ranks_per_node to the ranks of one machine"
             )
-        connections, deadline = {}, time.monotonic() + timeout_s
-        for peer, (_, address) in enumerate(addresses):
-            if peer != rank:
-                connections[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                _connect(connections[peer], address, f"rank {rank} cannot reach rank {peer}'s socket", deadline)
-                if _user_of(connections[peer]) != os.getuid():  # every user can take the name of a rank that has ended
-                    raise RuntimeError(f"rank {peer} has ended: another user answers at its socket")
-        peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
-        process = this_process()
-        stack.callback(close_all, process)
+        whats = {peer: f"rank {rank} cannot reach rank {peer}'s socket" for peer in range(size) if peer != rank}
         deadline = time.monotonic() + timeout_s
-        for _ in range(size - 1):
-            try:
-                connection = admitted.get(timeout=max(deadline - time.monotonic(), 0))
-            except Empty:
-                raise TimeoutError("a rank did not connect to this rank's socket") from None
-            if isinstance(connection, OSError):
-                raise connection
-            with connection:
-                socket.send_fds(connection, [b"w"], [window, *process])
-        received: dict[int, list[int]] = {}
-        try:
-            for peer, connection in connections.items():
-                _set_deadline(connection, deadline)
-                message, received[peer], _, _ = socket.recv_fds(connection, 1, 2)
-                if not message or not received[peer]:
-                    raise RuntimeError(
-                        f"rank {peer} closed its socket before it sent its window, or this process may not open more "
-                        "files (`ulimit -n`)"
-                    )
-        except BaseException:
-            close_all(itertools.chain(*received.values()))
-            raise
-        windows = [window if peer == rank else received[peer][0] for peer in range(size)]
-        return windows, {peer: fds[1] for peer, fds in received.items() if fds[1:]}
+        reached = {p: stack.enter_context(_connected(sockets[p][1], what, deadline)) for p, what in whats.items()}
+        peers.all_gather(None)  # all have reached all: otherwise they would not reach one that has failed
+        received = dict[int, dict[int, int]]()
+        for peer, connection in reached.items():
+            received[peer] = _received(connection, whats[peer], deadline)
+            undo.callback(close_all, received[peer].values())
+            if _WINDOW not in received[peer]:
+                raise RuntimeError(f"{whats[peer]}: it has closed it, or `ulimit -n` is too low here")
+        peers.all_gather(None)  # all have what they need of this rank's socket
+        undo.pop_all()
+    windows = [window if peer == rank else received[peer][_WINDOW] for peer in range(size)]
+    return windows, {peer: kept[_PROCESS] for peer, kept in received.items() if _PROCESS in kept}
 
 
 class Handout:
-    """Gives descriptors by number to this user's processes that ask at its abstract socket, by `fetch_descriptor`."""
+    """Gives descriptors by number to this user's processes that ask at its abstract socket, by `fetch_descriptor`.
+
+    `close` ends it, as the end of this object does.
+    """
 
     def __init__(self) -> None:
-        self.name, self._kept, self._lock = _new_name(), dict[int, int](), Lock()
+        self.name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
+        self._kept, self._lock = dict[int, int](), Lock()
         stack = contextlib.ExitStack()
         stack.callback(lambda kept: close_all(kept.values()), self._kept)
-        stack.enter_context(_admitting(self.name, _BACKLOG, partial(_hand_out, self._kept, self._lock)))
-        weakref.finalize(self, stack.close).atexit = False
+        stack.enter_context(_handing_out(self.name, self._kept, self._lock))
+        self.close = weakref.finalize(self, stack.close)
+        self.close.atexit = False
 
     def keep(self, number: int, descriptor: int) -> None:
         """Give a descriptor, in place of the last one of this number, and close it in the end."""
@@ -121,14 +101,8 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     Raises RuntimeError, which begins with `what`, where it is not there, and TimeoutError where nobody answers.
     """
     deadline = time.monotonic() + SOCKET_TIMEOUT_S
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        _connect(connection, name, what, deadline)
-        if _user_of(connection) != os.getuid():
-            raise RuntimeError(f"{what}: another user answers at the socket of its process")
-        _set_deadline(connection, deadline)
-        message, descriptors, _, _ = socket.recv_fds(connection, 8 * _MOST_DESCRIPTORS, _MOST_DESCRIPTORS)
-    numbers = struct.unpack(f"{len(message) // 8}q", message)
-    kept = dict(zip(numbers, descriptors, strict=False))  # fewer where this process may not open more files
+    with _connected(name, what, deadline) as connection:
+        kept = _received(connection, what, deadline)
     found = kept.pop(number, None)
     close_all(kept.values())
     if found is None:
@@ -136,44 +110,41 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     return found
 
 
-def _hand_out(kept: dict[int, int], lock: Lock, connection: socket.socket | OSError) -> bool:
-    if not isinstance(connection, socket.socket):
-        time.sleep(_SHORTAGE_S)
-        return connection.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-    with connection, lock, contextlib.suppress(OSError):  # of one who has left
-        socket.send_fds(connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values()))
-    return True
-
-
-def _new_name() -> str:
-    return f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
+def _received(connection: socket.socket, what: str, deadline: float) -> dict[int, int]:
+    """What a `Handout` keeps, by number: less of it where this process may not open more files."""
+    _set_deadline(connection, deadline)
+    try:
+        message, descriptors, _, _ = socket.recv_fds(connection, 8 * _MOST_DESCRIPTORS, _MOST_DESCRIPTORS)
+    except TimeoutError:
+        raise TimeoutError(f"{what}: its process does not answer") from None
+    return dict(zip(struct.unpack(f"{len(message) // 8}q", message), descriptors, strict=False))
 
 
 @contextlib.contextmanager
-def _admitting(name: str, size: int, take: Callable[[socket.socket | OSError], object]) -> Iterator[None]:
-    """`take` gets the connections of this user's processes to an abstract socket, on a thread, or why one did not come.
-    The thread goes on after that where `take` returns True.
+def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[None]:
+    """Sends all that is kept to each of this user's processes that connects to an abstract socket, on a thread.
 
     It takes every connection at once: other users can connect, too, and must not fill the socket's queue.
     """
 
-    def admit() -> None:
+    def serve() -> None:
         while True:
             try:
                 connection, _ = listener.accept()
-                if _user_of(connection) == os.getuid():
-                    take(connection)
-                else:
-                    connection.close()
             except OSError as error:  # also once it is shut down
-                if not take(error) or ended:
+                if ended or error.errno not in _SHORTAGES:
                     return
+                time.sleep(_SHORTAGE_S)
+                continue
+            with connection, lock, contextlib.suppress(OSError):  # of one who has left
+                if _user_of(connection) == os.getuid():
+                    socket.send_fds(connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values()))
 
     owner, ended = os.getpid(), False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
-        listener.listen(size)
-        thread = Thread(target=admit, daemon=True, name="epmoe-sockets")
+        listener.listen(_BACKLOG)
+        thread = Thread(target=serve, daemon=True, name="epmoe-sockets")
         thread.start()
         try:
             yield
@@ -184,26 +155,26 @@ def _admitting(name: str, size: int, take: Callable[[socket.socket | OSError], o
                 thread.join()
 
 
-def _drain(admitted: SimpleQueue[socket.socket | OSError]) -> None:
-    while not admitted.empty():
-        if isinstance(connection := admitted.get(), socket.socket):
-            connection.close()
-
-
-def _connect(connection: socket.socket, address: str, what: str, deadline: float) -> None:
+@contextlib.contextmanager
+def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]:
     """Connect to an abstract socket. Raises RuntimeError, which begins with `what`, where nobody answers there."""
-    _set_deadline(connection, deadline)
-    while True:
-        try:
-            return connection.connect(address)
-        except BlockingIOError as error:  # its queue is full, which its process empties
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{what}: other processes of this machine connect to it all the time") from error
-            time.sleep(1e-3)
-        except OSError as error:
-            raise RuntimeError(
-                f"{what} ({error}): its process has closed it, or is in a container with another network namespace"
-            ) from error
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        _set_deadline(connection, deadline)
+        while True:
+            try:
+                connection.connect(name)
+                break
+            except BlockingIOError as error:  # its queue is full, which its process empties
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{what}: other processes of this machine connect to it all the time") from error
+                time.sleep(1e-3)
+            except OSError as error:
+                raise RuntimeError(
+                    f"{what} ({error}): its process has closed it, or is in a container with another network namespace"
+                ) from error
+        if _user_of(connection) != os.getuid():  # every user can take the name of a process that has ended
+            raise RuntimeError(f"{what}: another user answers at the socket of its process")
+        yield connection
 
 
 def close_all(descriptors: Iterable[int]) -> None:

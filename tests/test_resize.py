@@ -24,9 +24,8 @@ from epmoe.group.board import Meeting
 
 @pytest.mark.parametrize(("stage", "seats"), [("copy", 3), slow("drop", None), slow("add", 4)])
 def test_two_four_three_while_experts_move(host, stage, seats):
-    """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over.
-
-    Four ranks in three seats get a fourth: graphs of the earlier groups are lost, and later ones stay good."""
+    """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over. Four ranks of
+    three seats get a fourth: earlier graphs are lost, and later ones stay good."""
     ranks.begin_to_move(host, host.begin(ranks.moving(2, seats=seats)), stage, 0)
     assert host.take_in([0, 1], [2, 3], ranks.resize) == [[[]] * 2, [[[ranks.EMPTY] * ranks.S] * ranks.L] * 2]
     names = host.in_order([0, 1, 2, 3])
@@ -41,8 +40,7 @@ def test_two_four_three_while_experts_move(host, stage, seats):
     assert host.succeed(names[:3], ranks.resize, host.folder, 2, 20.0, True) == expected
     ranks.all_held(host, names[:2])
     host.play(names[:2])
-    for generation, valid in ((0, seats == 4), (1, seats is not None)):
-        assert host.succeed(names[:2], is_valid, generation) == [valid] * 2
+    assert [host.succeed(names[:2], is_valid, n) for n in (0, 1)] == [[seats == 4] * 2, [seats is not None] * 2]
 
 
 @pytest.mark.slow

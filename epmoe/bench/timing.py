@@ -99,15 +99,11 @@ def round_us(
 def ways_us(
     side: Side, samples: int, group: dist.ProcessGroup, *, rounds: int = ROUNDS, how: How = "captured", wanted: Any = ()
 ) -> tuple[float, float]:
-    """Microseconds of `out` and of `back`, as `round_us`: on GPUs between events, which cost about 1 µs each.
-
-    `wanted` are outputs of an eager round, if there has been one.
-    """
+    """`round_us` of `out` and of `back`: on GPUs between events, of 1 µs each. `wanted`: outputs of an eager round."""
     if how == "captured":
         wanted = wanted or _eager_outputs(side)
         events: list[torch.cuda.Event] = []
         graph, outputs = _recorded(side, rounds, partial(_stamp, events, external=True))
-        poison(outputs)
         ways = [_ways_us(side, graph.replay, events, group) for _ in range(samples)]
         _check(side, outputs, wanted, group)
     else:
@@ -122,8 +118,6 @@ def rounds_in_turns(
     """`round_us` of captured rounds, for sides whose graphs are replayed by turns; `wanted` as by `ways_us`."""
     wanted = wanted or [_eager_outputs(side) for side in sides]
     recorded = [_recorded(side, rounds) for side in sides]
-    for _, outputs in recorded:
-        poison(outputs)
     times: list[list[float]] = [[] for _ in sides]
     for _ in range(samples):
         for side, (graph, _), taken in zip(sides, recorded, times, strict=True):
@@ -197,9 +191,10 @@ def _repeat(side: Side, count: int) -> Any:
 
 
 def _recorded(side: Side, rounds: int, stamp: Callable[[], object] = lambda: None) -> tuple[CUDAGraph, list[Tensor]]:
-    """A graph of rounds, and what the last of them puts out."""
+    """A graph of rounds, and what the last of them is to put out, poisoned."""
     graph, (handle, came_back) = captured(lambda: _rounds(side, rounds, stamp))
-    return graph, [*side.arrived(handle), *_tensors(came_back)]
+    poison(outputs := [*side.arrived(handle), *_tensors(came_back)])
+    return graph, outputs
 
 
 def _eager_outputs(side: Side) -> list[Tensor]:

@@ -40,6 +40,7 @@ class GpuCopies:
     def __init__(self, device: torch.device) -> None:
         self._stream, self._end = torch.cuda.Stream(device), torch.cuda.Event()
         self.memory = GpuMemory(device, self._await_end)
+        self.begin_thread = self.memory.relax_captures  # it copies while another thread captures a graph
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,10 +51,6 @@ class GpuCopies:
             finally:
                 self._end.record()  # torch may have given others this stream, too: it need not become idle
             self._await_end()
-
-    def begin_thread(self) -> None:
-        """Let this thread copy while another one captures a graph."""
-        self.memory.relax_captures()
 
     def owned(self, mapped: Tensors) -> Tensors:
         """Tensors that may outlive the mapped memory of another process."""

@@ -200,7 +200,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         """End the thread, and let go of what is mapped. The version that serves stays."""
-        self._worker.submit(self._let_go)
+        self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
 
     def _has_nothing_to_do(self) -> bool:
@@ -209,9 +209,6 @@ class WeightReceiver:
         if not target <= self._target == self.version or behind > self._flipped_behind:
             return False
         return self._ep.rank > 0 or time.monotonic() - self._looked < _LOOK_S
-
-    def _let_go(self) -> None:
-        self._staged = None
 
     def _check_state(self) -> None:
         rounds = self.exchange.rounds

@@ -39,8 +39,7 @@ KINDS = {  # dtypes are bf16: fp8, options of the receiver and of the sender
 def share_host_memory(set_attribute: Callable = setattr) -> None:
     """Let this process's versions go by memory that is shared as GPUs share theirs."""
     memory, copies = HostMemory(), object.__new__(GpuCopies)
-    memory.relax_captures = lambda: None
-    copies.memory, copies.running = memory, nullcontext
+    copies.memory, copies.running, copies.begin_thread = memory, nullcontext, lambda: None
     set_attribute(versions, "shared_memory", lambda device: memory)
     set_attribute(receiver_module, "copies_on", lambda device: copies)
 

@@ -8,6 +8,7 @@ import reprlib
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
-
-
-def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique_pairs)
-
-
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
@@ -55,6 +48,8 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+_parse_yaml = partial(yaml.load, Loader=_Loader)
+_parse_json = partial(json.loads, object_pairs_hook=_unique_pairs)
 _PARSERS: dict[str, Callable[[str], object]] = {
     ".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": tomllib.loads, ".json": _parse_json
 }  # fmt: skip

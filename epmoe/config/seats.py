@@ -32,12 +32,10 @@ class Seats:
         `former` [R] has for each rank how many groups it has been in, and its seat; −1: none. Where two ranks name one
         seat, the rank of the later group keeps it: the ranks of that group had given up the other.
         """
-        seats = dict[int, int]()  # rank by seat
-        for rank in sorted(range(len(former)), key=lambda rank: -former[rank][0]):
-            if 0 <= former[rank][1] < count:
-                seats.setdefault(former[rank][1], rank)
-        empty = iter(sorted(set(range(count)).difference(seats)))
-        taken = {rank: seat for seat, rank in seats.items()}
+        earlier_first = sorted(range(len(former)), key=lambda rank: former[rank][0])
+        kept = {former[rank][1]: rank for rank in earlier_first if 0 <= former[rank][1] < count}  # rank by seat
+        empty = iter(sorted(set(range(count)).difference(kept)))
+        taken = {rank: seat for seat, rank in kept.items()}
         return cls(count, tuple(taken[rank] if rank in taken else next(empty) for rank in range(len(former))))
 
     @property

@@ -149,7 +149,7 @@ def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
     begin = time.monotonic()
     try:
         with pytest.raises(TimeoutError):
-            sockets.share_descriptors(other.fileno(), cast(Peers, ranks))
+            sockets.share_descriptors(other.fileno(), cast(Peers, ranks)).__enter__()
     finally:
         ended.set()
     assert timeout_s <= time.monotonic() - begin < SOON_S
@@ -158,7 +158,7 @@ def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
 def test_another_user_at_the_socket_of_a_rank_is_no_rank(monkeypatch, other):
     monkeypatch.setattr(sockets, "_user_of", lambda connection: os.getuid() + (not connection.getsockname()))
     with pytest.raises(RuntimeError, match="rank 1's socket: another user answers"):
-        sockets.share_descriptors(other.fileno(), cast(Peers, TwoRanks(2.0, other, lambda name: None)))
+        sockets.share_descriptors(other.fileno(), cast(Peers, TwoRanks(2.0, other, lambda name: None))).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_a_socket_whose_queue_others_fill(other, opens, error, message):
                 Timer(0.1, other.accept).start()
 
         with pytest.raises(error, match=message):
-            sockets.share_descriptors(other.fileno(), cast(Peers, TwoRanks(2.0, other, fill, backlog=1)))
+            sockets.share_descriptors(other.fileno(), cast(Peers, TwoRanks(2.0, other, fill, backlog=1))).__enter__()

@@ -28,18 +28,21 @@ _MOST_DESCRIPTORS = 253  # of one message, by Linux
 _WINDOW, _PROCESS = range(2)  # numbers of what a rank gives to the others
 
 
-def share_descriptors(window: int, peers: Peers) -> tuple[list[int], dict[int, int]]:
+@contextlib.contextmanager
+def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], dict[int, int]]]:
     """Every rank's file descriptors. Collective, in a step of `Peers.together`.
 
-    `window` is the descriptor of this rank's window. Returns those of all windows, and by rank those of the other
-    ranks' processes, where they could give one. The caller closes both.
+    `window` is the descriptor of this rank's window. Gives those of all windows, and by rank those of the other ranks'
+    processes, where they could give one. The caller closes its own, and those of processes where nothing has failed.
+    Before the context ends the ranks wait for one another: some may yet ask at this rank's socket.
 
     Raises RuntimeError where the ranks are on several machines or cannot reach one another's sockets, or a rank has
     ended, and TimeoutError where a rank did not answer.
     """
     rank, size = peers.rank, peers.size
     if size == 1:
-        return [window], {}
+        yield [window], {}
+        return
     # Half, so that a rank whose wait fails here can still report it in time.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
     with contextlib.closing(Handout()) as handout, contextlib.ExitStack() as stack, contextlib.ExitStack() as undo:
@@ -58,13 +61,13 @@ def share_descriptors(window: int, peers: Peers) -> tuple[list[int], dict[int, i
         received = dict[int, dict[int, int]]()
         for peer, connection in reached.items():
             received[peer] = _received(connection, whats[peer], deadline)
-            undo.callback(close_all, received[peer].values())
+            for number, descriptor in received[peer].items():
+                (undo if number == _PROCESS else stack).callback(os.close, descriptor)
             if _WINDOW not in received[peer]:
                 raise RuntimeError(f"{whats[peer]}: it has closed it, or `ulimit -n` is too low here")
-        peers.all_gather(None)  # all have what they need of this rank's socket
+        windows = [window if peer == rank else received[peer][_WINDOW] for peer in range(size)]
+        yield windows, {peer: kept[_PROCESS] for peer, kept in received.items() if _PROCESS in kept}
         undo.pop_all()
-    windows = [window if peer == rank else received[peer][_WINDOW] for peer in range(size)]
-    return windows, {peer: kept[_PROCESS] for peer, kept in received.items() if _PROCESS in kept}
 
 
 class Handout:
@@ -77,7 +80,7 @@ class Handout:
         self.name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
         self._kept, self._lock = dict[int, int](), Lock()
         stack = contextlib.ExitStack()
-        stack.callback(lambda kept: close_all(kept.values()), self._kept)
+        stack.callback(lambda kept: _close(kept.values()), self._kept)
         stack.enter_context(_handing_out(self.name, self._kept, self._lock))
         self.close = weakref.finalize(self, stack.close)
         self.close.atexit = False
@@ -85,7 +88,7 @@ class Handout:
     def keep(self, number: int, descriptor: int) -> None:
         """Give a descriptor, in place of the last one of this number, and close it in the end."""
         with self._lock:
-            close_all([self._kept.pop(number)] if number in self._kept else [])
+            _close([self._kept.pop(number)] if number in self._kept else [])
             self._kept[number] = descriptor
 
     def drop(self, most: int) -> None:
@@ -104,7 +107,7 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     with _connected(name, what, deadline) as connection:
         kept = _received(connection, what, deadline)
     found = kept.pop(number, None)
-    close_all(kept.values())
+    _close(kept.values())
     if found is None:
         raise RuntimeError(f"{what}: its process does not keep it any more (or `ulimit -n` is too low here)")
     return found
@@ -177,7 +180,7 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
         yield connection
 
 
-def close_all(descriptors: Iterable[int]) -> None:
+def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses, Places
-from epmoe.exchange.sockets import close_all, share_descriptors
+from epmoe.exchange.sockets import share_descriptors
 from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
 from epmoe.native import ops
@@ -138,21 +139,19 @@ def map_windows(
     which also says what is raised.
     """
     places, mine = addresses.windows(seats.count, nbytes), seats.of_ranks[peers.rank]
-    descriptors, processes = list[int](), dict[int, int]()
     with _enough_files(peers.size), contextlib.ExitStack() as undo:
         undo.callback(places.unmap)
+        own = places.create(nbytes)
         try:
-            descriptors = [places.create(nbytes)]
-            wait = clear(local := places.map(mine, descriptors[0], nbytes))
+            wait = clear(local := places.map(mine, own, nbytes))
             regions = {seat: places.map_unread(seat, nbytes) for seat in seats.empty}
-            descriptors, processes = share_descriptors(descriptors[0], peers)
-            undo.callback(close_all, processes.values())
-            for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
-                regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
+            with share_descriptors(own, peers) as (descriptors, processes):
+                for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
+                    regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
+                wait()
+                peers.all_gather(None)  # all have cleared their windows: any may write into them now
         finally:
-            close_all(descriptors)
-        wait()
-        peers.all_gather(None)  # all have cleared their windows: any may write into them now
+            os.close(own)
         undo.pop_all()
     return (
         places,

@@ -151,7 +151,7 @@ class Peers:
         try:
             self._raise_reported(self._exchange((problem, None)))
         except _ReportedError as reported:
-            if late or isinstance(error, (MemoryError, _ReportedError)):
+            if late and reported.problem != problem or isinstance(error, (MemoryError, _ReportedError)):
                 raise reported from error
         except MissingRankError as missing:
             if isinstance(error, (RuntimeError, OSError, _ReportedError)):  # the missing rank may be its cause

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,18 @@ from epmoe.native.arguments import FLOATS, describe
 from epmoe.native.build import who_else
 
 MOST_VERSIONS = (1 << 40) - 1
-_FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.\d+-of-(\d+)")  # the version, the group, and its size
+_FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.(\d+)-of-(\d+)")
+
+
+class _File(NamedTuple):
+    """A part of a version, as its name says."""
+
+    name: str
+    version: int
+    group: str
+    rank: int
+    size: int
+    """ranks of the group"""
 
 
 class Experts(NamedTuple):
@@ -56,7 +67,7 @@ class WeightSender:
     A rank writes its own experts, as they are when it calls `send`, and waits for no other rank and for no server. Each
     version takes memory for all weights that are sent, and `keep` versions stay, so that a server that has seen a
     version has time to map it. It is memory of the GPU where the weights are on one, from which a server on GPUs of
-    the same machine copies them by NVLink.
+    the same machine copies them by NVLink. Of replicas of the experts the first one writes.
 
     Args:
         model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in wrappers of torch or not.
@@ -77,40 +88,60 @@ class WeightSender:
         if not is_int(keep) or keep < 2:
             raise ValueError(f"`keep` must be an integer of at least 2, got {keep!r}")
         self._layers, self._folder, self._keep = layers_to_hand_over(model), own_folder(folder), keep
-        ep = next(iter(self._layers.values())).ep
-        self._suffix = f".{ep.rank}-of-{ep.size}"
-        self._group = f"{ep.origin}.{ep.generation}"
-        memory = None if on_host else shared_memory(ep.device)
+        self._ep = ep = next(iter(self._layers.values())).ep
+        self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
+        memory = None if on_host or not self._writes else shared_memory(ep.device)
         self._offers = None if memory is None else (memory, Handout())
-        for draft in self._folder.glob(f".v*{self._suffix}"):  # of a rank that has died
-            draft.unlink(missing_ok=True)
+        for draft in self._folder.glob(".v*"):
+            if f".{self._group}." not in draft.name:  # of a rank that has died
+                draft.unlink(missing_ok=True)
+
+    @property
+    def _group(self) -> str:
+        return f"{self._ep.origin}.{self._ep.generation}"
 
     def send(self, version: int, dense: Mapping[str, Tensor] | None = None) -> None:
         """Leave this rank's part of a version, a number that grows. All ranks of the trainer send the same versions.
 
-        `dense` are other weights, by any name: the server's callback gets those of all ranks. Raises ValueError where
-        `version` is not above the versions that this rank has sent; and OSError, or MemoryError for that of a GPU,
-        where the memory is full. On a GPU it waits for what the GPU has to do.
+        `dense` are other weights, plain tensors by any name: the server's callback gets those of all ranks. Raises
+        ValueError where `version` is not above the versions that this rank has sent, or a trainer before it; TypeError
+        where `dense` is something else, such as a DTensor; and OSError, or MemoryError for that of a GPU, where the
+        memory is full: then nothing was sent. On a GPU it waits for what the GPU has to do.
         """
-        sent = sorted(path for path in self._folder.glob(f"v*{self._suffix}") if _FILE.fullmatch(path.name))
-        newest = int(sent[-1].name[1:14]) if sent else -1
+        plain = _plain_tensors({} if dense is None else dense)
+        if not self._writes:
+            if plain:
+                raise ValueError("`dense` must come from a rank of the first replica of the experts, which writes")
+            return
+        part, group = (self._ep.rank, self._ep.size), self._group
+        files = list(_files(os.listdir(self._folder)))
+        earlier = [file.version for file in files if file[3:] == part]
+        earlier += [file.version for parts in _complete(files) for file in parts if file.group != group]
+        newest = max(earlier, default=-1)
         if not is_int(version) or not newest < version <= MOST_VERSIONS:
             raise ValueError(f"`version` must be an integer above {newest}, the last that was sent, got {version!r}")
         experts = {name: _experts_of(layer) for name, layer in self._layers.items()}
-        plain = {name: value.detach() for name, value in (dense or {}).items()}
         tables = [*(each.weights for each in experts.values()), plain]
         if odd := next((name for table in tables for name, value in table.items() if value.is_meta), None):
             raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
         socket = None if self._offers is None else self._offer(version, tables, *self._offers)
         for table in tables:
             table.update({name: _plain(value) for name, value in table.items() if not value.is_meta})
-        whole = self._folder / f"v{version:013}.{self._group}{self._suffix}"
+        whole = self._folder / f"v{version:013}.{group}.{part[0]}-of-{part[1]}"
         draft = whole.with_name(f".{whole.name}")
         parts = {name: tuple(each) for name, each in experts.items()}
-        torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
-        draft.replace(whole)
-        for old in sent[: max(len(sent) + 1 - self._keep, 0)]:
-            old.unlink(missing_ok=True)
+        try:
+            torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
+            draft.replace(whole)
+        except BaseException as error:
+            draft.unlink(missing_ok=True)
+            if isinstance(error, RuntimeError):  # torch's words for a file that it cannot write
+                raise OSError(f"version {version} does not fit into {self._folder}: {error}") from error
+            raise
+        stay = sorted({version, *(file.version for file in files if file.version < version)})[-self._keep :]
+        for file in files:
+            if file.version < stay[0]:  # of whichever rank: without this one's part they are not complete any more
+                (self._folder / file.name).unlink(missing_ok=True)
 
     def _offer(self, version: int, tables: list[dict[str, Tensor]], memory: Memory, handout: Handout) -> str:
         """Put the tensors on the device of `memory` into a new piece of it; in the tables they become meta tensors."""
@@ -143,8 +174,12 @@ class Version(NamedTuple):
 
 
 def newest_version(folder: Path) -> int:
-    """The newest complete version; −1 for none."""
-    return max((int(version) for version, *_ in _complete(os.listdir(folder))), default=-1)
+    """The newest complete version; −1 for none, also where nobody has the folder any more."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return -1
+    return max((parts[0].version for parts in _complete(_files(names))), default=-1)
 
 
 def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
@@ -153,12 +188,12 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
     Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it lies on GPUs, and
     this rank has none.
     """
-    found = list(_complete(path.name for path in folder.glob(f"v{number:013}.*")).values())
+    found = _complete(_files(path.name for path in folder.glob(f"v{number:013}.*")))
     if len(found) != 1:
         raise FileNotFoundError(f"version {number} is not complete any more")
     version = Version(number, {}, {})
-    for name in sorted(found[0]):
-        part = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
+    for file in sorted(found[0]):
+        part = torch.load(folder / file.name, map_location="cpu", mmap=True, weights_only=True)
         if part["socket"] is not None:
             _map_offer(part, number, memory)
         version.dense.update(part["dense"])
@@ -206,13 +241,19 @@ def shared_memory(device: torch.device) -> Memory | None:
     return GpuMemory(device, partial(idle, device)) if device.type == "cuda" else None
 
 
-def _complete(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Files by version, group and size, where all ranks of the group have theirs."""
-    files = dict[tuple[str, ...], list[str]]()
+def _files(names: Iterable[str]) -> Iterator[_File]:
     for name in names:
         if found := _FILE.fullmatch(name):
-            files.setdefault(found.groups(), []).append(name)
-    return {key: parts for key, parts in files.items() if len(parts) == int(key[-1])}
+            version, group, rank, size = found.groups()
+            yield _File(name, int(version), group, int(rank), int(size))
+
+
+def _complete(files: Iterable[_File]) -> list[list[_File]]:
+    """The files of each version of which all ranks of a group have theirs."""
+    versions = dict[tuple[int, str, int], list[_File]]()
+    for file in files:
+        versions.setdefault((file.version, file.group, file.size), []).append(file)
+    return [parts for (*_, size), parts in versions.items() if len(parts) == size]
 
 
 def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:
@@ -242,7 +283,19 @@ def _experts_of(layer: Any) -> Experts:
     if experts.dtype not in FLOATS or experts.is_quantized:
         raise ValueError(f"experts of a trainer must be fp32, fp16 or bf16, got {describe(experts.w_down)}")
     weights = {name: local_view(value.detach()) for name, value in experts.named_parameters()}
-    return Experts(layer.ep.logical_experts(layer.tag), computes(experts), weights)
+    held = layer.ep.logical_experts(layer.tag)
+    if odd := next((name for name, value in weights.items() if len(value) != len(held)), None):
+        raise ValueError(f"`experts.{odd}` must have a row for each of {len(held)} experts of this rank, to be sent: "
+                         "give ExpertParallel the mesh of its replicas, and do not shard experts over them")
+    return Experts(held, computes(experts), weights)
+
+
+def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for name, value in dense.items():
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or not isinstance(name, str):
+            remedy = "such as `full_tensor()` of a DTensor"
+            raise TypeError(f"`dense[{name!r}]` must be a plain tensor, {remedy}, got {describe(value)}")
+    return {name: value.detach() for name, value in dense.items()}
 
 
 def _plain(value: Tensor) -> Tensor:

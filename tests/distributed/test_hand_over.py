@@ -18,6 +18,8 @@ import torch.distributed as dist
 from exchanges import make_config
 from helpers import randn, refuse_another_thread
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from waits import LONG_S, SOON_S
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
@@ -27,6 +29,7 @@ from epmoe.live.versions import newest_version
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
 from epmoe.native import ops
+from epmoe.training import fully_shard
 
 E, K, D, F, M, TOKENS, LAYERS = 12, 3, 128, 128, 32, 40, 2
 KINDS = {
@@ -307,6 +310,61 @@ def test_no_version_has_parts_of_two_trainers(rank, size, folder):
             dist.barrier()
             assert newest_version(folder) == (2 if number == 2 else -1)
             dist.barrier()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_of_replicas_the_first_one_writes(rank, size, folder, sharded):
+    if size < 2:
+        pytest.skip("there are no replicas")
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "ep"))
+    config = make_config(1, experts=E, top_k=K, hidden=D, max_tokens=M)
+    with ExpertParallel(config, mesh["ep"] if sharded else mesh, device="cpu") as ep:
+        model = Model(ep, 0)
+        if sharded:
+            torchs_fully_shard(model.layers[0].experts, mesh=mesh["replicate"])
+        sender, dense = WeightSender(model, folder), {"a": torch.ones(2)}
+        for version in () if sharded else (1, 2):
+            sender.send(version, dense if rank == 0 else None)
+            dist.barrier()
+            assert newest_version(folder) == version and len([*folder.iterdir()]) == version
+        if sharded or rank:
+            with pytest.raises(ValueError, match="give ExpertParallel the mesh" if sharded else "first replica"):
+                sender.send(3, dense)
+        dist.barrier()
+
+
+def test_a_trainer_of_other_ranks_goes_on(rank, size, folder):
+    """Its versions must be larger, and what the former one has left goes."""
+    if size < 2:
+        pytest.skip("there are no other ranks")
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        sender = WeightSender(Model(ep, 0), folder)
+        for version in (8, 9):
+            sender.send(version)
+        (folder / f".v0000000000010.{ep.origin}.0.{rank}-of-{size}").touch()  # it dies
+        dist.barrier()
+    alone = dist.new_group([0])
+    if rank == 0:
+        with ExpertParallel(make_config(1, experts=E, top_k=K, hidden=D, max_tokens=M), alone) as ep:
+            sender = WeightSender(Model(ep, 0), folder, keep=2)
+            with pytest.raises(ValueError, match="`version` must be an integer above 9"):
+                sender.send(9)
+            assert len([*folder.iterdir()]) == 2 * size
+            for version in (10, 11):
+                sender.send(version)
+            assert len([*folder.iterdir()]) == 2 and newest_version(folder) == 11
+    dist.barrier()
+
+
+def test_shards_of_dense_weights_are_refused(rank, size, folder):
+    if size < 2:
+        pytest.skip("one rank has all of a tensor")
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model = fully_shard(Model(ep, 0))
+        with pytest.raises(TypeError, match=r"`dense\['a'\]` must be a plain tensor, such as `full_tensor\(\)`"):
+            WeightSender(model, folder).send(1, {"a": model.layers[0].router_weight})
+        dist.barrier()
+    assert newest_version(folder) == -1
 
 
 @pytest.mark.slow

@@ -1,0 +1,76 @@
+"""Versions of weights in a folder: what a trainer may hand over, where the memory is full, and where the folder goes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import alone, full_layer, randn
+from torch import nn
+
+from epmoe import ExpertParallel, WeightReceiver, WeightSender
+from epmoe.live.versions import newest_version
+
+A = torch.zeros(2)
+
+
+@pytest.fixture
+def ep() -> Iterator[ExpertParallel]:
+    with ExpertParallel(alone()) as ep:
+        yield ep
+
+
+@pytest.fixture
+def layer(ep) -> nn.Module:
+    return full_layer(ep)[0]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "versions"
+
+
+@pytest.mark.parametrize("odd", [{"a": 1}, {"a": None}, {1: A}, {"a": np.zeros(2)}, {"a": A.to_sparse()}])
+def test_dense_weights_that_are_no_plain_tensors(layer, folder, odd):
+    sender = WeightSender(layer, folder)
+    with pytest.raises(TypeError, match=r"`dense\[.*\]` must be a plain tensor"):
+        sender.send(1, odd)
+    assert not os.listdir(folder)
+
+
+def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
+    sender, limits = WeightSender(layer, folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sender.send(1)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="version 2 does not fit into"):
+            sender.send(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(os.listdir(folder)) == 1
+    sender.send(2)
+    assert newest_version(folder) == 2
+
+
+@torch.inference_mode()
+def test_a_server_goes_on_without_the_folder(ep, layer, folder):
+    WeightSender(layer, folder).send(1)
+    receiver = WeightReceiver(ep, layer, folder)
+    shutil.rmtree(folder)
+    for _ in range(3):
+        receiver._looked = 0.0
+        receiver.tick()
+        layer(randn(1, ep.config.model.hidden_size))
+    assert receiver.version == 1
+    with pytest.raises(TimeoutError, match="version 2 of the weights did not come"):
+        receiver.load(2, timeout_s=0.01)
+    receiver.close()

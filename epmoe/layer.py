@@ -30,7 +30,7 @@ from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.given import given_to
 from epmoe.local.logits import router_logits
 from epmoe.local.quantize import zero_padding_rows_
-from epmoe.local.recording import Routes
+from epmoe.local.recording import Routes, record
 from epmoe.local.side_stream import SideStream, record_point
 from epmoe.local.spread import is_spread, local_view
 from epmoe.local.stage import without_autocast
@@ -129,8 +129,8 @@ class MoELayer(nn.Module):
         self.shared = shared
         self.num_rows = num_rows
         self._on_input = ep.config.experts.weights_on_input
-        self.recorder: Callable[[Routes], object] | None = None
-        """Is called with the `Routes` of each call, before dispatch."""
+        self.recorders: list[Callable[[Routes], object]] = []
+        """Are called with the `Routes` of each call, before dispatch."""
         self.contexts = 0
         """How many `replay` and `adapters_of` give this layer something, or gave it in a graph that still lives."""
         self._propagates = ep.config.routing.nan_rows == "propagate"
@@ -413,8 +413,8 @@ class MoELayer(nn.Module):
             logits_TE = routing
             ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
         routes = Routes(ids_TK, weights_TK, logits_TE, None)
-        if self.recorder is not None:
-            self.recorder(routes)
+        if self.recorders:
+            record(self.recorders, routes)
         start = None if shared_experts is None else record_point(x_TD.device)
         d = self.ep.dispatch(
             x_TD, ids_TK, weights_TK, num_tokens=num_tokens, tag=self.tag,
@@ -477,8 +477,8 @@ class MoELayer(nn.Module):
                 tag=self.tag,
             )  # fmt: skip
             routes = Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
-            if self.recorder is not None:
-                self.recorder(routes)
+            if self.recorders:
+                record(self.recorders, routes)
             rows_ND = routed.rows
             of_both = {"row_weights": routed.row_weights} if weights_on == "both" else {}
             if on_input and routed.row_weights is not None:
@@ -624,7 +624,7 @@ class MoELayer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.__new__(type(self))
         memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {id(self): twin}
-        twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None, "contexts": 0}, memo))
+        twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorders": [], "contexts": 0}, memo))
         twin.layer_id = opaque.register(twin)
         twin.tag = self.ep.new_tag(owner=twin)
         twin._follow()

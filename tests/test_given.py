@@ -256,6 +256,32 @@ def test_each_thread_has_its_own(ep):
     assert torch.equal(run(model), want[-1])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_record_has_the_calls_of_its_own_pass_and_thread(ep, reentrant):
+    """Not those that a checkpoint makes again, nor those of another thread, which may record, too."""
+    model, records, began, ended = model_of(ep), [], threading.Event(), threading.Event()
+    checkpointed(reentrant)(model)
+
+    @torch.no_grad()
+    def serve() -> None:
+        with recording(model) as record:
+            records.append(record)
+            run(model)
+            began.set()
+            assert ended.wait(20.0)
+            run(model)
+
+    with recording(model) as record:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert began.wait(20.0)
+        run(model).square().mean().backward()
+    ended.set()
+    thread.join()
+    assert [[len(calls) for calls in each.values()] for each in (record, *records)] == [[1, 1], [2, 2]]
+    assert not any(layer.mlp.recorders for layer in model.model.layers)
+
+
 @torch.no_grad()
 def test_arguments_of_a_call_come_first(ep):
     layer = adapted(ep).model.layers[0].mlp

@@ -64,6 +64,15 @@ def test_a_trainer_replays_what_was_written(ep):
         assert all(layer.mlp.router_weight.grad.any() for layer in other.model.layers)
 
 
+def test_arrays_of_numpy(ep):
+    """As engines hand them out."""
+    model, other = model_of(ep), model_of(ep, seed=1)
+    tokens, routes = written(model)
+    padded = pad_routes(routes, tokens.shape[1])
+    assert torch.equal(pad_routes([each.numpy() for each in routes], tokens.shape[1]), padded)
+    assert torch.equal(ids_of(other, tokens, padded.numpy())[0], ids_of(other, tokens, padded)[0])
+
+
 def test_the_own_record_changes_no_bit(ep):
     model = model_of(ep)
     tokens, routes = written(model)
@@ -125,7 +134,10 @@ def test_what_is_refused(ep):
     model = model_of(ep)
     tokens, routes = written(model)
     call = epmoe.Routes(torch.zeros(3, K, dtype=torch.int32), randn(3, K), None, None)
-    for record, batch in (({}, 1), ({"a": [call]}, 2), ({"a": [call], "b": [call, call]}, 1)):
+    with pytest.raises(TypeError, match="`routes` must be a mapping, a tensor or an array, got list"):
+        with replay(model, list(routes)):
+            raise AssertionError
+    for record, batch in (({}, 1), ({"a": []}, 1), ({"a": [call]}, 2), ({"a": [call], "b": [call, call]}, 1)):
         with pytest.raises(ValueError, match="`record` must have the same calls of each layer"):
             pack_routes(record, E, batch=batch)
     with pytest.raises(ValueError, match="a record of 10 tokens from 2 on must fit into 11 positions"):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from epmoe.group.errors import EPStateError
 from epmoe.local.records import unpack_routes
 from epmoe.native.arguments import describe
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Routing = tuple[Tensor, Tensor | None]
 """ids [T, K] and weights [T, K]; None: those of the layer's own router"""
@@ -94,7 +97,7 @@ _last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Context]] = weakref.Wea
 
 
 @contextmanager
-def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor) -> Iterator[None]:
+def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor | NDArray[Any]) -> Iterator[None]:
     """Within it each layer of a model takes these experts and weights, not those of its router.
 
     A checkpoint that computes a part of the model again, also after the context, takes them again. Other threads do not
@@ -105,14 +108,15 @@ def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor) -> Iterator[Non
         routes: what `recording` yields: for the name of each layer a list with the `Routes` of each call. A call may
             also have ids int32 or int64 [T, K] and weights [T, K], or ids alone, which the layer's own router weighs,
             with gradients; and a layer one entry for all its calls. Or records [tokens, layers, K] or [B, tokens,
-            layers, K] of ids alone, as `pack_routes` makes them: layers are in the order of the model, and each call
-            takes the next tokens of each sequence, as in `generate`. Tokens without a record take the router's choice.
+            layers, K] of ids alone, a tensor or an array of numpy, as `pack_routes` makes them: layers are in the order
+            of the model, and each call takes the next tokens of each sequence, as in `generate`. Tokens without a
+            record take the router's choice.
 
     Yields:
         Nothing.
 
     Raises:
-        TypeError: an entry is something else.
+        TypeError: `routes` or an entry is something else.
         ValueError: `routes` has not the model's layers, or a tensor has another shape than K. A call raises it where
             its layer has no routes left, or where they are not those of its tokens.
         EPStateError: in a backward pass, where a checkpoint computes a call again and does not say which one it is: its
@@ -120,10 +124,12 @@ def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor) -> Iterator[Non
             no `replay`, while the backward pass of one that had is still to come.
     """
     layers = layers_of(model)
-    if isinstance(routes, Tensor):
-        context = _Context(_by_token(routes, list(layers.values())))
-    else:
+    if isinstance(routes, Mapping):
         context = _Context(_by_call(routes, layers))
+    elif hasattr(routes, "__array__"):
+        context = _Context(_by_token(torch.as_tensor(routes), list(layers.values())))
+    else:
+        raise TypeError(f"`routes` must be a mapping, a tensor or an array, got {describe(routes)}")
     with _within(context), saved_tensors_hooks(context.pack, context.unpack):
         yield
 

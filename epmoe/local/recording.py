@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from traceback import walk_stack
 from typing import Any, NamedTuple, NoReturn
@@ -33,22 +34,38 @@ def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
 
     `module` is a model, or a layer, whose name is then "". The tensors are those of the calls. A CUDA graph that is
     captured within it writes into them in each replay, also afterwards. Compiled layers without gradients are recorded,
-    too. A backward pass through weights or logits of the first pass of a reentrant checkpoint, which has no gradients,
-    raises RuntimeError.
+    too. Calls of other threads are not, nor those that a checkpoint makes again in a backward pass. A backward pass
+    through weights or logits of the first pass of a reentrant checkpoint, which has no gradients, raises RuntimeError.
     """
-    layers: dict[str, Any] = {name: each for name, each in module.named_modules() if hasattr(each, "recorder")}
-    record: dict[str, list[Routes]] = {name: [] for name in layers}
-    before = {name: layer.recorder for name, layer in layers.items()}
+    layers: dict[str, Any] = {name: each for name, each in module.named_modules() if hasattr(each, "recorders")}
+    calls: dict[str, list[Routes]] = {name: [] for name in layers}
+    here = object()
+    recorders = {name: partial(_record, calls[name], here, torch._C._current_graph_task_id()) for name in layers}
+    token = _open.set((*_open.get(), here))
     for name, layer in layers.items():
-        layer.recorder = partial(_record, record[name])
+        layer.recorders.append(recorders[name])
     try:
-        yield record
+        yield calls
     finally:
         for name, layer in layers.items():
-            layer.recorder = before[name]
+            layer.recorders.remove(recorders[name])
+        _open.reset(token)
 
 
-def _record(calls: list[Routes], routes: Routes) -> None:
+def record(recorders: list[Callable[[Routes], object]], routes: Routes) -> None:
+    """Give a call's routes to all, also while another thread begins or ends a `recording`."""
+    for recorder in tuple(recorders):
+        recorder(routes)
+
+
+_open: ContextVar[tuple[object, ...]] = ContextVar("epmoe.recording", default=())
+"""The `recording`s of this thread"""
+
+
+def _record(calls: list[Routes], here: object, task: int, routes: Routes) -> None:
+    compiles = torch.compiler.is_compiling()
+    if not compiles and (here not in _open.get() or torch._C._current_graph_task_id() != task):
+        return
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()) and _in_function():
         logits = None if routes.logits is None else _without_gradients(routes.logits)
         routes = routes._replace(weights=_without_gradients(routes.weights), logits=logits)

@@ -10,6 +10,7 @@ zeros mean no record, as engines fill in for tokens that they have not computed,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from epmoe.local.recording import Routes
 from epmoe.local.route import OWN_CHOICE
 from epmoe.native.arguments import INTS, check_tensor, describe
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DTYPES = (torch.uint8, torch.int16, *INTS)
 
@@ -37,7 +41,7 @@ def pack_routes(record: Mapping[str, Sequence[Routes]], num_experts: int, *, bat
     sequence.
     """
     sizes = {name: [len(call.ids) for call in calls] for name, calls in record.items()}
-    if not sizes or any(size % batch for size in sum(sizes.values(), [])) or len({*map(tuple, sizes.values())}) > 1:
+    if not any(sizes.values()) or any(size % batch for size in sum(sizes.values(), [])) or len({*map(tuple, sizes.values())}) > 1:
         raise ValueError(f"`record` must have the same calls of each layer, of {batch} sequences each, got {sizes}")
     layers = (torch.cat([c.ids.view(batch, -1, c.ids.shape[1]) for c in calls], 1) for calls in record.values())
     ids = torch.stack(list(layers), 2)
@@ -45,20 +49,20 @@ def pack_routes(record: Mapping[str, Sequence[Routes]], num_experts: int, *, bat
     return ids.masked_fill(_unrecorded(ids, num_experts), -1).to(dtype)
 
 
-def pad_routes(records: Iterable[Tensor], length: int, starts: Iterable[int] | int = 0) -> Tensor:
+def pad_routes(records: Iterable[Tensor | NDArray[Any]], length: int, starts: Iterable[int] | int = 0) -> Tensor:
     """Records of sequences [tokens, layers, K] → [B, length, layers, K], in which other positions have no record.
 
-    `starts` are the positions of their first tokens, of each or of all: behind padding, or behind a prompt whose tokens
+    Records may be arrays of numpy. `starts` are the positions of their first tokens, of each or of all: behind padding, or behind a prompt whose tokens
     came from a cache. Raises ValueError where a record does not fit into `length`, and TypeError where the records have
     several dtypes.
     """
-    records = list(records)
-    begins = [starts] * len(records) if isinstance(starts, int) else list(starts)
-    if not records or {each.dtype for each in records} - {records[0].dtype}:
-        raise TypeError(f"`records` must be tensors of one dtype, got {', '.join(map(describe, records)) or 'none'}")
-    fill = 255 if records[0].dtype == torch.uint8 else -1
-    padded = records[0].new_full((len(records), length, *records[0].shape[1:]), fill)
-    for record, place, start in zip(records, padded, begins, strict=True):
+    tensors = list(map(torch.as_tensor, records))
+    begins = [starts] * len(tensors) if isinstance(starts, int) else list(starts)
+    if not tensors or {each.dtype for each in tensors} - {tensors[0].dtype}:
+        raise TypeError(f"`records` must be tensors of one dtype, got {', '.join(map(describe, tensors)) or 'none'}")
+    fill = 255 if tensors[0].dtype == torch.uint8 else -1
+    padded = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)
+    for record, place, start in zip(tensors, padded, begins, strict=True):
         if not 0 <= start <= length - len(record):
             raise ValueError(f"a record of {len(record)} tokens from {start} on must fit into {length} positions")
         place[start : start + len(record)] = record

@@ -365,7 +365,8 @@ class MoELayer(nn.Module):
                 if self.contexts:
                     routing, adapter_ids = self._given(x, routing, adapter_ids)
                 y, routes = self._serve(*self._routed(x, routing), num_tokens, adapter_ids)
-        y = y.view(x.shape)
+        if y.dim() != x.dim():
+            y = y.view(x.shape)
         if y.dtype is not x.dtype:
             y = y.to(x.dtype)
         return (y, routes) if return_routing else y
@@ -492,7 +493,8 @@ class MoELayer(nn.Module):
                 y_TD = (y_TD + self.shared(x_TD.masked_fill(padding, 0))).masked_fill(padding, 0)
         if self._propagates and logits_TE is not None:
             y_TD = y_TD.masked_fill(self._undefined(ids_TK, logits_TE), torch.nan)
-        return y_TD, routes
+        # Not a view, from which an operation in place would take FSDP's hooks.
+        return torch.ops.aten._unsafe_view(y_TD, x.shape), routes
 
     def extra_repr(self) -> str:
         return repr(self.ep)

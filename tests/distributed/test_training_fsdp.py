@@ -9,13 +9,13 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_close
+from helpers import assert_close, randn
 from tool_models import D, E, K, Model, tokens, train_alone, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from epmoe import ExpertParallel
-from epmoe.local.spread import is_spread
+from epmoe import ExpertParallel, MoELayer
+from epmoe.local.spread import is_spread, local_view
 from epmoe.training import fully_shard
 
 MOST_S, STEPS = 0.03, 3
@@ -70,3 +70,19 @@ def test_sharded_parts_and_ranks_that_run_askew(make_ep, size, kind):
         for name, value in train(model, ep, averages).items():
             assert_close(value, want[name].double())
     ep.check()
+
+
+@pytest.mark.filterwarnings("error:.*returned a view tensor")
+@pytest.mark.parametrize("shape", [(6, D), (2, 3, D)])
+def test_operations_in_place_on_the_y_of_a_sharded_layer(make_ep, shape):
+    """FSDP's hooks of y stay. A view would lose them."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=6, timeout_s=20.0)
+    weights = randn(E, D, seed=1), randn(E, 2 * D, D, seed=2) / D**0.5, randn(E, D, D, seed=3) / D**0.5
+    layer = fully_shard(MoELayer.from_full(ep, *weights))
+    found = []
+    for add in (torch.Tensor.add, torch.Tensor.add_):
+        x = randn(*shape, seed=ep.rank).to(ep.device).requires_grad_()
+        layer.zero_grad()
+        add(layer(x), x).square().mean().backward()
+        found.append([x.grad, *(local_view(value.grad).clone() for value in layer.parameters())])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))

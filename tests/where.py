@@ -174,6 +174,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         absent("torchtitan's router runs before epmoe."),
         yes("stacks/test_megatron.py::test_routes_of_megatron_are_replayed"),
     ),
+    "weights handed over while it serves": (
+        yes(D + "test_hand_over.py::test_a_token_meets_one_version"),
+        absent("A receiver takes `MoELayer`s; vLLM loads its own experts again, by calls of its own."),
+        absent("A receiver takes `MoELayer`s; SGLang loads its own experts again, by calls of its own."),
+        yes("test_rl_script.py::test_few_steps"),
+        absent("A sender takes `MoELayer`s; torchtitan's experts are a module of the model."),
+        absent("A sender takes `MoELayer`s; Megatron's experts compute."),
+    ),
     "batch invariance": (
         yes(D + "test_batch_invariance.py::test_y_of_a_token_depends_on_no_other_token"),
         yes("stacks/test_vllm_engine.py::test_log_probabilities_alone_and_together"),

@@ -40,14 +40,13 @@ _FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.(\d+)-of-(\d+)")
 
 
 class _File(NamedTuple):
-    """A part of a version, as its name says."""
+    """A part of a version: that of a rank of a group of this size."""
 
     name: str
     version: int
     group: str
     rank: int
     size: int
-    """ranks of the group"""
 
 
 class Experts(NamedTuple):
@@ -285,8 +284,8 @@ def _experts_of(layer: Any) -> Experts:
     weights = {name: local_view(value.detach()) for name, value in experts.named_parameters()}
     held = layer.ep.logical_experts(layer.tag)
     if odd := next((name for name, value in weights.items() if len(value) != len(held)), None):
-        raise ValueError(f"`experts.{odd}` must have a row for each of {len(held)} experts of this rank, to be sent: "
-                         "give ExpertParallel the mesh of its replicas, and do not shard experts over them")
+        remedy = "give ExpertParallel the mesh of its replicas, and do not shard experts over them"
+        raise ValueError(f"`experts.{odd}` must have a row for each of {len(held)} experts, to be sent: {remedy}")
     return Experts(held, computes(experts), weights)
 
 

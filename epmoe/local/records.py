@@ -41,7 +41,8 @@ def pack_routes(record: Mapping[str, Sequence[Routes]], num_experts: int, *, bat
     sequence.
     """
     sizes = {name: [len(call.ids) for call in calls] for name, calls in record.items()}
-    if not any(sizes.values()) or any(size % batch for size in sum(sizes.values(), [])) or len({*map(tuple, sizes.values())}) > 1:
+    of_layer, *others = {*map(tuple, sizes.values())} or {()}
+    if others or not of_layer or any(size % batch for size in of_layer):
         raise ValueError(f"`record` must have the same calls of each layer, of {batch} sequences each, got {sizes}")
     layers = (torch.cat([c.ids.view(batch, -1, c.ids.shape[1]) for c in calls], 1) for calls in record.values())
     ids = torch.stack(list(layers), 2)

@@ -1,4 +1,4 @@
-"""Versions of weights in a folder: what a trainer may hand over, where the memory is full, and where the folder goes."""
+"""Versions of weights in a folder: what a trainer may hand over, where memory is full, and where the folder goes."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class WeightSender:
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
         memory = None if on_host or not self._writes else shared_memory(ep.device)
         self._offers = None if memory is None else (memory, Handout())
-        for draft in self._folder.glob(".v*"):
+        for draft in self._folder.glob(".v*") if self._writes else ():
             if f".{self._group}." not in draft.name:  # of a rank that has died
                 draft.unlink(missing_ok=True)
 

@@ -53,9 +53,9 @@ def pack_routes(record: Mapping[str, Sequence[Routes]], num_experts: int, *, bat
 def pad_routes(records: Iterable[Tensor | NDArray[Any]], length: int, starts: Iterable[int] | int = 0) -> Tensor:
     """Records of sequences [tokens, layers, K] → [B, length, layers, K], in which other positions have no record.
 
-    Records may be arrays of numpy. `starts` are the positions of their first tokens, of each or of all: behind padding, or behind a prompt whose tokens
-    came from a cache. Raises ValueError where a record does not fit into `length`, and TypeError where the records have
-    several dtypes.
+    Records may be arrays of numpy. `starts` are the positions of their first tokens, of each or of all: behind padding,
+    or behind a prompt whose tokens came from a cache. Raises ValueError where a record does not fit into `length`, and
+    TypeError where the records have several dtypes.
     """
     tensors = list(map(torch.as_tensor, records))
     begins = [starts] * len(tensors) if isinstance(starts, int) else list(starts)

@@ -327,6 +327,7 @@ def test_of_replicas_the_first_one_writes(rank, size, folder, sharded):
             sender.send(version, dense if rank == 0 else None)
             dist.barrier()
             assert newest_version(folder) == version and len([*folder.iterdir()]) == version
+            dist.barrier()
         if sharded or rank:
             with pytest.raises(ValueError, match="give ExpertParallel the mesh" if sharded else "first replica"):
                 sender.send(3, dense)

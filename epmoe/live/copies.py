@@ -29,9 +29,13 @@ class HostCopies:
     def owned(self, mapped: Tensors) -> Tensors:
         return mapped
 
-    def use(self, spare: Tensors, weights: Tensors) -> None:
+    def free(self, own: Tensors, spare: Tensors, weights: Tensors) -> Tensors:
+        """Of two sets the memory that does not serve."""
+        return {name: (spare if own[name].data_ptr() == w.data_ptr() else own)[name] for name, w in weights.items()}
+
+    def use(self, staged: Tensors, weights: Tensors) -> None:
         for name, weight in weights.items():
-            weight.data, spare[name] = spare[name], weight.data
+            weight.data = staged[name]
 
 
 class GpuCopies:
@@ -61,11 +65,14 @@ class GpuCopies:
                 value.copy_(mapped[name])
         return owned
 
+    def free(self, own: Tensors, spare: Tensors, weights: Tensors) -> Tensors:
+        return spare
+
     @torch.inference_mode()
-    def use(self, spare: Tensors, weights: Tensors) -> None:
+    def use(self, staged: Tensors, weights: Tensors) -> None:
         """Copy, since CUDA graphs have the addresses of the weights."""
         for name, weight in weights.items():
-            weight.copy_(spare[name])
+            weight.copy_(staged[name])
 
     def _await_end(self) -> None:
         deadline = time.monotonic() + _LATE_S

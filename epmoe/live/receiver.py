@@ -82,7 +82,8 @@ class WeightReceiver:
             and a flip swaps the two, or on GPUs copies within the memory of the GPU: weights keep the addresses that
             CUDA graphs have. Without it, a flip copies the weights from the trainer, and lasts as long as that.
         dense: takes the other weights of a version at the flip, by name, on all ranks. If it, a copy or a
-            signal handler raises in a flip, so does `tick`, and this rank has weights of two versions: end it.
+            signal handler raises in a flip, so does `tick`, and this rank has weights of two versions: call `tick`
+            again before the next round, which does the flip again, or end the rank.
 
     Attributes:
         version: that serves; −1: the weights that the model had.
@@ -117,7 +118,10 @@ class WeightReceiver:
                 raise ValueError("`ep` must have experts that stay where they are, to receive weights")
             self._layers, self._folder = layers_to_hand_over(model), own_folder(folder)
             self._copies = copies_on(ep.device)
-            self._spare = None if not spare else {name: _like(weights) for name, weights in self._weights().items()}
+            weights = self._weights()
+            self._own = {name: {each: weight.data for each, weight in one.items()} for name, one in weights.items()}
+            self._spare = {name: _like(one) for name, one in weights.items()} if spare else None
+            self._free = self._spare  # which of the two is staged, and stays so however often the flip begins
             self._await_device()  # on other streams torch may have given this memory away before
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
             self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
@@ -248,19 +252,21 @@ class WeightReceiver:
             version = map_version(self._folder, number, self._copies.memory)
             for name, weights in self._weights().items():
                 _check(name, version, self._layers[name].experts, weights, self._held(name))
-            if self._spare is not None:
-                self._copy(version, self._spare)
+            if (spare := self._spare) is not None:
+                own, now = self._own, self._weights()
+                self._free = {name: self._copies.free(own[name], spare[name], now[name]) for name in now}
+                self._copy(version, self._free)
         return version
 
     def _flip(self, version: Version) -> None:
         self._await_device()
         start = time.perf_counter()
         with self._copies.running():
-            if self._spare is None:
+            if self._free is None:
                 self._copy(version, self._weights())
             else:
                 for name, weights in self._weights().items():
-                    self._copies.use(self._spare[name], weights)
+                    self._copies.use(self._free[name], weights)
         if self._dense is not None:
             self._dense(self._copies.owned(version.dense))  # it may keep them
         self._await_device()

@@ -20,8 +20,9 @@ class Runs:
 
 
 def sent_by_another(data: bytes, length: int | None = None) -> Peers:
-    """A group of two, as rank 0. Rank 1 sends this in place of a value, and of its length."""
-    theirs = iter((torch.tensor([length or len(data)]), torch.tensor(list(data), dtype=torch.uint8)))
+    """A group of two, as rank 0. Rank 1 sends this in place of a value, and of its length, which travels with its begin."""
+    begin = (length or len(data)).to_bytes(8, "little", signed=True) + data[:4096]
+    theirs = iter(torch.tensor(list(part), dtype=torch.uint8) for part in (begin, data[4096:]))
 
     def allgather(rows: list[list[torch.Tensor]], mine: list[torch.Tensor], options: object) -> SimpleNamespace:
         sent = next(theirs)
@@ -35,6 +36,7 @@ def sent_by_another(data: bytes, length: int | None = None) -> Peers:
 def test_values_are_json():
     peers = sent_by_another(b'[null, {"a": [1, "\\u00e9"]}]')
     assert peers.all_gather((0, "x")) == [[0, "x"], {"a": [1, "é"]}]
+    assert sent_by_another(b'[null, "' + b"y" * 5000 + b'"]').all_gather("x") == ["x", "y" * 5000]
 
 
 @pytest.mark.parametrize("data", [pickle.dumps((None, Runs())), b"\x80", b"[null"])

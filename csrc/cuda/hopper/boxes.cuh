@@ -1,5 +1,5 @@
-// Matrices in bf16 that TMA moves in boxes of 64 × 64, between memory and shared memory. A box lies there in 64 lines
-// of 128 bytes with their 16 bytes swizzled, as wgmma reads them. What lies outside the matrix is loaded as zeros.
+// Matrices that TMA moves in boxes between memory and shared memory. A box lies there in lines of 128 bytes, in bf16 64
+// of 64 elements, with their 16 bytes swizzled, as wgmma reads them. What lies outside the matrix is loaded as zeros.
 #pragma once
 #include <cuda.h>
 
@@ -27,8 +27,9 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from,
                : "memory");
 }
 
-// A matrix or several of them, [z, y, x], of which TMA moves boxes of 64 × 64.
-inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z) {
+// A matrix or several of them, [z, y, x], in elements of so many bytes. TMA moves boxes of so many of its lines.
+inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z, int lines = 64,
+                            int bytes = 2) {
   static void* const encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -38,12 +39,13 @@ inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t
   }();
   if (!encode) return cudaErrorNotSupported;
   cuuint64_t sizes[] = {static_cast<cuuint64_t>(x), static_cast<cuuint64_t>(y), static_cast<cuuint64_t>(z)};
-  cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * x), static_cast<cuuint64_t>(2 * x * y)};
-  cuuint32_t box[] = {64, 64, 1}, steps[] = {1, 1, 1};
+  cuuint64_t strides[] = {static_cast<cuuint64_t>(bytes * x), static_cast<cuuint64_t>(bytes * x * y)};
+  cuuint32_t box[] = {static_cast<cuuint32_t>(kLineBytes / bytes), static_cast<cuuint32_t>(lines), 1};
+  cuuint32_t steps[] = {1, 1, 1};
   CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at),
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

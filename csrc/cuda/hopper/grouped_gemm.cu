@@ -10,6 +10,7 @@
 
 #include "cuda/device/launch.cuh"
 #include "cuda/hopper/boxes.cuh"
+#include "cuda/hopper/ring.cuh"
 #include "cuda/hopper/tiles.cuh"
 #include "cuda/hopper/wgmma.cuh"
 #include "cuda/stages.h"
@@ -36,53 +37,6 @@ int64_t shared_bytes(int32_t experts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 constexpr int kStep = 64;  // of k, or of rows that are summed over
-
-__device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier, int32_t arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void arrive(uint64_t* mbarrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(mbarrier)) : "memory");
-}
-__device__ __forceinline__ void barrier(int32_t number, int32_t threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
-// Two neighbouring sums as bf16.
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t*>(&both);
-}
-// Four 8 × 8 matrices, of which each lane says where one of their lines lies. kTurned: lines become columns.
-template <bool kTurned>
-__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  if constexpr (kTurned)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-  else
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
-                 "r"(d)
-                 : "memory");
-}
-
-// The stages between the loading thread and the warpgroups, in shared memory.
-template <int kCount>
-struct Ring {
-  uint32_t buffers;
-  uint64_t *full, *empty;
-  int32_t turn = 0;
-
-  __device__ __forceinline__ uint32_t stage() const { return buffers + turn % kCount * kStageBytes; }
-  __device__ __forceinline__ uint64_t* filled() const { return &full[turn % kCount]; }
-  __device__ __forceinline__ void wait_empty() const {
-    if (turn >= kCount) wait_mbarrier(&empty[turn % kCount], (turn / kCount - 1) & 1);
-  }
-  __device__ __forceinline__ void wait_filled() const { wait_mbarrier(filled(), turn / kCount & 1); }
-  // This warp has no use for the stage of `turn - back` any more.
-  __device__ __forceinline__ void release(int32_t back) const {
-    if (threadIdx.x % 32 == 0) arrive(&empty[(turn - back) % kCount]);
-  }
-};
 
 template <Product kProduct>
 __device__ __forceinline__ int32_t steps_of(const GroupedGemmArgs& args, const Tile& tile) {
@@ -268,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_successor_start();
   if (threadIdx.x < 32) tiles.build();
   __syncthreads();
-  Ring<kCount> ring{shared_address(shared), full, empty};
+  Ring<kCount, kStageBytes> ring{shared_address(shared), full, empty};
   const int32_t count = tiles.count();
   if (threadIdx.x >= kMultipliers * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

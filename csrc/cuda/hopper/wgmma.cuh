@@ -58,6 +58,21 @@ __device__ __forceinline__ void wgmma_wait() {
 #define EPMOE_ALL_TEXT_13 EPMOE_ALL_TEXT_12 ", %106, %107, %108, %109, %110, %111, %112, %113"
 #define EPMOE_ALL_TEXT_14 EPMOE_ALL_TEXT_13 ", %114, %115, %116, %117, %118, %119, %120, %121"
 #define EPMOE_ALL_TEXT_15 EPMOE_ALL_TEXT_14 ", %122, %123, %124, %125, %126, %127, %128, %129"
+
+// Starts a product in e4m3, a [64, 32] · b [32, kWidth], in place of the sums that are there, or kAdds to them.
+template <int kWidth, bool kAdds>
+__device__ __forceinline__ void wgmma_fp8(float (&d)[kWidth / 2], uint64_t a, uint64_t b) {
+#define EPMOE_WGMMA_FP8(columns, last, adds)                                                            \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3 {" EPMOE_ALL_TEXT_##last \
+               "}, %0, %1, " #adds ", 1, 1;"                                                            \
+               : "+l"(a), "+l"(b), EPMOE_ALL_SUMS_##last)
+  if constexpr (kWidth == 16 && !kAdds) EPMOE_WGMMA_FP8(16, 0, 0);
+  if constexpr (kWidth == 16 && kAdds) EPMOE_WGMMA_FP8(16, 0, 1);
+  if constexpr (kWidth == 32 && !kAdds) EPMOE_WGMMA_FP8(32, 1, 0);
+  if constexpr (kWidth == 32 && kAdds) EPMOE_WGMMA_FP8(32, 1, 1);
+#undef EPMOE_WGMMA_FP8
+}
+
 #define EPMOE_WGMMA(columns, last, across_a, across_b)                                                  \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" EPMOE_ALL_TEXT_##last \
                "}, %0, %1, 1, 1, 1, " #across_a ", " #across_b ";"                                      \

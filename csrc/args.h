@@ -139,7 +139,7 @@ enum class WeightFormat : uint8_t { kBf16, kFp8, kMxfp4 };
 // The operator few_rows: the experts stage. Rows are fp8 with scales for kScaleBlock where weights are fp8, else bf16.
 struct FewRowsArgs {
   WeightFormat format;
-  uint8_t token_tiles;  // of 8 rows of an expert, which share a reading of its weights
+  uint8_t token_tiles;  // of 8 rows of an expert, which share a reading of its weights; 0: one order of sums
   const void* rows_ND;  // contiguous
   const float* row_scales_NB;
   int64_t row_scales_stride;  // between rows
@@ -155,7 +155,10 @@ struct FewRowsArgs {
   Gating gating;
   void* h_NF;            // workspace: the activations, fp8 or bf16
   uint8_t* exponents_N;  // fp8: workspace [N, F / 16], powers of two of h
-  void* out_ND;          // out: bf16
+  void* gate_up_N2F;     // in one order of sums: workspace, bf16
+  float* h_scales_BN;    // the same in fp8: workspace, scales of h in blocks of kScaleBlock
+  int64_t h_scales_stride;
+  void* out_ND;  // out: bf16
 };
 
 // The operators hopper_gemm and hopper_gemm_weights: products of the rows of each expert, in bf16, on GPUs of compute

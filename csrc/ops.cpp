@@ -252,8 +252,9 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
       "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such weights, else bfloat16");
   STD_TORCH_CHECK(D % step == 0 && F % step == 0, "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
-  STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 2 || (packed && token_tiles == 4), "token_tiles must be 1 or 2");
-  STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
+  STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 2 || token_tiles == (packed ? 4 : 0),
+                  "token_tiles must be 1 or 2, or 4 with MXFP4, else 0");
+  STD_TORCH_CHECK(N * ceil_div(F, kScaleBlock) <= INT32_MAX, "there are too many rows");
   if (fp8) {
     check_rows(*row_scales, "row_scales");
     STD_TORCH_CHECK(row_scales->scalar_type() == ScalarType::Float && row_scales->size(0) == N &&
@@ -261,7 +262,10 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                     "row_scales must be float32 [N, D / 128]");
   }
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
-  Tensor exponents = empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
+  const int64_t in_order = token_tiles ? 0 : N, columns = padded_columns(fp8 ? in_order : 0);
+  Tensor exponents = empty_like_device(rows, {fp8 ? N - in_order : 0, F / 16}, ScalarType::Byte);
+  Tensor gate_up_out = empty_like_device(rows, {in_order, 2 * F}, ScalarType::BFloat16);
+  Tensor h_scales = empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
       .format = format,
@@ -283,6 +287,9 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
       .gating = gating_of(limit, alpha, up_offset),
       .h_NF = h.data_ptr(),
       .exponents_N = static_cast<uint8_t*>(exponents.data_ptr()),
+      .gate_up_N2F = gate_up_out.data_ptr(),
+      .h_scales_BN = static_cast<float*>(h_scales.data_ptr()),
+      .h_scales_stride = columns,
       .out_ND = out.data_ptr(),
   };
   launch(rows, args, &cuda::Api::few_rows);

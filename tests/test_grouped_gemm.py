@@ -175,6 +175,12 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("few_rows_mxfp4", MXFP4, (2, 160, 96), None, {}),
         ("few_rows_mxfp4", FP8, (2, 256, 256), "float4_e2m1fn_x2, got torch.float8", {}),
         ("few_rows_mxfp4", MXFP4, (2, 160, 96), "compute capability 9, got 10", {"capability": 10}),
+        ("invariant_few_rows", FP8, (2, 256, 256), None, {}),
+        ("invariant_few_rows", BF16, (2, 256, 192), None, {}),
+        ("invariant_few_rows", BF16, (513, 64, 64), "at most 512 experts, got 513", {}),
+        ("invariant_few_rows", FP8, (2, 256, 256), "not installed: `pip install", {"installed": False}),
+        ("invariant_few_rows", FP8, (2, 256, 256), "few rows have other bits than many", {"differs": True}),
+        ("invariant_few_rows", BF16, (2, 256, 256), "contiguous", {"laid": transposed}),
         ("hopper", BF16, (4, 24, 8), None, {}),
         ("hopper", BF16, (4, 24, 8), None, {"laid": transposed}),
         ("hopper", torch.float32, (4, 24, 8), "weights in bfloat16, got torch.float32", {}),
@@ -191,6 +197,8 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (other.get("capability", 9), 0))
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
     monkeypatch.setattr("epmoe.local.gemm.hopper._problem_on", lambda device: None)
+    differs = ValueError("few rows have other bits than many") if other.get("differs") else None
+    monkeypatch.setattr("epmoe.local.gemm.invariant_few_rows._other_bits", lambda dtype, device: differs)
     found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))
     assert (found is None) == (problem is None) and re.search(problem or "", str(found))
 

@@ -201,6 +201,7 @@ cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
 cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream) {
   if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
   if (args.format == WeightFormat::kMxfp4) return few_rows_mxfp4(args, stream);
+  if (args.token_tiles == 0) return invariant_few_rows(args, stream);
   if (args.format == WeightFormat::kFp8)
     return args.token_tiles > 1 ? launch_both<true, 2>(args, stream) : launch_both<true, 1>(args, stream);
   return args.token_tiles > 1 ? launch_both<false, 2>(args, stream) : launch_both<false, 1>(args, stream);

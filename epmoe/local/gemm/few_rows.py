@@ -81,12 +81,14 @@ class FewRows(Gemm):
         gate_up_scales, down_scales, gate_up_bias, down_bias = (
             None if given is None else given.contiguous() for given in scales_and_biases
         )
-        token_tiles = 1 if segments.rows_per_expert <= _ONE_TILE else 2 if segments.rows_per_expert <= _TWO_TILES else 4
         out: Tensor = ops.few_rows(
             rows.contiguous(), scales, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias,
-            segments.offsets, segments.tokens, *weights.gating, token_tiles,
+            segments.offsets, segments.tokens, *weights.gating, self._token_tiles(segments.rows_per_expert),
         )  # fmt: skip
         return out
+
+    def _token_tiles(self, rows_per_expert: float) -> int:
+        return 1 if rows_per_expert <= _ONE_TILE else 2 if rows_per_expert <= _TWO_TILES else 4
 
 
 class FewRowsOfMxfp4(FewRows):

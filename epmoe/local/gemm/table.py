@@ -12,6 +12,7 @@ from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows, FewRowsOfMxfp4
 from epmoe.local.gemm.gemm import Gemm
 from epmoe.local.gemm.hopper import Hopper
+from epmoe.local.gemm.invariant_few_rows import InvariantFewRows
 from epmoe.local.gemm.loop import Loop
 from epmoe.local.gemm.torch_grouped import TorchGrouped
 from epmoe.local.weight_formats import product_dtype
@@ -22,6 +23,7 @@ GEMMS: dict[str, Gemm] = {
     for gemm in (
         FewRows(),
         FewRowsOfMxfp4(),
+        InvariantFewRows(),
         DeepGemm(),
         Hopper(),
         TorchGrouped(),
@@ -43,17 +45,17 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
     """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
 
     A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
-    no GPU, and any other is that one on GPUs. With `batch_invariant` it is one: where it can, the one that trains the
-    weights, so that calls with gradients have the bits of serving. Warns of a library that is installed but does not
+    no GPU, and any other is that one on GPUs. With `batch_invariant` all have the bits of one: where it can, the one
+    that trains the weights, so that calls with gradients have the bits of serving. Warns of a library that is installed but does not
     work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the wanted one, and ValueError
     where `batch_invariant` finds none.
     """
     chosen: list[str] = []
     problems: list[tuple[Gemm, Exception]] = []
-    for gemm in sorted(GEMMS.values(), key=lambda gemm: batch_invariant and not gemm.trains(gate_up, down)):
+    for gemm in sorted(GEMMS.values(), key=lambda gemm: batch_invariant and gemm.takes_all_calls and not gemm.trains(gate_up, down)):
         if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
             continue
-        if batch_invariant and not gemm.batch_invariant:
+        if batch_invariant != gemm.batch_invariant and (batch_invariant or not gemm.takes_all_calls):
             continue
         problem = gemm.problem_with(gate_up, down)
         if problem is not None:
@@ -62,7 +64,7 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
             problems.append((gemm, problem))
             continue
         chosen.append(gemm.name)
-        if wanted == gemm.name or not gemm.needs_gpu or batch_invariant:
+        if wanted == gemm.name or not gemm.needs_gpu or (batch_invariant and gemm.takes_all_calls):
             break
     if not chosen:
         reasons = "; ".join(str(problem) for gemm, problem in problems if gemm.takes_all_calls)

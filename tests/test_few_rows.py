@@ -14,6 +14,7 @@ from torch import Tensor
 import epmoe
 from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, most_rows
 from epmoe.local.gemm.gemm import Segments, Weights
+from epmoe.local.gemm.invariant_few_rows import MOST_INVARIANT_ROWS
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.quantize import dequantize_rows
 from epmoe.local.weight_formats import dequantize_weights
@@ -35,6 +36,8 @@ def built(
     **options: object,
 ) -> epmoe.GroupedExperts:
     e, (width, middle) = len(COUNTS), sizes
+    if dtype == FP8 and options.get("batch_invariant"):
+        pytest.importorskip("deep_gemm")
     given: dict[str, object] = {**weights(dtype, torch.device("cpu"), e, *sizes)}
     if dtype == MXFP4:
         given["w_down"], given["down_scales"] = random_mxfp4(e, width, middle, seed=2, scales=(-3, 8))  # also above 2
@@ -44,11 +47,11 @@ def built(
     return epmoe.GroupedExperts(**given | options).to(device)
 
 
-def segments(counts: list[int], gap: int = 5) -> tuple[list[int], Tensor, Tensor]:
+def segments(counts: list[int], alignment: int = 1, gap: int = 5) -> tuple[list[int], Tensor, Tensor]:
     """Starts, offsets and counts, with a gap behind each segment."""
     starts = [0]
     for count in counts:
-        starts.append(starts[-1] + count + gap)
+        starts.append(-(-(starts[-1] + count + gap) // alignment) * alignment)
     return starts[:-1], torch.tensor(starts, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
 
 
@@ -56,10 +59,17 @@ class Rows:
     """Rows of segments, NaN in gaps and behind the last; for weights in fp8 in fp8 with scales."""
 
     def __init__(
-        self, counts: list[int], weights: torch.dtype, device: torch.device, seed: int = 5, width: int = WIDTH
+        self,
+        counts: list[int],
+        weights: torch.dtype,
+        device: torch.device,
+        seed: int = 5,
+        width: int = WIDTH,
+        alignment: int = 1,
     ) -> None:
-        dtype = FP8 if weights == FP8 else BF16
-        starts, self.offsets, self.tokens = (x if isinstance(x, list) else x.to(device) for x in segments(counts))
+        dtype, self.alignment = FP8 if weights == FP8 else BF16, alignment
+        starts, offsets, tokens = segments(counts, alignment)
+        self.offsets, self.tokens = offsets.to(device), tokens.to(device)
         self.real = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]).to(device)
         self.expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         N = int(self.offsets[-1]) + 64
@@ -73,9 +83,9 @@ class Rows:
         else:
             self.rows[self.real] = self.plain
 
-    def outputs(self, experts: epmoe.GroupedExperts, rows_per_expert: float) -> Tensor:
+    def outputs(self, experts: epmoe.GroupedExperts, rows_per_expert: float | None) -> Tensor:
         """Of the real rows."""
-        given = {"tokens_per_expert": self.tokens, "alignment": 1, "rows_per_expert": rows_per_expert}
+        given = {"tokens_per_expert": self.tokens, "alignment": self.alignment, "rows_per_expert": rows_per_expert}
         with poisoned_memory():
             return experts(self.rows, self.offsets, self.scales, **given)[self.real]
 
@@ -100,21 +110,57 @@ class Rows:
         return wide(rows.double().cpu(), offsets).to(rows.device)
 
 
-ALL_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP8, MXFP4])
+INVARIANT = {"batch_invariant": True}
+ALL_STAGES = pytest.mark.parametrize(
+    ("dtype", "options"), [(BF16, {}), (FP8, {}), (MXFP4, {}), (BF16, INVARIANT), (FP8, INVARIANT)]
+)
 ALL_KERNELS = pytest.mark.parametrize(
-    ("dtype", "rows_per_expert"),
-    [*((dtype, n) for dtype in (BF16, FP8, MXFP4) for n in (1.0, MOST_ROWS)), (MXFP4, MOST_ROWS_OF_MXFP4)],
+    ("dtype", "rows_per_expert", "options"),
+    [
+        *((dtype, n, {}) for dtype in (BF16, FP8, MXFP4) for n in (1.0, MOST_ROWS)),
+        (MXFP4, MOST_ROWS_OF_MXFP4, {}),
+        (BF16, 1.0, INVARIANT),
+        (FP8, 1.0, INVARIANT),
+    ],
 )
 
 
 @ON_GPUS
 @ALL_KERNELS
 @pytest.mark.parametrize("gpt_oss", [False, True])
-def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, gpt_oss):
+def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, options, gpt_oss):
     """Also where an expert has many more rows than were expected."""
-    experts, rows = built(dtype, device, gpt_oss), Rows(COUNTS, dtype, device)
+    experts, rows = built(dtype, device, gpt_oss, **options), Rows(COUNTS, dtype, device)
     errors = rows.errors(experts, rows.outputs(experts, rows_per_expert))
     assert (errors <= LIMITS[dtype]).all(), errors.max()
+
+
+QWEN3 = 2048, 768
+# Rows of each expert, in tiles of 16 and 32, in several, and in parts of an expert; D and F.
+FEW_AND_MANY = [
+    (COUNTS, (WIDTH, MIDDLE)),
+    ([0] * 8, (WIDTH, MIDDLE)),
+    ([15, 16, 17, 31, 32, 33, 64, 65], (WIDTH, MIDDLE)),
+    ([0, 0, 0, 2000, 0, 2, 0, 1], (WIDTH, MIDDLE)),
+    ([0, 0, 0, 0, 0, 1, 0, 0], QWEN3),
+    ([3, 1, 0, 12, 7, 20, 2, 5], QWEN3),
+]
+
+
+@ON_GPUS
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize(("counts", "sizes"), FEW_AND_MANY)
+def test_few_rows_have_the_bits_of_many(device, counts, sizes, dtype, gpt_oss):
+    """Of those that train, in bf16, and of DeepGEMM, in fp8; on each of three runs."""
+    experts = built(dtype, device, gpt_oss, sizes, **INVARIANT)
+    assert experts.gemms == ("invariant_few_rows", "deep_gemm" if dtype == FP8 else "hopper")
+    rows = Rows(counts, dtype, device, width=sizes[0], alignment=64)
+    many = rows.outputs(experts, None)
+    assert not many.isnan().any()
+    for few in (rows.outputs(experts, 1.0) for _ in range(3)):
+        differing = (few.view(torch.int16) != many.view(torch.int16)).sum(1)
+        assert not differing.any(), f"{int(differing.sum())} elements of {int(differing.count_nonzero())} rows"
 
 
 @ON_GPUS
@@ -145,9 +191,9 @@ def test_every_code_and_every_scale_of_mxfp4_on_gpus(device):
 
 @ON_GPUS
 @ALL_KERNELS
-def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert):
+def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert, options):
     """Bitwise, whatever its place is; NaN and Inf stay in their rows."""
-    experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
+    experts, rows = built(dtype, device, **options), Rows(COUNTS, dtype, device)
     whole = rows.outputs(experts, rows_per_expert)
     few = Rows([min(n, 2) for n in COUNTS], dtype, device)
     keep = torch.cat([torch.arange(len(rows.expert))[rows.expert == i][:2] for i in range(len(COUNTS))])
@@ -167,9 +213,9 @@ def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert):
 
 
 @ON_GPUS
-@ALL_DTYPES
-def test_a_graph_takes_other_segments(device, dtype):
-    experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
+@ALL_STAGES
+def test_a_graph_takes_other_segments(device, dtype, options):
+    experts, rows = built(dtype, device, **options), Rows(COUNTS, dtype, device)
     given = {"tokens_per_expert": rows.tokens, "alignment": 1, "rows_per_expert": 1.0}
     replay, out = captured(lambda: experts(rows.rows, rows.offsets, rows.scales, **given))
     other = Rows(COUNTS[::-1], dtype, device, seed=9)
@@ -184,10 +230,10 @@ def test_a_graph_takes_other_segments(device, dtype):
 
 
 @ON_GPUS
-@ALL_DTYPES
-def test_wild_segments_reach_no_other_memory(device, dtype):
+@ALL_STAGES
+def test_wild_segments_reach_no_other_memory(device, dtype, options):
     """What they say is clamped to the rows that there are, and unused rows are not written."""
-    experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
+    experts, rows = built(dtype, device, **options), Rows(COUNTS, dtype, device)
     rows.offsets.copy_(torch.tensor([-5, 2**30, 3, -(2**31), 40, 2**31 - 1, 0, 7, 9], dtype=torch.int32))
     rows.tokens.copy_(torch.tensor([2**31 - 1, -1, 2**30, 5, -(2**31), 1, 2, 3], dtype=torch.int32))
     rows.outputs(experts, 1.0)
@@ -203,12 +249,19 @@ def test_calls_of_few_rows_take_the_kernels(device):
         with pytest.raises(ValueError, match="`batch_invariant` must be False .* DeepGEMM is not installed"):
             built(FP8, device, batch_invariant=True)
     else:
-        assert built(FP8, device, batch_invariant=True).gemms == ("deep_gemm",)
+        assert built(FP8, device, batch_invariant=True).gemms == ("invariant_few_rows", "deep_gemm")
     assert "few_rows" not in built(BF16, device, gemm="torch").gemms
     assert built(MXFP4, device).gemms[0] == "few_rows_mxfp4" != built(MXFP4, device).gemm
 
 
-@pytest.mark.parametrize(("name", "most"), [("few_rows", MOST_ROWS), ("few_rows_mxfp4", MOST_ROWS_OF_MXFP4)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("few_rows", MOST_ROWS),
+        ("few_rows_mxfp4", MOST_ROWS_OF_MXFP4),
+        ("invariant_few_rows", MOST_INVARIANT_ROWS),
+    ],
+)
 def test_which_calls_take_the_kernels(name, most):
     for rows, takes in ((None, False), (0.0, True), (1.0, True), (most, True), (most + 0.1, False)):
         assert GEMMS[name].takes(Segments(torch.zeros(3), None, 1, rows), most) is takes

@@ -155,8 +155,7 @@ struct FewRowsArgs {
   Gating gating;
   void* h_NF;            // workspace: the activations, fp8 or bf16
   uint8_t* exponents_N;  // fp8: workspace [N, F / 16], powers of two of h
-  void* gate_up_N2F;     // in one order of sums: workspace, bf16
-  float* h_scales_BN;    // the same in fp8: workspace, scales of h in blocks of kScaleBlock
+  float* h_scales_BN;    // fp8 in one order of sums: workspace instead, scales of h in blocks of kScaleBlock
   int64_t h_scales_stride;
   void* out_ND;  // out: bf16
 };

@@ -254,7 +254,7 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
   STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 2 || token_tiles == (packed ? 4 : 0),
                   "token_tiles must be 1 or 2, or 4 with MXFP4, else 0");
-  STD_TORCH_CHECK(N * ceil_div(F, kScaleBlock) <= INT32_MAX, "there are too many rows");
+  STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
   if (fp8) {
     check_rows(*row_scales, "row_scales");
     STD_TORCH_CHECK(row_scales->scalar_type() == ScalarType::Float && row_scales->size(0) == N &&
@@ -262,9 +262,8 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                     "row_scales must be float32 [N, D / 128]");
   }
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
-  const int64_t in_order = token_tiles ? 0 : N, columns = padded_columns(fp8 ? in_order : 0);
-  Tensor exponents = empty_like_device(rows, {fp8 ? N - in_order : 0, F / 16}, ScalarType::Byte);
-  Tensor gate_up_out = empty_like_device(rows, {in_order, 2 * F}, ScalarType::BFloat16);
+  int64_t columns = padded_columns(fp8 && token_tiles == 0 ? N : 0);
+  Tensor exponents = empty_like_device(rows, {fp8 && token_tiles ? N : 0, F / 16}, ScalarType::Byte);
   Tensor h_scales = empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
@@ -287,7 +286,6 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
       .gating = gating_of(limit, alpha, up_offset),
       .h_NF = h.data_ptr(),
       .exponents_N = static_cast<uint8_t*>(exponents.data_ptr()),
-      .gate_up_N2F = gate_up_out.data_ptr(),
       .h_scales_BN = static_cast<float*>(h_scales.data_ptr()),
       .h_scales_stride = columns,
       .out_ND = out.data_ptr(),

@@ -1,41 +1,52 @@
-// The experts stage where each expert has a few rows, in bits of the GEMMs for many rows. Libraries divide k there;
-// here the tensor core sums along k in the steps of `grouped_gemm`, in fp8 in those of DeepGEMM, which scales each
-// block of 128 of k on its own. Weights stream through a ring, most of a multiprocessor's shared memory.
+// The experts stage where each expert has a few rows, with the bits of the GEMMs for many rows. The kernels of
+// few_rows.cu divide k among warps; here the tensor core sums along k in the steps of `grouped_gemm`, or in fp8 of
+// DeepGEMM, which scales each block of 128 of k on its own. Two kernels:
 //
-//   rows ─ gate and up ─▶ [N, 2F] ─ gated activation ─▶ h ─ down ─▶ outputs
+//   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
-// A block takes tiles in turn: 64 weight rows and up to 32 rows of an expert, whose columns are rounded up to 16 or 32.
-// One thread loads, by TMA and some steps of k ahead, and a warpgroup multiplies. Any number of rows is right: an
-// expert's weights are read again, mostly from L2, for each further 32 rows.
+// A block takes tiles in turn: up to 32 rows of an expert, whose columns are rounded up to 16 or 32, by 64 weight rows
+// for each of its warpgroups. One thread loads, by TMA and some steps of k ahead, since what takes time is to read the
+// weights once. Products pass through shared memory, rounded to bf16: of gate and up 32 gates of a warpgroup meet their
+// ups there. Any number of rows is right: weights are read again, mostly from L2, for each further 32 rows of an
+// expert.
+#include "cuda/device/fp8.cuh"
 #include "cuda/hopper/ring.cuh"
 #include "cuda/hopper/wgmma.cuh"
 #include "cuda/local/few_rows.cuh"
+#include "cuda/local/gates.cuh"
 
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kLines = 64, kTokens = 32, kTokensOfBox = 16;  // of a tile: weight rows, rows of an expert at most
-constexpr int kWarpgroup = 128, kThreads = kWarpgroup + 32;
-// Two blocks on a multiprocessor: while one waits for its first bytes or writes products, the other one loads.
-constexpr int kStages = 7, kBlocksPerSM = 2;
-constexpr int kStageBytes = kBoxBytes + kTokens * kLineBytes, kLeavingBytes = kTokens * kLineBytes;
-constexpr int kSwizzleBytes = 1024;  // to whose multiples boxes are aligned
+constexpr int kWarpgroup = 128, kTokens = 32;         // kTokens: rows of a tile at most
+constexpr int kTokensOfBox = 16, kWeightsOfBox = 32;  // lines
+constexpr int kLeavingBytes = kTokens * kLineBytes;   // products of a warpgroup
+constexpr int kSwizzleBytes = 1024;                   // to whose multiples boxes are aligned
 
-// One of the two products.
-struct OrderedProduct {
-  Segments segments;
-  int64_t N, k, n;          // n: weight rows
-  const float* row_scales;  // fp8: of a row and a block of k, at these strides
-  int64_t row_stride, block_stride;
-  const float* weight_scales;  // fp8: [e, n / 128, k / 128]
-  bool early;                  // segments and weights may be read before the predecessor has completed
-  void* out;                   // bf16 [N, n]
+// A block: one thread that loads, and warpgroups. Where outputs become fp8, 128 of them share a scale. Two blocks share
+// a multiprocessor else: one loads while the other one waits for its first bytes, or writes.
+template <bool kFp8, bool kDown>
+struct Shape {
+  static constexpr int kGroups = kFp8 && !kDown ? 4 : 1, kBlocksPerSM = kGroups == 1 ? 2 : 1;
+  static constexpr int kMultipliers = kGroups * kWarpgroup, kThreads = kMultipliers + 32;
+  static constexpr int kOutputs = kGroups * (kDown ? 64 : 32);  // columns of `out` in a tile
+  static constexpr int kStages = kGroups == 1 ? 7 : 4;
+  static constexpr int kStageBytes = kGroups * kBoxBytes + kTokens * kLineBytes;
+  static constexpr int kScales = !kFp8 ? 0 : kDown ? 1 : 2;      // of weights, in a block of k
+  static constexpr int kElements = kLineBytes / (kFp8 ? 1 : 2);  // of k in a step
+  using Stages = Ring<kStages, kStageBytes>;
+
+  static int64_t shared_bytes(int64_t k, int64_t experts) {
+    int64_t fixed = kSwizzleBytes + kStages * (kStageBytes + 2 * sizeof(uint64_t)) + kGroups * kLeavingBytes;
+    int64_t scales = kFp8 ? (kScales * (k / kScaleBlock) + kGroups) * kTokens * sizeof(float) : 0;
+    return fixed + scales + table_entries(experts) * static_cast<int64_t>(sizeof(Expert));
+  }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 struct Tile {
-  int32_t expert, row, count, m;  // rows of an expert, and the first of the weight rows
+  int32_t expert, row, count, column;  // rows of an expert, and the first column of `out`
 
   __device__ __forceinline__ int32_t boxes() const { return (count + kTokensOfBox - 1) / kTokensOfBox; }
 };
@@ -43,32 +54,42 @@ struct Tile {
 // The tiles of this block.
 struct OwnTiles {
   const Expert* experts;
-  int32_t num_experts, groups;  // groups of kLines weight rows
+  int32_t num_experts, groups, outputs;  // groups of so many outputs
 
   template <typename F>
   __device__ __forceinline__ void for_each(F&& visit) const {
     for (int32_t task = blockIdx.x; task < num_experts * groups; task += gridDim.x) {
       const Expert expert = experts[task / groups];
       for (int32_t first = 0; first < expert.count; first += kTokens)
-        visit(Tile{expert.index, expert.start + first, min(expert.count - first, kTokens), task % groups * kLines});
+        visit(Tile{expert.index, expert.start + first, min(expert.count - first, kTokens), task % groups * outputs});
     }
   }
 };
 
-using Stages = Ring<kStages, kStageBytes>;
+// The first weight row of a tile's i-th box. A warpgroup has two boxes: gates and their ups, or both by turns.
+template <bool kDown>
+__device__ __forceinline__ int32_t box_row(const FewRowsArgs& args, const Tile& tile, int32_t i) {
+  if (kDown) return tile.column + i * kWeightsOfBox;
+  if (args.interleaved) return 2 * tile.column + i * kWeightsOfBox;
+  return tile.column + i / 2 * kWeightsOfBox + i % 2 * static_cast<int32_t>(args.F);
+}
 
-template <bool kFp8>
-__device__ __forceinline__ void load_tiles(const OrderedProduct& p, const CUtensorMap& weights, const CUtensorMap& rows,
-                                           const OwnTiles& tiles, Stages& ring, Predecessor& predecessor) {
-  constexpr int kElements = kLineBytes / (kFp8 ? 1 : 2), kRowBytes = kTokensOfBox * kLineBytes;  // of a box
-  const int32_t steps = static_cast<int32_t>(p.k) / kElements;
+template <bool kFp8, bool kDown, typename S = Shape<kFp8, kDown>>
+__device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Product& p, const CUtensorMap& weights,
+                                           const CUtensorMap& rows, const OwnTiles& tiles, typename S::Stages ring,
+                                           Predecessor& predecessor) {
+  constexpr int kRowBytes = kTokensOfBox * kLineBytes, kWeightBytes = kWeightsOfBox * kLineBytes;  // of a box
+  const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
   auto load_weights = [&](const Tile& tile, int32_t step) {
-    expect_bytes(ring.filled(), kBoxBytes + tile.boxes() * kRowBytes);
-    load_box(weights, ring.stage(), ring.filled(), step * kElements, tile.m, tile.expert);
+    expect_bytes(ring.filled(), S::kGroups * kBoxBytes + tile.boxes() * kRowBytes);
+    for (int32_t i = 0; i < 2 * S::kGroups; ++i)
+      load_box(weights, ring.stage() + i * kWeightBytes, ring.filled(), step * S::kElements,
+               box_row<kDown>(args, tile, i), tile.expert);
   };
-  if (p.early)
+  // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
+  if (kDown)
     tiles.for_each([&](const Tile& tile) {
-      for (int32_t step = 0; step < steps && ring.turn < kStages; ++step, ++ring.turn) load_weights(tile, step);
+      for (int32_t step = 0; step < steps && ring.turn < S::kStages; ++step, ++ring.turn) load_weights(tile, step);
     });
   const int32_t loaded = ring.turn;
   ring.turn = 0;
@@ -80,22 +101,23 @@ __device__ __forceinline__ void load_tiles(const OrderedProduct& p, const CUtens
         load_weights(tile, step);
       }
       for (int32_t i = 0; i < tile.boxes(); ++i)
-        load_box(rows, ring.stage() + kBoxBytes + i * kRowBytes, ring.filled(), step * kElements,
+        load_box(rows, ring.stage() + S::kGroups * kBoxBytes + i * kRowBytes, ring.filled(), step * S::kElements,
                  tile.row + i * kTokensOfBox, 0);
     }
   });
 }
 
-// Each step adds 64 of k, in instructions of 16.
-template <int kWidth>
-__device__ __forceinline__ void multiply_bf16(int32_t steps, Stages& ring, float (&sums)[kWidth / 2]) {
+// The sums of a warpgroup in bf16: each step adds 64 of k, in instructions of 16. Addresses are those within a stage.
+template <int kWidth, typename Stages>
+__device__ __forceinline__ void multiply_bf16(int32_t steps, Stages& ring, uint32_t a, uint32_t b,
+                                              float (&sums)[kWidth / 2]) {
   for (int32_t step = 0; step < steps; ++step) {
     ring.wait_filled();
-    const uint32_t a = ring.stage(), b = a + kBoxBytes;
+    const uint32_t stage = ring.stage();
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kLineBytes; k += 32)
-      wgmma<kWidth, false, false>(sums, wgmma_operand(a + k), wgmma_operand(b + k));
+      wgmma<kWidth, false, false>(sums, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
     wgmma_commit();
     ++ring.turn;
     if (step) {
@@ -107,21 +129,21 @@ __device__ __forceinline__ void multiply_bf16(int32_t steps, Stages& ring, float
   ring.release(1);
 }
 
-// Each step is a block of 128 of k, whose sums are scaled in fp32. `scales` [steps, kWidth] are products of both
-// scales.
-template <int kWidth>
-__device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, const float* scales,
+// The same in fp8: each step is a block of 128 of k, whose sums are scaled in fp32. `scales` [steps, kWidth] are
+// products of the scales of rows and weights.
+template <int kWidth, typename Stages>
+__device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32_t a, uint32_t b, const float* scales,
                                              float (&sums)[kWidth / 2]) {
   float block[kWidth / 2] = {};
   scales += 2 * (threadIdx.x % 4);
   for (int32_t step = 0; step < steps; ++step, scales += kWidth) {
     ring.wait_filled();
-    const uint32_t a = ring.stage(), b = a + kBoxBytes;
+    const uint32_t stage = ring.stage();
     wgmma_begin();
-    wgmma_fp8<kWidth, false>(block, wgmma_operand(a), wgmma_operand(b));
+    wgmma_fp8<kWidth, false>(block, wgmma_operand(stage + a), wgmma_operand(stage + b));
 #pragma unroll
     for (int k = 32; k < kLineBytes; k += 32)
-      wgmma_fp8<kWidth, true>(block, wgmma_operand(a + k), wgmma_operand(b + k));
+      wgmma_fp8<kWidth, true>(block, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
     wgmma_commit();
     wgmma_wait<0>();
 #pragma unroll
@@ -139,27 +161,90 @@ __device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, const 
   }
 }
 
-// The warpgroup's products [64 weight rows, kWidth rows] leave as rows.
-template <bool kFp8, int kWidth>
-__device__ __forceinline__ void multiply_tile(const OrderedProduct& p, const Tile& tile, Stages& ring, float* scales,
-                                              char* leaving) {
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float sums[kWidth / 2] = {};
-  barrier(1, kWarpgroup);  // what the last tile has in shared memory has been read
-  if constexpr (kFp8) {
-    const int32_t blocks = static_cast<int32_t>(p.k / kScaleBlock);
-    const float* of_weights = p.weight_scales + (tile.expert * p.n + tile.m) / kScaleBlock * blocks;
-    for (int32_t i = threadIdx.x; i < blocks * kWidth; i += kWarpgroup) {
-      int32_t column = i % kWidth, block = i / kWidth;
-      scales[i] = column < tile.count
-                      ? p.row_scales[(tile.row + column) * p.row_stride + block * p.block_stride] * of_weights[block]
-                      : 0.0f;
-    }
-    barrier(1, kWarpgroup);
-    multiply_fp8<kWidth>(blocks, ring, scales, sums);
-  } else {
-    multiply_bf16<kWidth>(static_cast<int32_t>(p.k) / (kLineBytes / 2), ring, sums);
+// All warpgroups write the products of both scales, [S::kScales, blocks of k, kWidth].
+template <bool kDown, int kWidth, typename S = Shape<true, kDown>>
+__device__ __forceinline__ void write_scales(const FewRowsArgs& args, const Product& p, const Tile& tile,
+                                             float* scales) {
+  const int32_t blocks = static_cast<int32_t>(p.k / kScaleBlock);
+  const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
+  auto* of_weights = static_cast<const float*>(p.weight_scales) + tile.expert * (weight_rows / kScaleBlock) * blocks;
+  for (int32_t i = threadIdx.x; i < S::kScales * blocks * kWidth; i += S::kMultipliers) {
+    const int32_t column = i % kWidth, block = i / kWidth % blocks, which = i / kWidth / blocks;
+    const int64_t row = tile.row + column;
+    const int64_t weight_row = kDown              ? tile.column
+                               : args.interleaved ? 2 * tile.column + which * kScaleBlock
+                                                  : tile.column + which * args.F;
+    scales[i] = 0.0f;
+    if (column < tile.count)
+      scales[i] = (kDown ? args.h_scales_BN[block * args.h_scales_stride + row]
+                         : p.row_scales[row * p.row_scales_stride + block]) *
+                  of_weights[weight_row / kScaleBlock * blocks + block];
   }
+}
+
+// Gates and ups [kTokens, 64] of a warpgroup, in bf16 in its part of shared memory, become h. A thread has 8 columns.
+template <bool kFp8, typename S = Shape<kFp8, false>>
+__device__ __forceinline__ void write_activated(const FewRowsArgs& args, const Product& p, const Tile& tile,
+                                                const char* leaving, float* largest) {
+  using T = __nv_bfloat16;
+  constexpr int kCount = kPerVector<T>;
+  const int32_t group = threadIdx.x / kWarpgroup, token = threadIdx.x % kWarpgroup / 4, part = threadIdx.x % 4;
+  const int64_t row = tile.row + token, column = tile.column + 32 * group + kCount * part;
+  const bool real = token < tile.count;
+  float gate[kCount] = {}, up[kCount] = {}, value[kCount] = {};
+  if (real) {
+    auto products = [&](int32_t at) {
+      return *reinterpret_cast<const Vector<T, kCount>*>(leaving + in_box(token, at));
+    };
+    int32_t first = args.interleaved ? 2 * part : part, second = args.interleaved ? first + 1 : first + 4;
+    GatesAndUps<T, kCount, true>(products(first), products(second)).add_to(gate, up, args.interleaved);
+    if (p.bias)
+      GatesAndUps<T, kCount, false>(p.bias + int64_t{tile.expert} * 2 * args.F, args.interleaved, args.F, column,
+                                    kCount)
+          .add_to(gate, up, args.interleaved);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) value[i] = gated_fast(gate[i], up[i], args.gating);
+  }
+  if constexpr (kFp8) {
+    float most = finite_amax(value);
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
+    if (part == 0) largest[group * kTokens + token] = most;
+    barrier(1, S::kMultipliers);
+#pragma unroll
+    for (int i = 0; i < S::kGroups; ++i) most = fmaxf(most, largest[i * kTokens + token]);
+    if (!real) return;
+    const float scale = scale_for(most);
+    *reinterpret_cast<Fp8Registers<kCount>*>(static_cast<uint8_t*>(p.out) + row * p.columns + column) =
+        to_fp8(value, scale);
+    if (group == 0 && part == 0) args.h_scales_BN[column / kScaleBlock * args.h_scales_stride + row] = scale;
+  } else if (real) {
+    Vector<T, kCount> result;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) result.at[i] = from_float<T>(value[i]);
+    *reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(p.out) + row * p.columns + column) = result;
+  }
+}
+
+// The warpgroup's products of a tile, as outputs or as h. `scales` has those of write_scales, then room for the largest
+// values of each warpgroup.
+template <bool kFp8, bool kDown, int kWidth, typename S = Shape<kFp8, kDown>>
+__device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Product& p, const Tile& tile,
+                                              typename S::Stages& ring, char* leaving, float* scales) {
+  const int32_t group = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
+  const uint32_t a = group * kBoxBytes, b = S::kGroups * kBoxBytes;
+  float sums[kWidth / 2] = {};
+  barrier(1, S::kMultipliers);  // what the last tile has in shared memory has been read
+  if constexpr (kFp8) {
+    write_scales<kDown, kWidth>(args, p, tile, scales);
+    barrier(1, S::kMultipliers);
+    const int32_t which = kDown ? 0 : args.interleaved ? group / 2 : warp / 2;
+    multiply_fp8<kWidth>(steps, ring, a, b, scales + which * steps * kWidth, sums);
+  } else {
+    multiply_bf16<kWidth>(steps, ring, a, b, sums);
+  }
+  leaving += group * kLeavingBytes;
 #pragma unroll
   for (int c = 0; c < kWidth; c += 16) {
     const float* d = &sums[c / 2];
@@ -167,105 +252,71 @@ __device__ __forceinline__ void multiply_tile(const OrderedProduct& p, const Til
     store_matrices<true>(shared_address(leaving) + in_box(line, part), packed(d[0], d[1]), packed(d[2], d[3]),
                          packed(d[4], d[5]), packed(d[6], d[7]));
   }
-  barrier(1, kWarpgroup);
-  const int32_t part = threadIdx.x % 8;
-  auto* out = static_cast<__nv_bfloat16*>(p.out) + tile.row * p.n + tile.m + part * 8;
-  for (int32_t line = threadIdx.x / 8; line < tile.count; line += kWarpgroup / 8)
-    *reinterpret_cast<uint4*>(out + line * p.n) = *reinterpret_cast<const uint4*>(leaving + in_box(line, part));
+  barrier(2 + group, kWarpgroup);
+  if constexpr (kDown) {
+    const int32_t part = threadIdx.x % 8;
+    auto* out = static_cast<__nv_bfloat16*>(p.out) + tile.row * p.columns + tile.column + part * 8;
+    for (int32_t line = threadIdx.x / 8; line < tile.count; line += kWarpgroup / 8)
+      *reinterpret_cast<uint4*>(out + line * p.columns) = *reinterpret_cast<const uint4*>(leaving + in_box(line, part));
+  } else {
+    write_activated<kFp8>(args, p, tile, leaving, scales + S::kScales * steps * kTokens);
+  }
 }
 
 #endif
 
-template <bool kFp8>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSM)
-    ordered_product(const __grid_constant__ OrderedProduct p, const __grid_constant__ CUtensorMap weights,
-                    const __grid_constant__ CUtensorMap rows) {
+template <bool kFp8, bool kDown, typename S = Shape<kFp8, kDown>>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
+    invariant_rows(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p,
+                   const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap rows) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char given[];
   char* stages = given + (-shared_address(given) & (kSwizzleBytes - 1));
-  char* leaving = stages + kStages * kStageBytes;
-  auto* full = reinterpret_cast<uint64_t*>(leaving + kLeavingBytes);
-  auto* scales = reinterpret_cast<float*>(full + 2 * kStages);
-  auto* experts = reinterpret_cast<Expert*>(scales + (kFp8 ? p.k / kScaleBlock * kTokens : 0));
-  Stages ring{shared_address(stages), full, full + kStages};
+  char* leaving = stages + S::kStages * S::kStageBytes;
+  auto* full = reinterpret_cast<uint64_t*>(leaving + S::kGroups * kLeavingBytes);
+  auto* scales = reinterpret_cast<float*>(full + 2 * S::kStages);
+  auto* experts =
+      reinterpret_cast<Expert*>(scales + (kFp8 ? (S::kScales * (p.k / kScaleBlock) + S::kGroups) * kTokens : 0));
+  typename S::Stages ring{shared_address(stages), full, full + S::kStages};
   if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < kStages; ++i) init_mbarrier(&ring.full[i], 1), init_mbarrier(&ring.empty[i], 4);
+    for (int32_t i = 0; i < S::kStages; ++i)
+      init_mbarrier(&ring.full[i], 1), init_mbarrier(&ring.empty[i], S::kMultipliers / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   Predecessor predecessor;
-  if (!p.early) predecessor.wait();
-  const OwnTiles tiles{experts, list_experts<kTokens>(p.segments, p.N, experts), static_cast<int32_t>(p.n) / kLines};
-  if (threadIdx.x == kWarpgroup) load_tiles<kFp8>(p, weights, rows, tiles, ring, predecessor);
+  if (!kDown) predecessor.wait();
+  const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
+  const OwnTiles tiles{experts, num_experts, static_cast<int32_t>(p.columns) / S::kOutputs, S::kOutputs};
+  if (threadIdx.x == S::kMultipliers) load_tiles<kFp8, kDown>(args, p, weights, rows, tiles, ring, predecessor);
   predecessor.wait();
-  if (threadIdx.x >= kWarpgroup) return;
+  if (threadIdx.x >= S::kMultipliers) return;
   tiles.for_each([&](const Tile& tile) {
     if (tile.boxes() == 1)
-      multiply_tile<kFp8, kTokensOfBox>(p, tile, ring, scales, leaving);
+      multiply_tile<kFp8, kDown, kTokensOfBox>(args, p, tile, ring, leaving, scales);
     else
-      multiply_tile<kFp8, kTokens>(p, tile, ring, scales, leaving);
+      multiply_tile<kFp8, kDown, kTokens>(args, p, tile, ring, leaving, scales);
   });
 #endif
 }
 
-template <bool kFp8>
-cudaError_t launch_product(const OrderedProduct& p, const void* weights, const void* rows, cudaStream_t stream) {
-  constexpr int kElementBytes = kFp8 ? 1 : 2;
-  const int64_t e = p.segments.num_local_experts;
-  CUtensorMap of_weights, of_rows;
-  if (cudaError_t error = describe(of_weights, weights, p.k, p.n, e, kLines, kElementBytes)) return error;
-  if (cudaError_t error = describe(of_rows, rows, p.k, p.N, 1, kTokensOfBox, kElementBytes)) return error;
-  int64_t scales = kFp8 ? p.k / kScaleBlock * kTokens * static_cast<int64_t>(sizeof(float)) : 0;
-  int64_t shared = kSwizzleBytes + kStages * (kStageBytes + 2 * static_cast<int64_t>(sizeof(uint64_t))) +
-                   kLeavingBytes + scales + table_entries(e) * static_cast<int64_t>(sizeof(Expert));
-  return launch_at_most(kBlocksPerSM, ordered_product<kFp8>, e * (p.n / kLines), kThreads, shared, stream, p,
-                        of_weights, of_rows);
+template <bool kFp8, bool kDown, typename S = Shape<kFp8, kDown>>
+cudaError_t launch_product(const FewRowsArgs& args, const Product& p, cudaStream_t stream) {
+  constexpr int kBytes = kFp8 ? 1 : 2;  // of an element
+  const int64_t e = args.segments.num_local_experts;
+  CUtensorMap weights, rows;
+  if (cudaError_t error =
+          describe(weights, p.weights, p.k, kDown ? p.columns : 2 * p.columns, e, kWeightsOfBox, kBytes))
+    return error;
+  if (cudaError_t error = describe(rows, p.rows, p.k, args.N, 1, kTokensOfBox, kBytes)) return error;
+  return launch_at_most(S::kBlocksPerSM, invariant_rows<kFp8, kDown>, e * (p.columns / S::kOutputs), S::kThreads,
+                        S::shared_bytes(p.k, e), stream, args, p, weights, rows);
 }
 
 template <bool kFp8>
-cudaError_t launch_stage(const FewRowsArgs& args, cudaStream_t stream) {
-  auto scales = [](const void* at) { return static_cast<const float*>(at); };
-  const OrderedProduct gate_up{
-      .segments = args.segments,
-      .N = args.N,
-      .k = args.D,
-      .n = 2 * args.F,
-      .row_scales = args.row_scales_NB,
-      .row_stride = args.row_scales_stride,
-      .block_stride = 1,
-      .weight_scales = scales(args.gate_up_scales),
-      .early = false,
-      .out = args.gate_up_N2F,
-  };
-  if (cudaError_t error = launch_product<kFp8>(gate_up, args.gate_up_e2FD, args.rows_ND, stream)) return error;
-  const GatedActivationArgs activation{
-      .gate_up_N2F = args.gate_up_N2F,
-      .dtype = DType::kBFloat16,
-      .gate_up_stride = 2 * args.F,
-      .segments = args.segments,
-      .bias_e2F = args.gate_up_bias,
-      .N = args.N,
-      .F = args.F,
-      .interleaved = args.interleaved,
-      .gating = args.gating,
-      .out_NF = args.h_NF,
-      .scales_BN = kFp8 ? args.h_scales_BN : nullptr,
-      .scales_stride = args.h_scales_stride,
-  };
-  if (cudaError_t error = gated_activation(activation, stream)) return error;
-  // All that wrote segments and weights had completed before the activation began.
-  const OrderedProduct down{
-      .segments = args.segments,
-      .N = args.N,
-      .k = args.F,
-      .n = args.D,
-      .row_scales = args.h_scales_BN,
-      .row_stride = 1,
-      .block_stride = args.h_scales_stride,
-      .weight_scales = scales(args.down_scales),
-      .early = true,
-      .out = args.out_ND,
-  };
-  return launch_product<kFp8>(down, args.down_eDF, args.h_NF, stream);
+cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
+  const auto [gate_up, down] = products(args);
+  if (cudaError_t error = launch_product<kFp8, false>(args, gate_up, stream)) return error;
+  return launch_product<kFp8, true>(args, down, stream);
 }
 
 }  // namespace
@@ -274,7 +325,7 @@ cudaError_t invariant_few_rows(const FewRowsArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
-  return args.format == WeightFormat::kFp8 ? launch_stage<true>(args, stream) : launch_stage<false>(args, stream);
+  return args.format == WeightFormat::kFp8 ? launch_both<true>(args, stream) : launch_both<false>(args, stream);
 }
 
 }  // namespace epmoe::cuda

@@ -2,6 +2,7 @@
 // the order in which a GEMM takes them. Both visit rows of pairs only.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/local/gates.cuh"
 #include "cuda/local/real_rows.cuh"
 #include "cuda/stages.h"
 
@@ -10,54 +11,6 @@ namespace {
 
 // Six blocks a multiprocessor write 3.3 TB/s of bf16 outputs on an H200, four 3.1 and two 2.3.
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 6;
-
-// gated() of gating.h for outputs of 16 bits or fewer: with the exponential and the reciprocal of the hardware, 2e-6
-// in all, it takes half as many instructions.
-__device__ __forceinline__ float gated_fast(float gate, float up, const Gating& gating) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(gate) : "f"(gating.limit));
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(up) : "f"(gating.limit));
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(up) : "f"(-gating.limit));
-  float power, sigmoid;  // of a large -gate the power is Inf and the sigmoid 0
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * (gating.alpha * -1.44269504088896341f)));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
-  return gate * sigmoid * (up + gating.up_offset);
-}
-
-// kCount gates and ups of a row, from the first-th on, as they lie in registers. Past the end of the row, where `count`
-// ends, they are 0. kWide: rows are aligned to vectors, so a lane has all of them or none.
-template <typename T, int kCount, bool kWide>
-struct GatesAndUps {
-  using Part = Vector<T, kCount>;
-  Part first_half = {}, second_half = {};  // gates, ups; or by turns
-
-  __device__ __forceinline__ GatesAndUps(const T* row, const GatedActivationArgs& args, int64_t first, int count) {
-    const T* halves[] = {row + (args.interleaved ? 2 * first : first),
-                         row + (args.interleaved ? 2 * first + kCount : args.F + first)};
-    if constexpr (kWide) {
-      if (!count) return;
-      first_half = load_past_l1(reinterpret_cast<const Part*>(halves[0]));
-      second_half = load_past_l1(reinterpret_cast<const Part*>(halves[1]));
-    } else {
-      int here[] = {args.interleaved ? 2 * count : count, args.interleaved ? 2 * count - kCount : count};
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (i < here[0]) first_half.at[i] = halves[0][i];
-        if (i < here[1]) second_half.at[i] = halves[1][i];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void add_to(float (&gate)[kCount], float (&up)[kCount], bool interleaved) const {
-    float values[2][kCount];
-    to_floats(first_half, values[0]);
-    to_floats(second_half, values[1]);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      gate[i] += interleaved ? values[i >= kCount / 2][2 * i % kCount] : values[0][i];
-      up[i] += interleaved ? values[i >= kCount / 2][(2 * i + 1) % kCount] : values[1][i];
-    }
-  }
-};
 
 // A warp has a chunk of a row at a time, and each lane kCount consecutive outputs of it.
 template <typename T, bool kQuantize, bool kWide, int kCount = kPerVector<T>>
@@ -75,12 +28,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     int64_t first = ((item - n * chunks) * 32 + threadIdx.x % 32) * kCount;
     int count = static_cast<int>(min(max(args.F - first, int64_t{0}), int64_t{kCount}));
     using Pairs = GatesAndUps<T, kCount, kWide>;
-    Pairs pairs(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, args, first, count);
+    auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
+    Pairs pairs(row, args.interleaved, args.F, first, count);
     float gate[kCount] = {}, up[kCount] = {}, value[kCount];
     pairs.add_to(gate, up, args.interleaved);
     if (args.bias_e2F) {
       auto* bias = static_cast<const T*>(args.bias_e2F) + int64_t{expert} * 2 * args.F;
-      Pairs(bias, args, first, count).add_to(gate, up, args.interleaved);
+      Pairs(bias, args.interleaved, args.F, first, count).add_to(gate, up, args.interleaved);
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

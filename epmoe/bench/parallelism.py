@@ -33,6 +33,7 @@ from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
 from epmoe.local.gemm.few_rows import most_rows
+from epmoe.local.gemm.invariant_few_rows import MOST_INVARIANT_ROWS
 from epmoe.local.weight_formats import FP8_BLOCKS
 
 BATCHES = (1, 16, 128, 512, 1024, 4096)
@@ -118,6 +119,7 @@ class Comparison:
         self.D = model.hidden_size
         self.F = model.intermediate_size
         self.element = 1 if fp8 else 2  # bytes, in weights and in rows of dispatch
+        self.invariant = config.experts.batch_invariant
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
@@ -157,6 +159,7 @@ class Comparison:
         """The largest T whose calls take the kernels for few rows, with EP; those of more take a grouped GEMM."""
         held = self.E / self.R * self.expert_bytes
         rows = most_rows(held, self.element, self.gpu.memory_gb_per_s, _MULTIPROCESSORS)
+        rows = MOST_INVARIANT_ROWS if self.invariant else rows
         return int(rows * self.E / (self.R * self.K))
 
     def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:

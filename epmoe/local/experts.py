@@ -49,7 +49,7 @@ class GroupedExperts(nn.Module):
       multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`,
       or kernels of our own: bf16 with multiples of 8, compute capability 9.0. These also train such weights. Calls of
       `MoELayer` with few tokens take other kernels of our own, which read the weights once: docs/kernels.md, "Experts
-      with few rows". Bits of outputs then depend on the number of tokens; `batch_invariant` leaves them out.
+      with few rows". Bits of outputs then depend on the number of tokens; `batch_invariant` takes others in their place.
     - "deep_gemm": DeepGEMM or an error.
     - "hopper": our own or an error.
     - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and takes the memory of
@@ -77,8 +77,8 @@ class GroupedExperts(nn.Module):
         up_offset: is added to up.
         gemm: which library GPUs use, see above.
         batch_invariant: the bits of a row's output, and of its gradient, depend on nothing but the row and its own
-            gradient. GPUs then take one GEMM for all calls, our own for bf16, DeepGEMM for fp8 and MXFP4, and CPUs
-            multiply blocks of 16 rows.
+            gradient. GPUs then sum in the order of one GEMM in all calls, our own for bf16, DeepGEMM for fp8 and MXFP4,
+            and CPUs multiply blocks of 16 rows.
 
     For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are
     transposed, so pass `gate_up_proj.transpose(1, 2)`.

@@ -51,21 +51,6 @@ struct Tile {
   __device__ __forceinline__ int32_t boxes() const { return (count + kTokensOfBox - 1) / kTokensOfBox; }
 };
 
-// The tiles of this block.
-struct OwnTiles {
-  const Expert* experts;
-  int32_t num_experts, groups, outputs;  // groups of so many outputs
-
-  template <typename F>
-  __device__ __forceinline__ void for_each(F&& visit) const {
-    for (int32_t task = blockIdx.x; task < num_experts * groups; task += gridDim.x) {
-      const Expert expert = experts[task / groups];
-      for (int32_t first = 0; first < expert.count; first += kTokens)
-        visit(Tile{expert.index, expert.start + first, min(expert.count - first, kTokens), task % groups * outputs});
-    }
-  }
-};
-
 // The first weight row of a tile's i-th box. A warpgroup has two boxes: gates and their ups, or both by turns.
 template <bool kDown>
 __device__ __forceinline__ int32_t box_row(const FewRowsArgs& args, const Tile& tile, int32_t i) {
@@ -74,9 +59,10 @@ __device__ __forceinline__ int32_t box_row(const FewRowsArgs& args, const Tile& 
   return tile.column + i / 2 * kWeightsOfBox + i % 2 * static_cast<int32_t>(args.F);
 }
 
-template <bool kFp8, bool kDown, typename S = Shape<kFp8, kDown>>
+// Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
+template <bool kFp8, bool kDown, typename Tiles, typename S = Shape<kFp8, kDown>>
 __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Product& p, const CUtensorMap& weights,
-                                           const CUtensorMap& rows, const OwnTiles& tiles, typename S::Stages ring,
+                                           const CUtensorMap& rows, const Tiles& for_each_tile, typename S::Stages ring,
                                            Predecessor& predecessor) {
   constexpr int kRowBytes = kTokensOfBox * kLineBytes, kWeightBytes = kWeightsOfBox * kLineBytes;  // of a box
   const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
@@ -86,15 +72,14 @@ __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Produc
       load_box(weights, ring.stage() + i * kWeightBytes, ring.filled(), step * S::kElements,
                box_row<kDown>(args, tile, i), tile.expert);
   };
-  // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
   if (kDown)
-    tiles.for_each([&](const Tile& tile) {
+    for_each_tile([&](const Tile& tile) {
       for (int32_t step = 0; step < steps && ring.turn < S::kStages; ++step, ++ring.turn) load_weights(tile, step);
     });
   const int32_t loaded = ring.turn;
   ring.turn = 0;
   predecessor.wait();
-  tiles.for_each([&](const Tile& tile) {
+  for_each_tile([&](const Tile& tile) {
     for (int32_t step = 0; step < steps; ++step, ++ring.turn) {
       if (ring.turn >= loaded) {
         ring.wait_empty();
@@ -171,14 +156,12 @@ __device__ __forceinline__ void write_scales(const FewRowsArgs& args, const Prod
   for (int32_t i = threadIdx.x; i < S::kScales * blocks * kWidth; i += S::kMultipliers) {
     const int32_t column = i % kWidth, block = i / kWidth % blocks, which = i / kWidth / blocks;
     const int64_t row = tile.row + column;
-    const int64_t weight_row = kDown              ? tile.column
-                               : args.interleaved ? 2 * tile.column + which * kScaleBlock
-                                                  : tile.column + which * args.F;
+    const int32_t block_row = box_row<kDown>(args, tile, args.interleaved ? 4 * which : which) / kScaleBlock;
     scales[i] = 0.0f;
     if (column < tile.count)
       scales[i] = (kDown ? args.h_scales_BN[block * args.h_scales_stride + row]
                          : p.row_scales[row * p.row_scales_stride + block]) *
-                  of_weights[weight_row / kScaleBlock * blocks + block];
+                  of_weights[block_row * blocks + block];
   }
 }
 
@@ -286,11 +269,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
   Predecessor predecessor;
   if (!kDown) predecessor.wait();
   const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
-  const OwnTiles tiles{experts, num_experts, static_cast<int32_t>(p.columns) / S::kOutputs, S::kOutputs};
-  if (threadIdx.x == S::kMultipliers) load_tiles<kFp8, kDown>(args, p, weights, rows, tiles, ring, predecessor);
+  auto for_each_tile = [&](auto&& visit) {
+    const int32_t across = static_cast<int32_t>(p.columns) / S::kOutputs;
+    for (int32_t task = blockIdx.x; task < num_experts * across; task += gridDim.x) {
+      const Expert expert = experts[task / across];
+      for (int32_t first = 0; first < expert.count; first += kTokens)
+        visit(
+            Tile{expert.index, expert.start + first, min(expert.count - first, kTokens), task % across * S::kOutputs});
+    }
+  };
+  if (threadIdx.x == S::kMultipliers) load_tiles<kFp8, kDown>(args, p, weights, rows, for_each_tile, ring, predecessor);
   predecessor.wait();
   if (threadIdx.x >= S::kMultipliers) return;
-  tiles.for_each([&](const Tile& tile) {
+  for_each_tile([&](const Tile& tile) {
     if (tile.boxes() == 1)
       multiply_tile<kFp8, kDown, kTokensOfBox>(args, p, tile, ring, leaving, scales);
     else

@@ -269,6 +269,22 @@ def test_which_calls_take_the_kernels(name, most):
     assert choose("auto", torch.zeros(2, 512, 256).to(BF16), torch.zeros(2, 256, 256).to(BF16)) == ("torch",)  # CPUs
 
 
+@pytest.mark.parametrize(("dtype", "many"), [(BF16, "hopper"), (FP8, "deep_gemm")])
+def test_invariant_experts_take_few_rows_and_many_by_one_order(monkeypatch, dtype, many):
+    """Many rows of bf16 by the GEMM that trains, and all calls where a user names it."""
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, device="cuda")
+    fit = {"few_rows", "invariant_few_rows", "deep_gemm", many}
+    for name, gemm in GEMMS.items():
+        problem = None if name in fit else ValueError(name)
+        monkeypatch.setattr(gemm, "problem_with", lambda *_, problem=problem: problem)
+        monkeypatch.setattr(gemm, "trains", lambda *_, name=name: name == "hopper" == many)
+    assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == ("invariant_few_rows", many)
+    assert choose(many, on_gpu, on_gpu, batch_invariant=True) == (many,)
+    assert choose("auto", on_gpu, on_gpu)[:2] == ("few_rows", "deep_gemm")
+    monkeypatch.setattr(GEMMS["invariant_few_rows"], "problem_with", lambda *_: ValueError("other bits"))
+    assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == (many,)
+
+
 # µs of two tiles of 8 tokens and of DeepGEMM at 8 rows an expert, by card, model and bytes of an element: one of two
 # ranks, docs/experiments.md.
 H100, H200 = (2968.0, 132), (4146.0, 132)  # GB/s of a copy, multiprocessors

@@ -49,7 +49,7 @@ class GroupedExperts(nn.Module):
       multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`,
       or kernels of our own: bf16 with multiples of 8, compute capability 9.0. These also train such weights. Calls of
       `MoELayer` with few tokens take other kernels of our own, which read the weights once: docs/kernels.md, "Experts
-      with few rows". Bits of outputs then depend on the number of tokens; `batch_invariant` takes others in their place.
+      with few rows". Bits of outputs then depend on the number of tokens, unless the experts are `batch_invariant`.
     - "deep_gemm": DeepGEMM or an error.
     - "hopper": our own or an error.
     - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and takes the memory of

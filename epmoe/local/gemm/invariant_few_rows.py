@@ -1,7 +1,7 @@
 """Calls in which an expert has a few rows, with the bits of calls with many: for `batch_invariant` experts.
 
-The kernel for few rows divides k among warps, so its sums have an order of their own. Here they have the order of the
-GEMM that takes the calls with many rows. How it works stands with the kernels, `invariant_few_rows` of csrc/cuda/hopper.
+The kernels for few rows divide k among warps, so their sums have an order of their own. Here sums have the order of the
+GEMM for many rows. How it works stands with the kernels, `invariant_few_rows` of csrc/cuda/hopper.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MANY: dict[torch.dtype, Gemm] = {torch.bfloat16: Hopper(), FP8: DeepGemm()}  # 
 
 
 class InvariantFewRows(FewRows):
-    """Kernels for few rows on GPUs of compute capability 9.0, with the bits of our own GEMM for bf16 and of DeepGEMM for
-    fp8."""
+    """Kernels for few rows on GPUs of compute capability 9.0, with the bits of our own GEMM for bf16, and of DeepGEMM
+    for fp8."""
 
     name = "invariant_few_rows"
     batch_invariant = True
@@ -53,23 +53,25 @@ class InvariantFewRows(FewRows):
 def _other_bits(dtype: torch.dtype, device: torch.device) -> Exception | None:
     """Whether outputs of drawn rows have other bits than those of the GEMM for many rows."""
     generator = torch.Generator().manual_seed(0)
-    size, tokens = 256, (40, 3)
+    size, few, more = 256, 3, 40  # D and F, and the rows of two experts
+    block = DeepGemm.block
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(device, torch.bfloat16)
 
-    offsets, counts = (torch.tensor(n, dtype=torch.int32, device=device) for n in ((0, 64, 128), tokens))
-    segments = Segments(offsets, counts, DeepGemm.block, rows_per_expert=1.0)
-    values: list[Tensor] = [drawn(len(tokens), n, size) / size**0.5 for n in (2 * size, size)]
-    scales: list[Tensor | None] = [None, None]
-    if dtype == FP8:
-        for i, plain in enumerate(values):
-            quantized = [quantize_weights(expert) for expert in plain]
-            values[i], scales[i] = (torch.stack(part) for part in zip(*quantized, strict=True))
-    weights = Weights(*values, *scales, None, None, (False, float("inf"), 1.0, 0.0))
+    def weights(n: int) -> tuple[Tensor, Tensor | None]:
+        plain = drawn(2, n, size) / size**0.5
+        if dtype != FP8:
+            return plain, None
+        values, scales = zip(*map(quantize_weights, plain), strict=True)
+        return torch.stack(values), torch.stack(scales)
+
     with torch.inference_mode(), torch.cuda.device(device):
-        rows = drawn(128, size)
-        few, many = (gemm.experts(weights, rows, None, segments) for gemm in (InvariantFewRows(), _MANY[dtype]))
-        real = torch.cat([torch.arange(n, device=device) + start for n, start in zip(tokens, (0, 64), strict=True)])
-        differing = int((few[real].view(torch.int16) != many[real].view(torch.int16)).sum())
+        (gate_up, gate_up_scales), (down, down_scales) = weights(2 * size), weights(size)
+        given = Weights(gate_up, down, gate_up_scales, down_scales, None, None, (False, float("inf"), 1.0, 0.0))
+        numbers = (0, block, 2 * block), (few, more)
+        offsets, tokens = (torch.tensor(each, dtype=torch.int32, device=device) for each in numbers)
+        call = given, drawn(2 * block, size), None, Segments(offsets, tokens, block, rows_per_expert=1.0)
+        got, wanted = (gemm.experts(*call).view(torch.int16) for gemm in (InvariantFewRows(), _MANY[dtype]))
+        differing = sum(int((got[i : i + n] != wanted[i : i + n]).sum()) for i, n in ((0, few), (block, more)))
     return ValueError(f"few rows have other bits than many, in {differing} elements") if differing else None

@@ -46,13 +46,17 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
 
     A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
     no GPU, and any other is that one on GPUs. With `batch_invariant` all have the bits of one: where it can, the one
-    that trains the weights, so that calls with gradients have the bits of serving. Warns of a library that is installed but does not
-    work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the wanted one, and ValueError
-    where `batch_invariant` finds none.
+    that trains the weights, so that calls with gradients have the bits of serving. Warns of a library that is installed
+    but does not work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the wanted one,
+    and ValueError where `batch_invariant` finds none.
     """
     chosen: list[str] = []
     problems: list[tuple[Gemm, Exception]] = []
-    for gemm in sorted(GEMMS.values(), key=lambda gemm: batch_invariant and gemm.takes_all_calls and not gemm.trains(gate_up, down)):
+
+    def later(gemm: Gemm) -> bool:
+        return batch_invariant and gemm.takes_all_calls and not gemm.trains(gate_up, down)
+
+    for gemm in sorted(GEMMS.values(), key=later):
         if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
             continue
         if batch_invariant != gemm.batch_invariant and (batch_invariant or not gemm.takes_all_calls):

@@ -13,6 +13,10 @@ constexpr int kLineBytes = 64 * 2, kBoxBytes = 64 * kLineBytes;
 __device__ __forceinline__ int32_t in_box(int32_t line, int32_t part) {
   return line * kLineBytes + (part ^ line % 8) * 16;
 }
+// The first box of a matrix then waits for no description of it.
+__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, uint64_t* mbarrier, int32_t x, int32_t y,
                                          int32_t z) {
   asm volatile(

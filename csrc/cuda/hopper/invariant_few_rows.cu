@@ -266,6 +266,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
       init_mbarrier(&ring.full[i], 1), init_mbarrier(&ring.empty[i], S::kMultipliers / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (threadIdx.x == S::kMultipliers) prefetch(weights), prefetch(rows);
   Predecessor predecessor;
   if (!kDown) predecessor.wait();
   const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);

@@ -2,9 +2,11 @@
 //
 // The k are cut into parts, whose number and length depend on k only. A sum runs through each part by itself, and then
 // over the parts, both in order. Where tiles are too few to fill the GPU, a block has one part of a tile, and a second
-// kernel adds the parts; otherwise it has all parts. Both execute the same additions.
+// kernel adds the parts; otherwise it has all parts. Both execute the same additions. Elements of 16 bits are
+// multiplied by the tensor core, 16 of k at a time.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/device/mma.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/stages.h"
 
@@ -37,7 +39,7 @@ __device__ __forceinline__ void load_tile(const void* matrix, int64_t rows, int6
 // kPerThread: rows of x of a thread, which has four columns; a tile has 8 · kPerThread rows.
 template <typename T, int kPerThread>
 __global__ void __launch_bounds__(kThreads)
-    multiply(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts) {
+    multiply_floats(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts) {
   constexpr int kRows = 8 * kPerThread;
   __shared__ __align__(16) float x[kStep][kColumns], weight[kStep][kColumns];
   wait_for_predecessor();
@@ -92,6 +94,76 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// Eight elements of a row from `at` on, zeros from `end` on.
+template <typename T>
+__device__ __forceinline__ uint4 load_eight(const T* row, int64_t at, int64_t end, bool real, bool wide) {
+  if (wide) return real && at < end ? *reinterpret_cast<const uint4*>(row + at) : uint4{};
+  Vector<T, 8> eight = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (real && at + i < end) eight.at[i] = row[at + i];
+  return *reinterpret_cast<const uint4*>(&eight);
+}
+
+// The same tiles and parts of 16-bit elements. A warp has 16 rows of the weight as the rows of its matrix, and all rows
+// of x as its columns, in eights. Lane 4 g + t has rows g and g + 8 and row g of each eight, and the k from 8 t on of
+// every 32: which of them an instruction multiplies does not matter, as long as both sides agree. `wide`: rows are
+// aligned to 16 bytes.
+template <typename T, int kPerThread>
+__global__ void __launch_bounds__(kThreads)
+    multiply_halves(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts, bool wide) {
+  constexpr int kEights = kPerThread;
+  wait_for_predecessor();
+  let_successor_start();
+  const int64_t columns = ceil_div(args.n, kColumns), tiles = columns * ceil_div(args.T, 8 * kEights);
+  const int64_t tile = blockIdx.x % tiles, m = tile / columns * 8 * kEights;
+  const int64_t n = tile % columns * kColumns + threadIdx.x / 32 * 16;
+  const bool all = args.parts == nullptr;
+  const int first = all ? 0 : static_cast<int>(blockIdx.x / tiles), g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float total[kEights][4] = {};
+  for (int part = first; part < (all ? parts : first + 1); ++part) {
+    const int64_t end = min(args.k, (part + 1) * length);
+    float sum[kEights][4] = {};
+#pragma unroll 2
+    for (int64_t at = part * length + 8 * t; at - 8 * t < end; at += 32) {
+      uint4 weight[2], x[kEights];
+      auto row_of = [&](const void* matrix, int64_t row) { return static_cast<const T*>(matrix) + row * args.k; };
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        weight[i] = load_eight(row_of(args.weight_nk, n + g + 8 * i), at, end, n + g + 8 * i < args.n, wide);
+#pragma unroll
+      for (int i = 0; i < kEights; ++i)
+        x[i] = load_eight(row_of(args.x_Tk, m + 8 * i + g), at, end, m + 8 * i + g < args.T, wide);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4], b[2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = component(weight[i % 2], 2 * half + i / 2);
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+          b[0] = component(x[i], 2 * half), b[1] = component(x[i], 2 * half + 1);
+          multiply<std::is_same_v<T, __half>>(sum[i], a, b);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kEights; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[i][j] = part == first ? sum[i][j] : total[i][j] + sum[i][j];
+  }
+#pragma unroll
+  for (int i = 0; i < kEights; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int64_t row = m + 8 * i + 2 * t + j % 2, column = n + g + j / 2 * 8, at = row * args.n + column;
+      if (row >= args.T || column >= args.n) continue;
+      if (all)
+        static_cast<T*>(args.out_Tn)[at] = from_float<T>(total[i][j]);
+      else
+        args.parts[first * args.T * args.n + at] = total[i][j];
+    }
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
     add_parts(const __grid_constant__ InvariantLinearArgs args, int32_t parts) {
@@ -109,13 +181,21 @@ cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
   const int64_t length = part_length(args.k), tiles = ceil_div(args.T, 8 * kPerThread) * ceil_div(args.n, kColumns);
   const auto parts = static_cast<int32_t>(ceil_div(args.k, length));
   const int64_t blocks = args.parts ? tiles * parts : tiles;
-  if (cudaError_t error = launch(multiply<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts))
-    return error;
+  cudaError_t error;
+  if constexpr (sizeof(T) == 2) {
+    const bool wide = is_aligned(args.x_Tk, args.k * 2) && is_aligned(args.weight_nk, args.k * 2);
+    error = launch(multiply_halves<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts, wide);
+  } else {
+    error = launch(multiply_floats<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts);
+  }
+  if (error) return error;
   if (!args.parts) return cudaSuccess;
   return launch(add_parts<T>, ceil_div(args.T * args.n, kSumThreads), kSumThreads, 0, stream, args, parts);
 }
 
 constexpr int64_t kFewTokens = 16;  // up to so many, a tile has 8 rows
+template <typename T>
+constexpr int kManyPerThread = sizeof(T) == 2 ? 4 : 8;  // then 32 or 64
 
 }  // namespace
 
@@ -130,7 +210,7 @@ cudaError_t invariant_linear(const InvariantLinearArgs& args, cudaStream_t strea
   if (args.T == 0 || args.n == 0) return cudaSuccess;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    return args.T <= kFewTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, 8>(args, stream);
+    return args.T <= kFewTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, kManyPerThread<T>>(args, stream);
   });
 }
 

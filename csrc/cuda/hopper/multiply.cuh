@@ -1,0 +1,129 @@
+// What a warpgroup that multiplies does with its 64 rows of a tile: sums from stages, and rows that leave.
+#pragma once
+#include <type_traits>
+#include <utility>
+
+#include "cuda/hopper/ring.cuh"
+#include "cuda/hopper/tiles.cuh"
+#include "cuda/hopper/wgmma.cuh"
+
+namespace epmoe::cuda {
+
+constexpr int kWarpgroup = 128, kMultipliers = kRows / 64;
+constexpr int kABytes = kRows * kLineBytes, kStageBytes = kABytes + kColumns * kLineBytes;
+constexpr int kStep = 64;  // of k, or of rows that are summed over
+
+template <Product kProduct>
+__device__ __forceinline__ int32_t steps_of(const GroupedGemmArgs& args, const Tile& tile) {
+  return ceil_of(kProduct == Product::kForWeights ? tile.count : static_cast<int32_t>(args.k), kStep);
+}
+
+// The sums of one warpgroup over a tile of kWidth columns.
+template <Product kProduct, int kWidth, typename Stages>
+__device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const Tile& tile, Stages& ring,
+                                              float (&d)[kWidth / 2]) {
+  constexpr bool kAcrossA = kProduct != Product::kByRows, kAcrossB = kProduct == Product::kForWeights;
+  constexpr uint32_t kStepA = kAcrossA ? 16 * kLineBytes : 32, kStepB = kAcrossB ? 16 * kLineBytes : 32;
+  const uint32_t own = threadIdx.x / kWarpgroup * kBoxBytes;
+  auto start = [&](int32_t k) {
+    uint32_t a = ring.stage() + own, b = ring.stage() + kABytes;
+    wgmma<kWidth, kAcrossA, kAcrossB>(d, wgmma_operand(a + k * kStepA, kBoxBytes),
+                                      wgmma_operand(b + k * kStepB, kBoxBytes));
+  };
+  const int32_t left = kProduct == Product::kForWeights ? tile.count % kStep : 0;
+  const int32_t steps = steps_of<kProduct>(args, tile) - (left > 0);
+  auto multiply_step = [&] {
+    ring.wait_filled();
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) start(k);
+    wgmma_commit();
+    ++ring.turn;
+  };
+  if (steps) {
+    multiply_step();
+    for (int32_t step = 1; step < steps; ++step) {
+      multiply_step();
+      wgmma_wait<1>();
+      ring.release(2);
+    }
+    wgmma_wait<0>();
+    ring.release(1);
+  }
+  if (left) {
+    ring.wait_filled();
+    // The lines of the last 16 that are other rows, in all boxes.
+    int32_t lines = ceil_of(left, 16) * 16 - left;
+    if (lines) {
+      for (int32_t i = threadIdx.x; i < lines * (kStageBytes / kBoxBytes) * 8; i += kMultipliers * kWarpgroup) {
+        uint32_t at = ring.stage() + i / 8 % (kStageBytes / kBoxBytes) * kBoxBytes +
+                      (left + i / 8 / (kStageBytes / kBoxBytes)) * kLineBytes + i % 8 * 16;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+      }
+      fence_shared_for_tma();
+      barrier(1, kMultipliers * kWarpgroup);
+    }
+    auto last = [&](auto count) {
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < count.value; ++k) start(k);
+      wgmma_commit();
+      wgmma_wait<0>();
+    };
+    switch (ceil_of(left, 16)) {
+      case 1:
+        last(std::integral_constant<int, 1>{});
+        break;
+      case 2:
+        last(std::integral_constant<int, 2>{});
+        break;
+      case 3:
+        last(std::integral_constant<int, 3>{});
+        break;
+      default:
+        last(std::integral_constant<int, 4>{});
+    }
+    ++ring.turn;
+    ring.release(1);
+  }
+}
+
+// A warpgroup's products [64 weight rows, kWidth rows] leave as rows, 128 at a time.
+template <int kWidth>
+__device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Tile& tile, uint32_t leaving,
+                                           const char* leaving_at, const float (&d)[kWidth / 2]) {
+  constexpr int kAtOnce = 128;
+  const int32_t group = threadIdx.x / kWarpgroup, lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+  const int32_t m = tile.m + 64 * group;
+#pragma unroll
+  for (int from = 0; from < kWidth; from += kAtOnce) {
+    barrier(2 + group, kWarpgroup);  // what lay there has been read
+#pragma unroll
+    for (int c = 0; c < kAtOnce; c += 16) {
+      if (from + c >= kWidth) continue;
+      const float* sums = &d[(from + c) / 2];
+      int32_t line = c + lane / 16 * 8 + lane % 8, part = warp * 2 + lane / 8 % 2;
+      store_matrices<true>(leaving + in_box(line, part), packed(sums[0], sums[1]), packed(sums[2], sums[3]),
+                           packed(sums[4], sums[5]), packed(sums[6], sums[7]));
+    }
+    barrier(2 + group, kWarpgroup);
+    const int32_t part = threadIdx.x % 8, column = m + part * 8;
+    auto* out = static_cast<__nv_bfloat16*>(args.out) + (tile.row + from) * args.n + column;
+    for (int32_t line = threadIdx.x % kWarpgroup / 8; line < min(tile.count - from, kAtOnce); line += kWarpgroup / 8)
+      if (column < args.n)
+        *reinterpret_cast<uint4*>(out + line * args.n) =
+            *reinterpret_cast<const uint4*>(leaving_at + in_box(line, part));
+  }
+}
+
+// Calls with a tile's width as a constant.
+template <typename Call>
+__device__ __forceinline__ void with_width(int32_t width, const Call& call) {
+  auto of_width = [&]<int... kSteps>(std::integer_sequence<int, kSteps...>) {
+    ((width / kColumnStep == kSteps + 1 && (call(std::integral_constant<int, (kSteps + 1) * kColumnStep>{}), true)) ||
+     ...);
+  };
+  of_width(std::make_integer_sequence<int, kColumns / kColumnStep>{});
+}
+
+}  // namespace epmoe::cuda

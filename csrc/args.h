@@ -170,7 +170,8 @@ struct GroupedGemmArgs {
   const int32_t* ends;  // [e], the row behind each segment, gaps included; the first starts at 0
   int32_t e;
   int64_t N, n, k;
-  void* out;  // out: by rows [N, n], for weights [e, n, k]
+  void* out;                     // out: by rows [N, n], for weights [e, n, k]
+  const uint8_t* weight_scales;  // of the operator hopper_gemm_mxfp4, [e, n, k / 32] of weights [e, n, k / 2]
 };
 
 // The operator invariant_linear: x [T, k] · weight [n, k]ᵀ, on GPUs, in one order of sums for any T.

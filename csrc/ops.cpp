@@ -202,15 +202,10 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets, const
   return out;
 }
 
-// Weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32] of scales.
 Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
-  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2), groups = k / kMxfp4Group;
-  STD_TORCH_CHECK(is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
-                      is_whole(scales, scales.scalar_type(), {e, n, groups}) && k % kMxfp4Group == 0 &&
-                      codes.element_size() == 1 && scales.element_size() == 1,
-                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
+  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
   Tensor out = empty_like_device(codes, {e, n, k}, ScalarType::BFloat16);
-  DequantizeArgs args{codes.data_ptr(), static_cast<const uint8_t*>(scales.data_ptr()), e * n * groups, out.data_ptr()};
+  DequantizeArgs args{codes.data_ptr(), mxfp4_scales(codes, scales), e * n * k / kMxfp4Group, out.data_ptr()};
   launch(codes, args, &cuda::Api::dequantize_mxfp4);
   return out;
 }

@@ -134,7 +134,7 @@ GroupedGemmArgs grouped_gemm_args(const Tensor& rows, const Tensor& ends) {
 Tensor grouped_gemm(GroupedGemmArgs& args, const Tensor& rows, std::initializer_list<int64_t> shape) {
   Tensor out = empty_like_device(rows, shape, ScalarType::BFloat16);
   args.out = out.data_ptr();
-  launch(rows, args, &cuda::Api::grouped_gemm);
+  launch(rows, args, args.weight_scales ? &cuda::Api::mxfp4_gemm : &cuda::Api::grouped_gemm);
   return out;
 }
 
@@ -148,6 +148,15 @@ Tensor hopper_gemm(const Tensor& rows, const Tensor& weights, const Tensor& ends
   STD_TORCH_CHECK(!args.transposed || (weights.stride(1) == 1 && weights.stride(2) == args.n &&
                                        (weights.stride(0) == args.n * args.k || args.e == 1)),
                   "weights must be contiguous, or transposed so");
+  return grouped_gemm(args, rows, {args.N, args.n});
+}
+
+Tensor hopper_gemm_mxfp4(const Tensor& rows, const Tensor& codes, const Tensor& scales, const Tensor& ends) {
+  GroupedGemmArgs args = grouped_gemm_args(rows, ends);
+  args.weights_enk = codes.data_ptr(), args.n = codes.size(1), args.weight_scales = mxfp4_scales(codes, scales);
+  STD_TORCH_CHECK(codes.size(0) == args.e && 2 * codes.size(2) == args.k && args.n % 32 == 0 && args.k % 64 == 0 &&
+                      is_aligned(scales),
+                  "weights must be [e, multiple of 32, k], k a multiple of 64, and their scales aligned to 16 bytes");
   return grouped_gemm(args, rows, {args.N, args.n});
 }
 
@@ -172,6 +181,7 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   implement(library);
   library.impl("hopper_gemm", TORCH_BOX(&hopper_gemm));
+  library.impl("hopper_gemm_mxfp4", TORCH_BOX(&hopper_gemm_mxfp4));
   library.impl("hopper_gemm_weights", TORCH_BOX(&hopper_gemm_weights));
   library.impl("weighted_rows_backward_", TORCH_BOX(&weighted_rows_backward));  // CPU: epmoe/native/ops.py
 }

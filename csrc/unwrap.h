@@ -80,6 +80,16 @@ T* pointer(const MaybeTensor& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
 }
 
+// The scales of weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32].
+inline const uint8_t* mxfp4_scales(const Tensor& codes, const Tensor& scales) {
+  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
+  STD_TORCH_CHECK(is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
+                      is_whole(scales, scales.scalar_type(), {e, n, k / kMxfp4Group}) && k % kMxfp4Group == 0 &&
+                      codes.element_size() == 1 && scales.element_size() == 1,
+                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
+  return static_cast<const uint8_t*>(scales.data_ptr());
+}
+
 // Which of the expert-major rows are rows of pairs.
 inline Segments segments_of(const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert) {
   int64_t e = expert_offsets.numel() - 1;

@@ -53,8 +53,9 @@ _library.define(
     "bool interleaved, float limit, float alpha, float up_offset, int token_tiles) -> Tensor"
 )
 # Grouped GEMMs in bf16 on GPUs of compute capability 9.0, by expert: rows [N, k] · weights [e, n, k]ᵀ → [N, n], and
-# grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
+# grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments. Weights may be in MXFP4.
 _library.define("hopper_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
+_library.define("hopper_gemm_mxfp4(Tensor rows, Tensor codes, Tensor scales, Tensor ends) -> Tensor")
 _library.define("hopper_gemm_weights(Tensor grad, Tensor rows, Tensor ends) -> Tensor")
 # On GPUs, x [T, k] · weight [n, k]ᵀ → [T, n], in one order of sums for any T.
 _library.define("invariant_linear(Tensor x, Tensor weight) -> Tensor")

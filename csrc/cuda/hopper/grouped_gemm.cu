@@ -86,7 +86,7 @@ __device__ __forceinline__ void tile_of(const GroupedGemmArgs& args, const CUten
   if constexpr (kProduct == Product::kForWeights)
     store_gradients(out, tile, shared_address(leaving), d);
   else
-    store_rows<kWidth>(args, tile, shared_address(leaving), leaving, d);
+    store_rows<kWidth, kLeavingBoxes<kProduct> * 64>(args, tile, shared_address(leaving), leaving, d);
 }
 
 #endif

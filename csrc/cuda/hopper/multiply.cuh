@@ -88,11 +88,10 @@ __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const
   }
 }
 
-// A warpgroup's products [64 weight rows, kWidth rows] leave as rows, 128 at a time.
-template <int kWidth>
+// A warpgroup's products [64 weight rows, kWidth rows] leave as rows, kAtOnce at a time.
+template <int kWidth, int kAtOnce>
 __device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Tile& tile, uint32_t leaving,
                                            const char* leaving_at, const float (&d)[kWidth / 2]) {
-  constexpr int kAtOnce = 128;
   const int32_t group = threadIdx.x / kWarpgroup, lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
   const int32_t m = tile.m + 64 * group;
 #pragma unroll

@@ -17,7 +17,10 @@ __global__ void __launch_bounds__(kThreads) dequantize(const __grid_constant__ D
   const int64_t eights = kEightsOfGroup * args.num_groups, step = int64_t{kThreads} * gridDim.x;
   for (int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x; i < eights; i += step) {
     const Mxfp4Scale scale{__ldg(args.scales + i / kEightsOfGroup)};
-    out[i] = bf16_of_eight(__ldg(codes + i), scale);
+    const uint32_t eight[] = {__ldg(codes + i)};
+    uint4 values[1];
+    bf16_of_eights<true>(eight, scale, values);
+    out[i] = values[0];
   }
 }
 

@@ -36,17 +36,23 @@ struct Mxfp4Scale {
   __device__ __forceinline__ uint32_t more() const { return ((max(exponent, kLargest) - 1) << 7) * kBothHalves; }
 };
 
-// Eight codes of a group, in their order.
-__device__ __forceinline__ uint4 bf16_of_eight(uint32_t eight, const Mxfp4Scale& scale) {
-  uint32_t pair[4];
+// Codes of a group, eight at a time, in their order. Not kAlsoLarge: the scale is not large.
+template <bool kAlsoLarge, int kCount>
+__device__ __forceinline__ void bf16_of_eights(const uint32_t (&eights)[kCount], const Mxfp4Scale& scale,
+                                               uint4 (&values)[kCount]) {
+  uint32_t pairs[4][kCount];  // those of all eights at a time: a lane waits for none of them
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    pair[c] = multiply_bf16x2(tiny_pair(eight, c), scale.factor());
-    if (scale.is_large()) pair[c] = multiply_bf16x2(pair[c], scale.more());
-  }
+  for (int c = 0; c < 4; ++c)
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      pairs[c][i] = multiply_bf16x2(tiny_pair(eights[i], c), scale.factor());
+      if (kAlsoLarge && scale.is_large()) pairs[c][i] = multiply_bf16x2(pairs[c][i], scale.more());
+    }
   constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;  // codes i and i + 4 are a pair
-  return make_uint4(__byte_perm(pair[0], pair[1], kLow), __byte_perm(pair[2], pair[3], kLow),
-                    __byte_perm(pair[0], pair[1], kHigh), __byte_perm(pair[2], pair[3], kHigh));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    values[i] = make_uint4(__byte_perm(pairs[0][i], pairs[1][i], kLow), __byte_perm(pairs[2][i], pairs[3][i], kLow),
+                           __byte_perm(pairs[0][i], pairs[1][i], kHigh), __byte_perm(pairs[2][i], pairs[3][i], kHigh));
 }
 
 }  // namespace epmoe::cuda

@@ -6,11 +6,14 @@ import itertools
 
 import pytest
 import torch
+from expert_inputs import random_mxfp4
 from helpers import ON_GPUS, assert_close, captured, poisoned_memory, randn
 from torch import Tensor
 
 from epmoe import GroupedExperts
+from epmoe.local.gemm.gemm import plain_weights
 from epmoe.local.gemm.gradients import choose_trained, train_gemm, train_gemm_weights
+from epmoe.local.gemm.hopper import Hopper
 
 BF16 = torch.bfloat16
 BEHIND = 9  # rows behind the last segment
@@ -72,6 +75,62 @@ class Case:
 @pytest.mark.parametrize("counts", COUNTS)
 def test_products(hopper, counts, n, k, transposed):
     Case(counts, n, k, hopper, transposed).assert_right()
+
+
+class Mxfp4Case(Case):
+    """Weights in MXFP4, and the same in bf16."""
+
+    def __init__(
+        self, counts: list[int], n: int, k: int, device: torch.device, scales: tuple[int, int] | None = (-8, 0)
+    ) -> None:
+        super().__init__(counts, n, k, device)
+        codes, exponents = random_mxfp4(len(counts), n, k, seed=5, scales=scales or (0, 0))
+        if scales is None:  # all of them, also NaN
+            exponents.view(torch.uint8).random_(256, generator=torch.Generator().manual_seed(6))
+        self.mxfp4 = codes.to(device), exponents.to(device)
+        self.weights = plain_weights(self.mxfp4)
+
+    def product(self, *weights: Tensor | None) -> Tensor:
+        with poisoned_memory():
+            return Hopper().multiply((self.rows, None), weights, self.ends[1:], alignment=1)
+
+    def assert_has_the_bits_of_bf16(self) -> None:
+        product, wanted = self.product(*self.mxfp4), self.product(self.weights, None)
+        assert torch.equal(product.view(torch.int16), wanted.view(torch.int16))
+
+
+@ON_GPUS
+@pytest.mark.parametrize("scales", [(-8, 0), (-3, 8), None], ids=["small", "also above 2", "all"])
+@pytest.mark.parametrize("n, k", [(128, 64), (32, 128), (160, 192), (320, 1088)])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.timeout(60)
+def test_weights_in_mxfp4_have_the_bits_of_bf16(hopper, counts, n, k, scales):
+    case = Mxfp4Case(counts, n, k, hopper, scales)
+    case.assert_has_the_bits_of_bf16()
+    if scales is not None:
+        for i, (start, end) in enumerate(itertools.pairwise(case.offsets)):
+            rows = case.product(*case.mxfp4)[start:end]
+            assert_close(rows, case.rows[start:end].double() @ case.weights[i].double().T)
+
+
+@ON_GPUS
+@pytest.mark.timeout(60)
+def test_more_tiles_in_mxfp4_than_multiprocessors(hopper):
+    """As in gpt-oss-120b, and as many experts as the kernel takes."""
+    Mxfp4Case([0, 250, 270, 16, 600, 1, 64, 0, 33], 2880, 2880, hopper).assert_has_the_bits_of_bf16()
+    Mxfp4Case([i % 3 for i in range(512)], 192, 128, hopper).assert_has_the_bits_of_bf16()
+    Mxfp4Case([0] * 100 + [300] + [0] * 20, 128, 64, hopper).assert_has_the_bits_of_bf16()
+    Mxfp4Case([0, 0], 128, 64, hopper).assert_has_the_bits_of_bf16()
+
+
+@ON_GPUS
+def test_mxfp4_captured_with_other_segments(hopper):
+    case, other = (Mxfp4Case(counts, 256, 128, hopper) for counts in ([70, 0, 300, 30], [0, 390, 1, 9]))
+    replay, got = captured(lambda: case.product(*case.mxfp4))
+    case.rows.copy_(other.rows)
+    case.ends.copy_(other.ends)
+    replay()
+    assert torch.equal(got.view(torch.int16), other.product(*case.mxfp4).view(torch.int16))
 
 
 @ON_GPUS

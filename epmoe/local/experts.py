@@ -47,19 +47,20 @@ class GroupedExperts(nn.Module):
 
     - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights: fp8 with D and F
       multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`,
-      or kernels of our own: bf16 with multiples of 8, compute capability 9.0. These also train such weights. Calls of
-      `MoELayer` with few tokens take other kernels of our own, which read the weights once: docs/kernels.md, "Experts
-      with few rows". Bits of outputs then depend on the number of tokens, unless the experts are `batch_invariant`.
+      or kernels of our own on compute capability 9.0: MXFP4 with multiples of 64, and bf16 with multiples of 8, which
+      they also train. Calls of `MoELayer` with few tokens take others, which read the weights once: docs/kernels.md,
+      "Experts with few rows". Bits of outputs then depend on the number of tokens, unless the experts are
+      `batch_invariant`.
     - "deep_gemm": DeepGEMM or an error.
     - "hopper": our own or an error.
     - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and takes the memory of
       the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
-    `MoELayer` does; "auto" takes another for any other call, and "deep_gemm" counts on it. MXFP4 weights stay as they
-    are in calls with few rows. All other calls dequantize them, which takes the memory of all experts of the layer in
-    bf16 for as long as the call runs. Weights that torch does not take either (it needs strides of multiples of 16
-    bytes, and no fp64) go through a loop over the experts, which looks at the host.
+    `MoELayer` does; "auto" takes another for any other call, and "deep_gemm" counts on it. MXFP4 weights that none of
+    our kernels takes are dequantized in every call, which takes the memory of all experts of the layer in bf16 for as
+    long as the call runs. Weights that torch does not take either (it needs strides of multiples of 16 bytes, and no
+    fp64) go through a loop over the experts, which looks at the host.
 
     Args:
         w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows;
@@ -77,7 +78,7 @@ class GroupedExperts(nn.Module):
         up_offset: is added to up.
         gemm: which library GPUs use, see above.
         batch_invariant: the bits of a row's output, and of its gradient, depend on nothing but the row and its own
-            gradient. GPUs then sum in the order of one GEMM in all calls, our own for bf16, DeepGEMM for fp8 and MXFP4,
+            gradient. GPUs then sum in the order of one GEMM in all calls, our own for bf16 and MXFP4, DeepGEMM for fp8,
             and CPUs multiply blocks of 16 rows.
 
     For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are

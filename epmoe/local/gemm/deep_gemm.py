@@ -1,4 +1,4 @@
-"""DeepGEMM, whose grouped GEMMs take fp8 and bf16: whether it can be used here, and its calls. MXFP4 becomes bf16.
+"""DeepGEMM, whose grouped GEMMs take fp8 and bf16: whether it can be used here, and its calls.
 
 Its kernels compile when they are first called, and lie in a folder of the user from then on. Segments lie in its
 cumulative layout: it is told where each ends, and counts on the next to start at a multiple of its block of rows. So it
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from epmoe.config.config import ROW_BLOCKS
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_weights, problem_on_hopper
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
 from epmoe.local.weight_formats import FP8_BLOCKS
-from epmoe.native.arguments import FP8, MXFP4
+from epmoe.native.arguments import FP8
 
-_STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1], MXFP4: 64}  # of which D and F are multiples
+_STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}  # of which D and F are multiples
 
 
 class DeepGemm(Gemm):
-    """DeepGEMM on GPUs of compute capability 9.0: fp8 weights, bf16 ones, and MXFP4 dequantized in every call."""
+    """DeepGEMM on GPUs of compute capability 9.0: fp8 weights, and bf16 ones."""
 
     name = "deep_gemm"
     needs_gpu = True
@@ -55,8 +55,7 @@ class DeepGemm(Gemm):
             if values.dtype == FP8:
                 library.m_grouped_fp8_gemm_nt_contiguous(rows, weights, out, ends, **options)
             else:
-                plain = plain_rows(rows, torch.bfloat16), plain_weights(weights)
-                library.m_grouped_bf16_gemm_nt_contiguous(*plain, out, ends, **options)
+                library.m_grouped_bf16_gemm_nt_contiguous(plain_rows(rows, out.dtype), values, out, ends, **options)
         return out
 
 

@@ -23,7 +23,7 @@ _ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is
 MOST_ROWS = 8.0
 """The kernels take calls with at most so many, or with up to `_ONE_TILE`: see `most_rows`."""
 MOST_ROWS_OF_MXFP4 = 96.0
-"""The same for MXFP4: the alternative is to dequantize all weights in every call."""
+"""The same for MXFP4."""
 
 # What bounds a call that reads all experts, measured on H100 and H200. Tiles of 8 tokens read weights as fast as a
 # copy, and faster than any GEMM. Tiles of 16 tokens read at a share of a copy's speed, and fp8, which they widen, at so

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of our own for bf16 on Hopper, in both directions, and gradients of weights. They train, and serve.
+"""Grouped GEMMs of our own on Hopper: for bf16 in both directions, and gradients of weights, and for weights in MXFP4.
 
 A tile adapts to the rows of an expert, which other libraries round up to blocks of 64 or 128. How they work stands with
 the kernels, `grouped_gemm` of csrc/cuda/hopper.
@@ -12,35 +12,41 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
+from epmoe.local.weight_formats import product_dtype
 from epmoe.native import ops
+from epmoe.native.arguments import MXFP4
 
+_STEPS = {torch.bfloat16: 8, MXFP4: 64}  # of which D and F are multiples
 _BYTES = 16  # addresses and strides are multiples of it
 _MOST_EXPERTS = 512  # of one rank; their table is in shared memory
 
 
 class Hopper(Gemm):
-    """Our kernels on GPUs of compute capability 9.0: bf16 weights, whatever the segments are."""
+    """Our kernels on GPUs of compute capability 9.0, whatever the segments are: bf16, and MXFP4, which only serves."""
 
     name = "hopper"
     needs_gpu = True
     batch_invariant = True  # an element has one order of sums, whatever tile it is in
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        problem = problem_on_hopper("Hopper's kernel", gate_up, down, {torch.bfloat16: 8})
-        if problem is not None:
+        if (problem := problem_on_hopper("Hopper's kernel", gate_up, down, _STEPS)) is not None:
             return problem
         if len(down) > _MOST_EXPERTS:
             return ValueError(f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}")
-        if not all(_is_whole(weights) or _is_whole(weights.transpose(1, 2)) for weights in (gate_up, down)):
-            return ValueError("Hopper's kernel takes contiguous weights, or transposed ones, at multiples of 16 bytes")
+        if not all(_is_whole(w) or down.dtype != MXFP4 and _is_whole(w.mT) for w in (gate_up, down)):
+            return ValueError("Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of 16 bytes")
         return _problem_on(down.device)
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
-        return down.is_cuda and self.problem_with(gate_up, down) is None
+        return down.is_cuda and down.dtype == torch.bfloat16 and self.problem_with(gate_up, down) is None
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        plain = plain_rows(rows, weights[0].dtype)
-        product: Tensor = ops.hopper_gemm(_whole(plain), weights[0], ends)
+        values, scales = weights
+        plain = _whole(plain_rows(rows, product_dtype(values)))
+        if scales is None:
+            product: Tensor = ops.hopper_gemm(plain, values, ends)
+        else:
+            product = ops.hopper_gemm_mxfp4(plain, values, _whole(scales), ends)
         return product
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

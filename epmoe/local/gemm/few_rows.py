@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.gemm import Gemm, Segments, Weights, plain_rows, problem_on_hopper
+from epmoe.local.gemm.hopper import Hopper
 from epmoe.local.quantize import quantize_fp8
 from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
 from epmoe.native import ops
@@ -22,8 +23,9 @@ from epmoe.native.arguments import FP8, MXFP4
 _ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; then four
 MOST_ROWS = 8.0
 """The kernels take calls with at most so many, or with up to `_ONE_TILE`: see `most_rows`."""
-MOST_ROWS_OF_MXFP4 = 96.0
-"""The same for MXFP4."""
+MOST_ROWS_OF_MXFP4 = 24.0
+"""The same for MXFP4, where our GEMM takes more; where all weights are dequantized for more, `_MOST_BEFORE_ALL`."""
+_MOST_BEFORE_ALL = 96.0
 
 # What bounds a call that reads all experts, measured on H100 and H200. Tiles of 8 tokens read weights as fast as a
 # copy, and faster than any GEMM. Tiles of 16 tokens read at a share of a copy's speed, and fp8, which they widen, at so
@@ -99,4 +101,4 @@ class FewRowsOfMxfp4(FewRows):
     steps: ClassVar = {MXFP4: MXFP4_GROUPS.block[1]}
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        return MOST_ROWS_OF_MXFP4
+        return MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else _MOST_BEFORE_ALL

@@ -20,6 +20,8 @@ from epmoe.native.arguments import FP8
 
 MOST_INVARIANT_ROWS = 16.0
 """Rows of an expert, on average, up to which the kernels take calls."""
+_MOST_OF_FP8 = 1024, 27_264, 128_768
+"""Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory."""
 _MANY: dict[torch.dtype, Gemm] = {torch.bfloat16: Hopper(), FP8: DeepGemm()}  # the GEMM of calls with more
 
 
@@ -34,6 +36,8 @@ class InvariantFewRows(FewRows):
         """Rows of both ways of computing show whether the installed DeepGEMM adds in this order."""
         if (problem := super().problem_with(gate_up, down)) is not None:
             return problem
+        if down.dtype == FP8 and any(size > most for size, most in zip(down.shape, _MOST_OF_FP8, strict=True)):
+            return ValueError(f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got {(*down.shape,)}")
         return _MANY[down.dtype].problem_with(gate_up, down) or _other_bits(down.dtype, down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:

@@ -8,6 +8,7 @@ import re
 import sys
 import types
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 import epmoe
 from epmoe.local.gemm import deep_gemm as module
 from epmoe.local.gemm.gemm import Segments, Weights
+from epmoe.local.gemm.hopper import problem_of_build
 from epmoe.local.gemm.table import GEMMS
 from epmoe.local.gemm.torch_grouped import TorchGrouped
 from epmoe.local.weight_formats import dequantize_weights
@@ -181,6 +183,7 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("invariant_few_rows", FP8, (2, 256, 256), "not installed: `pip install", {"installed": False}),
         ("invariant_few_rows", FP8, (2, 256, 256), "few rows have other bits than many", {"differs": True}),
         ("invariant_few_rows", BF16, (2, 256, 256), "contiguous", {"laid": transposed}),
+        ("invariant_few_rows", FP8, (2, 256, 256), "no kernel image", {"built": False}),
         ("invariant_few_rows", FP8, (1, 27264, 128), None, {}),
         ("invariant_few_rows", FP8, (1, 27392, 128), r"\(1024, 27264, 128768\) experts, D and F, got \(1, 27392", {}),
         ("invariant_few_rows", FP8, (1, 128, 128896), r"experts, D and F, got \(1, 128, 128896\)", {}),
@@ -204,11 +207,23 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if other.get("installed", True) else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (other.get("capability", 9), 0))
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
-    monkeypatch.setattr("epmoe.local.gemm.hopper._problem_on", lambda device: None)
+    built = None if other.get("built", True) else RuntimeError("CUDA: no kernel image")
+    for place in ("hopper", "invariant_few_rows"):
+        monkeypatch.setattr(f"epmoe.local.gemm.{place}.problem_of_build", lambda device: built)
     differs = ValueError("few rows have other bits than many") if other.get("differs") else None
     monkeypatch.setattr("epmoe.local.gemm.invariant_few_rows._other_bits", lambda dtype, device: differs)
     found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))
     assert (found is None) == (problem is None) and re.search(problem or "", str(found))
+
+
+def test_memory_that_lacks_says_nothing_of_kernels(monkeypatch):
+    """It would count as their problem until the process ends, on this rank alone."""
+    errors = iter([torch.OutOfMemoryError("no memory"), RuntimeError("no kernel image")])
+    monkeypatch.setattr("epmoe.local.gemm.hopper.ops.hopper_gemm", Mock(side_effect=errors))
+    with pytest.raises(torch.OutOfMemoryError):
+        problem_of_build(torch.device("cpu"))
+    assert str(problem_of_build(torch.device("cpu"))) == "no kernel image"
+    problem_of_build.cache_clear()
 
 
 def one_rank(alignment: int | None, payload: str = "fp8") -> epmoe.EPConfig:

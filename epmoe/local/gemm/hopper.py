@@ -35,7 +35,7 @@ class Hopper(Gemm):
             return ValueError(f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}")
         if not all(_is_whole(w) or down.dtype != MXFP4 and _is_whole(w.mT) for w in (gate_up, down)):
             return ValueError("Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of 16 bytes")
-        return _problem_on(down.device)
+        return problem_of_build(down.device)
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
         return down.is_cuda and down.dtype == torch.bfloat16 and self.problem_with(gate_up, down) is None
@@ -64,12 +64,14 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _problem_on(device: torch.device) -> Exception | None:
-    """Why the kernels do not run there, as where they were compiled for other GPUs."""
+def problem_of_build(device: torch.device) -> Exception | None:
+    """Why our kernels do not run there, as if compiled for other GPUs. A lack of memory is no reason, and is raised."""
     ends = torch.tensor([8], dtype=torch.int32, device=device)
     rows, weights = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((8, 8), (1, 8, 8)))
     try:
         ops.hopper_gemm(rows, weights, ends)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         return error
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows
 from epmoe.local.gemm.gemm import Gemm, Segments, Weights, bias_of_rows
-from epmoe.local.gemm.hopper import Hopper
+from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
 
@@ -38,7 +38,8 @@ class InvariantFewRows(FewRows):
             return problem
         if down.dtype == FP8 and any(size > most for size, most in zip(down.shape, _MOST_OF_FP8, strict=True)):
             return ValueError(f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got {(*down.shape,)}")
-        return _MANY[down.dtype].problem_with(gate_up, down) or _other_bits(down.dtype, down.device)
+        ran = _MANY[down.dtype].problem_with(gate_up, down) or problem_of_build(down.device)
+        return ran or _other_bits(down.dtype, down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
         return MOST_INVARIANT_ROWS

@@ -116,6 +116,11 @@ def test_a_checkpoint_takes_them_again(ep):
         loss.backward()
 
 
+def test_bytes_that_cannot_name_all_experts_are_refused():
+    with pytest.raises(TypeError, match="`routes` must be int16"):
+        epmoe.local.records.unpack_routes(torch.zeros(3, 1, 2, dtype=torch.uint8), 1, 257, 2, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "experts, top_k, dtype",
     [(255, 1, torch.uint8), (256, 1, torch.int16), (256, 2, torch.uint8), (257, 2, torch.int16)],
@@ -143,6 +148,10 @@ def test_what_is_refused(ep):
         pad_routes(routes, 11, 2)
     with pytest.raises(TypeError, match="`records` must be tensors of one dtype"):
         pad_routes([routes[0], routes[1].short()], 20)
+    with pytest.raises(ValueError, match="`records` must have the same layers and K"):
+        pad_routes([routes[0], routes[1, :, :1]], 20)
+    with pytest.raises(ValueError, match="`routes` has 2 sequences, but a call of a layer has 1"):
+        ids_of(model, tokens[:1, :8], routes)
     for odd, error in ((routes[..., :1], ValueError), (routes[:, :, :1], ValueError), (routes.float(), TypeError)):
         with pytest.raises(error, match="`routes` must be uint8 or .*"), replay(model, odd):
             raise AssertionError

@@ -57,6 +57,8 @@ class _Context:
             raise EPStateError(f"{_UNKNOWN}: give each forward pass a `replay` of its own")
         if isinstance(given, Tensor):
             end = call + rows // len(given)
+            if x.dim() == 3 and len(given) not in (1, len(x)):
+                raise ValueError(f"`routes` has {len(given)} sequences, but a call of a layer has {len(x)}")
             if rows % len(given) or end > given.shape[1]:
                 left = f"{given.shape[1] - call} tokens left, in each of {len(given)} sequences"
                 raise ValueError(f"`routes` has {left}, but a call of a layer has {rows} in all")

@@ -54,8 +54,8 @@ def pad_routes(records: Iterable[Tensor | NDArray[Any]], length: int, starts: It
     """Records of sequences [tokens, layers, K] → [B, length, layers, K], in which other positions have no record.
 
     Records may be arrays of numpy. `starts` are the positions of their first tokens, of each or of all: behind padding,
-    or behind a prompt whose tokens came from a cache. Raises ValueError where a record does not fit into `length`, and
-    TypeError where the records have several dtypes.
+    or behind a prompt whose tokens came from a cache. Raises ValueError where a record does not fit into `length`, or
+    records have other layers or K than one another, and TypeError where they have several dtypes.
     """
     tensors = list(map(torch.as_tensor, records))
     begins = [starts] * len(tensors) if isinstance(starts, int) else list(starts)
@@ -63,6 +63,8 @@ def pad_routes(records: Iterable[Tensor | NDArray[Any]], length: int, starts: It
         raise TypeError(f"`records` must be tensors of one dtype, got {', '.join(map(describe, tensors)) or 'none'}")
     fill = 255 if tensors[0].dtype == torch.uint8 else -1
     padded = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)
+    if len({each.shape[1:] for each in tensors}) > 1:
+        raise ValueError(f"`records` must have the same layers and K, got {', '.join(map(describe, tensors))}")
     for record, place, start in zip(tensors, padded, begins, strict=True):
         if not 0 <= start <= length - len(record):
             raise ValueError(f"a record of {len(record)} tokens from {start} on must fit into {length} positions")
@@ -75,7 +77,7 @@ def unpack_routes(routes: Tensor, num_layers: int, num_experts: int, top_k: int,
     without a record takes `OWN_CHOICE`."""
     if routes.dim() == 3:
         routes = routes[None]
-    check_tensor("routes", routes, DTYPES, ("B", "tokens", num_layers, top_k))
+    check_tensor("routes", routes, DTYPES[num_experts > 256 :], ("B", "tokens", num_layers, top_k))  # not uint8
     ids = routes.to(device, torch.int32)
     return list(ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE).unbind(2))
 

@@ -61,6 +61,30 @@ def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
     assert newest_version(folder) == 2
 
 
+@pytest.mark.parametrize("experts", [4, 16])
+def test_a_trainer_of_other_experts_is_refused(ep, folder, experts):
+    with ExpertParallel(alone(experts)) as other:
+        WeightSender(full_layer(other)[0], folder).send(1)
+    with pytest.raises(ValueError, match=f"version 1 must have 8 experts of '', got {experts}"):
+        WeightReceiver(ep, full_layer(ep)[0], folder)
+
+
+def test_two_trainers_in_one_folder_are_named(ep, layer, folder):
+    WeightSender(layer, folder).send(1)
+    [whole] = folder.iterdir()
+    shutil.copy(whole, folder / whole.name.replace(ep.origin, "another"))
+    with pytest.raises(ValueError, match="several trainers have sent version 1 into .*: each needs"):
+        WeightReceiver(ep, layer, folder)
+
+
+def test_a_draft_of_a_former_generation_goes(layer, folder):
+    """A rank has died while it wrote, and the sender goes on after `recover`."""
+    sender = WeightSender(layer, folder)
+    (folder / ".v0000000000001.another.0.0-of-2").touch()
+    sender.send(1)
+    assert [path.name[0] for path in folder.iterdir()] == ["v"]
+
+
 @torch.inference_mode()
 def test_a_server_goes_on_without_the_folder(ep, layer, folder):
     WeightSender(layer, folder).send(1)
@@ -71,6 +95,6 @@ def test_a_server_goes_on_without_the_folder(ep, layer, folder):
         receiver.tick()
         layer(randn(1, ep.config.model.hidden_size))
     assert receiver.version == 1
-    with pytest.raises(TimeoutError, match="version 2 of the weights did not come"):
+    with pytest.raises(TimeoutError, match="version 2 .* did not come into .*versions within 0.01 s: the newest .* -1"):
         receiver.load(2, timeout_s=0.01)
     receiver.close()

@@ -41,6 +41,7 @@ from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
 from epmoe.live.copies import Tensors, copies_on
+from epmoe.live.layout import EMPTY
 from epmoe.live.versions import Version, computes, layers_to_hand_over, map_version, newest_version, own_folder
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
@@ -140,16 +141,17 @@ class WeightReceiver:
         """Wait for a version, and take it or a newer one before this returns. Collective, between the same rounds.
 
         For loops in which a rollout must have the weights of the last step. Raises TimeoutError, or RuntimeError on
-        other ranks, where the version does not come in time; and what `tick` and making a receiver raise.
+        other ranks, where the version does not come in time; and what `tick` and making a receiver raise: call again.
         """
         self._check_state()
         deadline = time.monotonic() + timeout_s
         with naming("load", [self._ep]), (peers := peers_of(self._ep)).together():
             while (newest := peers.all_gather(newest_version(self._folder))[0]) < version:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"version {version} of the weights did not come within {timeout_s} s")
+                    what = f"version {version} of the weights did not come into {self._folder} within {timeout_s} s"
+                    raise TimeoutError(f"{what}: the newest there is {newest}")
                 time.sleep(_LOOK_S)
-            if newest > self.version:
+            if newest > min(peers.all_gather(self.version)):  # a flip may have failed on some ranks only
                 self._await_worker()  # it writes where this version goes
                 if self._ep.rank == 0:
                     self._post(_ROUND, _NONE)  # calls off a flip that is to come: for all ranks, also if one raises
@@ -251,7 +253,7 @@ class WeightReceiver:
         with self._copies.running():
             version = map_version(self._folder, number, self._copies.memory)
             for name, weights in self._weights().items():
-                _check(name, version, self._layers[name].experts, weights, self._held(name))
+                _check(name, version, self._layers[name].experts, weights, self._ep.config.model.num_experts)
             if (spare := self._spare) is not None:
                 own, now = self._own, self._weights()
                 self._free = {name: self._copies.free(own[name], spare[name], now[name]) for name in now}
@@ -336,12 +338,12 @@ def _runs(places: list[tuple[Tensors, int]]) -> Iterator[tuple[int, int, Tensors
             begin = end
 
 
-def _check(name: str, version: Version, experts: Any, weights: Tensors, held: list[int]) -> None:
+def _check(name: str, version: Version, experts: Any, weights: Tensors, num_experts: int) -> None:
     parts = version.experts.get(name, [])
-    sent = {expert for part in parts for expert in part.held}
+    sent = {expert for part in parts for expert in part.held} - {EMPTY}
     shapes = {each: tuple(value.shape[1:]) for each, value in weights.items() if each not in _SCALES.values()}
-    if lacking := sorted(set(held) - sent):
-        raise ValueError(f"version {version.number} has no expert(s) {lacking[:8]} of {name!r}")
+    if sent != {*range(num_experts)}:
+        raise ValueError(f"version {version.number} must have {num_experts} experts of {name!r}, got {len(sent)}")
     for part in parts:
         got = {each: tuple(value.shape[1:]) for each, value in part.weights.items()}
         if got != shapes or part.computes != computes(experts):

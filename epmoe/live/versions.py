@@ -91,13 +91,6 @@ class WeightSender:
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
         memory = None if on_host or not self._writes else shared_memory(ep.device)
         self._offers = None if memory is None else (memory, Handout())
-        for draft in self._folder.glob(".v*") if self._writes else ():
-            if f".{self._group}." not in draft.name:  # of a rank that has died
-                draft.unlink(missing_ok=True)
-
-    @property
-    def _group(self) -> str:
-        return f"{self._ep.origin}.{self._ep.generation}"
 
     def send(self, version: int, dense: Mapping[str, Tensor] | None = None) -> None:
         """Leave this rank's part of a version, a number that grows. All ranks of the trainer send the same versions.
@@ -112,9 +105,12 @@ class WeightSender:
             if plain:
                 raise ValueError("`dense` must come from a rank of the first replica of the experts, which writes")
             return
-        part, group = (self._ep.rank, self._ep.size), self._group
+        group, *part = own = f"{self._ep.origin}.{self._ep.generation}", self._ep.rank, self._ep.size
+        for draft in self._folder.glob(".v*"):
+            if f".{group}." not in draft.name:  # of a rank that has died
+                draft.unlink(missing_ok=True)
         files = list(_files(os.listdir(self._folder)))
-        earlier = [file.version for file in files if file[3:] == part]
+        earlier = [file.version for file in files if file[2:] == own]
         earlier += [file.version for parts in _complete(files) for file in parts if file.group != group]
         newest = max(earlier, default=-1)
         if not is_int(version) or not newest < version <= MOST_VERSIONS:
@@ -185,10 +181,12 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
     """Map a version, by `memory` what lies in that of a GPU.
 
     Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it lies on GPUs, and
-    this rank has none.
+    this rank has none, or where two trainers have sent it.
     """
     found = _complete(_files(path.name for path in folder.glob(f"v{number:013}.*")))
-    if len(found) != 1:
+    if len(found) > 1:
+        raise ValueError(f"several trainers have sent version {number} into {folder}: each needs a folder of its own")
+    if not found:
         raise FileNotFoundError(f"version {number} is not complete any more")
     version = Version(number, {}, {})
     for file in sorted(found[0]):

@@ -175,9 +175,9 @@ def test_a_rank_is_killed(host, by, kind, what, rank):
     host.succeed([rank], end, kind, what)
     if kind == "trainer":
         other = 1 - rank
-        host.start(TRAINERS, sends, LAST)
-        ends(host, rank)
-        assert host.results([other])[0] < SOON_S, "nobody waits"
+        host.start([rank], sends, LAST)
+        ends(host, rank)  # before the other one removes what this one would
+        assert host.succeed([other], sends, LAST)[0] < SOON_S, "nobody waits"
         complete = what in ("has named it", "removes an old one")
         stays = by == "files"  # what is shared may go before it is mapped
         [served] = set(host.succeed(SERVERS, serves, LAST if complete and stays else -1))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epmoe.exchange.addresses import Places
 from epmoe.exchange.gpu_memory import memory_of
@@ -18,9 +21,11 @@ class SleepingWeights:
     `discard`, and `wake` takes `restore`.
 
     Args:
-        module: whose tensors are on one device, and stay the tensors that they are.
+        module: whose tensors are on one device, and stay the tensors that they are, with their strides. Those that
+            share memory still do. What else shares it, outside `module`, keeps the former memory.
 
     Raises:
+        TypeError: one of them is a DTensor, as FSDP's, sparse, or another that is not plain memory.
         ValueError: it has no tensors, or they are on several devices.
         MemoryError: there is no memory for a second copy of them, which is needed until this returns.
     """
@@ -29,27 +34,36 @@ class SleepingWeights:
         own = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         state = map(id, module.state_dict(keep_vars=True).values())  # some of it may be made for it
         tensors = list({key: own[key] for key in state if key in own}.values())
+        if strange := {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}:
+            raise TypeError(f"`module` must have dense tensors of one storage each, got {sorted(strange)}")
         devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
+        if len(devices) != 1 or torch.device("meta") in devices:
             raise ValueError(f"`module` must have tensors on one device, got {sorted(map(str, devices))}")
-        ends = [0]
+        storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
-            ends.append(round_up(ends[-1] + tensor.nbytes, BUFFER_ALIGNMENT))
+            storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        spans = [_span(views) for views in storages.values()]
+        ends = [BUFFER_ALIGNMENT]  # some memory, also for tensors without elements
+        for span in spans:
+            ends.append(round_up(ends[-1] + span.stop - span.start, BUFFER_ALIGNMENT))
         self._nbytes = ends[-1]
-        self._copy: Tensor | None = None  # on the host
+        self._copy: Tensor | None = None  # on the host; while it is there it has the contents
         self._places = Places(memory_of(*devices), 1, self._nbytes)
         self._map()
-        for begin, tensor in zip(ends, tensors, strict=False):
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                place = self._places.view(0, self._nbytes)[begin : begin + tensor.nbytes]
-                tensor.data = place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for begin, span, views in zip(ends, spans, storages.values(), strict=False):
+            self._take(begin, span, views)
 
     def offload(self) -> None:
-        """Free their memory, and keep a copy on the host. It waits for the GPU."""
+        """Free their memory, and keep a copy on the host. It waits for the GPU. Where it raises, they are there."""
         if self._places.mapped:
-            region = self._places.view(0, self._nbytes)
-            self._copy = torch.empty_like(region, device="cpu", pin_memory=region.is_cuda).copy_(region)
-            self._places.unmap()
+            try:
+                if self._copy is None:
+                    region = self._region
+                    self._copy = torch.empty_like(region, device="cpu", pin_memory=region.is_cuda).copy_(region)
+                self._places.unmap()
+            except BaseException:
+                self.restore()
+                raise
 
     def discard(self) -> None:
         """Free their memory: after `restore` the host loads them again. It waits for the GPU."""
@@ -58,10 +72,42 @@ class SleepingWeights:
     def restore(self) -> None:
         """Their memory is back, after `offload` with its contents. Raises MemoryError where others have it by now."""
         if not self._places.mapped:
-            region = self._map()
-            if self._copy is not None:
-                region.copy_(self._copy)
+            self._map()
+        if self._copy is not None:
+            self._region.copy_(self._copy)
         self._copy = None
 
-    def _map(self) -> Tensor:
-        return self._places.map(0, None, self._nbytes)
+    def _take(self, begin: int, span: range, views: Sequence[Tensor]) -> None:
+        """Views of one storage, whose bytes of a span now lie from `begin` on, stay views of one another."""
+        region, former = self._region, torch.empty(0, dtype=torch.uint8, device=views[0].device)
+        with torch.no_grad():
+            former.set_(views[0].untyped_storage(), span.start, (len(span),))
+            region[begin : begin + len(span)].copy_(former)
+        for tensor in views:
+            offset = (begin - span.start) // tensor.itemsize + tensor.storage_offset()
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.data = self._region.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset)
+
+    @property
+    def _region(self) -> Tensor:
+        return self._places.view(0, self._nbytes)
+
+    def _map(self) -> None:
+        self._places.map(0, None, self._nbytes)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is the bytes of its storage, and nothing else."""
+    whole = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return whole and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _span(views: Sequence[Tensor]) -> range:
+    """The bytes of their storage that views have, from an aligned one on."""
+    begin = min(tensor.storage_offset() * tensor.itemsize for tensor in views)
+    return range(begin - begin % BUFFER_ALIGNMENT, max(map(_end, views)))
+
+
+def _end(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + (last + 1 if tensor.numel() else 0)) * tensor.itemsize

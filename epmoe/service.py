@@ -233,11 +233,15 @@ class ExpertParallel(HoldsWindows):
         outer = 0 if self._exchange is None else self._exchange.enter()
         if self._exchange is None and self._joining not in (0, caller):
             raise RuntimeError(ANOTHER_THREAD)
-        self._joining = caller
+        joining, self._joining = self._joining, caller
         try:
             return call()
+        except BaseException:
+            if self.generation != generation:  # nobody has learned what to load, or it is not loaded
+                self.lose_weights()
+            raise
         finally:
-            self._joining = 0
+            self._joining = joining
             if self._exchange is not None:  # a signal handler's caller has no turn in windows that it did not see open
                 self._exchange.thread = outer if self.generation == generation else 0
 
@@ -267,13 +271,18 @@ class ExpertParallel(HoldsWindows):
         if self._exchange is not None:
             self.survivors()  # for later calls
         exchange, self._exchange = self._exchange, None
-        if self.live is not None:
-            self.live.close()
-        self.group = self._mesh = None  # what outlives `destroy_process_group` may end the interpreter by SIGABRT
-        if exchange is not None:
-            if exchange.rounds.state != CLOSED:
-                exchange.end_waits()
-            exchange.release()
+        try:
+            if self.live is not None:
+                self.live.close()
+            self.group = self._mesh = None  # what outlives `destroy_process_group` may end the interpreter by SIGABRT
+            if exchange is not None:
+                if exchange.rounds.state != CLOSED:
+                    exchange.end_waits()
+                exchange.release()
+        except BaseException:  # of a signal handler
+            if exchange is not None:
+                exchange.release()
+            raise
 
     @takes_turn_of_exchange
     def sleep(self, free: Callable[[], object] = lambda: None) -> None:
@@ -293,8 +302,12 @@ class ExpertParallel(HoldsWindows):
         exchange.poll()
         group = self._mesh or self.group
         free()
-        self.close()
-        self._asleep = (group,)
+        try:
+            self._leave()
+        finally:  # weights have gone, so it sleeps also where a signal handler raises
+            self._asleep = (group,)
+            self._leave()
+            self._addresses.unmap_scratch()
 
     def wake(self, restore: Callable[[], object] = lambda: None) -> None:
         """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared. Collective.
@@ -308,19 +321,15 @@ class ExpertParallel(HoldsWindows):
         """
         if self._asleep is None:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
-        self.alone(partial(self._wake, *self._asleep, restore, self.generation))
+        self.alone(partial(self._wake, *self._asleep, restore))
 
-    def _wake(
-        self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object], generation: int
-    ) -> None:
+    def _wake(self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object]) -> None:
         try:
             self.go_on(group, None, False)
             restore()
         except BaseException:
-            if self.generation == generation:
-                self._addresses.unmap_scratch()  # it sleeps on
-            else:  # a signal handler may have raised right after the windows are open
-                self.lose_weights()
+            if self._asleep is not None:  # it sleeps on
+                self._addresses.unmap_scratch()
             raise
 
     def capture_is_valid(self, generation: int) -> bool:
@@ -750,24 +759,27 @@ class ExpertParallel(HoldsWindows):
             opened = exchange
             if not confirm(lambda: opened.missing() | opened.dead()):
                 raise RuntimeError("the group was not confirmed")
+            self.config, self.placement = config, placement
+            self.origin, self.generation, self._seat = agreed.origin, agreed.generation, seats.of_ranks[peers.rank]
+            self.processes = [one.process for one in agreed.requests]
+            self.group, self.rank, self.size = peers.group, peers.rank, peers.size
+            exchange.thread = get_ident()
+            self._exchange, self._missing, self._dead, self._asleep = exchange, 0, 0, None
+            self._layouts[self.generation] = exchange.layout
+            if config.placement.live:
+                assert isinstance(exchange, NodeExchange)
+                weights = {} if self.live is None else self.live.weights
+                self.live = LiveExperts(config, exchange, slots, weights)
+            for follower in self.followers:
+                follower.regroup(self.num_local_experts, whole=all(holds))
+            _open.add(self)
         except BaseException:
             if exchange is not None:
+                self._exchange = None
                 exchange.release()
+            elif self._exchange is None:  # a signal handler may have raised before it is known here
+                self._addresses.unmap_windows()
             raise
-        self.config, self.placement = config, placement
-        self.origin, self.generation, self._seat = agreed.origin, agreed.generation, seats.of_ranks[peers.rank]
-        self.processes = [one.process for one in agreed.requests]
-        self.group, self.rank, self.size = peers.group, peers.rank, peers.size
-        exchange.thread = get_ident()
-        self._exchange, self._missing, self._dead, self._asleep = exchange, 0, 0, None
-        self._layouts[self.generation] = exchange.layout
-        if config.placement.live:
-            assert isinstance(exchange, NodeExchange)
-            weights = {} if self.live is None else self.live.weights
-            self.live = LiveExperts(config, exchange, slots, weights)
-        for follower in self.followers:
-            follower.regroup(self.num_local_experts, whole=all(holds))
-        _open.add(self)
 
     def _keeps_weights(self, config: EPConfig, placement: Placement, slots: Table | None, rank: int) -> bool:
         """Whether this rank has the weights of each expert that it is to hold in the next group, in the same slot."""

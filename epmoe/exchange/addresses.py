@@ -206,6 +206,10 @@ class Addresses:
             self._words = torch.empty(_WORDS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._words.zero_()
 
+    def unmap_windows(self) -> None:
+        if self._windows is not None:
+            self._windows.unmap()
+
     def unmap_scratch(self) -> None:
         for places in self._scratch.values():
             places.unmap()

@@ -88,7 +88,7 @@ class Wanted:
 
 def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted) -> bool:
     """What `recover` does; see there. Returns whether this rank is in the group. One that `leaves` closes `ep`."""
-    deadline, before, generation = time.monotonic() + wanted.timeout_s, None, ep.generation
+    deadline, before = time.monotonic() + wanted.timeout_s, None
     meeting = Meeting(Board(OutlivingStore(store), "epmoe"), f"{ep.origin}/{ep.generation}/0", ep.processes)
     here, moves = Presence(meeting.root, meeting.key_of(ep.rank)), None
     try:
@@ -110,10 +110,6 @@ def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]],
             moves = _enter(meeting, decision, ep.rank, wanted.backend, partial(ep.go_on, None, placement, True))
         here.ended = True
         load_weights(moves)
-    except BaseException:
-        if ep.generation != generation:  # a signal handler may have raised right after the group has opened
-            ep.lose_weights()
-        raise
     finally:
         here.ended = True
     return True

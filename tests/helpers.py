@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +184,35 @@ def tiny_model(model_type: str, path: Path, dtype: torch.dtype = torch.float32, 
             tensor.normal_(std=0.3)
     model.save_pretrained(path)
     return model
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+@contextmanager
+def interrupted_at(event: int, files: Container[str | None]) -> Iterator[SimpleNamespace]:
+    """Raises `Interrupted`, and takes it, where this many steps have run in these files, if so many do.
+
+    Steps are where CPython runs signal handlers: the start of a function, and the end of a call of one in C.
+    """
+    found = SimpleNamespace(left=event, raised=False)
+
+    def profile(frame: FrameType, what: str, _: object) -> None:
+        code = frame.f_code  # what is raised in a generator that ends is lost
+        if code.co_filename in files and code.co_name != "<genexpr>" and what in ("call", "c_return"):
+            found.left -= 1
+            if found.left < 0:
+                sys.setprofile(None)
+                found.raised = True
+                raise Interrupted
+
+    sys.setprofile(profile)
+    try:
+        with suppress(Interrupted):
+            yield found
+    finally:
+        sys.setprofile(None)
 
 
 def refuse_another_thread(call: Callable[[], object]) -> None:

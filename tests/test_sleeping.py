@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
-from helpers import NO_CUDA, alone, full_layer
-from torch import nn
+from helpers import NO_CUDA, alone, full_layer, interrupted_at, randn
+from torch import Tensor, nn
 
 import epmoe
+from epmoe import service
+from epmoe.exchange import addresses, node, window
+from epmoe.group import deaths, join
+from epmoe.live import sleeping
 
 NBYTES = 2 << 20  # more than torch and the driver round to
+FILES = {module.__file__ for module in (addresses, deaths, join, node, service, sleeping, window)}
+
+
+def buffers(*tensors: Tensor) -> nn.Module:
+    module = nn.Module()
+    for number, tensor in enumerate(tensors):
+        module.register_buffer(str(number), tensor)
+    return module
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -69,7 +88,91 @@ def test_what_has_gone_or_is_here_already():
     assert bool((module.weight.grad == 1).all())
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [randn(4, 8).t()],
+        [randn(6)[:4], randn(6)[2:], torch.empty(0)],
+        [torch.ones(1).expand(1000), torch.tensor(3.0, dtype=torch.float64)],
+        [torch.arange(8, dtype=torch.uint8).view(2, 4).view(torch.float4_e2m1fn_x2)],
+        [torch.empty(0)],
+    ],
+)
+def test_tensors_keep_their_strides(tensors):
+    module = buffers(*tensors)
+    strides, want = [one.stride() for one in tensors], [bytes_of(one).clone() for one in tensors]
+    weights = epmoe.SleepingWeights(module)
+    for _ in range(2):
+        assert [one.stride() for one in module.buffers()] == strides
+        assert all(map(torch.equal, map(bytes_of, module.buffers()), want))
+        weights.offload()
+        weights.restore()
+
+
+def test_tensors_that_share_memory_still_do():
+    whole = torch.arange(300.0)
+    module = buffers(whole[100:200], whole[150:], whole)
+    for part in (module, buffers(*list(module.buffers())[:2])):  # the second has a part of the first one's memory
+        epmoe.SleepingWeights(part)
+        first, second, third = module.buffers()
+        assert third.tolist() == [*range(300)] and torch.equal(first[50:], second[:50])
+        second.fill_(7)
+        assert bool((first[50:] == 7).all())
+        second.copy_(torch.arange(150.0, 300.0))
+
+
+def test_an_interrupted_call_loses_no_weights(monkeypatch):
+    """A signal handler raises between any two steps: after `offload` weights are there, and `restore` may be repeated."""
+    module = nn.Linear(3, 2)
+    want, weights, raised = module.weight.clone(), epmoe.SleepingWeights(module), 0
+    for name in ("offload", "restore"):
+        for event in itertools.count():
+            if name == "restore":
+                weights.offload()
+            with interrupted_at(event, {sleeping.__file__, addresses.__file__}) as interrupts:
+                getattr(weights, name)()
+            raised += interrupts.raised
+            if name == "restore" or not interrupts.raised:
+                weights.restore()
+            assert torch.equal(module.weight, want), (name, event)
+            if not interrupts.raised:
+                break
+    assert raised > 20
+
+
+def test_a_signal_during_sleep_and_wake():
+    """Where `sleep` is interrupted this rank is awake with its weights, or asleep; never closed. Graphs go on."""
+    asleep = 0
+    with epmoe.ExpertParallel(alone()) as ep, torch.inference_mode():
+        layer, _ = full_layer(ep)
+        weights, x = epmoe.SleepingWeights(layer), randn(4, ep.config.model.hidden_size)
+        want = layer(x).clone()
+        for call in (partial(ep.sleep, weights.offload), partial(ep.wake, weights.restore)):
+            for event in itertools.count():
+                if call.func == ep.wake:
+                    ep.sleep(weights.offload)
+                with interrupted_at(event, FILES) as interrupts:
+                    call()
+                if "asleep" in repr(ep):
+                    asleep += 1
+                    ep.wake(weights.restore)
+                elif ep._exchange is None:
+                    assert call.func == ep.wake and interrupts.raised
+                    assert len(ep.resume()) == ep.config.model.num_experts, "all are loaded again"
+                    weights.restore()
+                assert torch.equal(layer(x), want) and ep.capture_is_valid(0), event
+                if not interrupts.raised:
+                    break
+    assert asleep > 100
+
+
 @pytest.mark.parametrize("module", [nn.Identity(), nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])])
 def test_what_cannot_sleep(module):
     with pytest.raises(ValueError, match="must have tensors on one device"):
         epmoe.SleepingWeights(module)
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()])
+def test_tensors_that_are_not_plain_memory(tensor):
+    with pytest.raises(TypeError, match="must have dense tensors"):
+        epmoe.SleepingWeights(buffers(tensor))

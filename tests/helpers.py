@@ -199,8 +199,7 @@ def interrupted_at(event: int, files: Container[str | None]) -> Iterator[SimpleN
     found = SimpleNamespace(left=event, raised=False)
 
     def profile(frame: FrameType, what: str, _: object) -> None:
-        code = frame.f_code  # what is raised in a generator that ends is lost
-        if code.co_filename in files and code.co_name != "<genexpr>" and what in ("call", "c_return"):
+        if frame.f_code.co_filename in files and what in ("call", "c_return"):
             found.left -= 1
             if found.left < 0:
                 sys.setprofile(None)

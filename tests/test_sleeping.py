@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from functools import partial
 
@@ -121,6 +122,16 @@ def test_tensors_that_share_memory_still_do():
         second.copy_(torch.arange(150.0, 300.0))
 
 
+def test_a_checkpoint_has_each_weight_once():
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    sizes = []
+    for _ in range(2):
+        torch.save(module.state_dict(), saved := io.BytesIO())
+        sizes.append(len(saved.getvalue()))
+        _ = epmoe.SleepingWeights(module)
+    assert sizes[1] <= sizes[0] + 8 * 256
+
+
 def test_an_interrupted_call_loses_no_weights(monkeypatch):
     """A signal handler raises between any two steps: after `offload` weights are there, and `restore` may be repeated."""
     module = nn.Linear(3, 2)
@@ -140,6 +151,7 @@ def test_an_interrupted_call_loses_no_weights(monkeypatch):
     assert raised > 20
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some steps are those of finalizers
 def test_a_signal_during_sleep_and_wake():
     """Where `sleep` is interrupted this rank is awake with its weights, or asleep; never closed. Graphs go on."""
     asleep = 0

@@ -143,9 +143,9 @@ class Places:
                 self._mapped |= {address + i * size: size for i in range(many)}
         return self.view(place, nbytes)
 
-    def view(self, place: int, nbytes: int) -> Tensor:
-        """What is mapped at a place: uint8 [nbytes]."""
-        address, device = self._begin + place * self.stride, self._memory.device
+    def view(self, place: int, nbytes: int, begin: int = 0) -> Tensor:
+        """What is mapped at a place, `begin` bytes behind its start: uint8 [nbytes]."""
+        address, device = self._begin + place * self.stride + begin, self._memory.device
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         storage.places = self  # which lives as long as the storage, also one that only C++ has
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -43,14 +44,12 @@ class SleepingWeights:
         for tensor in tensors:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         spans = [_span(views) for views in storages.values()]
-        ends = [BUFFER_ALIGNMENT]  # some memory, also for tensors without elements
-        for span in spans:
-            ends.append(round_up(ends[-1] + span.stop - span.start, BUFFER_ALIGNMENT))
-        self._nbytes = ends[-1]
+        begins = [*itertools.accumulate(map(len, spans), initial=0)]
+        self._nbytes = max(begins[-1], 1)  # some memory, also for tensors without elements
         self._copy: Tensor | None = None  # on the host; while it is there it has the contents
         self._places = Places(memory_of(*devices), 1, self._nbytes)
         self._map()
-        for begin, span, views in zip(ends, spans, storages.values(), strict=False):
+        for begin, span, views in zip(begins, spans, storages.values(), strict=False):
             self._take(begin, span, views)
 
     def offload(self) -> None:
@@ -78,15 +77,16 @@ class SleepingWeights:
         self._copy = None
 
     def _take(self, begin: int, span: range, views: Sequence[Tensor]) -> None:
-        """Views of one storage, whose bytes of a span now lie from `begin` on, stay views of one another."""
-        region, former = self._region, torch.empty(0, dtype=torch.uint8, device=views[0].device)
+        """Views of one storage, of which they have these bytes, stay so. A storage of its own keeps checkpoints small."""
+        place, former = self._places.view(0, len(span), begin), views[0].untyped_storage()
         with torch.no_grad():
-            former.set_(views[0].untyped_storage(), span.start, (len(span),))
-            region[begin : begin + len(span)].copy_(former)
+            source = torch.empty(0, dtype=torch.uint8, device=place.device)
+            source.set_(former, span.start, (min(span.stop, former.nbytes()) - span.start,))
+            place[: len(source)].copy_(source)
         for tensor in views:
-            offset = (begin - span.start) // tensor.itemsize + tensor.storage_offset()
+            offset = tensor.storage_offset() - span.start // tensor.itemsize
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.data = self._region.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset)
+                tensor.data = place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset)
 
     @property
     def _region(self) -> Tensor:
@@ -103,9 +103,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _span(views: Sequence[Tensor]) -> range:
-    """The bytes of their storage that views have, from an aligned one on."""
+    """The bytes of their storage that views have, from an aligned one to an aligned one."""
     begin = min(tensor.storage_offset() * tensor.itemsize for tensor in views)
-    return range(begin - begin % BUFFER_ALIGNMENT, max(map(_end, views)))
+    return range(begin - begin % BUFFER_ALIGNMENT, round_up(max(map(_end, views)), BUFFER_ALIGNMENT))
 
 
 def _end(tensor: Tensor) -> int:

@@ -263,7 +263,7 @@ class ExpertParallel(HoldsWindows):
         """
         self._leave()
         self._asleep = None
-        if self._owner is None:
+        if self._owner is None and self._joining in (0, get_ident()):  # another thread may have just mapped it
             self._addresses.unmap_scratch()
 
     def _leave(self) -> None:

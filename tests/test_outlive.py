@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
 from exchanges import make_tokens
-from helpers import refuse_another_thread
+from helpers import interrupted_at, refuse_another_thread
 from host import (
     EXPERTS,
     Host,
@@ -32,7 +35,8 @@ from host import (
 from waits import SOON_S
 
 import epmoe
-from epmoe import EPResumeError, EPStateError
+from epmoe import EPResumeError, EPStateError, service
+from epmoe.exchange.node import NodeExchange
 
 
 def is_valid(state, generation: int) -> bool:
@@ -213,6 +217,57 @@ def test_no_other_thread_joins_while_one_wakes(step: str):
         fail_in(None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)])
         ep.wake()
         assert ep.generation == 1
+
+
+@pytest.mark.parametrize("step", ["wake", "resume"])
+def test_close_leaves_what_another_thread_has_mapped(monkeypatch, step):
+    """On a GPU its kernels would end the process."""
+    begin, mapped = NodeExchange.begin, []
+
+    def closed_meanwhile(exchange: NodeExchange) -> None:
+        begin(exchange)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(ep.close).result()
+        mapped.extend(places.mapped for places in ep._addresses._scratch.values())
+
+    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+        ep.sleep()
+        if step == "resume":
+            ep.wake()
+        monkeypatch.setattr(NodeExchange, "begin", closed_meanwhile)
+        getattr(ep, step)()
+        assert mapped == [True] and ep.capture_is_valid(0)
+
+
+def test_no_thread_joins_after_a_call_within_a_call():
+    """Of a signal handler, which wakes the group up in the middle of a failing `resume`."""
+    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+        ep.sleep()
+
+        def handler() -> None:
+            fail_in(None, "checks", raise_interrupted)
+            with pytest.raises(EPResumeError):
+                ep.resume()
+            refuse_another_thread(ep.wake)
+
+        fail_in(None, "checks", handler)
+        ep.wake()
+
+
+def test_a_resume_that_is_interrupted_keeps_no_move_to_itself():
+    """A signal handler raises at any step: the next `resume` returns what the caller has not learned."""
+    lost = 0
+    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+        for event in itertools.count():
+            generation = ep.generation
+            with interrupted_at(event, {service.__file__}) as interrupts, suppress(EPResumeError):
+                ep.resume()
+            if not interrupts.raised:
+                break
+            changed = ep.generation != generation
+            assert len(ep.resume()) == EXPERTS * changed
+            lost += changed
+    assert lost > 0
 
 
 def test_what_cannot_sleep_or_wake():

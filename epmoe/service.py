@@ -263,8 +263,13 @@ class ExpertParallel(HoldsWindows):
         """
         self._leave()
         self._asleep = None
-        if self._owner is None and self._joining in (0, get_ident()):  # another thread may have just mapped it
-            self._addresses.unmap_scratch()
+        caller = get_ident()
+        if self._owner is None and self._exchange is None and self._joining in (0, caller):  # no other thread maps it
+            joining, self._joining = self._joining, caller
+            try:
+                self._addresses.unmap_scratch()
+            finally:
+                self._joining = joining
 
     def _leave(self) -> None:
         """`close`, but replays find the state of the group in scratch, and do nothing."""
@@ -284,7 +289,6 @@ class ExpertParallel(HoldsWindows):
                 exchange.release()
             raise
 
-    @takes_turn_of_exchange
     def sleep(self, free: Callable[[], object] = lambda: None) -> None:
         """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank calls it.
 
@@ -295,6 +299,9 @@ class ExpertParallel(HoldsWindows):
         `free` is called once nothing runs on the GPU any more: it may free weights. Raises EPStateError where a round
         is open or this object is closed, and what `check` and `free` do; then it is awake.
         """
+        self.alone(partial(self._sleep, free))
+
+    def _sleep(self, free: Callable[[], object]) -> None:
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")

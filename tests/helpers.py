@@ -191,27 +191,37 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def interrupted_at(event: int, files: Container[str | None]) -> Iterator[SimpleNamespace]:
-    """Raises `Interrupted`, and takes it, where this many steps have run in these files, if so many do.
+def stopped_at(step: int, files: Container[str | None], call: Callable[[], object]) -> Iterator[SimpleNamespace]:
+    """Makes a call once this many steps have run in these files; `came` says whether so many did.
 
-    Steps are where CPython runs signal handlers: the start of a function, and the end of a call of one in C.
+    Steps are where CPython runs signal handlers and other threads: the start of a function, and the end of one in C.
     """
-    found = SimpleNamespace(left=event, raised=False)
+    found = SimpleNamespace(left=step, came=False)
 
     def profile(frame: FrameType, what: str, _: object) -> None:
         if frame.f_code.co_filename in files and what in ("call", "c_return"):
             found.left -= 1
             if found.left < 0:
                 sys.setprofile(None)
-                found.raised = True
-                raise Interrupted
+                found.came = True
+                call()
 
     sys.setprofile(profile)
     try:
-        with suppress(Interrupted):
-            yield found
+        yield found
     finally:
         sys.setprofile(None)
+
+
+@contextmanager
+def interrupted_at(step: int, files: Container[str | None]) -> Iterator[SimpleNamespace]:
+    """Raises `Interrupted` at a step, and takes it; see `stopped_at`."""
+
+    def interrupt() -> None:
+        raise Interrupted
+
+    with suppress(Interrupted), stopped_at(step, files, interrupt) as found:
+        yield found
 
 
 def refuse_another_thread(call: Callable[[], object]) -> None:

@@ -62,6 +62,11 @@ def test_memory_that_is_still_read_stays_mapped(addresses, monkeypatch):
     assert places.mapped and addresses.windows(1, NBYTES) is not places, "nobody gets these addresses"
 
 
+def test_addresses_that_there_are_not(addresses):
+    with pytest.raises(MemoryError, match="cannot map|failed"):
+        addresses.memory.reserve(1 << 60)
+
+
 @pytest.mark.parametrize(("ranks", "nbytes"), [(3, NBYTES), (2, NBYTES + 1)])
 def test_larger_groups_have_others(addresses, ranks, nbytes):
     before = addresses.windows(2, NBYTES)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
-from helpers import NO_CUDA, alone, full_layer, interrupted_at, randn
+from helpers import NO_CUDA, alone, full_layer, interrupted_at, randn, stopped_at
 from torch import Tensor, nn
 
 import epmoe
@@ -132,23 +134,23 @@ def test_a_checkpoint_has_each_weight_once():
     assert sizes[1] <= sizes[0] + 8 * 256
 
 
-def test_an_interrupted_call_loses_no_weights(monkeypatch):
+def test_an_interrupted_call_loses_no_weights():
     """A signal handler raises between any two steps: after `offload` weights are there, and `restore` may be repeated."""
     module = nn.Linear(3, 2)
-    want, weights, raised = module.weight.clone(), epmoe.SleepingWeights(module), 0
+    want, weights, interrupted = module.weight.clone(), epmoe.SleepingWeights(module), 0
     for name in ("offload", "restore"):
         for event in itertools.count():
             if name == "restore":
                 weights.offload()
             with interrupted_at(event, {sleeping.__file__, addresses.__file__}) as interrupts:
                 getattr(weights, name)()
-            raised += interrupts.raised
-            if name == "restore" or not interrupts.raised:
+            interrupted += interrupts.came
+            if name == "restore" or not interrupts.came:
                 weights.restore()
             assert torch.equal(module.weight, want), (name, event)
-            if not interrupts.raised:
+            if not interrupts.came:
                 break
-    assert raised > 20
+    assert interrupted > 20
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some steps are those of finalizers
@@ -169,13 +171,32 @@ def test_a_signal_during_sleep_and_wake():
                     asleep += 1
                     ep.wake(weights.restore)
                 elif ep._exchange is None:
-                    assert call.func == ep.wake and interrupts.raised
+                    assert call.func == ep.wake and interrupts.came
                     assert len(ep.resume()) == ep.config.model.num_experts, "all are loaded again"
                     weights.restore()
                 assert torch.equal(layer(x), want) and ep.capture_is_valid(0), event
-                if not interrupts.raised:
+                if not interrupts.came:
                     break
     assert asleep > 100
+
+
+@pytest.mark.parametrize("what", ["sleep", "wake", "close"])
+def test_another_thread_at_any_step(what):
+    """It resumes, or is refused; in no case do rounds run on memory that goes."""
+    with epmoe.ExpertParallel(alone()) as ep, torch.inference_mode(), ThreadPoolExecutor(1) as other:
+        layer, _ = full_layer(ep)
+        x = randn(4, ep.config.model.hidden_size)
+        want = layer(x).clone()
+        for step in itertools.count():
+            if what == "wake":
+                ep.sleep()
+            with suppress(RuntimeError), stopped_at(step, FILES, lambda: other.submit(ep.resume).exception()) as stops:
+                getattr(ep, what)()
+            if ep._exchange is None:
+                ep.resume()
+            assert torch.equal(layer(x), want), step
+            if not stops.came:
+                break
 
 
 @pytest.mark.parametrize("module", [nn.Identity(), nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])])

@@ -97,7 +97,8 @@ class HostMemory:
         mapped: int = self._libc.mmap(address, nbytes, protection, flags | fixed, descriptor, 0)
         if mapped == _MAP_FAILED:
             code = ctypes.get_errno()
-            raise OSError(code, f"cannot map {nbytes:,} bytes: {os.strerror(code)}")
+            why = f"cannot map {nbytes:,} bytes: {os.strerror(code)}"
+            raise MemoryError(why) if code == errno.ENOMEM else OSError(code, why)
         return mapped
 
 

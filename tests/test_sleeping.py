@@ -135,7 +135,7 @@ def test_a_checkpoint_has_each_weight_once():
 
 
 def test_an_interrupted_call_loses_no_weights():
-    """A signal handler raises between any two steps: after `offload` weights are there, and `restore` may be repeated."""
+    """By a signal handler, at any step: after `offload` weights are there, and `restore` may be repeated."""
     module = nn.Linear(3, 2)
     want, weights, interrupted = module.weight.clone(), epmoe.SleepingWeights(module), 0
     for name in ("offload", "restore"):

@@ -43,14 +43,13 @@ class SleepingWeights:
         storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        spans = [_span(views) for views in storages.values()]
-        begins = [*itertools.accumulate(map(len, spans), initial=0)]
-        self._nbytes = max(begins[-1], 1)  # some memory, also for tensors without elements
+        sizes = [round_up(views[0].untyped_storage().nbytes(), BUFFER_ALIGNMENT) for views in storages.values()]
+        self._nbytes = max(sum(sizes), 1)  # some memory, also for tensors without elements
         self._copy: Tensor | None = None  # on the host; while it is there it has the contents
         self._places = Places(memory_of(*devices), 1, self._nbytes)
         self._map()
-        for begin, span, views in zip(begins, spans, storages.values(), strict=False):
-            self._take(begin, span, views)
+        for begin, size, views in zip(itertools.accumulate(sizes, initial=0), sizes, storages.values(), strict=False):
+            _move(views, self._places.view(0, size, begin))
 
     def offload(self) -> None:
         """Free their memory, and keep a copy on the host. It waits for the GPU. Where it raises, they are there."""
@@ -76,18 +75,6 @@ class SleepingWeights:
             self._region.copy_(self._copy)
         self._copy = None
 
-    def _take(self, begin: int, span: range, views: Sequence[Tensor]) -> None:
-        """Views of one storage, of which they have these bytes, stay so. A storage of its own keeps checkpoints small."""
-        place, former = self._places.view(0, len(span), begin), views[0].untyped_storage()
-        with torch.no_grad():
-            source = torch.empty(0, dtype=torch.uint8, device=place.device)
-            source.set_(former, span.start, (min(span.stop, former.nbytes()) - span.start,))
-            place[: len(source)].copy_(source)
-        for tensor in views:
-            offset = tensor.storage_offset() - span.start // tensor.itemsize
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.data = place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset)
-
     @property
     def _region(self) -> Tensor:
         return self._places.view(0, self._nbytes)
@@ -102,12 +89,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return whole and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-def _span(views: Sequence[Tensor]) -> range:
-    """The bytes of their storage that views have, from an aligned one to an aligned one."""
-    begin = min(tensor.storage_offset() * tensor.itemsize for tensor in views)
-    return range(begin - begin % BUFFER_ALIGNMENT, round_up(max(map(_end, views)), BUFFER_ALIGNMENT))
-
-
-def _end(tensor: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + (last + 1 if tensor.numel() else 0)) * tensor.itemsize
+def _move(views: Sequence[Tensor], place: Tensor) -> None:
+    """Views of one storage become views of another, a copy. One for all tensors would be in a checkpoint for each."""
+    with torch.no_grad():
+        former = torch.empty(0, dtype=torch.uint8, device=place.device).set_(views[0].untyped_storage())
+        place[: len(former)].copy_(former)
+    for tensor in views:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            elements = place.view(tensor.dtype)
+            tensor.data = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -14,36 +14,21 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers import ROOT
-from transformers import AutoConfig, AutoModelForCausalLM, OlmoeForCausalLM, PreTrainedTokenizerFast
+from helpers import ROOT, tiny_model
+from transformers import AutoModelForCausalLM, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from epmoe.cli.console import UserError, human_bytes
 from epmoe.cli.demo import checkpoint, models
 from epmoe.cli.demo import generate as demo
 from epmoe.config.config import EPConfig
 
-TINY = {
-    "vocab_size": 240,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 48,
-    "initializer_range": 0.1,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 7,
-}
-NUMBER_OF_EXPERTS = {"olmoe": "num_experts", "granitemoe": "num_local_experts", "glm4_moe": "n_routed_experts"}
-"""Architectures that the demonstration does not have, and their name for the number of experts."""
+ARCHITECTURES = "olmoe", "granitemoe", "glm4_moe"
+"""Those that the demonstration does not have. They name the number of experts in three ways."""
 
 
 def saved(architecture: str, folder: Path) -> Path:
     """A new checkpoint in `folder`, in bf16 as most are, without a tokenizer."""
-    config = AutoConfig.for_model(architecture, **TINY, **{NUMBER_OF_EXPERTS[architecture]: 8})
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tiny_model(architecture, folder, torch.bfloat16, vocab_size=240, initializer_range=0.1, eos_token_id=7)
     return folder
 
 
@@ -52,7 +37,7 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("olmoe", tmp_path_factory.mktemp("models") / "my-olmoe")
 
 
-@pytest.mark.parametrize("architecture", NUMBER_OF_EXPERTS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_checkpoint_of_any_architecture_generates_the_tokens_of_one_process(architecture, tmp_path):
     result = demo.run_model(str(saved(architecture, tmp_path / architecture)), max_new_tokens=4)
     assert result.name == architecture

@@ -61,12 +61,7 @@ class StandIn(types.ModuleType):
             start = end
 
     def m_grouped_fp8_gemm_nt_contiguous(
-        self,
-        rows: tuple[Tensor, Tensor],
-        weights: tuple[Tensor, Tensor],
-        out: Tensor,
-        ends: Tensor,
-        **options: bool,
+        self, rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], out: Tensor, ends: Tensor, **options: bool
     ) -> None:
         n, k = rows[0].shape
         assert rows[0].dtype == weights[0].dtype == FP8 and rows[1].dtype == weights[1].dtype == torch.float32

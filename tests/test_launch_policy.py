@@ -171,12 +171,7 @@ def documented_variants() -> set[str]:
 
 
 WIRES = [f"k{name.capitalize()}" for name in WIRE_FORMATS]
-MANGLED = {
-    "v": "void",
-    "f": "float",
-    "6__half": "__half",
-    "13__nv_bfloat16": "__nv_bfloat16",
-}
+MANGLED = {"v": "void", "f": "float", "6__half": "__half", "13__nv_bfloat16": "__nv_bfloat16"}
 
 
 def compiled_variants(stage: str, folder) -> set[str]:

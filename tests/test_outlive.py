@@ -9,29 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
+import host as ranks
 import pytest
 import torch
 from exchanges import make_tokens
 from helpers import interrupted_at, refuse_another_thread
-from host import (
-    EXPERTS,
-    Host,
-    captures,
-    create,
-    die,
-    fail_in,
-    fill,
-    lose,
-    mapped_windows,
-    moving,
-    play_round,
-    play_until_timeout,
-    resume,
-    serve,
-    sleep,
-    spread,
-    staying,
-)
 from waits import SOON_S
 
 import epmoe
@@ -79,12 +61,12 @@ def wake_with_weights(state, failing: int | None = None) -> str:
 
 def free_bytes(state) -> int:
     """Of this rank's GPU, or how many windows this process has less than it may."""
-    return torch.cuda.mem_get_info(state.device)[0] if state.device.type == "cuda" else -mapped_windows()
+    return torch.cuda.mem_get_info(state.device)[0] if state.device.type == "cuda" else -ranks.mapped_windows()
 
 
 def refusals(state) -> list[str]:
     said = []
-    for call in (state.ep.poll, state.ep.sleep, state.ep.memory_plan, lambda: play_round(state, 0)):
+    for call in (state.ep.poll, state.ep.sleep, state.ep.memory_plan, lambda: ranks.play_round(state, 0)):
         with pytest.raises(EPStateError) as caught:
             call()
         said.append(str(caught.value))
@@ -92,47 +74,47 @@ def refusals(state) -> list[str]:
     return said
 
 
-def test_graphs_go_on_when_the_group_is_as_it_was(host: Host):
+def test_graphs_go_on_when_the_group_is_as_it_was(host: ranks.Host):
     """3 → 2 → 3 ranks. A graph of other ranks does nothing, and `poll` tells it."""
-    alive = lose(host, serve(host, ranks=3), 2)
+    alive = ranks.lose(host, ranks.serve(host, ranks=3), 2)
     host.form(alive)
-    host.do(alive, resume)
+    host.do(alive, ranks.resume)
     assert host.do(alive, is_valid, 0) == [False] * 2 and host.do(alive, is_valid, 1) == [True] * 2
     host.play(alive)
     host.spawn(3)
     host.form([*alive, 3])
-    placement = spread(3, 2)
-    host.start(alive, resume, placement)
-    host.start([3], create, staying(placement, host.device))
+    placement = ranks.spread(3, 2)
+    host.start(alive, ranks.resume, placement)
+    host.start([3], ranks.create, ranks.staying(placement, host.device))
     host.answers([*alive, 3])
     assert host.do(alive, is_valid, 0) == [True] * 2 and host.do(alive, is_valid, 1) == [False] * 2
     host.play([*alive, 3])
-    assert host.do([*alive, 3], captures) == [[0, 1]] * 2 + [[2]]
+    assert host.do([*alive, 3], ranks.captures) == [[0, 1]] * 2 + [[2]]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_graphs_go_on_while_ranks_come_and_go(host: Host, victim: int):
+def test_graphs_go_on_while_ranks_come_and_go(host: ranks.Host, victim: int):
     """3 → 2 → 4 ranks in 4 seats: whoever stays captures once."""
-    alive = lose(host, host.begin(moving(3, seats=4)), victim)
+    alive = ranks.lose(host, host.begin(ranks.moving(3, seats=4)), victim)
     host.form(alive)
-    host.succeed(alive, resume, None, True)
+    host.succeed(alive, ranks.resume, None, True)
     assert host.do(alive, is_valid, 0) == [True] * 2
     host.play(alive)
     host.spawn(3, 4)
     host.form([*alive, 3, 4])
-    host.start(alive, resume)
-    host.start([3, 4], create, moving(4, seats=4))
+    host.start(alive, ranks.resume)
+    host.start([3, 4], ranks.create, ranks.moving(4, seats=4))
     host.results([*alive, 3, 4])
-    host.succeed([*alive, 3, 4], fill)
+    host.succeed([*alive, 3, 4], ranks.fill)
     host.play([*alive, 3, 4])
-    assert host.do([*alive, 3, 4], captures) == [[0]] * 2 + [[2]] * 2
-    lose(host, [*alive, 3, 4], 3)  # errors name ranks of the group, not seats
+    assert host.do([*alive, 3, 4], ranks.captures) == [[0]] * 2 + [[2]] * 2
+    ranks.lose(host, [*alive, 3, 4], 3)  # errors name ranks of the group, not seats
 
 
-def test_sleep_frees_all_and_graphs_go_on_after_wake(host: Host):
-    names = serve(host, ranks=2)
+def test_sleep_frees_all_and_graphs_go_on_after_wake(host: ranks.Host):
+    names = ranks.serve(host, ranks=2)
     before = host.do(names, free_bytes)
-    planned = host.do(names, sleep)
+    planned = host.do(names, ranks.sleep)
     after = host.do(names, free_bytes)
     if host.device.type == "cpu":
         planned = [2, 2]  # windows
@@ -142,50 +124,50 @@ def test_sleep_frees_all_and_graphs_go_on_after_wake(host: Host):
         assert host.do(names, wake) == ["awake"] * 2
         assert host.do(names, is_valid, 0) == [True] * 2
         host.play(names)
-        host.do(names, sleep)
+        host.do(names, ranks.sleep)
     host.form(names)
-    host.do(names, resume)
+    host.do(names, ranks.resume)
     host.play(names)
-    assert host.do(names, captures) == [[0]] * 2
+    assert host.do(names, ranks.captures) == [[0]] * 2
 
 
-def test_weights_go_and_come_with_the_windows(host: Host):
-    names = serve(host, ranks=2)
+def test_weights_go_and_come_with_the_windows(host: ranks.Host):
+    names = ranks.serve(host, ranks=2)
     host.succeed(names, sleep_with_weights)
     assert host.do(names, wake_with_weights) == ["awake"] * 2
     host.play(names)
-    assert host.do(names, captures) == [[0]] * 2
+    assert host.do(names, ranks.captures) == [[0]] * 2
 
 
-def test_a_rank_that_cannot_restore_its_weights(host: Host):
+def test_a_rank_that_cannot_restore_its_weights(host: ranks.Host):
     """Rounds of the others end at once. It takes part again with all its experts loaded."""
-    names = serve(host, ranks=2)
+    names = ranks.serve(host, ranks=2)
     host.succeed(names, sleep_with_weights)
     closed, awake = host.do(names, wake_with_weights, 0)
     assert "closed" in closed and awake == "awake"
     begin = time.monotonic()
-    assert host.do([1], play_until_timeout) == [[0]] and time.monotonic() - begin < SOON_S
+    assert host.do([1], ranks.play_until_timeout) == [[0]] and time.monotonic() - begin < SOON_S
     host.form(names)
-    loaded, kept = host.do(names, resume)
-    assert sorted(move[1] for move in loaded) == [*range(EXPERTS)] and kept == []
+    loaded, kept = host.do(names, ranks.resume)
+    assert sorted(move[1] for move in loaded) == [*range(ranks.EXPERTS)] and kept == []
     host.play(names)
 
 
 @pytest.mark.parametrize("step", ["asleep", "checks", "maps", "has windows"])
-def test_a_death_during_sleep_and_wake(host: Host, step: str):
-    names = serve(host, ranks=3)
-    host.do(names, sleep)
+def test_a_death_during_sleep_and_wake(host: ranks.Host, step: str):
+    names = ranks.serve(host, ranks=3)
+    host.do(names, ranks.sleep)
     if step == "asleep":
         host.signal(1, signal.SIGKILL)
         host.processes[1].join()
     else:
-        host.succeed([1], fail_in, step, die)
+        host.succeed([1], ranks.fail_in, step, ranks.die)
         host.start([1], wake)
     begin = time.monotonic()
     assert host.do([0, 2], wake) == ["EPResumeError"] * 2
     assert time.monotonic() - begin < SOON_S
     host.form([0, 2])
-    host.do([0, 2], resume)
+    host.do([0, 2], ranks.resume)
     host.play([0, 2])
 
 
@@ -196,25 +178,25 @@ def raise_interrupted() -> None:
 
 
 @pytest.mark.parametrize("step", ["checks", "maps", "has windows"])
-def test_a_signal_during_wake(host: Host, step: str):
+def test_a_signal_during_wake(host: ranks.Host, step: str):
     """All ranks are asleep then, and wake later. Graphs go on."""
-    names = serve(host, ranks=2)
-    host.do(names, sleep)
+    names = ranks.serve(host, ranks=2)
+    host.do(names, ranks.sleep)
     asleep = host.do(names, free_bytes)
-    host.succeed([1], fail_in, step, raise_interrupted)
+    host.succeed([1], ranks.fail_in, step, raise_interrupted)
     assert host.do(names, wake) == ["EPResumeError"] * 2
     assert host.do(names, free_bytes) == asleep
     assert host.do(names, refusals) == [["this ExpertParallel sleeps: call `wake`"] * 4] * 2
     assert host.do(names, wake) == ["awake"] * 2
     host.play(names)
-    assert host.do(names, captures) == [[0]] * 2
+    assert host.do(names, ranks.captures) == [[0]] * 2
 
 
 @pytest.mark.parametrize("step", ["checks", "maps", "has windows"])
 def test_no_other_thread_joins_while_one_wakes(step: str):
-    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
         ep.sleep(lambda: refuse_another_thread(ep.poll))
-        fail_in(None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)])
+        ranks.fail_in(None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)])
         ep.wake()
         assert ep.generation == 1
 
@@ -230,7 +212,7 @@ def test_close_leaves_what_another_thread_has_mapped(monkeypatch, step):
             other.submit(ep.close).result()
         mapped.extend(places.mapped for places in ep._addresses._scratch.values())
 
-    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
         ep.sleep()
         if step == "resume":
             ep.wake()
@@ -241,23 +223,23 @@ def test_close_leaves_what_another_thread_has_mapped(monkeypatch, step):
 
 def test_no_thread_joins_after_a_call_within_a_call():
     """Of a signal handler, which wakes the group up in the middle of a failing `resume`."""
-    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
         ep.sleep()
 
         def handler() -> None:
-            fail_in(None, "checks", raise_interrupted)
+            ranks.fail_in(None, "checks", raise_interrupted)
             with pytest.raises(EPResumeError):
                 ep.resume()
             refuse_another_thread(ep.wake)
 
-        fail_in(None, "checks", handler)
+        ranks.fail_in(None, "checks", handler)
         ep.wake()
 
 
 def test_a_resume_that_is_interrupted_keeps_no_move_to_itself():
     """A signal handler raises at any step: the next `resume` returns what the caller has not learned."""
     lost = 0
-    with epmoe.ExpertParallel(staying(spread(1, 1), torch.device("cpu"))) as ep:
+    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
         for event in itertools.count():
             generation = ep.generation
             with interrupted_at(event, {service.__file__}) as interrupts, suppress(EPResumeError):
@@ -265,13 +247,13 @@ def test_a_resume_that_is_interrupted_keeps_no_move_to_itself():
             if not interrupts.came:
                 break
             changed = ep.generation != generation
-            assert len(ep.resume()) == EXPERTS * changed
+            assert len(ep.resume()) == ranks.EXPERTS * changed
             lost += changed
     assert lost > 0
 
 
 def test_what_cannot_sleep_or_wake():
-    config = staying(spread(1, 1), torch.device("cpu"))
+    config = ranks.staying(ranks.spread(1, 1), torch.device("cpu"))
     with epmoe.ExpertParallel(config) as ep:
         with pytest.raises(EPStateError, match="does not sleep"):
             ep.wake()

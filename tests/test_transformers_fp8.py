@@ -90,8 +90,7 @@ def test_gates_of_transformers(config):
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{"block": None}, {"block": None, "scale_fmt": "ue8m0"}, {"config": {"moe_intermediate_size": 192}}],
+    "keys", [{"block": None}, {"block": None, "scale_fmt": "ue8m0"}, {"config": {"moe_intermediate_size": 192}}]
 )
 def test_scales_of_whole_weights_and_blocks_with_rows_of_gate_and_up(keys):
     """transformers counts blocks over the rows of gate and up together, and keeps a scale of each for whole weights."""

@@ -71,16 +71,8 @@ def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
     largest = 0.0 if config.exchange.combine_payload == "fp8" else 2.0**8
     for rank in range(size):
         T, seed = random.choice([0, 1, M, random.randint(0, M)]), random.getrandbits(20)
-        mine = make_tokens(
-            config,
-            rank,
-            T,
-            seed=seed,
-            kind=kind,
-            id_dtype=id_dtype,
-            weight_dtype=weight_dtype,
-            padded=random.randint(0, T),
-        )
+        kinds = {"kind": kind, "id_dtype": id_dtype, "weight_dtype": weight_dtype}
+        mine = make_tokens(config, rank, T, seed=seed, padded=random.randint(0, T), **kinds)
         bits = torch.Generator().manual_seed(seed)
         info = torch.iinfo(id_dtype)
         any_ids = torch.randint(info.min, info.max, (T, K), generator=bits, dtype=id_dtype)

@@ -213,10 +213,7 @@ FP8_LAYER, MXFP4_LAYER = (FP8, "weight_scale_inv", torch.float32), (torch.uint8,
 
 
 def test_loaded_weights_are_taken_as_they_are() -> None:
-    for layer, dtype in (
-        (layer_of(*FP8_LAYER, 128, 128), FP8),
-        (layer_of(*MXFP4_LAYER, 1, 32), MXFP4),
-    ):
+    for layer, dtype in ((layer_of(*FP8_LAYER, 128, 128), FP8), (layer_of(*MXFP4_LAYER, 1, 32), MXFP4)):
         ours = loaded(layer, quantized=True)
         assert ours.w_down.dtype == dtype and ours.w_down.data_ptr() == layer.w2_weight.data_ptr()
         assert (ours.interleaved, ours.limit, ours.alpha, ours.up_offset) == (True, 7.0, 1.702, 1.0)

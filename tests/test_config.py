@@ -1,4 +1,4 @@
-"""EPConfig: accepted values, rejected values, and the error messages."""
+"""EPConfig: accepted values, rejected values, the error messages, and every file in configs/."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.config_file import find_config
 
 ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
 MODEL = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
 TOPOLOGY = {"ep_size": 4}
 
@@ -175,7 +176,7 @@ def test_a_ready_configuration_is_found_by_its_name(tmp_path, monkeypatch):
     """A file of this name comes first, and a folder does not."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cpu_demo").mkdir()
-    ready = ROOT / "configs" / "cpu_demo.yaml"
+    ready = CONFIGS / "cpu_demo.yaml"
     assert find_config("cpu_demo") == find_config("cpu_demo.yaml") == ready
     assert EPConfig.load("cpu_demo") == EPConfig.load(ready)
     assert find_config("other.yaml") == Path("other.yaml")  # reading it gives the error
@@ -223,3 +224,39 @@ def test_config_is_accepted_exactly_if_routing_is_possible(experts, top_k, group
     else:
         with pytest.raises(ConfigError, match="^`(model|routing)[.]"):
             make(**sections)
+
+
+SHAPES = {  # R, E, K, D
+    "cpu_demo": (4, 16, 4, 256),
+    "cpu_bench": (4, 64, 8, 1024),
+    "h200x8_deepseek_v3": (8, 256, 8, 7168),
+    "h200x8_qwen3_235b": (8, 128, 8, 4096),
+    "h200x2_qwen3_30b": (2, 128, 8, 2048),
+    "h200x4_gpt_oss_120b": (4, 128, 4, 2880),
+    "h200x8_mixtral": (8, 8, 2, 4096),
+    "h200x8_llama4_maverick": (8, 128, 1, 5120),
+    "h200x8_qwen3_next_80b": (8, 512, 10, 2048),
+    "h200x8_deepseek_v4_flash": (8, 256, 6, 4096),
+    "h200x8_kimi_k2": (8, 384, 8, 7168),
+}
+
+
+def test_no_configuration_is_missed():
+    assert {path.stem for path in CONFIGS.iterdir()} == set(SHAPES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_ready_configuration_loads(name):
+    """It gives each rank the same number of experts, and has its model's shape."""
+    config = EPConfig.load(CONFIGS / f"{name}.yaml")
+    model = config.model
+    shape = (config.topology.ep_size, model.num_experts, model.num_experts_per_tok, model.hidden_size)
+    assert shape == SHAPES[name]
+    placement = config.place_experts()
+    assert {placement.num_local_experts(rank) for rank in range(shape[0])} == {shape[1] // shape[0]}
+
+
+def test_deepseek_routing():
+    routing = EPConfig.load(CONFIGS / "h200x8_deepseek_v3.yaml").routing
+    assert (routing.scoring, routing.renormalize, routing.routed_scaling_factor) == ("sigmoid", True, 2.5)
+    assert (routing.num_expert_groups, routing.top_groups) == (8, 4)

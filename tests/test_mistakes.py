@@ -523,3 +523,13 @@ def test_a_field_of_the_other_layout(groups, kind, layout, absent):
     assert "extra" not in repr(d.recv)
     assert d.recv.counts.tolist() == [T]
     ep.abort(d)
+
+
+def test_the_operator_checks_what_would_be_a_wild_pointer(groups):
+    """Scales of rows that are fp8 already."""
+    ep, given = groups("fp8", CPU), SENT["fp8"]
+    ep.abort(d := ep.dispatch(**given))
+    rest = (None, T, *ep.exchange.memory, d.sent.descriptor)
+    for x, wrong in ((q, None), (q.bfloat16(), scales), (q, scales[:, :2]), (q, scales.double())):
+        with pytest.raises(RuntimeError, match="scales"):
+            ops.dispatch(x, ids, weights, wrong, *rest)

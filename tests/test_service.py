@@ -14,6 +14,7 @@ import random
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from waits import LONG_S, SOON_S
 
 import epmoe
+from epmoe.exchange.window_nvlink import _check_peer_access
+from epmoe.group.peers import Peers
 from epmoe.native.arguments import check_tensor
 from epmoe.rail.opening import check_shared_memory
 
@@ -35,8 +38,9 @@ def test_one_process_is_a_group_of_one():
         x = torch.randn(3, 64)
         d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
         assert torch.equal(ep.combine(d.rows, d), x * torch.tensor([[2.0], [2.0], [1.0]]))
-    with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
-        ep.health()
+    for call in (ep.health, ep.poll):
+        with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
+            call()
 
 
 @pytest.mark.usefixtures("serving")
@@ -124,15 +128,6 @@ def test_a_gpu_that_is_not_the_current_one():
             ep.dispatch(x, ids.to("cuda:0"), weights)
 
 
-def test_usable_outside_the_inference_mode_it_was_made_in():
-    with torch.inference_mode():
-        ep = epmoe.ExpertParallel(alone())
-    x = torch.randn(2, 64)
-    d = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
-    assert torch.equal(ep.combine(d.rows, d), x)
-    ep.close()
-
-
 class Interrupted(Exception):
     """What a signal handler raises."""
 
@@ -192,6 +187,24 @@ def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
     said = rf"a block at most {kib} KiB .* {experts} physical experts over 8 ranks"
     with nullcontext() if fits else pytest.raises(ValueError, match=said):
         check_shared_memory(config, torch.device("cuda", 0))
+
+
+@dataclass(frozen=True)
+class OnGpus(Peers):
+    """Rank r is on GPU r."""
+
+    def all_gather(self, value):
+        return list(range(self.size))
+
+
+def test_gpus_without_peer_access_are_named(monkeypatch):
+    """GPU 0 reaches GPU 1, but not 2; GPU 3 is hidden from this process, so that only the driver knows."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 2)
+    peers = OnGpus(None, 0, 4, [0, 1, 2, 3])
+    with pytest.raises(RuntimeError, match=r"the GPU of rank 0 has no peer access to that of rank\(s\) \[2\]"):
+        _check_peer_access(peers, torch.device("cuda", 0))
+    _check_peer_access(OnGpus(None, 0, 2, [0, 1]), torch.device("cuda", 0))
 
 
 def test_fp8_travels_in_whole_blocks():

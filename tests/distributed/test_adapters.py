@@ -12,7 +12,6 @@ import adapter_models
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import dequantized, quantized
 from helpers import ON_GPUS, ON_THE_CPU, assert_close, captured, randn
 
 from epmoe import EPAbortedError, EPStateError, ExpertParallel, GroupedExperts, LoRA, MoELayer, checkpoint
@@ -89,20 +88,6 @@ def test_each_token_gets_its_adapter(open_ep, device, rank, options):
     x, numbers = inputs(ep, 5, 8)
     y = layer(x.view(2, 4, D), adapter_ids=numbers.view(2, 4))
     assert y.shape == (2, 4, D) and torch.equal(y.view(8, D), layer(x, adapter_ids=numbers))
-
-
-def test_fp8_rows(open_ep):
-    """A row in fp8 has the number of its adapter behind it, too."""
-    ep = open_ep(hidden=128, exchange={"payload": "fp8"})
-    router, gate_up, down = randn(E, 128, seed=1), randn(E, 2 * F, 128, seed=2) / 8, randn(E, 128, F, seed=3) / 8
-    layer = MoELayer.from_full(ep, router, gate_up, down, adapters=1, adapter_rank=4)
-    factors = adapter_models.draw(E, 128, F, 4, seed=1)
-    layer.adapters.put_local(0, adapter_models.adapter_of(factors, E, ep.logical_experts(), 1.0))
-    x, numbers = randn(T, 128, seed=ep.rank).to(ep.device), torch.arange(T).to(ep.device, torch.int32) % 2 - 1
-    ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
-    rounded = dequantized(*quantized(x.cpu()), torch.float32)
-    y = adapter_models.merged_reference(rounded, ids, weights, (gate_up, down), {0: (factors, 1.0)}, numbers.cpu())
-    assert_close(layer(x, adapter_ids=numbers), y, slack=4)
 
 
 def test_experts_that_move_take_their_adapters_along(open_ep, size, rank):

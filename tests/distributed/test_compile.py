@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo as dynamo
-import torch.distributed as dist
 from helpers import full_layer, randn
 from test_layers import D, E, K
 from torch import Tensor, nn
-from waits import SHORT_S
 
 import epmoe
 
@@ -40,35 +38,6 @@ def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
         y = model(x) if n == rank + 3 else step(x)
         assert torch.equal(y, want) and ep.health().rounds == rounds + 2
     assert not dynamo.utils.counters["graph_break"] and dynamo.utils.counters["stats"]["unique_graphs"] <= 3
-
-
-def test_a_rank_that_stays_away(make_ep, rank, size, device):
-    """The operator raises the timeout that `ep.dispatch` raises, and a graph goes on where the next round is good."""
-    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=SHORT_S)
-    layer, _ = full_layer(ep)
-    step = torch.compile(layer, fullgraph=True)
-    x = randn(4, D, seed=rank).to(device)
-    step(x)
-    step(x)
-    if rank != 0:
-        with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
-            step(x)
-            ep.check()  # on a GPU the host runs ahead
-        with pytest.raises(epmoe.EPTimeoutError):
-            step(x)
-    dist.barrier()
-
-
-def test_an_exported_program_among_layers(make_ep, rank, size, device):
-    ep = make_ep(experts=E, top_k=K, hidden=D)
-    layer, _ = full_layer(ep)
-    program = torch.export.export(
-        layer, (randn(5, D).to(device),), dynamic_shapes=({0: torch.export.Dim("T", min=2, max=40)},)
-    )
-    for T in (2, 9):
-        x = randn(T + rank, D, seed=rank).to(device)
-        want = layer(x)
-        assert torch.equal((layer if rank == 0 else program.module())(x), want)
 
 
 def test_within_at_most(make_ep, rank, size, device):

@@ -35,7 +35,6 @@ from waits import AT_ONCE_S, LONG_S, SOON_S, ctrl_c, meanwhile, store, within
 
 import epmoe
 from epmoe import EPAbortedError, EPMismatchError, EPOverflowError, EPStateError, EPTimeoutError, ExpertParallel
-from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -296,26 +295,6 @@ def test_abort_on_a_gpu_that_is_full(make_ep, rank, size, device, payload):
     ep.abort(d)
     assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
     run_round(ep, tokens)
-    ep.check()
-
-
-@pytest.mark.parametrize("call", ["dispatch", "dispatch_send"])
-def test_a_refused_call_may_be_repeated(ep, rank, size, call, monkeypatch):
-    """One rank's call is refused for its arguments, then by the operator itself. No round is open, and none is lost."""
-    needs_one_node(ep, "the network has this rank's rows before the operator runs: the round is given up")
-    tokens = first_round(ep, 9)
-    inputs = given(ep, tokens)
-    if rank == size - 1:
-        with pytest.raises(TypeError, match="`x` must be"):
-            getattr(ep, call)(inputs[0].double(), *inputs[1:])
-        with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
-            patch.setattr(ops, call, out_of_memory)
-            getattr(ep, call)(*inputs)
-        ep.abort()  # there is nothing to abort
-    d = getattr(ep, call)(*inputs)
-    assert d.epoch == 2
-    d = d if call == "dispatch" else ep.dispatch_recv(d)
-    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
     ep.check()
 
 

@@ -95,14 +95,6 @@ def test_each_rank_brings_another_number_of_rounds(make_layers, ll_max_tokens, s
     assert layers.seconds["agree"] > 0
 
 
-@pytest.mark.parametrize("payload", ["bf16", "fp8"])
-def test_one_rank_needs_more_rounds_than_the_others(make_layers, payload, size):
-    layers = make_layers(dtype="bfloat16", hidden=128, exchange={"payload": payload} if payload == "fp8" else {})
-    for alone in range(size):
-        check(layers, [(3 * M + 1) * (r == alone) for r in range(size)], seed=alone)
-        check(layers, [0] * size)
-
-
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("fails_in", [1, 2, 3])
 @pytest.mark.parametrize("who", ["all ranks", "rank 0", "the others"])

@@ -168,17 +168,6 @@ def test_prompts_longer_than_the_limit_run_in_several_rounds(entry_point, rank, 
     assert layers.seconds["agree"] > 0
 
 
-@needs_ep
-def test_shared_batch_longer_than_the_limit(rank, size):
-    needs_heads("gpt_oss")
-    integration.configure(max_num_tokens_per_rank=3)
-    plan = {"lm_head": "colwise_gather_output"}
-    single, spread = single_and_spread("gpt_oss", tp_size=size, tp_plan=plan, ep_size=size)
-    ids = random_ids(29, seed=0)
-    with torch.inference_mode():
-        assert (spread(ids).logits - single(ids).logits).abs().max() <= FP32_LOGITS
-
-
 @pytest.mark.parametrize("num_experts", [3, 11])
 def test_the_experts_function_takes_any_number_of_experts(num_experts, rank):
     layer = spread_models.OneLayer("qwen3_moe", "experts_implementation", num_experts=num_experts)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import spread_models
 from exchanges import nodes_of
 from helpers import ON_GPUS, captured
-from spread_models import DEVICE, both_entry_points, needs_ep, needs_heads, own_gpus, random_ids, single_and_spread
+from spread_models import DEVICE, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
 from transformers import CompileConfig
 
 import epmoe.integrations.transformers as integration
@@ -105,16 +105,6 @@ def test_ranks_whose_texts_end_at_different_steps(rank, size, every_expert):
     tokens, logits = demo.generate(spread, prompt, 6, stopping_criteria=[ends], **options)
     assert len(tokens) == steps
     check_tokens((tokens, logits), (want[0][:steps], want[1][:steps]))
-
-
-@needs_ep
-def test_compiled_generation_from_a_shared_batch(rank, size, every_expert):
-    needs_heads("qwen3_moe")
-    single, spread = single_and_spread("qwen3_moe", dtype=DTYPE, tp_size=size, ep_size=size)
-    prompt = random_ids(13, seed=0)
-    want = demo.generate(single, prompt, 6)
-    check_tokens(demo.generate(spread, prompt, 6, **compiled()), want)
-    assert not breaks_by_epmoe()
 
 
 def test_one_graph_without_breaks(rank, every_expert):

@@ -30,14 +30,7 @@ def test_a_window_across_machines_is_refused(make_ep, size):
 def test_a_token_crosses_once_per_node(make_ep, rank, size, most):
     """Over 50 rounds, what the interface has sent is the slabs and what comes back, within 3 % and headers."""
     T, K, D, rounds = 32, 8, 1024, 50
-    ep = make_ep(
-        ranks_per_node=LOCAL_SIZE,
-        experts=32,
-        top_k=K,
-        hidden=D,
-        dtype="bfloat16",
-        max_tokens=64,
-    )
+    ep = make_ep(ranks_per_node=LOCAL_SIZE, experts=32, top_k=K, hidden=D, dtype="bfloat16", max_tokens=64)
     tokens = make_tokens(ep.config, rank, T)
     run_round(ep, tokens)
     dist.barrier()

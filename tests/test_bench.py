@@ -35,19 +35,6 @@ def _config(ranks: int = 2, **changes: dict) -> EPConfig:
     return EPConfig(**{name: sections.get(name, {}) | changes.get(name, {}) for name in sections | changes})
 
 
-@pytest.mark.slow
-def test_the_command_measures_several_nodes(tmp_path):
-    path, figures = tmp_path / "two.json", tmp_path / "figures.json"
-    config = _config(model={"dtype": "float32"}, topology={"ranks_per_node": 1})
-    path.write_text(config.model_dump_json())
-    command = [sys.executable, "-m", "epmoe", "bench", str(path), "--tokens", "8", "--repeats", "1"]
-    done = run([*command, "--json", str(figures)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(side in done.stdout for side in ("epmoe, fp8 out", "pairs, kept buffers"))
-    content = json.loads(figures.read_text())
-    assert content["benchmark"] == "rail" and content["config"]["topology"]["ranks_per_node"] == 1
-
-
 @pytest.mark.parametrize(
     ("benchmark", "changes", "message"),
     [

@@ -33,19 +33,6 @@ def test_stale_rows_never_reach_real_ones(device, tokens, real):
     assert_close(y[where], moe_reference(x[where], *want, lambda rows, _: rows))
 
 
-@pytest.mark.parametrize(("tokens", "real"), [(128, 1), (1024, 4)])
-def test_declared_padding_yields_zeros(device, tokens, real):
-    x, logits = poison_(torch.empty(tokens, D, device=device)), poison_(torch.empty(tokens, E, device=device))
-    x[:real], logits[:real] = 1.0, torch.arange(float(E), device=device)
-    with poisoned_memory():
-        routing = epmoe.route(logits, K, num_tokens=real, renormalize=True)
-        permuted = epmoe.permute(x, routing.ids, torch.arange(E, dtype=torch.int32, device=device), E)
-        y = epmoe.finalize(permuted.rows, permuted, routing.weights)
-    assert int(permuted.expert_offsets[-1]) == real * K
-    assert_close(y[:real], torch.ones(real, D, dtype=torch.float64))
-    assert y[real:].eq(0).all()
-
-
 def test_invalid_and_zero_weight_pairs_contribute_nothing():
     """Also to the reference, with which layers are compared."""
     ids, weights = torch.tensor([[0, 1, 2, -1]]), torch.tensor([[2.0, torch.nan, 0.0, 1.0]])

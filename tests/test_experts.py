@@ -64,16 +64,6 @@ def test_fp8_rows_are_dequantized_by_block(device, gemm):
     assert_close(experts(rows, ends, scales), _want(experts, plain, [0, 2, 6]), slack=4)
 
 
-def test_weights_are_in_the_state_dict_and_in_the_parameters(device):
-    experts = _experts(3, 64, 32, torch.float32, device)
-    assert isinstance(experts, torch.nn.Module)
-    assert list(experts.state_dict()) == [name for name, _ in experts.named_parameters()] == ["w_gate_up", "w_down"]
-    other = GroupedExperts(torch.zeros(3, 64, 64, device=device), torch.zeros(3, 64, 32, device=device))
-    other.load_state_dict(experts.state_dict())
-    rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
-    assert torch.equal(other(rows, ends), experts(rows, ends))
-
-
 def test_weights_are_not_copied_and_frozen_ones_need_no_no_grad():
     w_gate_up, w_down = torch.nn.Parameter(randn(2, 16, 16)), torch.nn.Parameter(randn(2, 16, 8))
     experts = GroupedExperts(w_gate_up, w_down)
@@ -96,30 +86,9 @@ def test_weights_may_come_with_load_state_dict_assign():
     torch.testing.assert_close(meta(rows, ends), _want(experts, rows, [0, 2, 5]))
 
 
-@pytest.mark.parametrize("made_in_inference_mode", [True, False])
-def test_inference_mode(device, made_in_inference_mode):
-    with torch.inference_mode(made_in_inference_mode):
-        experts = _experts(3, 64, 32, torch.float32, device)
-    rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
-    with torch.inference_mode():
-        inside = experts(rows, ends)
-    assert inside.is_inference() and torch.equal(inside, experts(rows, ends))
-
-
 def test_deepcopy_and_pickle():
     experts = _experts(3, 64, 32, torch.float32, torch.device("cpu"))
     rows, ends = randn(20, 64), torch.tensor([0, 7, 7, 20], dtype=torch.int32)
     for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert other.w_down.data_ptr() != experts.w_down.data_ptr()
         assert torch.equal(other(rows, ends), experts(rows, ends))
-
-
-@pytest.mark.parametrize("gemm", ["torch", "loop"])
-def test_autocast_changes_nothing(device, gemm):
-    """Outputs stay in the weights' dtype, which is that of the rows and the one that combine takes."""
-    experts = _experts(3, 64, 32, torch.float32, device)
-    experts.gemms = (gemm,)
-    rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
-    want = experts(rows, ends)
-    with torch.autocast(device.type, torch.bfloat16):
-        assert torch.equal(experts(rows, ends), want)

@@ -175,17 +175,6 @@ def test_a_stopped_rank_is_named_and_raises_too(host):
     assert host.do(names, close) == [set()] * 3
 
 
-def test_a_slow_rank_is_waited_for(host):
-    """Slower than the ordinary deadline, but in the first round, which has a longer one."""
-    names = serve(host)
-    host.succeed(names, close)
-    host.succeed(names, begin, make_config(3, timeout_s=0.4, exchange={"warmup_timeout_s": LONG_S}))
-    host.start([0, 2], play, 1)
-    time.sleep(2 * 0.4)
-    host.start([1], play, 1)
-    assert host.answers(names) == ["played"] * 3
-
-
 @pytest.mark.parametrize("fault", ["dies", "dies in a round", "stops"])
 def test_every_rank_of_two_nodes_names_the_rank_that_is_gone(host, fault):
     serve(host, 4, nodes=2)

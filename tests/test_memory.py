@@ -34,12 +34,6 @@ def test_by_hand():
     assert [plan_of(rank)["tokens_per_expert"].shape for rank in range(4)] == [(3,), (3,), (2,), (2,)]
 
 
-def test_only_scales_that_are_copied_by_16_bytes_are_padded():
-    """Scales of 5 blocks: rows of the scales that the caller sees have no gap between them."""
-    plan = plan_of(model={"hidden_size": 640}, exchange={"payload": "fp8", "combine_payload": "fp8"})
-    assert (plan["recv.scales"].shape, plan["combine.scales"].shape) == ((4, 8, 5), (4, 8, 8))
-
-
 @pytest.mark.parametrize(
     "sections",
     [
@@ -62,18 +56,6 @@ def test_buffers_lie_apart_and_fill_their_region(sections):
         memory = torch.empty(size, dtype=torch.uint8)
         assert all((view := b.view(memory)).shape == b.shape and view.dtype == b.dtype for b in buffers)
     assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes
-
-
-def test_every_rank_has_the_same_window():
-    """A writer computes addresses in its peers' windows from its own plan."""
-    plans = [plan_of(rank, placement={"strategy": "round_robin"}) for rank in range(4)]
-    windows = [[b for b in plan.buffers if b.region == "window"] for plan in plans]
-    assert all(window == windows[0] for window in windows)
-
-
-def test_capacity_bounds_the_rows():
-    assert plan_of(capacity={"max_expert_rows": 40})["rows"].shape == (40, 64)
-    assert plan_of(capacity={"alignment": 5})["rows"].shape == (80, 64)  # 64 + 3 · 4, rounded up
 
 
 @pytest.mark.parametrize("nvlink", [False, True])
@@ -121,7 +103,3 @@ def test_the_rail_to_the_byte(payload):
     assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes
     ends = [buffer.offset + buffer.nbytes for buffer in plan.buffers if buffer.region == "rail"]
     assert max(ends) <= plan.rail_bytes < max(ends) + 128
-
-
-def test_one_node_has_no_rail():
-    assert plan_of().rail_bytes == 0

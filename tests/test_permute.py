@@ -130,6 +130,3 @@ def test_no_tokens_and_no_experts(device):
 def test_strided_rows(device):
     wide, wide_ids = randn(30, 96).to(device), distinct_ids(30, 8, 6).to(device)
     checked_permute(wide[::2, 32:64], wide_ids[::2, 1:4], expert_map(8, [0, 2, 4, 7], device), 4)
-
-
-X, IDS, MAP = torch.zeros(4, 16), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)

@@ -73,11 +73,6 @@ def test_moves_to_a_new_rank():
         old.moves(new, [0])
 
 
-def test_one_rank_has_no_foreign_expert():
-    assert Placement.build(4, 1, num_redundant_experts=1).sentinel(0) == 5
-    assert Placement.build(2, 2, "explicit", [1, 1]).sentinel(1) == 2
-
-
 @pytest.mark.parametrize("call", ["expert_map", "sentinel", "local_experts", "num_local_experts"])
 def test_a_wrong_rank_is_named(call):
     with pytest.raises(ValueError, match="`rank` must be an integer from 0 to 1, got 2"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from helpers import alone
@@ -61,25 +59,6 @@ def test_several_exchanges_of_which_one_is_closed(at_each_scrape):
         assert (rounds("model"), rounds("draft")) == (1.0, 0.0)
         draft.close()
         assert (rounds("model"), rounds("draft")) == (1.0, None)
-
-
-def test_a_scrape_on_another_thread_during_rounds():
-    with make_ep() as ep:
-        scraped, stop, seen = registry(ep), threading.Event(), []
-
-        def scrape() -> None:
-            while not stop.is_set():
-                seen.append(scraped.get_sample_value("epmoe_rounds_total", {"exchange": "default", "rank": "0"}))
-
-        thread = threading.Thread(target=scrape)
-        thread.start()
-        try:
-            while len(seen) < 20:
-                play(ep)
-        finally:
-            stop.set()
-            thread.join()
-        assert seen == sorted(seen) and seen[-1] <= ep.health().rounds
 
 
 def test_experts_that_move_are_exported_by_layer():

@@ -91,24 +91,21 @@ def test_an_abort_without_a_handle_leaves_no_trace(ep):
     ep.abort()  # a closed ExpertParallel has no round
 
 
-def test_a_combine_that_its_operator_refuses_may_be_repeated(ep, monkeypatch):
-    d = ep.dispatch(*INPUTS)
-    for call in ("combine", "combine_send"):
+def test_a_call_that_its_operator_refuses_may_be_repeated(ep, monkeypatch):
+    """Nothing was sent, so no round is open, or the same one still is."""
+
+    def refused(call: str, *arguments: object) -> None:
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
             patch.setattr(epmoe.native.ops, call, Mock(side_effect=MemoryError))
-            getattr(ep, call)(d.rows, d)
-    assert torch.equal(ep.combine(d.rows, d), 2 * X)
+            getattr(ep, call)(*arguments)
 
-
-def test_poll_between_calls_that_went_well(ep):
-    ep.poll()
+    for call in ("dispatch", "dispatch_send"):
+        refused(call, *INPUTS)
+        ep.abort()  # there is nothing to abort
     d = ep.dispatch(*INPUTS)
-    ep.poll()
-    ep.combine(d.rows, d)
-    ep.poll()
-    ep.close()
-    with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
-        ep.poll()
+    for call in ("combine", "combine_send"):
+        refused(call, d.rows, d)
+    assert torch.equal(ep.combine(d.rows, d), 2 * X) and d.epoch == 1 and ep.health().aborted_rounds == [0]
 
 
 def test_an_overflow_is_raised_once_and_leaves_the_round_open():
@@ -119,14 +116,6 @@ def test_an_overflow_is_raised_once_and_leaves_the_round_open():
                 ep.poll()
             ep.poll()
             assert ep.combine(d.rows, d).shape == X.shape
-
-
-def test_an_overflow_that_is_only_counted():
-    with make_ep(max_expert_rows=5, on_overflow="drop") as ep:
-        d = ep.dispatch(*INPUTS)
-        ep.poll()
-        ep.combine(d.rows, d)
-        assert ep.health().dropped_pairs == 3
 
 
 def test_poll_raises_a_mismatch_once_and_leaves_the_round_open(ep):

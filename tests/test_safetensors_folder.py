@@ -314,10 +314,7 @@ WRONG = {
         lambda: changed(each(), "down_proj", lambda t: t[:, 1:].clone()),
         r"gate_proj.weight` is F32 \[128, 256\], and .*down_proj.weight` is F32 \[256, 127\], which do not fit",
     ),
-    "two formats": (
-        lambda: each() | fused(),
-        r"got also .*experts.down_proj, .*experts.gate_up_proj$",
-    ),
+    "two formats": (lambda: each() | fused(), r"got also .*experts.down_proj, .*experts.gate_up_proj$"),
     "fused, more experts": (
         lambda: changed(fused(), "experts.down_proj", lambda t: torch.cat([t, t[:1]])),
         r"experts.down_proj` is F32 \[7, 256, 128\], but must have 6 rows, as the router has",
@@ -489,8 +486,3 @@ def test_from_full_needs_a_row_for_each_expert(wrong):
         (name,) = wrong
         with pytest.raises(ValueError, match=rf"`{name}` must have a row for each of 6 experts, got \["):
             epmoe.MoELayer.from_full(ep, randn(E, D), **weights_of_experts() | wrong)
-
-
-def test_placement_lists_the_logical_experts_of_a_rank():
-    placement = epmoe.Placement.build(4, 2, "explicit", [1, 0, 1, 0, 0, 0], 2, [1, 2])
-    assert [placement.logical_experts(rank) for rank in range(2)] == [[1, 3, 1, 2], [0, 2]]

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from helpers import randn, refuse_another_thread
-from test_service import CONFIG, D, E, K, assert_works, inputs
+from test_service import CONFIG, D, E, assert_works, inputs
 
 import epmoe
 from epmoe.exchange.addresses import Places
@@ -74,15 +74,6 @@ def test_no_thread_gets_in_while_windows_go(ep, monkeypatch):
     monkeypatch.setattr(Places, "unmap", interrupted)
     ep.close()
     assert refused and all(refused)
-
-
-def test_a_refused_call_leaves_the_expert_parallel_to_other_threads(ep):
-    with pytest.raises(TypeError):
-        ep.dispatch(None, None, None)
-    thread = threading.Thread(target=assert_works, args=[ep])
-    thread.start()
-    thread.join()
-    assert sum(ep.health().tokens_per_expert) == 5 * K  # the other thread's round is complete
 
 
 def test_a_refused_thread_costs_another_no_round(ep, monkeypatch):
@@ -148,16 +139,6 @@ def test_what_follows_a_refusal_harms_no_round(ep, monkeypatch, during):
         on_a_thread()
     torch.testing.assert_close(ep.combine(d.rows, d), x)
     assert not errors and ep.health().aborted_rounds == [0] and ep.health().rounds == 1
-    assert_works(ep)
-
-
-def test_the_round_of_a_thread_that_has_ended_can_be_aborted(ep):
-    thread = threading.Thread(target=lambda: ep.dispatch(*inputs()))
-    thread.start()
-    thread.join()
-    with pytest.raises(epmoe.EPStateError, match="round 1 is still open"):
-        ep.dispatch(*inputs())
-    ep.abort()
     assert_works(ep)
 
 

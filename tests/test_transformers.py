@@ -114,14 +114,6 @@ def test_configure_names_a_wrong_key_and_keeps_earlier_settings():
 
 
 @torch.no_grad()
-def test_under_torchrun_without_a_process_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
-    with pytest.warns(UserWarning, match="WORLD_SIZE is 2, but torch.distributed is not initialised: no experts are"):
-        experts(*tokens_for(experts, 8, 2))
-
-
-@torch.no_grad()
 def test_poll_hints_at_ranks_that_have_ended_generate(monkeypatch):
     """What the others get is in tests/distributed/test_more_rounds.py."""
     experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))

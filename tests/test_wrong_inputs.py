@@ -14,7 +14,6 @@ from launched import run_python, start_server
 from typer.testing import CliRunner
 
 from epmoe.cli import app
-from epmoe.config.config import ConfigError, EPConfig
 
 SCREEN = 24  # lines
 GOOD = """
@@ -214,10 +213,3 @@ def test_of_several_ranks_only_one_prints_the_usage() -> None:
     for arguments in ("run", "run good.yaml --steps 0", "ran", "run nowhere.yaml"):
         result = CliRunner().invoke(app, arguments.split(), env=RANKS | {"RANK": "1"})
         assert (result.exit_code, result.output) == (2, ""), arguments
-
-
-@pytest.mark.parametrize("name", ["nowhere.yaml", "folder.yaml", "good.ini"])
-def test_wrong_calls_raise_a_config_error_of_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=name) as caught:
-        EPConfig.load(name)
-    assert len(str(caught.value).splitlines()) == 1

@@ -20,7 +20,7 @@ class Runs:
 
 
 def sent_by_another(data: bytes, length: int | None = None) -> Peers:
-    """A group of two, as rank 0. Rank 1 sends this in place of a value, and of its length, which comes with its begin."""
+    """A group of two, as rank 0. Rank 1 sends this in place of a value, and of its length, which comes first."""
     begin = (length or len(data)).to_bytes(8, "little", signed=True) + data[:4096]
     theirs = iter(torch.tensor(list(part), dtype=torch.uint8) for part in (begin, data[4096:]))
 

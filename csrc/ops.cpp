@@ -257,9 +257,10 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                     "row_scales must be float32 [N, D / 128]");
   }
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
+  // Of h in fp8: scales of blocks, or powers of two.
   int64_t columns = padded_columns(fp8 && token_tiles == 0 ? N : 0);
-  Tensor exponents = empty_like_device(rows, {fp8 && token_tiles ? N : 0, F / 16}, ScalarType::Byte);
-  Tensor h_scales = empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float);
+  Tensor scales = columns ? empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float)
+                          : empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
       .format = format,
@@ -280,8 +281,8 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
       .interleaved = interleaved,
       .gating = gating_of(limit, alpha, up_offset),
       .h_NF = h.data_ptr(),
-      .exponents_N = static_cast<uint8_t*>(exponents.data_ptr()),
-      .h_scales_BN = static_cast<float*>(h_scales.data_ptr()),
+      .exponents_N = static_cast<uint8_t*>(scales.data_ptr()),
+      .h_scales_BN = static_cast<float*>(scales.data_ptr()),
       .h_scales_stride = columns,
       .out_ND = out.data_ptr(),
   };

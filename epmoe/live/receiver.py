@@ -251,11 +251,10 @@ class WeightReceiver:
     def _stage(self, number: int) -> Version:
         """Map a version, and copy it where there is memory. Raises ValueError where it does not fit."""
         with self._copies.running():
-            version = map_version(self._folder, number, self._copies.memory)
-            for name, weights in self._weights().items():
+            version, own, now = map_version(self._folder, number, self._copies.memory), self._own, self._weights()
+            for name, weights in now.items():
                 _check(name, version, self._layers[name].experts, weights, self._ep.config.model.num_experts)
             if (spare := self._spare) is not None:
-                own, now = self._own, self._weights()
                 self._free = {name: self._copies.free(own[name], spare[name], now[name]) for name in now}
                 self._copy(version, self._free)
         return version

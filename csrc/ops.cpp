@@ -295,20 +295,22 @@ Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
   STD_TORCH_CHECK(is_whole(x, x.scalar_type(), {T, k}) && is_whole(weight, x.scalar_type(), {n, k}) &&
                       dtype_of(x) != DType::kFloat8E4M3,
                   "x must be contiguous [T, k] and weight [n, k], in one dtype");
-  int64_t parts = cuda::library().api->invariant_linear_parts(T, n, k);
-  Tensor workspace = empty_like_device(x, {parts, T, n}, ScalarType::Float);
   Tensor out = torch::stable::new_empty(x, {T, n});
-  InvariantLinearArgs args{
-      .x_Tk = x.data_ptr(),
-      .weight_nk = weight.data_ptr(),
-      .dtype = dtype_of(x),
-      .T = T,
-      .n = n,
-      .k = k,
-      .parts = parts ? static_cast<float*>(workspace.data_ptr()) : nullptr,
-      .out_Tn = out.data_ptr(),
-  };
-  launch(x, args, &cuda::Api::invariant_linear);
+  launch_on_device_of(x, [&](const cuda::Api& api, cuda::Stream stream) {
+    int64_t parts = api.invariant_linear_parts(T, n, k);  // by the multiprocessors of this device
+    Tensor workspace = empty_like_device(x, {parts, T, n}, ScalarType::Float);
+    InvariantLinearArgs args{
+        .x_Tk = x.data_ptr(),
+        .weight_nk = weight.data_ptr(),
+        .dtype = dtype_of(x),
+        .T = T,
+        .n = n,
+        .k = k,
+        .parts = parts ? static_cast<float*>(workspace.data_ptr()) : nullptr,
+        .out_Tn = out.data_ptr(),
+    };
+    return api.invariant_linear(args, stream);
+  });
   return out;
 }
 

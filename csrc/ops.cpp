@@ -249,6 +249,7 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
   STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 2 || token_tiles == (packed ? 4 : 0),
                   "token_tiles must be 1 or 2, or 4 with MXFP4, else 0");
+  STD_TORCH_CHECK(token_tiles || !down_bias, "with 0 token_tiles there is no bias of down");
   STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
   if (fp8) {
     check_rows(*row_scales, "row_scales");

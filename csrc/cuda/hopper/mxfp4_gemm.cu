@@ -129,7 +129,8 @@ struct Widener {
       uint4 groups[kBatch][2];
       wait_mbarrier(&arrived[n % kSlots], n / kSlots & 1);
       read(n % kSlots, groups);
-      __syncwarp();  // the slot has been read
+      fence_shared_for_tma();  // the slot has been read, and load() lets TMA write it
+      __syncwarp();
       const Batch later = load();
       const bool large = __any_sync(kAllLanes, has_large(here.scales[0]) || has_large(here.scales[1]));
 #pragma unroll

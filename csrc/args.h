@@ -139,7 +139,7 @@ enum class WeightFormat : uint8_t { kBf16, kFp8, kMxfp4 };
 // The operator few_rows: the experts stage. Rows are fp8 with scales for kScaleBlock where weights are fp8, else bf16.
 struct FewRowsArgs {
   WeightFormat format;
-  uint8_t token_tiles;  // of 8 rows of an expert, which share a reading of its weights; 0: one order of sums
+  uint8_t token_tiles;  // of 8 rows of an expert, which share a reading of its weights
   const void* rows_ND;  // contiguous
   const float* row_scales_NB;
   int64_t row_scales_stride;  // between rows

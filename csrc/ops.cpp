@@ -247,9 +247,8 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
       "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such weights, else bfloat16");
   STD_TORCH_CHECK(D % step == 0 && F % step == 0, "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
-  STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 2 || token_tiles == (packed ? 4 : 0),
-                  "token_tiles must be 1 or 2, or 4 with MXFP4, else 0");
-  STD_TORCH_CHECK(token_tiles || !down_bias, "with 0 token_tiles there is no bias of down");
+  STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 4 || token_tiles == (packed ? 2 : 8),
+                  "token_tiles must be 1 or 4, or 2 with MXFP4, else 8");
   STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
   if (fp8) {
     check_rows(*row_scales, "row_scales");
@@ -258,10 +257,9 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                     "row_scales must be float32 [N, D / 128]");
   }
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
-  // Of h in fp8: scales of blocks, or powers of two.
-  int64_t columns = padded_columns(fp8 && token_tiles == 0 ? N : 0);
-  Tensor scales = columns ? empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float)
-                          : empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
+  int64_t columns = padded_columns(fp8 && token_tiles > 1 ? N : 0);
+  Tensor exponents = empty_like_device(rows, {fp8 && token_tiles == 1 ? N : 0, F / 16}, ScalarType::Byte);
+  Tensor h_scales = empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
       .format = format,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,9 @@ from helpers import ON_GPUS, alone, captured, poison_, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.local.gemm.few_rows import MOST_ROWS, MOST_ROWS_OF_MXFP4, FewRows, most_rows
+from epmoe.local.gemm.few_rows import MOST_ROWS_OF_MXFP4, FewRows, most_rows
+from epmoe.local.gemm.few_rows_by_tma import most_rows_by_tma
 from epmoe.local.gemm.gemm import Segments, Weights
-from epmoe.local.gemm.invariant_few_rows import MOST_INVARIANT_ROWS
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.quantize import dequantize_rows
 from epmoe.local.weight_formats import dequantize_weights
@@ -111,14 +112,15 @@ class Rows:
 
 
 INVARIANT = {"batch_invariant": True}
+BY_WIDTH = 0.1, 16.0, 32.0  # rows of an expert for tiles of 8, of 32 and of 64 rows
 ALL_STAGES = pytest.mark.parametrize(
     ("dtype", "options"), [(BF16, {}), (FP8, {}), (MXFP4, {}), (BF16, INVARIANT), (FP8, INVARIANT)]
 )
 ALL_KERNELS = pytest.mark.parametrize(
     ("dtype", "rows_per_expert", "options"),
     [
-        *((dtype, n, {}) for dtype in (BF16, FP8, MXFP4) for n in (1.0, MOST_ROWS)),
-        (MXFP4, MOST_ROWS_OF_MXFP4, {}),
+        *((dtype, n, {}) for dtype in (BF16, FP8) for n in BY_WIDTH),
+        *((MXFP4, n, {}) for n in (1.0, 8.0, MOST_ROWS_OF_MXFP4)),
         (BF16, 1.0, INVARIANT),
         (FP8, 1.0, INVARIANT),
     ],
@@ -136,11 +138,12 @@ def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, options, gpt_os
 
 
 QWEN3 = 2048, 768
-# Rows of each expert, in tiles of 16 and 32, in several, and in parts of an expert; D and F.
+# Rows of each expert, in tiles of 16, 32, 48 and 64, in several, and in parts of an expert; D and F.
 FEW_AND_MANY = [
     (COUNTS, (WIDTH, MIDDLE)),
     ([0] * 8, (WIDTH, MIDDLE)),
     ([15, 16, 17, 31, 32, 33, 64, 65], (WIDTH, MIDDLE)),
+    ([47, 48, 49, 63, 0, 128, 129, 96], (WIDTH, MIDDLE)),
     ([0, 0, 0, 2000, 0, 2, 0, 1], (WIDTH, MIDDLE)),
     ([0, 0, 0, 0, 0, 1, 0, 0], QWEN3),
     ([3, 1, 0, 12, 7, 20, 2, 5], QWEN3),
@@ -152,19 +155,34 @@ FEW_AND_MANY = [
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize(("counts", "sizes"), FEW_AND_MANY)
 def test_few_rows_have_the_bits_of_many(device, counts, sizes, dtype, gpt_oss):
-    """Of those that train, in bf16, and of DeepGEMM, in fp8; on each of three runs."""
+    """Of those that train, in bf16, and of DeepGEMM, in fp8; on each of three runs with tiles of 32 and of 64 rows."""
     experts = built(dtype, device, gpt_oss, sizes, **INVARIANT)
     assert experts.gemms == ("invariant_few_rows", "deep_gemm" if dtype == FP8 else "hopper")
     rows = Rows(counts, dtype, device, width=sizes[0], alignment=64)
     many = rows.outputs(experts, None)
     assert not many.isnan().any()
-    for few in (rows.outputs(experts, 1.0) for _ in range(3)):
+    for few in (rows.outputs(experts, n) for n in BY_WIDTH[1:] for _ in range(3)):
         differing = (few.view(torch.int16) != many.view(torch.int16)).sum(1)
         assert not differing.any(), f"{int(differing.sum())} elements of {int(differing.count_nonzero())} rows"
 
 
 @ON_GPUS
-@pytest.mark.parametrize("rows_per_expert", [1.0, MOST_ROWS, MOST_ROWS_OF_MXFP4])
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("rows_per_expert", BY_WIDTH[1:])
+def test_by_tma_the_bias_of_outputs_is_added_as_torch_adds_it(device, dtype, rows_per_expert):
+    """To outputs in bf16, where it is NaN or Inf, too."""
+    experts, rows = built(dtype, device, gpt_oss=True), Rows(COUNTS, dtype, device)
+    bias = experts.down_bias.clone()
+    bias[2, 5], bias[3, 6] = torch.nan, torch.inf
+    experts.down_bias.zero_()
+    products = rows.outputs(experts, rows_per_expert)
+    experts.down_bias.copy_(bias)
+    got = rows.outputs(experts, rows_per_expert)
+    torch.testing.assert_close(got, products + bias[rows.expert.to(device)], rtol=0, atol=0, equal_nan=True)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("rows_per_expert", [1.0, 8.0, MOST_ROWS_OF_MXFP4])
 @pytest.mark.parametrize("sizes", [(32, 32), (160, 96), (1440, 288)])
 def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
     experts = built(MXFP4, device, gpt_oss=True, sizes=sizes)
@@ -244,7 +262,7 @@ def test_wild_segments_reach_no_other_memory(device, dtype, options):
 @ON_GPUS
 def test_calls_of_few_rows_take_the_kernels(device):
     experts = built(FP8, device)
-    assert experts.gemms[0] == "few_rows" != experts.gemm and not experts.batch_invariant
+    assert experts.gemms[:2] == ("few_rows", "few_rows_by_tma") and not experts.batch_invariant
     if importlib.util.find_spec("deep_gemm") is None:
         with pytest.raises(ValueError, match="`batch_invariant` must be False .* DeepGEMM is not installed"):
             built(FP8, device, batch_invariant=True)
@@ -257,9 +275,10 @@ def test_calls_of_few_rows_take_the_kernels(device):
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("few_rows", MOST_ROWS),
+        ("few_rows", 4.0),
         ("few_rows_mxfp4", MOST_ROWS_OF_MXFP4),
-        ("invariant_few_rows", MOST_INVARIANT_ROWS),
+        ("few_rows_by_tma", 32.0),
+        ("invariant_few_rows", 32.0),
     ],
 )
 def test_which_calls_take_the_kernels(name, most):
@@ -273,44 +292,65 @@ def test_which_calls_take_the_kernels(name, most):
 def test_invariant_experts_take_few_rows_and_many_by_one_order(monkeypatch, dtype, many):
     """Many rows of bf16 by the GEMM that trains, and all calls where a user names it."""
     on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, device="cuda")
-    fit = {"few_rows", "invariant_few_rows", "deep_gemm", many}
+    fit = {"few_rows", "few_rows_by_tma", "invariant_few_rows", "deep_gemm", many}
     for name, gemm in GEMMS.items():
         problem = None if name in fit else ValueError(name)
         monkeypatch.setattr(gemm, "problem_with", lambda *_, problem=problem: problem)
         monkeypatch.setattr(gemm, "trains", lambda *_, name=name: name == "hopper" == many)
     assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == ("invariant_few_rows", many)
     assert choose(many, on_gpu, on_gpu, batch_invariant=True) == (many,)
-    assert choose("auto", on_gpu, on_gpu)[:2] == ("few_rows", "deep_gemm")
+    assert choose("auto", on_gpu, on_gpu)[:3] == ("few_rows", "few_rows_by_tma", "deep_gemm")
     monkeypatch.setattr(GEMMS["invariant_few_rows"], "problem_with", lambda *_: ValueError("other bits"))
     assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == (many,)
 
 
-# µs of two tiles of 8 tokens and of DeepGEMM at 8 rows an expert, by card, model and bytes of an element: one of two
-# ranks, docs/experiments.md.
-H100, H200 = (2968.0, 132), (4146.0, 132)  # GB/s of a copy, multiprocessors
-SHAPES = {"qwen3_30b": (64, 2048, 768), "qwen3_235b": (64, 4096, 1536), "deepseek_v3": (128, 7168, 2048)}
+# GB/s of a copy; experts of one of two ranks, D, F.
+COPY = {"h100": 2968.0, "h200": 4146.0}
+SHAPES = {
+    "qwen3_30b": (64, 2048, 768),
+    "qwen3_235b": (64, 4096, 1536),
+    "deepseek_v3": (128, 7168, 2048),
+    "gpt_oss": (64, 2880, 2880),
+}
+# µs of the kernels for few rows, of those by TMA and of DeepGEMM, by card, model, dtype and rows of an expert:
+# docs/experiments.md.
 MEASURED = {
-    (H100, "qwen3_30b", 1): (121, 132),
-    (H100, "qwen3_30b", 2): (227, 231),
-    (H100, "qwen3_235b", 1): (434, 459),
-    (H100, "qwen3_235b", 2): (890, 853),
-    (H100, "deepseek_v3", 1): (2029, 2060),
-    (H100, "deepseek_v3", 2): (4178, 3949),
-    (H200, "qwen3_30b", 1): (103.1, 101.8),
-    (H200, "qwen3_30b", 2): (168.4, 169.9),
-    (H200, "qwen3_235b", 1): (335.5, 335.4),
-    (H200, "qwen3_235b", 2): (637, 611),
-    (H200, "deepseek_v3", 1): (1522, 1466),
-    (H200, "deepseek_v3", 2): (2962, 2748),
+    ("h200", "qwen3_30b", FP8, 0.125): (15.3, 18.4, 32.3),
+    ("h200", "qwen3_30b", FP8, 0.5): (41.7, 43.2, 56.6),
+    ("h200", "qwen3_30b", FP8, 2.0): (79.4, 75.6, 96.1),
+    ("h200", "qwen3_30b", FP8, 4.0): (88.7, 80.8, 101.2),
+    ("h200", "qwen3_30b", FP8, 16.0): (math.inf, 84.2, 102.3),
+    ("h200", "qwen3_30b", BF16, 0.125): (21.3, 22.3, 38.2),
+    ("h200", "qwen3_30b", BF16, 0.5): (64.7, 66.4, 84.6),
+    ("h200", "qwen3_30b", BF16, 2.0): (129.5, 135.3, 155),
+    ("h200", "qwen3_30b", BF16, 4.0): (144.7, 146.4, 169),
+    ("h200", "qwen3_30b", BF16, 16.0): (math.inf, 152.6, 171),
 }
 
 
-@pytest.mark.parametrize(("card", "model", "itemsize"), MEASURED)
-def test_the_choice_is_the_faster_one_on_each_card(card, model, itemsize):
+def borders(card: str, model: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Rows of an expert up to which a call takes the kernels for few rows, and those by TMA."""
     e, D, F = SHAPES[model]
-    two_tiles, gemm = MEASURED[card, model, itemsize]
-    rows = most_rows(3 * e * D * F * itemsize, itemsize, *card)
-    assert (gemm if rows < MOST_ROWS else two_tiles) <= 1.02 * min(two_tiles, gemm)
+    read_us = 3 * e * D * F * dtype.itemsize / 1000 / COPY[card]
+    return most_rows(dtype, read_us), most_rows_by_tma(dtype, read_us)
+
+
+@pytest.mark.parametrize(("card", "model", "dtype", "rows"), MEASURED)
+def test_the_choice_is_the_faster_one(card, model, dtype, rows):
+    times = MEASURED[card, model, dtype, rows]
+    chosen = sum(rows > border for border in borders(card, model, dtype))
+    assert times[chosen] <= 1.02 * min(times)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_borders_by_card_and_shape(model, dtype):
+    """Where weights take longer to read, µs by which kernels are earlier count less."""
+    of_h100, of_h200 = borders("h100", model, dtype), borders("h200", model, dtype)
+    for one_tile, by_tma in (of_h100, of_h200):
+        assert 1 <= one_tile <= 4 < 16 <= by_tma <= 64
+    assert of_h100[0] >= of_h200[0] and of_h100[1] <= of_h200[1] <= borders("h200", "qwen3_30b", dtype)[1]
+    assert most_rows_by_tma(dtype, read_us=0) == 64  # no experts
 
 
 def test_a_round_says_how_many_rows_an_expert_gets():

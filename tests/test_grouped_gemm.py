@@ -172,6 +172,8 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("few_rows_mxfp4", MXFP4, (2, 160, 96), None, {}),
         ("few_rows_mxfp4", FP8, (2, 256, 256), "float4_e2m1fn_x2, got torch.float8", {}),
         ("few_rows_mxfp4", MXFP4, (2, 160, 96), "compute capability 9, got 10", {"capability": 10}),
+        ("few_rows_by_tma", BF16, (513, 64, 64), None, {}),
+        ("few_rows_by_tma", FP8, (2, 256, 256), None, {"installed": False}),
         ("invariant_few_rows", FP8, (2, 256, 256), None, {}),
         ("invariant_few_rows", BF16, (2, 256, 192), None, {}),
         ("invariant_few_rows", BF16, (513, 64, 64), "at most 512 experts, got 513", {}),
@@ -179,8 +181,8 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("invariant_few_rows", FP8, (2, 256, 256), "few rows have other bits than many", {"differs": True}),
         ("invariant_few_rows", BF16, (2, 256, 256), "contiguous", {"laid": transposed}),
         ("invariant_few_rows", FP8, (2, 256, 256), "no kernel image", {"built": False}),
-        ("invariant_few_rows", FP8, (1, 27264, 128), None, {}),
-        ("invariant_few_rows", FP8, (1, 27392, 128), r"\(1024, 27264, 128768\) experts, D and F, got \(1, 27392", {}),
+        ("few_rows_by_tma", FP8, (1, 27264, 128), None, {}),
+        ("few_rows_by_tma", FP8, (1, 27392, 128), r"\(1024, 27264, 128768\) experts, D and F, got \(1, 27392", {}),
         ("invariant_few_rows", FP8, (1, 128, 128896), r"experts, D and F, got \(1, 128, 128896\)", {}),
         ("invariant_few_rows", FP8, (1025, 128, 128), r"experts, D and F, got \(1025, 128, 128\)", {}),
         ("invariant_few_rows", BF16, (1, 27392, 64), None, {}),
@@ -203,10 +205,10 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (other.get("capability", 9), 0))
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
     built = None if other.get("built", True) else RuntimeError("CUDA: no kernel image")
-    for place in ("hopper", "invariant_few_rows"):
+    for place in ("hopper", "few_rows_by_tma"):
         monkeypatch.setattr(f"epmoe.local.gemm.{place}.problem_of_build", lambda device: built)
     differs = ValueError("few rows have other bits than many") if other.get("differs") else None
-    monkeypatch.setattr("epmoe.local.gemm.invariant_few_rows._other_bits", lambda dtype, device: differs)
+    monkeypatch.setattr("epmoe.local.gemm.few_rows_by_tma._other_bits", lambda dtype, device: differs)
     found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))
     assert (found is None) == (problem is None) and re.search(problem or "", str(found))
 

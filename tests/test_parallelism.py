@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from benchmarks.results import read
 from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
-from epmoe.bench.parallelism import BATCHES, GPUS, Comparison, Cost, better_than_ep
+from epmoe.bench.parallelism import _FEW_ROWS, BATCHES, GPUS, Comparison, Cost, better_than_ep
 from epmoe.cli import app
 from epmoe.config.config import EPConfig
-from epmoe.local.gemm.few_rows import MOST_ROWS
 
 PAGE = (ROOT / "docs/parallelism.md").read_text()
 MODELS = {"Qwen3-30B-A3B": "h200x2_qwen3_30b", "DeepSeek-V3": "h200x8_deepseek_v3", "Mixtral-8x7B": "h200x8_mixtral"}
@@ -51,7 +50,7 @@ def measured() -> list[tuple[str, str, bool, str, int, float]]:
         for row in result.rows:
             who, precision = map(str, row.cells[:2])
             for T, us in zip(tokens, row.cells[-len(tokens) :], strict=True):
-                few = 2 * T * experts.K / experts.E <= MOST_ROWS
+                few = 2 * T * experts.K / experts.E <= _FEW_ROWS
                 if who in LAYOUTS and us is not None and not (few and gpu == "h200"):
                     found.append((model, gpu, precision == "fp8", LAYOUTS[who], T, float(us)))
     return found

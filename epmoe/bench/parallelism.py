@@ -10,7 +10,7 @@ n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are e
 
     max        of R ranks that differ by chance: mean + m(R)·√variance, m(R) the largest of R normal draws on average;
                the variance of rows is B·K/R·(E−K)/(E−1), times `load` like their mean
-    experts    n rows an expert. n ≤ `most_rows`, kernels for few rows: few_us + (1.02 + 0.009·n)·reads / memory; else
+    experts    n rows an expert. n ≤ `_FEW_ROWS`: few_us + (1.02 + 0.009·n)·reads / memory; else
                gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory, c = 6·D·F·rows / flop
     exchange   EP: `NodeModel.us`, both ways, and quantize_ns for each row that is read or written in fp8
                TP: local_us + local·bytes of permute and finalize / memory + collective_us + sends / collective
@@ -28,20 +28,22 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
+import torch
+
 from epmoe.bench.layer_sides import DENSE_FLOP_PER_US
 from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
-from epmoe.local.gemm.few_rows import most_rows
-from epmoe.local.gemm.invariant_few_rows import MOST_INVARIANT_ROWS
+from epmoe.local.gemm.few_rows_by_tma import most_rows_by_tma
 from epmoe.local.weight_formats import FP8_BLOCKS
+from epmoe.native.arguments import FP8
 
 BATCHES = (1, 16, 128, 512, 1024, 4096)
 """T that are compared."""
 WRONG = 1.15
 """EP is the wrong choice if it takes so many times as long as another layout: the model is not more exact."""
 _BYTES_PER_US = 1000  # at 1 GB/s
-_MULTIPROCESSORS = 132  # of both GPUs
+_FEW_ROWS = 8.0  # with more, the layers that the constants were fitted to took a GEMM
 _GEMM = 1.08  # bytes of GEMMs over those that must be read, in time
 
 
@@ -119,7 +121,6 @@ class Comparison:
         self.D = model.hidden_size
         self.F = model.intermediate_size
         self.element = 1 if fp8 else 2  # bytes, in weights and in rows of dispatch
-        self.invariant = config.experts.batch_invariant
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
@@ -157,9 +158,8 @@ class Comparison:
 
     def few_rows_tokens(self) -> int:
         """The largest T whose calls take the kernels for few rows, with EP; those of more take a grouped GEMM."""
-        held = self.E / self.R * self.expert_bytes
-        rows = most_rows(held, self.element, self.gpu.memory_gb_per_s, _MULTIPROCESSORS)
-        rows = MOST_INVARIANT_ROWS if self.invariant else rows
+        read_us = self.E / self.R * self.expert_bytes / (self.gpu.memory_gb_per_s * _BYTES_PER_US)
+        rows = most_rows_by_tma(FP8 if self.element == 1 else torch.bfloat16, read_us)
         return int(rows * self.E / (self.R * self.K))
 
     def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:
@@ -174,7 +174,7 @@ class Comparison:
         """µs of the experts, which have this width and `of_each` rows on average."""
         gpu = self.gpu
         bandwidth = gpu.memory_gb_per_s * _BYTES_PER_US
-        if of_each <= most_rows(read, self.element, gpu.memory_gb_per_s, _MULTIPROCESSORS):
+        if of_each <= _FEW_ROWS:
             return gpu.few_us + (1.02 + 0.009 * of_each) * read / bandwidth
         rate = DENSE_FLOP_PER_US[(9, 0), self.element] * gpu.busy[self.element == 1]
         moved = _GEMM * (read + rows * self._row_bytes(width)) / bandwidth

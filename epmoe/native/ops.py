@@ -45,8 +45,9 @@ _library.define("scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? t
 # On GPUs: weights [e, n, k] in MXFP4, codes [e, n, k/2] and scales [e, n, k/32], as bf16.
 _library.define("dequantize_mxfp4(Tensor codes, Tensor scales) -> Tensor")
 # The whole experts stage on GPUs, where experts have few rows: rows and weights all fp8 with scales, or all bf16; or
-# bf16 rows and weights in MXFP4. Of an expert, 8 · token_tiles rows share a reading of its weights. With 0 tiles, for
-# bf16 and fp8 without a bias of down, sums have the order of the GEMMs for many rows: those of bf16 below, or DeepGEMM.
+# bf16 rows and weights in MXFP4. Of an expert, 8 · token_tiles rows share a reading of its weights: 1, 2 or 4 tiles
+# with MXFP4, else 1, 4 or 8. With 4 or 8, sums of bf16 and fp8 have the order of the GEMMs for many rows: that of bf16
+# below, or DeepGEMM.
 _library.define(
     "few_rows(Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_bias, "
     "Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, Tensor? tokens_per_expert, "

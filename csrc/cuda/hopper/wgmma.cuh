@@ -70,6 +70,10 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[kWidth / 2], uint64_t a, ui
   if constexpr (kWidth == 16 && kAdds) EPMOE_WGMMA_FP8(16, 0, 1);
   if constexpr (kWidth == 32 && !kAdds) EPMOE_WGMMA_FP8(32, 1, 0);
   if constexpr (kWidth == 32 && kAdds) EPMOE_WGMMA_FP8(32, 1, 1);
+  if constexpr (kWidth == 48 && !kAdds) EPMOE_WGMMA_FP8(48, 2, 0);
+  if constexpr (kWidth == 48 && kAdds) EPMOE_WGMMA_FP8(48, 2, 1);
+  if constexpr (kWidth == 64 && !kAdds) EPMOE_WGMMA_FP8(64, 3, 0);
+  if constexpr (kWidth == 64 && kAdds) EPMOE_WGMMA_FP8(64, 3, 1);
 #undef EPMOE_WGMMA_FP8
 }
 

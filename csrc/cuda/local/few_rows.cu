@@ -6,7 +6,7 @@
 //
 // fp8 weights are widened to fp16 and multiplied exactly, with sums in fp32; each block of 128 of k is scaled on its
 // own. h is fp8 then, with a power of two for every 16 columns. Any number of rows is right: an expert's weights are
-// read again, mostly from L2, for each further kTokens of its rows.
+// read again, mostly from L2, for each further 8 of its rows.
 #include "cuda/local/few_rows.cuh"
 
 namespace epmoe::cuda {
@@ -15,12 +15,13 @@ namespace {
 constexpr int kLineBytes = 128;  // of a weight row, in one step along k
 
 // What was measured (H100, both kernels, Qwen3-30B-A3B and DeepSeek-V3, 1 to 128 tokens; docs/experiments.md): the more
-// warps on a multiprocessor the better, so nothing is loaded ahead, which would take registers. Up to 8 tokens 16 warps
-// fit, up to 16 tokens 12. Eight warps share the long k of gate and up.
-template <bool kDown, int kTokenTiles>
-constexpr int kWarpsOf = kTokenTiles == 1 && !kDown ? 8 : 4;
-template <bool kDown, int kTokenTiles>
-constexpr int kBlocksPerSM = kTokenTiles == 1 ? 16 / kWarpsOf<kDown, kTokenTiles> : 3;
+// warps on a multiprocessor the better, so nothing is loaded ahead, which would take registers. With 8 tokens 16 warps
+// fit. Eight warps share the long k of gate and up.
+constexpr int kTokens = 8;
+template <bool kDown>
+constexpr int kWarpsOf = kDown ? 4 : 8;
+template <bool kDown>
+constexpr int kBlocksPerSM = 16 / kWarpsOf<kDown>;
 
 // The weights of this thread: nobody else reads them.
 __device__ __forceinline__ uint4 load_weights(const uint8_t* from) {
@@ -45,12 +46,12 @@ __device__ __forceinline__ uint32_t multiply_fp16x2(uint32_t a, uint32_t b) {
 }
 
 // A block takes tasks: kWeightRows weight rows of an expert. Its warps share k. Lane 4 g + t has rows g and g + 8 of
-// each tile and token g of each token tile, and of each of them the bytes 16 t and 64 + 16 t of every line: which of
+// each tile and token g, and of each of them the bytes 16 t and 64 + 16 t of every line: which of
 // the k an instruction multiplies does not matter, as long as both sides agree.
-template <bool kFp8, bool kDown, int kTokenTiles>
-__global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerSM<kDown, kTokenTiles>)
+template <bool kFp8, bool kDown>
+__global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
     few_rows(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
-  constexpr int kWarps = kWarpsOf<kDown, kTokenTiles>, kTokens = 8 * kTokenTiles;
+  constexpr int kWarps = kWarpsOf<kDown>;
   constexpr int64_t kGroup = kScaleBlock / kExponentColumns;  // exponents of a block of k
   extern __shared__ Expert experts[];
   Predecessor predecessor;
@@ -80,22 +81,18 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
     for (int32_t first = 0; first < expert.count; first += kTokens) {
       // Tokens past the last are the last one again; nobody reads their columns.
       auto token = [&](int32_t n) -> int64_t { return expert.start + min(first + n, expert.count - 1); };
-      const uint8_t* rows[kTokenTiles];
-      const float* row_scales[kTokenTiles][2];
-      const uint8_t* exponents_at[kTokenTiles];
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
-        rows[n] = p.rows + token(8 * n + g) * row_bytes + 16 * t;
-        if (kFp8 && kDown) exponents_at[n] = args.exponents_N + token(8 * n + g) * (p.k / kExponentColumns);
-        if (kFp8 && !kDown)
-          for (int i = 0; i < 2; ++i) row_scales[n][i] = p.row_scales + token(8 * n + 2 * t + i) * p.row_scales_stride;
-      }
-      float sums[kTiles][kTokenTiles][4] = {};
+      const uint8_t* rows = p.rows + token(g) * row_bytes + 16 * t;
+      const float* row_scales[2];
+      const uint8_t* exponents_at;
+      if (kFp8 && kDown) exponents_at = args.exponents_N + token(g) * (p.k / kExponentColumns);
+      if (kFp8 && !kDown)
+        for (int i = 0; i < 2; ++i) row_scales[i] = p.row_scales + token(2 * t + i) * p.row_scales_stride;
+      float sums[kTiles][1][4] = {};
 #pragma unroll 1
       for (int32_t line = first_line; line < last_line; ++line) {
-        uint4 a_bytes[kTiles][2][2], b_bytes[kTokenTiles][2];
-        float by_row[kTiles][2], by_token[kTokenTiles][2];
-        uint2 exponents[kTokenTiles];
+        uint4 a_bytes[kTiles][2][2], b_bytes[2];
+        float by_row[kTiles][2], by_token[2];
+        uint2 exponents;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -106,41 +103,31 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
           }
         predecessor.wait();
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            b_bytes[n][c] = *reinterpret_cast<const uint4*>(rows[n] + line * kLineBytes + 64 * c);
-          if (kFp8 && kDown) exponents[n] = *reinterpret_cast<const uint2*>(exponents_at[n] + line * kGroup);
-          if (kFp8 && !kDown)
-            for (int i = 0; i < 2; ++i) by_token[n][i] = row_scales[n][i][line];
-        }
+        for (int c = 0; c < 2; ++c) b_bytes[c] = *reinterpret_cast<const uint4*>(rows + line * kLineBytes + 64 * c);
+        if (kFp8 && kDown) exponents = *reinterpret_cast<const uint2*>(exponents_at + line * kGroup);
+        if (kFp8 && !kDown)
+          for (int i = 0; i < 2; ++i) by_token[i] = row_scales[i][line];
         // In a block of k, columns of h are brought to the largest of its exponents.
-        uint32_t factors[kTokenTiles][2];
+        uint32_t factors[2];
         if constexpr (kFp8 && kDown) {
+          uint32_t max_exponent = __vmaxu4(exponents.x, exponents.y);
+          max_exponent = __vmaxu4(max_exponent, max_exponent >> 16);
+          max_exponent = max(max_exponent & 0xff, max_exponent >> 8 & 0xff);
 #pragma unroll
-          for (int n = 0; n < kTokenTiles; ++n) {
-            uint32_t max_exponent = __vmaxu4(exponents[n].x, exponents[n].y);
-            max_exponent = __vmaxu4(max_exponent, max_exponent >> 16);
-            max_exponent = max(max_exponent & 0xff, max_exponent >> 8 & 0xff);
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              int32_t shift =
-                  static_cast<int32_t>(max_exponent - ((c ? exponents[n].y : exponents[n].x) >> 8 * t & 0xff));
-              uint32_t factor = max(15 - shift, 0) << 10;  // 2^-shift in fp16
-              factors[n][c] = factor | factor << 16;
-            }
-            float largest = __uint_as_float(max_exponent << 23);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) by_token[n][i] = __shfl_sync(kAllLanes, largest, 4 * (2 * t + i));
+          for (int c = 0; c < 2; ++c) {
+            int32_t shift = static_cast<int32_t>(max_exponent - ((c ? exponents.y : exponents.x) >> 8 * t & 0xff));
+            uint32_t factor = max(15 - shift, 0) << 10;  // 2^-shift in fp16
+            factors[c] = factor | factor << 16;
           }
+          float largest = __uint_as_float(max_exponent << 23);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) by_token[i] = __shfl_sync(kAllLanes, largest, 4 * (2 * t + i));
         }
-        float block[kTiles][kTokenTiles][4];
+        float block[kTiles][4];
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-          for (int n = 0; n < kTokenTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) block[m][n][i] = kFp8 ? 0.0f : sums[m][n][i];
+          for (int i = 0; i < 4; ++i) block[m][i] = kFp8 ? 0.0f : sums[m][0][i];
 #pragma unroll
         for (int c = 0; c < 2; ++c)
 #pragma unroll
@@ -153,47 +140,41 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
                 const uint4& bytes = a_bytes[m][i % 2][c];
                 a[m][i] = kFp8 ? to_fp16x2(component(bytes, j), i / 2) : component(bytes, 2 * j + i / 2);
               }
+            uint32_t b[2];
 #pragma unroll
-            for (int n = 0; n < kTokenTiles; ++n) {
-              uint32_t b[2];
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-                b[i] = kFp8 ? to_fp16x2(component(b_bytes[n][c], j), i) : component(b_bytes[n][c], 2 * j + i);
-                if constexpr (kFp8 && kDown) b[i] = multiply_fp16x2(b[i], factors[n][c]);
-              }
-#pragma unroll
-              for (int m = 0; m < kTiles; ++m) multiply<kFp8>(block[m][n], a[m], b);
+            for (int i = 0; i < 2; ++i) {
+              b[i] = kFp8 ? to_fp16x2(component(b_bytes[c], j), i) : component(b_bytes[c], 2 * j + i);
+              if constexpr (kFp8 && kDown) b[i] = multiply_fp16x2(b[i], factors[c]);
             }
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) multiply<kFp8>(block[m], a[m], b);
           }
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-          for (int n = 0; n < kTokenTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              sums[m][n][i] =
-                  kFp8 ? fmaf(block[m][n][i], by_row[m][i / 2] * by_token[n][i % 2], sums[m][n][i]) : block[m][n][i];
+          for (int i = 0; i < 4; ++i)
+            sums[m][0][i] = kFp8 ? fmaf(block[m][i], by_row[m][i / 2] * by_token[i % 2], sums[m][0][i]) : block[m][i];
       }
       predecessor.wait();
-      write_outputs<kFp8, kDown, kWarps, kTokenTiles>(args, p, expert, column, first, sums);
+      write_outputs<kFp8, kDown, kWarps, 1>(args, p, expert, column, first, sums);
     }
   }
   predecessor.wait();  // also where there is nothing to do: the next kernel counts on it
 }
 
-template <bool kFp8, bool kDown, int kTokenTiles>
+template <bool kFp8, bool kDown>
 cudaError_t launch_product(const FewRowsArgs& args, const Product& product, cudaStream_t stream) {
   int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
   int64_t shared = table_entries(args.segments.num_local_experts) * static_cast<int64_t>(sizeof(Expert));
-  return launch_at_most(kBlocksPerSM<kDown, kTokenTiles>, few_rows<kFp8, kDown, kTokenTiles>, tasks,
-                        32 * kWarpsOf<kDown, kTokenTiles>, shared, stream, args, product);
+  return launch_at_most(kBlocksPerSM<kDown>, few_rows<kFp8, kDown>, tasks, 32 * kWarpsOf<kDown>, shared, stream, args,
+                        product);
 }
 
-template <bool kFp8, int kTokenTiles>
+template <bool kFp8>
 cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
   const auto [gate_up, down] = products(args);
-  if (cudaError_t error = launch_product<kFp8, false, kTokenTiles>(args, gate_up, stream)) return error;
-  return launch_product<kFp8, true, kTokenTiles>(args, down, stream);
+  if (cudaError_t error = launch_product<kFp8, false>(args, gate_up, stream)) return error;
+  return launch_product<kFp8, true>(args, down, stream);
 }
 
 }  // namespace
@@ -201,10 +182,8 @@ cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
 cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream) {
   if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
   if (args.format == WeightFormat::kMxfp4) return few_rows_mxfp4(args, stream);
-  if (args.token_tiles == 0) return invariant_few_rows(args, stream);
-  if (args.format == WeightFormat::kFp8)
-    return args.token_tiles > 1 ? launch_both<true, 2>(args, stream) : launch_both<true, 1>(args, stream);
-  return args.token_tiles > 1 ? launch_both<false, 2>(args, stream) : launch_both<false, 1>(args, stream);
+  if (args.token_tiles > 1) return few_rows_by_tma(args, stream);
+  return args.format == WeightFormat::kFp8 ? launch_both<true>(args, stream) : launch_both<false>(args, stream);
 }
 
 }  // namespace epmoe::cuda

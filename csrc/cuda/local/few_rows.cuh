@@ -175,8 +175,8 @@ inline Products products(const FewRowsArgs& args) {
   return {gate_up, down};
 }
 
-// The stage with weights in MXFP4; and in one order of sums, in bf16 and fp8.
+// The stage with weights in MXFP4; and in bf16 and fp8 with weights through shared memory.
 cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream);
-cudaError_t invariant_few_rows(const FewRowsArgs& args, cudaStream_t stream);
+cudaError_t few_rows_by_tma(const FewRowsArgs& args, cudaStream_t stream);
 
 }  // namespace epmoe::cuda

@@ -1,4 +1,4 @@
-"""The experts stage for calls in which an expert has a few rows, as in decoding: two kernels of our own.
+"""The experts stage for calls in which an expert has a row or two, as in decoding: two kernels of our own.
 
 No library on Hopper reads the weights at the speed of memory there: their blocks have 64 rows or more, of which an
 expert fills one or two. How they work stands with the kernels, `few_rows` of csrc/cuda/local.
@@ -20,30 +20,27 @@ from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4
 
 # Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
-_ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; then four
-MOST_ROWS = 8.0
-"""The kernels take calls with at most so many, or with up to `_ONE_TILE`: see `most_rows`."""
+_ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; MXFP4 has four
 MOST_ROWS_OF_MXFP4 = 24.0
-"""The same for MXFP4, where our GEMM takes more; where all weights are dequantized for more, `_MOST_BEFORE_ALL`."""
+"""The kernels take calls with at most so many, where our GEMM takes more; where all weights are dequantized for more,
+`_MOST_BEFORE_ALL`."""
 _MOST_BEFORE_ALL = 96.0
-
-# What bounds a call that reads all experts, measured on H100 and H200. Tiles of 8 tokens read weights as fast as a
-# copy, and faster than any GEMM. Tiles of 16 tokens read at a share of a copy's speed, and fp8, which they widen, at so
-# many GB/s on each multiprocessor at most. GEMMs read at another share, and begin later.
-_TWO_TILES_SHARE = {2: 0.916, 1: 0.94}  # by bytes of an element
-_TWO_TILES_GB_PER_S = {2: math.inf, 1: 27.0}  # of a multiprocessor
-_GEMM_SHARE = {2: 0.967, 1: 0.92}
-_GEMM_LATER_US = 14.0
 _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
+_FEWEST = 1.0  # up to so many rows, fp8 takes least time in registers
+_LATER_US = 8.0  # with more, it takes so many µs longer than by TMA, whatever the shape
+_WORTH = 0.02  # of the reading time
 
 
-def most_rows(weight_bytes: float, itemsize: int, copy_gb_per_s: float, multiprocessors: int) -> float:
-    """Rows of an expert, on average, up to which the kernels take less time than a GEMM. `weight_bytes` are those of
-    all experts of a rank, `itemsize` is 2 for bf16 and 1 for fp8, and the GPU copies `copy_gb_per_s`, bytes read plus
-    bytes written."""
-    two_tiles = min(_TWO_TILES_SHARE[itemsize] * copy_gb_per_s, _TWO_TILES_GB_PER_S[itemsize] * multiprocessors)
-    lost_us = weight_bytes / 1000 * (1 / two_tiles - 1 / (_GEMM_SHARE[itemsize] * copy_gb_per_s))
-    return MOST_ROWS if lost_us <= _GEMM_LATER_US else _ONE_TILE
+def reading_us(gate_up: Tensor, down: Tensor) -> float:
+    """µs in which a copy reads the weights of all experts on their GPU, bytes read plus bytes written."""
+    found = torch.cuda.get_device_properties(down.device)
+    peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6  # a clock in kHz moves two bits
+    return (gate_up.nbytes + down.nbytes) / 1000 / (_COPY_SHARE * peak_gb_per_s)
+
+
+def most_rows(dtype: torch.dtype, read_us: float) -> float:
+    """Rows of an expert, on average, up to which weights in bf16 or fp8 take no more time than by TMA."""
+    return _FEWEST if dtype == FP8 and _WORTH * read_us < _LATER_US else _ONE_TILE
 
 
 class FewRows(Gemm):
@@ -63,10 +60,7 @@ class FewRows(Gemm):
         return problem
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        found = torch.cuda.get_device_properties(down.device)
-        peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6  # a clock in kHz moves two bits
-        weight_bytes = gate_up.nbytes + down.nbytes
-        return most_rows(weight_bytes, down.itemsize, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count)
+        return most_rows(down.dtype, reading_us(gate_up, down))
 
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
         return segments.rows_per_expert is not None and segments.rows_per_expert <= most_rows
@@ -90,7 +84,8 @@ class FewRows(Gemm):
         return out
 
     def _token_tiles(self, rows_per_expert: float) -> int:
-        return 1 if rows_per_expert <= _ONE_TILE else 2 if rows_per_expert <= _TWO_TILES else 4
+        """Tiles of 8 tokens that share a reading of the weights."""
+        return 1
 
 
 class FewRowsOfMxfp4(FewRows):
@@ -102,3 +97,6 @@ class FewRowsOfMxfp4(FewRows):
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
         return MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else _MOST_BEFORE_ALL
+
+    def _token_tiles(self, rows_per_expert: float) -> int:
+        return 1 if rows_per_expert <= _ONE_TILE else 2 if rows_per_expert <= _TWO_TILES else 4

@@ -10,9 +10,9 @@ from torch import Tensor
 from epmoe.local.gemm.blocks import Blocks
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows, FewRowsOfMxfp4
+from epmoe.local.gemm.few_rows_by_tma import FewRowsByTma, InvariantFewRows
 from epmoe.local.gemm.gemm import Gemm
 from epmoe.local.gemm.hopper import Hopper
-from epmoe.local.gemm.invariant_few_rows import InvariantFewRows
 from epmoe.local.gemm.loop import Loop
 from epmoe.local.gemm.torch_grouped import TorchGrouped
 from epmoe.local.weight_formats import product_dtype
@@ -23,6 +23,7 @@ GEMMS: dict[str, Gemm] = {
     for gemm in (
         FewRows(),
         FewRowsOfMxfp4(),
+        FewRowsByTma(),
         InvariantFewRows(),
         DeepGemm(),
         Hopper(),

@@ -4,11 +4,10 @@
 //
 //   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
-// A block takes tiles in turn: up to 32 rows of an expert, whose columns are rounded up to 16 or 32, by 64 weight rows
-// for each of its warpgroups. One thread loads, by TMA and some steps of k ahead, since what takes time is to read the
+// A block takes tiles in turn: up to 32 or 64 rows of an expert, in columns of a multiple of 16, by 64 weight rows for
+// each of its warpgroups. One thread loads, by TMA and some steps of k ahead, since what takes time is to read the
 // weights once. Products pass through shared memory, rounded to bf16: of gate and up 32 gates of a warpgroup meet their
-// ups there. Any number of rows is right: weights are read again, mostly from L2, for each further 32 rows of an
-// expert.
+// ups there. Any number of rows is right: weights are read again, mostly from L2, for each further tile of an expert.
 #include "cuda/device/fp8.cuh"
 #include "cuda/hopper/ring.cuh"
 #include "cuda/hopper/wgmma.cuh"
@@ -18,19 +17,21 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kWarpgroup = 128, kTokens = 32;         // kTokens: rows of a tile at most
+constexpr int kWarpgroup = 128;
 constexpr int kTokensOfBox = 16, kWeightsOfBox = 32;  // lines
-constexpr int kLeavingBytes = kTokens * kLineBytes;   // products of a warpgroup
 constexpr int kSwizzleBytes = 1024;                   // to whose multiples boxes are aligned
 
 // A block: one thread that loads, and warpgroups. Where outputs become fp8, 128 of them share a scale. Two blocks share
-// a multiprocessor else: one loads while the other one waits for its first bytes, or writes.
-template <bool kFp8, bool kDown>
+// a multiprocessor else: one loads while the other one waits for its first bytes, or writes. A tile has kMostTokens
+// rows at most, and the more it may have, the fewer stages fit.
+template <bool kOfFp8, bool kOfDown, int kMostTokens>
 struct Shape {
+  static constexpr bool kFp8 = kOfFp8, kDown = kOfDown;
+  static constexpr int kTokens = kMostTokens, kLeavingBytes = kTokens * kLineBytes;  // products of a warpgroup
   static constexpr int kGroups = kFp8 && !kDown ? 4 : 1, kBlocksPerSM = kGroups == 1 ? 2 : 1;
   static constexpr int kMultipliers = kGroups * kWarpgroup, kThreads = kMultipliers + 32;
   static constexpr int kOutputs = kGroups * (kDown ? 64 : 32);  // columns of `out` in a tile
-  static constexpr int kStages = kGroups == 1 ? 7 : 4;
+  static constexpr int kStages = kTokens == 32 ? (kGroups == 1 ? 7 : 4) : (kGroups == 1 ? 5 : 3);
   static constexpr int kStageBytes = kGroups * kBoxBytes + kTokens * kLineBytes;
   static constexpr int kScales = !kFp8 ? 0 : kDown ? 1 : 2;      // of weights, in a block of k
   static constexpr int kElements = kLineBytes / (kFp8 ? 1 : 2);  // of k in a step
@@ -52,15 +53,15 @@ struct Tile {
 };
 
 // The first weight row of a tile's i-th box. A warpgroup has two boxes: gates and their ups, or both by turns.
-template <bool kDown>
+template <typename S>
 __device__ __forceinline__ int32_t box_row(const FewRowsArgs& args, const Tile& tile, int32_t i) {
-  if (kDown) return tile.column + i * kWeightsOfBox;
+  if (S::kDown) return tile.column + i * kWeightsOfBox;
   if (args.interleaved) return 2 * tile.column + i * kWeightsOfBox;
   return tile.column + i / 2 * kWeightsOfBox + i % 2 * static_cast<int32_t>(args.F);
 }
 
 // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
-template <bool kFp8, bool kDown, typename Tiles, typename S = Shape<kFp8, kDown>>
+template <typename S, typename Tiles>
 __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Product& p, const CUtensorMap& weights,
                                            const CUtensorMap& rows, const Tiles& for_each_tile, typename S::Stages ring,
                                            Predecessor& predecessor) {
@@ -69,10 +70,10 @@ __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Produc
   auto load_weights = [&](const Tile& tile, int32_t step) {
     expect_bytes(ring.filled(), S::kGroups * kBoxBytes + tile.boxes() * kRowBytes);
     for (int32_t i = 0; i < 2 * S::kGroups; ++i)
-      load_box(weights, ring.stage() + i * kWeightBytes, ring.filled(), step * S::kElements,
-               box_row<kDown>(args, tile, i), tile.expert);
+      load_box(weights, ring.stage() + i * kWeightBytes, ring.filled(), step * S::kElements, box_row<S>(args, tile, i),
+               tile.expert);
   };
-  if (kDown)
+  if (S::kDown)
     for_each_tile([&](const Tile& tile) {
       for (int32_t step = 0; step < steps && ring.turn < S::kStages; ++step, ++ring.turn) load_weights(tile, step);
     });
@@ -147,31 +148,32 @@ __device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32
 }
 
 // All warpgroups write the products of both scales, [S::kScales, blocks of k, kWidth].
-template <bool kDown, int kWidth, typename S = Shape<true, kDown>>
+template <typename S, int kWidth>
 __device__ __forceinline__ void write_scales(const FewRowsArgs& args, const Product& p, const Tile& tile,
                                              float* scales) {
   const int32_t blocks = static_cast<int32_t>(p.k / kScaleBlock);
-  const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
+  const int64_t weight_rows = S::kDown ? p.columns : 2 * p.columns;
   auto* of_weights = static_cast<const float*>(p.weight_scales) + tile.expert * (weight_rows / kScaleBlock) * blocks;
   for (int32_t i = threadIdx.x; i < S::kScales * blocks * kWidth; i += S::kMultipliers) {
     const int32_t column = i % kWidth, block = i / kWidth % blocks, which = i / kWidth / blocks;
     const int64_t row = tile.row + column;
-    const int32_t block_row = box_row<kDown>(args, tile, args.interleaved ? 4 * which : which) / kScaleBlock;
+    const int32_t block_row = box_row<S>(args, tile, args.interleaved ? 4 * which : which) / kScaleBlock;
     scales[i] = 0.0f;
     if (column < tile.count)
-      scales[i] = (kDown ? args.h_scales_BN[block * args.h_scales_stride + row]
-                         : p.row_scales[row * p.row_scales_stride + block]) *
+      scales[i] = (S::kDown ? args.h_scales_BN[block * args.h_scales_stride + row]
+                            : p.row_scales[row * p.row_scales_stride + block]) *
                   of_weights[block_row * blocks + block];
   }
 }
 
-// Gates and ups [kTokens, 64] of a warpgroup, in bf16 in its part of shared memory, become h. A thread has 8 columns.
-template <bool kFp8, typename S = Shape<kFp8, false>>
+// Gates and ups [32, 64] of a warpgroup, from the tile's row `first` on, in bf16 in its part of shared memory, become
+// h. A thread has 8 columns of a row.
+template <typename S>
 __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const Product& p, const Tile& tile,
-                                                const char* leaving, float* largest) {
+                                                const char* leaving, float* largest, int32_t first) {
   using T = __nv_bfloat16;
   constexpr int kCount = kPerVector<T>;
-  const int32_t group = threadIdx.x / kWarpgroup, token = threadIdx.x % kWarpgroup / 4, part = threadIdx.x % 4;
+  const int32_t group = threadIdx.x / kWarpgroup, token = first + threadIdx.x % kWarpgroup / 4, part = threadIdx.x % 4;
   const int64_t row = tile.row + token, column = tile.column + 32 * group + kCount * part;
   const bool real = token < tile.count;
   float gate[kCount] = {}, up[kCount] = {}, value[kCount] = {};
@@ -179,8 +181,9 @@ __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const P
     auto products = [&](int32_t at) {
       return *reinterpret_cast<const Vector<T, kCount>*>(leaving + in_box(token, at));
     };
-    int32_t first = args.interleaved ? 2 * part : part, second = args.interleaved ? first + 1 : first + 4;
-    GatesAndUps<T, kCount, true>(products(first), products(second)).add_to(gate, up, args.interleaved);
+    int32_t first_part = args.interleaved ? 2 * part : part;
+    int32_t second_part = args.interleaved ? first_part + 1 : first_part + 4;
+    GatesAndUps<T, kCount, true>(products(first_part), products(second_part)).add_to(gate, up, args.interleaved);
     if (p.bias)
       GatesAndUps<T, kCount, false>(p.bias + int64_t{tile.expert} * 2 * args.F, args.interleaved, args.F, column,
                                     kCount)
@@ -188,14 +191,14 @@ __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const P
 #pragma unroll
     for (int i = 0; i < kCount; ++i) value[i] = gated_fast(gate[i], up[i], args.gating);
   }
-  if constexpr (kFp8) {
+  if constexpr (S::kFp8) {
     float most = finite_amax(value);
 #pragma unroll
     for (int offset = 1; offset < 4; offset *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
-    if (part == 0) largest[group * kTokens + token] = most;
+    if (part == 0) largest[group * S::kTokens + token] = most;
     barrier(1, S::kMultipliers);
 #pragma unroll
-    for (int i = 0; i < S::kGroups; ++i) most = fmaxf(most, largest[i * kTokens + token]);
+    for (int i = 0; i < S::kGroups; ++i) most = fmaxf(most, largest[i * S::kTokens + token]);
     if (!real) return;
     const float scale = scale_for(most);
     *reinterpret_cast<Fp8Registers<kCount>*>(static_cast<uint8_t*>(p.out) + row * p.columns + column) =
@@ -211,23 +214,25 @@ __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const P
 
 // The warpgroup's products of a tile, as outputs or as h. `scales` has those of write_scales, then room for the largest
 // values of each warpgroup.
-template <bool kFp8, bool kDown, int kWidth, typename S = Shape<kFp8, kDown>>
+template <typename S, int kWidth = kTokensOfBox>
 __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Product& p, const Tile& tile,
                                               typename S::Stages& ring, char* leaving, float* scales) {
+  if constexpr (kWidth < S::kTokens)
+    if (tile.count > kWidth) return multiply_tile<S, kWidth + kTokensOfBox>(args, p, tile, ring, leaving, scales);
   const int32_t group = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
   const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
   const uint32_t a = group * kBoxBytes, b = S::kGroups * kBoxBytes;
   float sums[kWidth / 2] = {};
   barrier(1, S::kMultipliers);  // what the last tile has in shared memory has been read
-  if constexpr (kFp8) {
-    write_scales<kDown, kWidth>(args, p, tile, scales);
+  if constexpr (S::kFp8) {
+    write_scales<S, kWidth>(args, p, tile, scales);
     barrier(1, S::kMultipliers);
-    const int32_t which = kDown ? 0 : args.interleaved ? group / 2 : warp / 2;
+    const int32_t which = S::kDown ? 0 : args.interleaved ? group / 2 : warp / 2;
     multiply_fp8<kWidth>(steps, ring, a, b, scales + which * steps * kWidth, sums);
   } else {
     multiply_bf16<kWidth>(steps, ring, a, b, sums);
   }
-  leaving += group * kLeavingBytes;
+  leaving += group * S::kLeavingBytes;
 #pragma unroll
   for (int c = 0; c < kWidth; c += 16) {
     const float* d = &sums[c / 2];
@@ -236,30 +241,41 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
                          packed(d[4], d[5]), packed(d[6], d[7]));
   }
   barrier(2 + group, kWarpgroup);
-  if constexpr (kDown) {
+  if constexpr (S::kDown) {
+    using Part = Vector<__nv_bfloat16, 8>;
     const int32_t part = threadIdx.x % 8;
-    auto* out = static_cast<__nv_bfloat16*>(p.out) + tile.row * p.columns + tile.column + part * 8;
-    for (int32_t line = threadIdx.x / 8; line < tile.count; line += kWarpgroup / 8)
-      *reinterpret_cast<uint4*>(out + line * p.columns) = *reinterpret_cast<const uint4*>(leaving + in_box(line, part));
+    const int64_t column = tile.column + part * 8;
+    auto* out = static_cast<__nv_bfloat16*>(p.out) + tile.row * p.columns + column;
+    Part bias = {};
+#pragma unroll
+    for (int i = 0; p.bias && i < 8; ++i) bias.at[i] = p.bias[tile.expert * p.columns + column + i];
+    for (int32_t line = threadIdx.x / 8; line < tile.count; line += kWarpgroup / 8) {
+      Part products = *reinterpret_cast<const Part*>(leaving + in_box(line, part));
+#pragma unroll
+      for (int i = 0; p.bias && i < 8; ++i)  // to rounded products, as where an expert has many rows
+        products.at[i] = from_float<__nv_bfloat16>(to_float(products.at[i]) + to_float(bias.at[i]));
+      *reinterpret_cast<Part*>(out + line * p.columns) = products;
+    }
   } else {
-    write_activated<kFp8>(args, p, tile, leaving, scales + S::kScales * steps * kTokens);
+    for (int32_t first = 0; first < kWidth; first += 32)
+      write_activated<S>(args, p, tile, leaving, scales + S::kScales * steps * S::kTokens, first);
   }
 }
 
 #endif
 
-template <bool kFp8, bool kDown, typename S = Shape<kFp8, kDown>>
+template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
-    invariant_rows(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p,
-                   const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap rows) {
+    rows_by_tma(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p,
+                const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap rows) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char given[];
   char* stages = given + (-shared_address(given) & (kSwizzleBytes - 1));
   char* leaving = stages + S::kStages * S::kStageBytes;
-  auto* full = reinterpret_cast<uint64_t*>(leaving + S::kGroups * kLeavingBytes);
+  auto* full = reinterpret_cast<uint64_t*>(leaving + S::kGroups * S::kLeavingBytes);
   auto* scales = reinterpret_cast<float*>(full + 2 * S::kStages);
   auto* experts =
-      reinterpret_cast<Expert*>(scales + (kFp8 ? (S::kScales * (p.k / kScaleBlock) + S::kGroups) * kTokens : 0));
+      reinterpret_cast<Expert*>(scales + (S::kFp8 ? (S::kScales * (p.k / kScaleBlock) + S::kGroups) * S::kTokens : 0));
   typename S::Stages ring{shared_address(stages), full, full + S::kStages};
   if (threadIdx.x == 0) {
     for (int32_t i = 0; i < S::kStages; ++i)
@@ -268,56 +284,55 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
   }
   if (threadIdx.x == S::kMultipliers) prefetch(weights), prefetch(rows);
   Predecessor predecessor;
-  if (!kDown) predecessor.wait();
-  const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
+  if (!S::kDown) predecessor.wait();
+  const int32_t num_experts = list_experts<S::kTokens>(args.segments, args.N, experts);
   auto for_each_tile = [&](auto&& visit) {
     const int32_t across = static_cast<int32_t>(p.columns) / S::kOutputs;
     for (int32_t task = blockIdx.x; task < num_experts * across; task += gridDim.x) {
       const Expert expert = experts[task / across];
-      for (int32_t first = 0; first < expert.count; first += kTokens)
-        visit(
-            Tile{expert.index, expert.start + first, min(expert.count - first, kTokens), task % across * S::kOutputs});
+      for (int32_t first = 0; first < expert.count; first += S::kTokens)
+        visit(Tile{expert.index, expert.start + first, min(expert.count - first, S::kTokens),
+                   task % across * S::kOutputs});
     }
   };
-  if (threadIdx.x == S::kMultipliers) load_tiles<kFp8, kDown>(args, p, weights, rows, for_each_tile, ring, predecessor);
+  if (threadIdx.x == S::kMultipliers) load_tiles<S>(args, p, weights, rows, for_each_tile, ring, predecessor);
   predecessor.wait();
   if (threadIdx.x >= S::kMultipliers) return;
-  for_each_tile([&](const Tile& tile) {
-    if (tile.boxes() == 1)
-      multiply_tile<kFp8, kDown, kTokensOfBox>(args, p, tile, ring, leaving, scales);
-    else
-      multiply_tile<kFp8, kDown, kTokens>(args, p, tile, ring, leaving, scales);
-  });
+  for_each_tile([&](const Tile& tile) { multiply_tile<S>(args, p, tile, ring, leaving, scales); });
 #endif
 }
 
-template <bool kFp8, bool kDown, typename S = Shape<kFp8, kDown>>
+template <typename S>
 cudaError_t launch_product(const FewRowsArgs& args, const Product& p, cudaStream_t stream) {
-  constexpr int kBytes = kFp8 ? 1 : 2;  // of an element
+  constexpr int kBytes = S::kFp8 ? 1 : 2;  // of an element
   const int64_t e = args.segments.num_local_experts;
   CUtensorMap weights, rows;
   if (cudaError_t error =
-          describe(weights, p.weights, p.k, kDown ? p.columns : 2 * p.columns, e, kWeightsOfBox, kBytes))
+          describe(weights, p.weights, p.k, S::kDown ? p.columns : 2 * p.columns, e, kWeightsOfBox, kBytes))
     return error;
   if (cudaError_t error = describe(rows, p.rows, p.k, args.N, 1, kTokensOfBox, kBytes)) return error;
-  return launch_at_most(S::kBlocksPerSM, invariant_rows<kFp8, kDown>, e * (p.columns / S::kOutputs), S::kThreads,
+  return launch_at_most(S::kBlocksPerSM, rows_by_tma<S>, e * (p.columns / S::kOutputs), S::kThreads,
                         S::shared_bytes(p.k, e), stream, args, p, weights, rows);
 }
 
-template <bool kFp8>
+template <bool kFp8, int kTokens>
 cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
   const auto [gate_up, down] = products(args);
-  if (cudaError_t error = launch_product<kFp8, false>(args, gate_up, stream)) return error;
-  return launch_product<kFp8, true>(args, down, stream);
+  if (cudaError_t error = launch_product<Shape<kFp8, false, kTokens>>(args, gate_up, stream)) return error;
+  return launch_product<Shape<kFp8, true, kTokens>>(args, down, stream);
 }
 
 }  // namespace
 
-cudaError_t invariant_few_rows(const FewRowsArgs& args, cudaStream_t stream) {
+cudaError_t few_rows_by_tma(const FewRowsArgs& args, cudaStream_t stream) {
+  constexpr int64_t kMostD = 8192, kMostF = 32'768;  // in fp8: scales of more do not fit beside tiles of 64 rows
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
-  return args.format == WeightFormat::kFp8 ? launch_both<true>(args, stream) : launch_both<false>(args, stream);
+  const bool fp8 = args.format == WeightFormat::kFp8;
+  if (args.token_tiles == 8 && (!fp8 || (args.D <= kMostD && args.F <= kMostF)))
+    return fp8 ? launch_both<true, 64>(args, stream) : launch_both<false, 64>(args, stream);
+  return fp8 ? launch_both<true, 32>(args, stream) : launch_both<false, 32>(args, stream);
 }
 
 }  // namespace epmoe::cuda

@@ -1,7 +1,8 @@
-"""Calls in which an expert has a few rows, with the bits of calls with many: for `batch_invariant` experts.
+"""Calls in which an expert has some rows: kernels of our own, which read weights by TMA and multiply by wgmma.
 
-The kernels for few rows divide k among warps, so their sums have an order of their own. Here sums have the order of the
-GEMM for many rows. How it works stands with the kernels, `invariant_few_rows` of csrc/cuda/hopper.
+They take the calls between those of `FewRows` and those of a GEMM. Sums have the order of the GEMM for many rows, so
+`batch_invariant` experts take them for all calls below its own. How they work stands with the kernels,
+`few_rows_by_tma` of csrc/cuda/hopper.
 """
 
 from __future__ import annotations
@@ -12,22 +13,53 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.deep_gemm import DeepGemm
-from epmoe.local.gemm.few_rows import FewRows
-from epmoe.local.gemm.gemm import Gemm, Segments, Weights, bias_of_rows
+from epmoe.local.gemm.few_rows import FewRows, reading_us
+from epmoe.local.gemm.gemm import Gemm, Segments, Weights
 from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
 
-MOST_INVARIANT_ROWS = 16.0
-"""Rows of an expert, on average, up to which the kernels take calls."""
+# Up to `_FLAT` rows of an expert, on average, the kernels lead DeepGEMM by so many µs and such a share of the reading
+# time. Each further row costs them a share. Measured on one H200 up to 16 rows, with one shape; the rest is estimated.
+_FLAT = 16.0
+_LEAD_US = {torch.bfloat16: 18.0, FP8: 16.0}
+_LEAD_SHARE = {torch.bfloat16: 0.0, FP8: 0.03}
+_LOST_SHARE = 0.01
+_TILE = 64.0  # rows; with more, weights are read again
+_HALF_TILES = 20.0  # rows of an expert, on average, up to which tiles of 32 rows take almost all experts at once
 _MOST_OF_FP8 = 1024, 27_264, 128_768
 """Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory."""
 _MANY: dict[torch.dtype, Gemm] = {torch.bfloat16: Hopper(), FP8: DeepGemm()}  # the GEMM of calls with more
 
 
-class InvariantFewRows(FewRows):
-    """Kernels for few rows on GPUs of compute capability 9.0, with the bits of our own GEMM for bf16, and of DeepGEMM
-    for fp8."""
+def most_rows_by_tma(dtype: torch.dtype, read_us: float) -> float:
+    """Rows of an expert, on average, up to which weights in bf16 or fp8 take less time than by a GEMM, where a copy
+    reads the weights of all experts in `read_us`."""
+    lead = _LEAD_US[dtype] + _LEAD_SHARE[dtype] * read_us
+    return min(_FLAT + lead / max(_LOST_SHARE * read_us, 1e-9), _TILE)
+
+
+class FewRowsByTma(FewRows):
+    """Kernels for few rows on GPUs of compute capability 9.0, almost as fast with 16 rows of an expert as with one."""
+
+    name = "few_rows_by_tma"
+
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        if (problem := super().problem_with(gate_up, down)) is not None:
+            return problem
+        if down.dtype == FP8 and any(size > most for size, most in zip(down.shape, _MOST_OF_FP8, strict=True)):
+            return ValueError(f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got {(*down.shape,)}")
+        return problem_of_build(down.device)
+
+    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        return most_rows_by_tma(down.dtype, reading_us(gate_up, down))
+
+    def _token_tiles(self, rows_per_expert: float) -> int:
+        return 4 if rows_per_expert <= _HALF_TILES else 8
+
+
+class InvariantFewRows(FewRowsByTma):
+    """The same with the bits of the GEMM for many rows: our own for bf16, DeepGEMM for fp8."""
 
     name = "invariant_few_rows"
     batch_invariant = True
@@ -36,22 +68,7 @@ class InvariantFewRows(FewRows):
         """Rows of both ways of computing show whether the installed DeepGEMM adds in this order."""
         if (problem := super().problem_with(gate_up, down)) is not None:
             return problem
-        if down.dtype == FP8 and any(size > most for size, most in zip(down.shape, _MOST_OF_FP8, strict=True)):
-            return ValueError(f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got {(*down.shape,)}")
-        ran = _MANY[down.dtype].problem_with(gate_up, down) or problem_of_build(down.device)
-        return ran or _other_bits(down.dtype, down.device)
-
-    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        return MOST_INVARIANT_ROWS
-
-    def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
-        """Three kernels. The bias of outputs is added as for many rows, to the rounded products."""
-        out = super().experts(weights._replace(down_bias=None), rows, scales, segments)
-        bias = weights.down_bias
-        return out if bias is None else out + bias_of_rows(bias, segments.offsets[1:], len(out))
-
-    def _token_tiles(self, rows_per_expert: float) -> int:
-        return 0
+        return _MANY[down.dtype].problem_with(gate_up, down) or _other_bits(down.dtype, down.device)
 
 
 @functools.cache

@@ -45,7 +45,7 @@ struct Api {
   int (*current_device)(int* index);
   int (*order_after)(Stream stream, Stream earlier);  // what is launched on `stream` starts after `earlier`'s work
   int64_t (*permute_workspace_bytes)(int64_t S, int32_t K, int32_t num_local_experts);
-  int64_t (*invariant_linear_parts)(int64_t T, int64_t n, int64_t k);
+  int64_t (*invariant_linear_parts)(const InvariantLinearArgs& args);
 #define EPMOE_POINTER(name, ...) int (*name)(__VA_ARGS__, Stream stream);
   EPMOE_LAUNCHES(EPMOE_POINTER)
 #undef EPMOE_POINTER

@@ -257,9 +257,10 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                     "row_scales must be float32 [N, D / 128]");
   }
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
+  // Of h in fp8: scales of blocks, or powers of two.
   int64_t columns = padded_columns(fp8 && token_tiles > 1 ? N : 0);
-  Tensor exponents = empty_like_device(rows, {fp8 && token_tiles == 1 ? N : 0, F / 16}, ScalarType::Byte);
-  Tensor h_scales = empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float);
+  Tensor scales = columns ? empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float)
+                          : empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
       .format = format,
@@ -296,8 +297,6 @@ Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
                   "x must be contiguous [T, k] and weight [n, k], in one dtype");
   Tensor out = torch::stable::new_empty(x, {T, n});
   launch_on_device_of(x, [&](const cuda::Api& api, cuda::Stream stream) {
-    int64_t parts = api.invariant_linear_parts(T, n, k);  // by the multiprocessors of this device
-    Tensor workspace = empty_like_device(x, {parts, T, n}, ScalarType::Float);
     InvariantLinearArgs args{
         .x_Tk = x.data_ptr(),
         .weight_nk = weight.data_ptr(),
@@ -305,9 +304,11 @@ Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
         .T = T,
         .n = n,
         .k = k,
-        .parts = parts ? static_cast<float*>(workspace.data_ptr()) : nullptr,
         .out_Tn = out.data_ptr(),
     };
+    int64_t parts = api.invariant_linear_parts(args);  // by the multiprocessors of this device
+    Tensor workspace = empty_like_device(x, {parts, T, n}, ScalarType::Float);
+    if (parts) args.parts = static_cast<float*>(workspace.data_ptr());
     return api.invariant_linear(args, stream);
   });
   return out;

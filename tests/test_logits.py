@@ -34,3 +34,26 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
     beside = torch.cat([poison_(torch.empty_like(x[:5])), x[:30]])
     assert torch.equal(router_logits(beside, weight, bias, invariant=True)[5:], logits[:30])
     assert router_logits(x[:0], weight, bias, invariant=True).shape == (0, E)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D", [2048, 7168, 2050])
+@pytest.mark.parametrize("E", [128, 256, 60])
+def test_all_ways_have_the_same_bits(device, dtype, E, D):
+    """On GPUs T chooses tiles and parts in memory or in a block, and only rows aligned to 16 bytes are loaded ahead."""
+    tokens = (1, 17, 700, 4096) if device.type == "cuda" else (1, 17, 40)
+    x = randn(max(tokens), D, seed=1, dtype=dtype).to(device)
+    weight = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
+    logits = router_logits(x, weight, None, invariant=True)
+    assert_close(logits, x.double() @ weight.double().T, dtype, slack=8)
+    beside = torch.tensor([18, 35], device=device)
+    finite = torch.ones(len(x), dtype=torch.bool, device=device).index_fill(0, beside, False)
+    x[18], x[35] = torch.nan, torch.inf
+    for T in tokens:
+        for shift in (0, 1):
+            part = torch.empty(T * D + shift, dtype=dtype, device=device)[shift:].view(T, D).copy_(x[:T])
+            poison_(torch.empty(T, E, dtype=dtype, device=device))  # memory that the output, and parts, get next
+            poison_(torch.empty(16, T, E, device=device))
+            got = router_logits(part, weight, None, invariant=True)
+            assert torch.equal(got[finite[:T]], logits[:T][finite[:T]]), (T, shift)
+            assert not got[~finite[:T]].isfinite().any(), (T, shift)

@@ -10,7 +10,7 @@ namespace epmoe::cuda {
 EPMOE_LAUNCHES(EPMOE_DECLARATION)
 #undef EPMOE_DECLARATION
 int64_t permute_workspace_bytes(int64_t S, int32_t K, int32_t num_local_experts);
-int64_t invariant_linear_parts(int64_t T, int64_t n, int64_t k);
+int64_t invariant_linear_parts(const InvariantLinearArgs& args);
 
 // Loads all kernels of combine. The first dispatch on a device calls it before any kernel waits.
 cudaError_t load_combine();

@@ -2,11 +2,13 @@
 //
 // The k are cut into parts, whose number and length depend on k only. A sum runs through each part by itself, and then
 // over the parts, both in order. Where tiles are too few to fill the GPU, a block has one part of a tile, and a second
-// kernel adds the parts; otherwise it has all parts. Both execute the same additions. Elements of 16 bits are
-// multiplied by the tensor core, 16 of k at a time.
+// kernel adds the parts; otherwise it has all parts. Elements of 16 bits are multiplied by the tensor core, 16 of k at
+// a time; a block with all parts of many tokens loads them ahead through shared memory. Each way executes the same
+// additions.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mma.cuh"
+#include "cuda/device/tma.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/stages.h"
 
@@ -17,6 +19,7 @@ constexpr int kThreads = 128, kColumns = 64;             // of a tile
 constexpr int kStep = 32;                                // of k, in shared memory at once
 constexpr int64_t kMostParts = 16, kShortestPart = 128;  // a multiple of kStep
 constexpr int kSumThreads = 256;
+constexpr int kStages = 4, kStage = 64, kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
 
 int64_t part_length(int64_t k) { return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep); }
 
@@ -105,14 +108,51 @@ __device__ __forceinline__ uint4 load_eight(const T* row, int64_t at, int64_t en
   return *reinterpret_cast<const uint4*>(&eight);
 }
 
-// The same tiles and parts of 16-bit elements. A warp has 16 rows of the weight as the rows of its matrix, and all rows
-// of x as its columns, in eights. Lane 4 g + t has rows g and g + 8 and row g of each eight, and the k from 8 t on of
-// every 32: which of them an instruction multiplies does not matter, as long as both sides agree. `wide`: rows are
-// aligned to 16 bytes.
-template <typename T, int kPerThread>
+// How a warp multiplies 16-bit elements. It has 16 rows of the weight as the rows of its matrix, and all rows of x of
+// its block's tile as its columns, in eights. Lane 4 g + t has rows g and g + 8 and row g of each eight, and the k from
+// 8 t on of every 32: which of them an instruction multiplies does not matter, as long as both sides agree.
+template <typename T, int kEights>
+struct WarpSums {
+  float total[kEights][4] = {}, sum[kEights][4] = {};  // of all parts that ended; of this part
+
+  // Adds 32 of k.
+  __device__ __forceinline__ void multiply_32(const uint4 (&weight)[2], const uint4 (&x)[kEights]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t a[4], b[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = component(weight[i % 2], 2 * half + i / 2);
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) {
+        b[0] = component(x[i], 2 * half), b[1] = component(x[i], 2 * half + 1);
+        multiply<std::is_same_v<T, __half>>(sum[i], a, b);
+      }
+    }
+  }
+  __device__ __forceinline__ void end_part(bool first) {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[i][j] = first ? sum[i][j] : total[i][j] + sum[i][j], sum[i][j] = 0.0f;
+  }
+  // Calls f(index in [T, n], total) for each sum of a tile that starts at row m of x and row n of the weight.
+  template <typename F>
+  __device__ __forceinline__ void for_each(const InvariantLinearArgs& args, int64_t m, int64_t n, F&& f) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int64_t row = m + 8 * i + 2 * t + j % 2, column = n + g + j / 2 * 8;
+        if (row < args.T && column < args.n) f(row * args.n + column, total[i][j]);
+      }
+  }
+};
+
+// The same tiles and parts of 16-bit elements. `wide`: rows are aligned to 16 bytes.
+template <typename T, int kEights>
 __global__ void __launch_bounds__(kThreads)
     multiply_halves(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts, bool wide) {
-  constexpr int kEights = kPerThread;
   wait_for_predecessor();
   let_successor_start();
   const int64_t columns = ceil_div(args.n, kColumns), tiles = columns * ceil_div(args.T, 8 * kEights);
@@ -120,10 +160,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t n = tile % columns * kColumns + threadIdx.x / 32 * 16;
   const bool all = args.parts == nullptr;
   const int first = all ? 0 : static_cast<int>(blockIdx.x / tiles), g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  float total[kEights][4] = {};
+  WarpSums<T, kEights> sums;
   for (int part = first; part < (all ? parts : first + 1); ++part) {
     const int64_t end = min(args.k, (part + 1) * length);
-    float sum[kEights][4] = {};
 #pragma unroll 2
     for (int64_t at = part * length + 8 * t; at - 8 * t < end; at += 32) {
       uint4 weight[2], x[kEights];
@@ -134,34 +173,87 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kEights; ++i)
         x[i] = load_eight(row_of(args.x_Tk, m + 8 * i + g), at, end, m + 8 * i + g < args.T, wide);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t a[4], b[2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = component(weight[i % 2], 2 * half + i / 2);
-#pragma unroll
-        for (int i = 0; i < kEights; ++i) {
-          b[0] = component(x[i], 2 * half), b[1] = component(x[i], 2 * half + 1);
-          multiply<std::is_same_v<T, __half>>(sum[i], a, b);
-        }
-      }
+      sums.multiply_32(weight, x);
     }
-#pragma unroll
-    for (int i = 0; i < kEights; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) total[i][j] = part == first ? sum[i][j] : total[i][j] + sum[i][j];
+    sums.end_part(part == first);
   }
+  sums.for_each(args, m, n, [&](int64_t at, float total) {
+    if (all)
+      static_cast<T*>(args.out_Tn)[at] = from_float<T>(total);
+    else
+      args.parts[first * args.T * args.n + at] = total;
+  });
+}
+
+// Where 16 bytes of a row lie in a stage: a half of an even row and the same half of the next lie in different banks.
+__device__ __forceinline__ int vector_place(int row, int vector) { return row * kVectors + (vector ^ row % 2 * 4); }
+
+// Starts to copy [kRows, kStage] of a matrix with rows of k elements, aligned to 16 bytes, and zeros beyond its ends.
+template <typename T, int kRows>
+__device__ __forceinline__ void copy_rows(const void* matrix, int64_t rows, int64_t k, int64_t row, int64_t from,
+                                          uint4* stage) {
+  constexpr int kAtOnce = kThreads / kVectors;  // rows
+  const int r = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
+  const int64_t at = from + 8 * vector;
+  const int real_rows = at < k ? static_cast<int>(min(rows - row, int64_t{kRows})) : 0;
+  const T* source = static_cast<const T*>(matrix) + (row + r) * k + at;
+  stage += vector_place(r, vector);
 #pragma unroll
-  for (int i = 0; i < kEights; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int64_t row = m + 8 * i + 2 * t + j % 2, column = n + g + j / 2 * 8, at = row * args.n + column;
-      if (row >= args.T || column >= args.n) continue;
-      if (all)
-        static_cast<T*>(args.out_Tn)[at] = from_float<T>(total[i][j]);
-      else
-        args.parts[first * args.T * args.n + at] = total[i][j];
+  for (int i = 0; i < kRows; i += kAtOnce, source += kAtOnce * k) {
+    const bool real = r + i < real_rows;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(stage + i * kVectors)),
+                 "l"(real ? source : matrix), "r"(real ? 16 : 0)
+                 : "memory");
+  }
+}
+
+// The same with all parts in a block. Stages of 64 of k are copied into a ring in shared memory, three ahead.
+template <typename T, int kEights>
+__global__ void __launch_bounds__(kThreads, 3)
+    multiply_stages(const __grid_constant__ InvariantLinearArgs args, int64_t length) {
+  constexpr int kRows = 8 * kEights, kStageVectors = (kRows + kColumns) * kVectors;  // x, then the weight
+  extern __shared__ uint4 ring[];
+  wait_for_predecessor();
+  let_successor_start();
+  const int64_t columns = ceil_div(args.n, kColumns);
+  const int64_t m = blockIdx.x / columns * kRows, n = blockIdx.x % columns * kColumns;
+  const int warp_row = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  auto stage_of = [&](int64_t from) { return ring + static_cast<uint32_t>(from) / kStage % kStages * kStageVectors; };
+  auto copy = [&](int64_t from) {
+    if (from < args.k) {
+      uint4* stage = stage_of(from);
+      copy_rows<T, kRows>(args.x_Tk, args.T, args.k, m, from, stage);
+      copy_rows<T, kColumns>(args.weight_nk, args.n, args.k, n, from, stage + kRows * kVectors);
     }
+    asm volatile("cp.async.commit_group;" ::: "memory");  // an empty group, too: groups are counted
+  };
+  for (int i = 0; i < kStages - 1; ++i) copy(i * kStage);
+  WarpSums<T, kEights> sums;
+  int64_t end = length;  // of the part
+  for (int64_t from = 0; from < args.k; from += kStage) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncthreads();  // this stage has come for all threads, and all have read the last one, which is copied over
+    copy(from + (kStages - 1) * kStage);
+    const uint4* stage = stage_of(from);
+    uint4 weight[kStage / 32][2], x[kStage / 32][kEights];
+#pragma unroll
+    for (int step = 0; step < kStage / 32; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) weight[step][i] = stage[vector_place(kRows + warp_row + 8 * i + g, 4 * step + t)];
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) x[step][i] = stage[vector_place(8 * i + g, 4 * step + t)];
+    }
+#pragma unroll
+    for (int step = 0; step < kStage / 32; ++step) {
+      const int64_t at = from + 32 * step;
+      if (at >= args.k) break;
+      if (at == end) sums.end_part(end == length), end += length;
+      sums.multiply_32(weight[step], x[step]);
+    }
+  }
+  sums.end_part(end == length);
+  sums.for_each(args, m, n + warp_row,
+                [&](int64_t at, float total) { static_cast<T*>(args.out_Tn)[at] = from_float<T>(total); });
 }
 
 template <typename T>
@@ -176,6 +268,11 @@ __global__ void __launch_bounds__(kSumThreads)
   static_cast<T*>(args.out_Tn)[at] = from_float<T>(total);
 }
 
+// Whether rows of 16-bit elements are aligned to 16 bytes.
+bool is_wide(const InvariantLinearArgs& args) {
+  return is_aligned(args.x_Tk, args.k * 2) && is_aligned(args.weight_nk, args.k * 2);
+}
+
 template <typename T, int kPerThread>
 cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
   const int64_t length = part_length(args.k), tiles = ceil_div(args.T, 8 * kPerThread) * ceil_div(args.n, kColumns);
@@ -183,8 +280,7 @@ cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
   const int64_t blocks = args.parts ? tiles * parts : tiles;
   cudaError_t error;
   if constexpr (sizeof(T) == 2) {
-    const bool wide = is_aligned(args.x_Tk, args.k * 2) && is_aligned(args.weight_nk, args.k * 2);
-    error = launch(multiply_halves<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts, wide);
+    error = launch(multiply_halves<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts, is_wide(args));
   } else {
     error = launch(multiply_floats<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts);
   }
@@ -193,23 +289,44 @@ cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
   return launch(add_parts<T>, ceil_div(args.T * args.n, kSumThreads), kSumThreads, 0, stream, args, parts);
 }
 
+template <typename T, int kEights>
+cudaError_t launch_stages(const InvariantLinearArgs& args, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(args.T, 8 * kEights) * ceil_div(args.n, kColumns);
+  constexpr int64_t kBytes = int64_t{kStages} * (8 * kEights + kColumns) * kStage * sizeof(T);
+  return launch(multiply_stages<T, kEights>, blocks, kThreads, kBytes, stream, args, part_length(args.k));
+}
+
 constexpr int64_t kFewTokens = 16;  // up to so many, a tile has 8 rows
 template <typename T>
 constexpr int kManyPerThread = sizeof(T) == 2 ? 4 : 8;  // then 32 or 64
 
+int64_t tiles_of_64(const InvariantLinearArgs& args) { return ceil_div(args.T, 64) * ceil_div(args.n, kColumns); }
+
+bool fits_stages(const InvariantLinearArgs& args) {
+  return args.dtype != DType::kFloat32 && args.T > kFewTokens && is_wide(args);
+}
+
 }  // namespace
 
-int64_t invariant_linear_parts(int64_t T, int64_t n, int64_t k) {
+// Parts pass through memory in fp32. Where stages are loaded ahead, this costs more than multiprocessors that idle, as
+// soon as half of them has a tile of 32 rows.
+int64_t invariant_linear_parts(const InvariantLinearArgs& args) {
   Device device;
   if (current_device(device)) return 0;
-  const int64_t parts = ceil_div(k, part_length(k)), tiles = ceil_div(T, 64) * ceil_div(n, kColumns);
-  return parts > 1 && tiles < device.multiprocessors ? parts : 0;
+  const int64_t parts = ceil_div(args.k, part_length(args.k)), tiles = tiles_of_64(args);
+  return parts > 1 && tiles * (fits_stages(args) ? 4 : 1) < device.multiprocessors ? parts : 0;
 }
 
 cudaError_t invariant_linear(const InvariantLinearArgs& args, cudaStream_t stream) {
   if (args.T == 0 || args.n == 0) return cudaSuccess;
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
+    if constexpr (sizeof(T) == 2)
+      if (!args.parts && fits_stages(args))
+        return 2 * tiles_of_64(args) > device.multiprocessors ? launch_stages<T, 8>(args, stream)
+                                                              : launch_stages<T, 4>(args, stream);
     return args.T <= kFewTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, kManyPerThread<T>>(args, stream);
   });
 }

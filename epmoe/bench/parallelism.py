@@ -34,6 +34,7 @@ from epmoe.bench.layer_sides import DENSE_FLOP_PER_US
 from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
+from epmoe.local.gemm.few_rows import Reading
 from epmoe.local.gemm.few_rows_by_tma import most_rows_by_tma
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8
@@ -43,6 +44,7 @@ BATCHES = (1, 16, 128, 512, 1024, 4096)
 WRONG = 1.15
 """EP is the wrong choice if it takes so many times as long as another layout: the model is not more exact."""
 _BYTES_PER_US = 1000  # at 1 GB/s
+_MULTIPROCESSORS = 132  # of both GPUs
 _FEW_ROWS = 8.0  # with more, the layers that the constants were fitted to took a GEMM
 _GEMM = 1.08  # bytes of GEMMs over those that must be read, in time
 
@@ -158,8 +160,8 @@ class Comparison:
 
     def few_rows_tokens(self) -> int:
         """The largest T whose calls take the kernels for few rows, with EP; those of more take a grouped GEMM."""
-        read_us = self.E / self.R * self.expert_bytes / (self.gpu.memory_gb_per_s * _BYTES_PER_US)
-        rows = most_rows_by_tma(FP8 if self.element == 1 else torch.bfloat16, read_us)
+        reading = Reading.of(self.E / self.R * self.expert_bytes, self.gpu.memory_gb_per_s, _MULTIPROCESSORS)
+        rows = most_rows_by_tma(FP8 if self.element == 1 else torch.bfloat16, reading)
         return int(rows * self.E / (self.R * self.K))
 
     def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:

@@ -7,7 +7,7 @@ expert fills one or two. How they work stands with the kernels, `few_rows` of cs
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +26,39 @@ MOST_ROWS_OF_MXFP4 = 24.0
 `_MOST_BEFORE_ALL`."""
 _MOST_BEFORE_ALL = 96.0
 _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
-_FEWEST = 1.0  # up to so many rows, fp8 takes least time in registers
-_LATER_US = 8.0  # with more, it takes so many µs longer than by TMA, whatever the shape
-_WORTH = 0.02  # of the reading time
+_FAST_GB_PER_S = 27.0  # of a multiprocessor, between H100 (22) and H200 (32)
+_SHORT_US = 150.0  # fp8 that fast memory gives in less is widened too slowly
+_SOON_US = 130.0  # from slow memory; kernels by TMA begin later, and read 5 % faster
+_FEWEST = 0.5  # rows of an expert, where kernels by TMA are faster with more
 
 
-def reading_us(gate_up: Tensor, down: Tensor) -> float:
-    """µs in which a copy reads the weights of all experts on their GPU, bytes read plus bytes written."""
-    found = torch.cuda.get_device_properties(down.device)
-    peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6  # a clock in kHz moves two bits
-    return (gate_up.nbytes + down.nbytes) / 1000 / (_COPY_SHARE * peak_gb_per_s)
+class Reading(NamedTuple):
+    """How a GPU reads the weights of all experts that it has."""
+
+    us: float
+    """of a copy, bytes read plus bytes written"""
+    fast: bool
+    """whether its memory gives a multiprocessor more than 27 GB/s, as on H200"""
+
+    @classmethod
+    def of(cls, weight_bytes: float, copy_gb_per_s: float, multiprocessors: int) -> Reading:
+        """The GPU copies `copy_gb_per_s`."""
+        return cls(weight_bytes / 1000 / copy_gb_per_s, copy_gb_per_s > _FAST_GB_PER_S * multiprocessors)
+
+    @classmethod
+    def on_gpu(cls, gate_up: Tensor, down: Tensor) -> Reading:
+        """By what the driver says of their GPU."""
+        found = torch.cuda.get_device_properties(down.device)
+        peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6  # a clock in kHz moves two bits
+        return cls.of(gate_up.nbytes + down.nbytes, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count)
 
 
-def most_rows(dtype: torch.dtype, read_us: float) -> float:
+def most_rows(dtype: torch.dtype, reading: Reading) -> float:
     """Rows of an expert, on average, up to which weights in bf16 or fp8 take no more time than by TMA."""
-    return _FEWEST if dtype == FP8 and _WORTH * read_us < _LATER_US else _ONE_TILE
+    if reading.fast:
+        return _FEWEST if dtype == FP8 and reading.us < _SHORT_US else _ONE_TILE
+    # With n rows each, the share 1 − e⁻ⁿ of the experts is read.
+    return min(_FEWEST, -math.log1p(-min(_SOON_US / max(reading.us, 1e-9), 0.9)))
 
 
 class FewRows(Gemm):
@@ -60,7 +78,7 @@ class FewRows(Gemm):
         return problem
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        return most_rows(down.dtype, reading_us(gate_up, down))
+        return most_rows(down.dtype, Reading.on_gpu(gate_up, down))
 
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
         return segments.rows_per_expert is not None and segments.rows_per_expert <= most_rows
@@ -79,11 +97,11 @@ class FewRows(Gemm):
         )
         out: Tensor = ops.few_rows(
             rows.contiguous(), scales, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias,
-            segments.offsets, segments.tokens, *weights.gating, self._token_tiles(segments.rows_per_expert),
+            segments.offsets, segments.tokens, *weights.gating, self._token_tiles(weights.down.dtype, segments.rows_per_expert),
         )  # fmt: skip
         return out
 
-    def _token_tiles(self, rows_per_expert: float) -> int:
+    def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         """Tiles of 8 tokens that share a reading of the weights."""
         return 1
 
@@ -98,5 +116,5 @@ class FewRowsOfMxfp4(FewRows):
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
         return MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else _MOST_BEFORE_ALL
 
-    def _token_tiles(self, rows_per_expert: float) -> int:
+    def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         return 1 if rows_per_expert <= _ONE_TILE else 2 if rows_per_expert <= _TWO_TILES else 4

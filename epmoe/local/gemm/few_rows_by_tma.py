@@ -13,30 +13,27 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.deep_gemm import DeepGemm
-from epmoe.local.gemm.few_rows import FewRows, reading_us
+from epmoe.local.gemm.few_rows import FewRows, Reading
 from epmoe.local.gemm.gemm import Gemm, Segments, Weights
 from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
 
-# Up to `_FLAT` rows of an expert, on average, the kernels lead DeepGEMM by so many µs and such a share of the reading
-# time. Each further row costs them a share. Measured on one H200 up to 16 rows, with one shape; the rest is estimated.
-_FLAT = 16.0
-_LEAD_US = {torch.bfloat16: 18.0, FP8: 16.0}
-_LEAD_SHARE = {torch.bfloat16: 0.0, FP8: 0.03}
-_LOST_SHARE = 0.01
-_TILE = 64.0  # rows; with more, weights are read again
-_HALF_TILES = 20.0  # rows of an expert, on average, up to which tiles of 32 rows take almost all experts at once
+# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
+_MOST = 39.0  # up to so many, the kernels are faster than a GEMM
+_MOST_OF_FAST_FP8 = 28.0  # where memory is fast
+_LEAD = {torch.bfloat16: 10_000.0, FP8: 500.0}  # µs · rows: a GEMM begins later, which counts where weights are few
+_MOST_OF_ALL = 48.0  # of a tile of 64: weights of an expert with more rows are read again
+_HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}  # up to so many rows, tiles of 32
 _MOST_OF_FP8 = 1024, 27_264, 128_768
 """Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory."""
 _MANY: dict[torch.dtype, Gemm] = {torch.bfloat16: Hopper(), FP8: DeepGemm()}  # the GEMM of calls with more
 
 
-def most_rows_by_tma(dtype: torch.dtype, read_us: float) -> float:
-    """Rows of an expert, on average, up to which weights in bf16 or fp8 take less time than by a GEMM, where a copy
-    reads the weights of all experts in `read_us`."""
-    lead = _LEAD_US[dtype] + _LEAD_SHARE[dtype] * read_us
-    return min(_FLAT + lead / max(_LOST_SHARE * read_us, 1e-9), _TILE)
+def most_rows_by_tma(dtype: torch.dtype, reading: Reading) -> float:
+    """Rows of an expert, on average, up to which weights in bf16 or fp8 take less time than by a GEMM."""
+    most = _MOST_OF_FAST_FP8 if dtype == FP8 and reading.fast else _MOST
+    return min(most + _LEAD[dtype] / max(reading.us, 1e-9), _MOST_OF_ALL)
 
 
 class FewRowsByTma(FewRows):
@@ -52,10 +49,10 @@ class FewRowsByTma(FewRows):
         return problem_of_build(down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        return most_rows_by_tma(down.dtype, reading_us(gate_up, down))
+        return most_rows_by_tma(down.dtype, Reading.on_gpu(gate_up, down))
 
-    def _token_tiles(self, rows_per_expert: float) -> int:
-        return 4 if rows_per_expert <= _HALF_TILES else 8
+    def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
+        return 4 if rows_per_expert <= _HALF_TILES[dtype] else 8
 
 
 class InvariantFewRows(FewRowsByTma):

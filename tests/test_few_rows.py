@@ -321,8 +321,9 @@ def measured() -> list[tuple[str, str, torch.dtype, float, list[float]]]:
     """Card, model, dtype, rows of an expert, and µs by the kernels for few rows, by those by TMA and by DeepGEMM."""
     found = []
     for table in re.findall(r"\n\| (H\d00 .*?)\n\n", PAGE, re.DOTALL):
-        (card, *counts), _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n"))
-        for who, *cells in lines:
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
+        card, *counts = lines[0]
+        for who, *cells in lines[2:]:
             model, dtype = who.split(", ")
             for count, cell in zip(counts, cells, strict=True):
                 times = [math.inf if us == "–" else float(us) for us in cell.split(" / ")]

@@ -95,9 +95,10 @@ class FewRows(Gemm):
         gate_up_scales, down_scales, gate_up_bias, down_bias = (
             None if given is None else given.contiguous() for given in scales_and_biases
         )
+        token_tiles = self._token_tiles(down.dtype, segments.rows_per_expert)
         out: Tensor = ops.few_rows(
             rows.contiguous(), scales, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias,
-            segments.offsets, segments.tokens, *weights.gating, self._token_tiles(weights.down.dtype, segments.rows_per_expert),
+            segments.offsets, segments.tokens, *weights.gating, token_tiles,
         )  # fmt: skip
         return out
 

@@ -320,7 +320,7 @@ SHAPES = {
 def measured() -> list[tuple[str, str, torch.dtype, float, list[float]]]:
     """Card, model, dtype, rows of an expert, and µs by the kernels for few rows, by those by TMA and by DeepGEMM."""
     found = []
-    for table in re.findall(r"\n\| (H\d00 .*?)\n\n", PAGE, re.DOTALL):
+    for table in re.findall(r"^\| (H\d00 .*?)\n\n", PAGE, re.DOTALL | re.MULTILINE):
         lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
         card, *counts = lines[0]
         for who, *cells in lines[2:]:
@@ -356,7 +356,7 @@ def test_borders_by_card_and_shape():
         assert borders("H100", "DeepSeek-V3", dtype)[0] < 0.1 < 0.5 == borders("H100", "Qwen3-30B-A3B", dtype)[0]
         assert borders("H200", "DeepSeek-V3", dtype)[0] == 4
         for card in COPY:
-            assert 28 < borders(card, "DeepSeek-V3", dtype)[1] <= borders(card, "Qwen3-30B-A3B", dtype)[1] <= 48
+            assert 28 < borders(card, "DeepSeek-V3", dtype)[1] <= borders(card, "Qwen3-30B-A3B", dtype)[1] <= 64
         assert most_rows(dtype, Reading(0.0, fast=False)) == 0.5
         assert most_rows_by_tma(dtype, Reading(0.0, fast=True)) == 48
 

@@ -20,10 +20,14 @@ from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
 
 # Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
-_MOST = 39.0  # up to so many, the kernels are faster than a GEMM
-_MOST_OF_FAST_FP8 = 28.0  # where memory is fast
-_LEAD = {torch.bfloat16: 10_000.0, FP8: 500.0}  # µs · rows: a GEMM begins later, which counts where weights are few
-_MOST_OF_ALL = 48.0  # of a tile of 64: weights of an expert with more rows are read again
+# By dtype and whether memory is fast: up to so many rows the kernels are faster than a GEMM; µs · rows, since a GEMM
+# begins later, which counts where weights are few; the most in all.
+_BORDERS = {
+    (torch.bfloat16, False): (39.0, 10_000.0, 64.0),
+    (torch.bfloat16, True): (39.0, 10_000.0, 48.0),
+    (FP8, False): (39.0, 2_600.0, 64.0),
+    (FP8, True): (28.0, 500.0, 48.0),
+}
 _HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}  # up to so many rows, tiles of 32
 _MOST_OF_FP8 = 1024, 27_264, 128_768
 """Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory."""
@@ -32,8 +36,8 @@ _MANY: dict[torch.dtype, Gemm] = {torch.bfloat16: Hopper(), FP8: DeepGemm()}  # 
 
 def most_rows_by_tma(dtype: torch.dtype, reading: Reading) -> float:
     """Rows of an expert, on average, up to which weights in bf16 or fp8 take less time than by a GEMM."""
-    most = _MOST_OF_FAST_FP8 if dtype == FP8 and reading.fast else _MOST
-    return min(most + _LEAD[dtype] / max(reading.us, 1e-9), _MOST_OF_ALL)
+    most, lead, of_all = _BORDERS[dtype, reading.fast]
+    return min(most + lead / max(reading.us, 1e-9), of_all)
 
 
 class FewRowsByTma(FewRows):

@@ -91,7 +91,8 @@ struct Compiled {
 
 // Of: a `Compiled`. Source: the dtype that becomes the format; void where rows travel as they are.
 template <typename Of, typename Source>
-__global__ void __launch_bounds__(threads_bound(Of::value.recv_lines, Of::value.skips_self()), Of::value.blocks_per_sm)
+__global__ void __launch_bounds__(threads_bound(Of::value.recv_lines, wire(Of::value.format).has_scales()),
+                                  Of::value.blocks_per_sm)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr Variant kVariant = Of::value;
   constexpr int kRecvLines = kVariant.recv_lines, kSendLines = kVariant.send_lines();

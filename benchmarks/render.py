@@ -94,15 +94,21 @@ def sections() -> list[list[Published]]:
 
 
 def readme() -> str:
-    """The text of README.md, whose table has layers of two models on two H100; the faster one is bold."""
-    layers = [read(FOLDER / f"h100x2_layer_{model}.json") for model in ("qwen3", "deepseek_v3")]
-    models = [list(map(dict, layer.lines.values()))[:2] for layer in layers]  # ours and MegaMoE
+    """The text of README.md, whose table has layers of two models on two H200; the faster one is bold."""
+    layer = read(FOLDER / "h200x2_layer.json")
+    tokens = [column.tokens for column in layer.columns]
+    lines_of: dict[Figure | str | None, list[dict[int | None, Figure | str | None]]] = {}
+    for row in layer.rows:
+        lines_of.setdefault(row.cells[0], []).append(dict(zip(tokens, row.cells, strict=True)))
+    models = [lines[:2] for lines in lines_of.values()]  # ours and MegaMoE
     rows = []
     for T in _README_TOKENS:
         cells = [f"{T}"]
         for lines in models:
-            least = min(line[T] for line in lines)
-            cells += [f"**{line[T]}**" if line[T] == least else f"{line[T]}" for line in lines]
+            times = [float(line[T] or 0) for line in lines]
+            cells += [
+                f"**{line[T]}**" if us == min(times) else f"{line[T]}" for line, us in zip(lines, times, strict=True)
+            ]
         rows.append(_line(cells) + "\n")
     text = (FOLDER.parent / README).read_text(encoding="utf-8")
     return re.sub(r"(^\| \d+ \| [*\d].*\n)+", "".join(rows), text, count=1, flags=re.MULTILINE)

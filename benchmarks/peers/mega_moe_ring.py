@@ -25,6 +25,7 @@ from torch import Tensor
 from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.config.config import EPConfig
+from epmoe.config.seats import Seats
 from epmoe.exchange.memory import round_up
 from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.peers import Peers
@@ -187,7 +188,7 @@ class MegaMoERing(Peer):
         peers, device = Peers.of(case.group), case.x_TD.device
         library = Kernel.of(case.ep.config, tokens).load(peers)
         nbytes = round_up(library.window_bytes(), 512)
-        window = NVLinkWindow(nbytes + 512, peers, addresses_on(device), dead_at=nbytes)
+        window = NVLinkWindow(nbytes + 512, peers, Seats.full(peers.size), addresses_on(device), dead_at=nbytes)
         windows_R = (ctypes.c_int64 * peers.size)(*(region.data_ptr() for region in window.regions))
         y_TD, gate_up = torch.empty_like(case.x_TD), _by_turns(experts.w_gate_up.data.view(torch.uint8))
         scales = experts.gate_up_scales, experts.down_scales

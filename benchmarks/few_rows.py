@@ -1,0 +1,116 @@
+"""µs of experts that have a few rows each, by kernel: the tables of "Experts with few rows" in docs/experiments.md.
+
+    python -m benchmarks.few_rows [--zipf] [CONFIG ...]
+
+Experts alone of one of two ranks, on one GPU. A graph has several layers, so that weights are cold, and a routing for
+each; kernels take turns. A cell has the times of `GEMMS`, after outputs that were NaN have agreed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from epmoe import EPConfig
+from epmoe.bench.timing import captured, elapsed_us
+from epmoe.local.gemm.gemm import Segments, Weights
+from epmoe.local.gemm.table import GEMMS
+from epmoe.local.quantize import quantize_fp8
+from epmoe.native.arguments import FP8
+
+CONFIGS = "h200x2_qwen3_30b", "h200x8_qwen3_235b", "h200x8_deepseek_v3", "h200x4_gpt_oss_120b"
+COUNTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)  # rows of an expert, on average
+FEW, ALIGNMENT, WEIGHTS_BYTES, REPLAYS = "few_rows", 64, 2 << 30, 9
+NAMES = FEW, "few_rows_by_tma", "deep_gemm"
+
+
+def weights_of(e: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """[e, n, k], and scales of blocks for fp8."""
+    if dtype != FP8:
+        return torch.randn(e, n, k, dtype=dtype) / k**0.5, None
+    codes = torch.randint(256, (e, n, k), dtype=torch.uint8) & 0xB7  # values below 2, no NaN
+    return codes.view(FP8), torch.rand(e, n // 128, k // 128) / k**0.5
+
+
+def segments_of(T: int, E: int, K: int, zipf: bool) -> Segments:
+    """Rows of the first half of the experts, of 2 · T tokens."""
+    wanted = 1 / (torch.randperm(E) + 1.0) if zipf else torch.ones(E)
+    ids = wanted.expand(2 * T, E).multinomial(K)
+    tokens = torch.bincount(ids.flatten(), minlength=E)[: E // 2].int()
+    aligned = (tokens + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    offsets = torch.nn.functional.pad(aligned.cumsum(0), (1, 0)).int()
+    return Segments(offsets, tokens, ALIGNMENT, 2 * T * K / E)
+
+
+def times(layers: Sequence[Weights], T: int, E: int, K: int, zipf: bool) -> list[float | None]:
+    """µs a layer by each of `NAMES`; None where it takes more than twice the least."""
+    dtype, D = layers[0].down.dtype, layers[0].down.shape[1]
+    calls, real = [], []
+    for weights in layers:
+        segments = segments_of(T, E, K, zipf)
+        x = torch.randn(max(int(segments.offsets[-1]), 1), D, dtype=torch.bfloat16)
+        rows, scales = quantize_fp8(x, num_tokens=len(x)) if dtype == FP8 else (x, None)
+        calls.append((weights, rows, scales, segments))
+        assert segments.tokens is not None
+        pairs = zip(segments.offsets.tolist(), segments.tokens.tolist(), strict=False)
+        real.append(torch.tensor([row for start, n in pairs for row in range(start, start + n)]).long())
+
+    def serve(name: str) -> list[Tensor]:
+        return [GEMMS[name].experts(*call) for call in calls]
+
+    def replay_twice(graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+        graph.replay()
+
+    for name in NAMES:  # DeepGEMM compiles in its first call
+        serve(name)
+    graphs = [captured(partial(serve, name)) for name in NAMES]
+    outputs = []
+    for graph, outs in graphs:
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        outputs.append(torch.cat([out[rows] for out, rows in zip(outs, real, strict=True)]).float())
+    for got in outputs[:-1]:
+        if not (got - outputs[-1]).norm() <= 0.02 * outputs[-1].norm():
+            raise RuntimeError("the kernels disagree")
+    taken: list[list[float]] = [[] for _ in NAMES]
+    for _ in range(REPLAYS):
+        for (graph, _), samples in zip(graphs, taken, strict=True):
+            samples.append(elapsed_us(partial(replay_twice, graph)) / 2 / len(layers))
+    us = list(map(statistics.median, taken))
+    return [each if each <= 2 * min(us) else None for each in us]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the lines of a table."""
+    torch.set_default_device("cuda")
+    torch.set_grad_enabled(False)
+    torch.manual_seed(1)
+    for name in [each for each in arguments if each != "--zipf"] or CONFIGS:
+        model = EPConfig.load(name).model
+        E, K, D, F = model.num_experts, model.num_experts_per_tok, model.hidden_size, model.intermediate_size
+        assert F is not None
+        for dtype in (FP8, torch.bfloat16):
+            if GEMMS[FEW].problem_with(*(torch.empty(E // 2, *shape, dtype=dtype) for shape in ((2 * F, D), (D, F)))):
+                continue
+            count = max(WEIGHTS_BYTES // (3 * E // 2 * D * F * dtype.itemsize), 1)
+            given = [(*weights_of(E // 2, 2 * F, D, dtype), *weights_of(E // 2, D, F, dtype)) for _ in range(count)]
+            layers = [
+                Weights(gate_up, down, gate_up_scales, down_scales, None, None, (False, float("inf"), 1.0, 0.0))
+                for gate_up, gate_up_scales, down, down_scales in given
+            ]
+            cells = [times(layers, max(int(n * E / (2 * K)), 1), E, K, "--zipf" in arguments) for n in COUNTS]
+            print(f"| {name}, {str(dtype)[6:]} |", end="")
+            for cell in cells:
+                print("", " / ".join("–" if us is None else f"{us:.4g}" for us in cell), end=" |", flush=True)
+            print(flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -361,6 +361,17 @@ def test_borders_by_card_and_shape():
         assert most_rows_by_tma(dtype, Reading(0.0, fast=True)) == 48
 
 
+@pytest.mark.parametrize(("clock_khz", "most"), [(3_201_000, 4.0), (2_619_000, 0.5), (0, 0.5)])
+def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch, clock_khz, most):
+    """Of H200 and H100; and with a driver that does not know the clock, as of H100."""
+    found = SimpleNamespace(memory_clock_rate=clock_khz, memory_bus_width=6144 if most > 1 else 5120)
+    found.multi_processor_count = 132
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    gate_up, down = torch.zeros(2, 128, 64, dtype=BF16), torch.zeros(2, 64, 64, dtype=BF16)
+    assert GEMMS["few_rows"].most_rows(gate_up, down) == most
+    assert GEMMS["few_rows_by_tma"].most_rows(gate_up, down) == (48 if most > 1 else 64)
+
+
 def test_a_round_says_how_many_rows_an_expert_gets():
     """T · R · K / P."""
     with epmoe.ExpertParallel(alone(experts=8, top_k=2, hidden=64, max_tokens=4)) as ep:

@@ -26,6 +26,7 @@ MOST_ROWS_OF_MXFP4 = 24.0
 `_MOST_BEFORE_ALL`."""
 _MOST_BEFORE_ALL = 96.0
 _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
+_H100_GB_PER_S = 3352.0  # its peak
 _FAST_GB_PER_S = 27.0  # of a multiprocessor, between H100 (22) and H200 (32)
 _SHORT_US = 150.0  # fp8 that fast memory gives in less is widened too slowly
 _SOON_US = 130.0  # from slow memory; kernels by TMA begin later, and read 5 % faster
@@ -47,10 +48,11 @@ class Reading(NamedTuple):
 
     @classmethod
     def on_gpu(cls, gate_up: Tensor, down: Tensor) -> Reading:
-        """By what the driver says of their GPU."""
+        """By what the driver says of their GPU, or as on H100 where it says 0."""
         found = torch.cuda.get_device_properties(down.device)
         peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6  # a clock in kHz moves two bits
-        return cls.of(gate_up.nbytes + down.nbytes, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count)
+        copy_gb_per_s = _COPY_SHARE * (peak_gb_per_s or _H100_GB_PER_S)
+        return cls.of(gate_up.nbytes + down.nbytes, copy_gb_per_s, found.multi_processor_count)
 
 
 def most_rows(dtype: torch.dtype, reading: Reading) -> float:

@@ -27,23 +27,23 @@ MOST_ROWS_OF_MXFP4 = 24.0
 _MOST_BEFORE_ALL = 96.0
 _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
 _H100_GB_PER_S = 3352.0  # its peak
-_FAST_GB_PER_S = 27.0  # of a multiprocessor, between H100 (22) and H200 (32)
-_SHORT_US = 150.0  # fp8 that fast memory gives in less is widened too slowly
-_SOON_US = 130.0  # from slow memory; kernels by TMA begin later, and read 5 % faster
-_FEWEST = 0.5  # rows of an expert, where kernels by TMA are faster with more
+_FAST_GB_PER_S = 27.0  # of memory for a multiprocessor, between H100 (22) and H200 (32)
+_SHORT_US = 150.0  # with fast memory, TMA wins where fp8 weights take less time to read: they are widened too slowly
+_SOON_US = 130.0  # with slow memory, TMA wins where a call reads for longer: it begins later, and reads 5 % faster
+_FEWEST = 0.5  # rows of an expert: with more, TMA wins in both these cases
 
 
 class Reading(NamedTuple):
     """How a GPU reads the weights of all experts that it has."""
 
     us: float
-    """of a copy, bytes read plus bytes written"""
+    """µs to read them at a copy's speed"""
     fast: bool
-    """whether its memory gives a multiprocessor more than 27 GB/s, as on H200"""
+    """whether memory copies more than 27 GB/s for each multiprocessor, as on H200"""
 
     @classmethod
     def of(cls, weight_bytes: float, copy_gb_per_s: float, multiprocessors: int) -> Reading:
-        """The GPU copies `copy_gb_per_s`."""
+        """`copy_gb_per_s`: bytes read plus bytes written by a copy."""
         return cls(weight_bytes / 1000 / copy_gb_per_s, copy_gb_per_s > _FAST_GB_PER_S * multiprocessors)
 
     @classmethod
@@ -56,10 +56,10 @@ class Reading(NamedTuple):
 
 
 def most_rows(dtype: torch.dtype, reading: Reading) -> float:
-    """Rows of an expert, on average, up to which weights in bf16 or fp8 take no more time than by TMA."""
+    """Rows of an expert, on average, up to which kernels by TMA are no faster. `dtype` of weights: bf16 or fp8."""
     if reading.fast:
         return _FEWEST if dtype == FP8 and reading.us < _SHORT_US else _ONE_TILE
-    # With n rows each, the share 1 − e⁻ⁿ of the experts is read.
+    # With n rows an expert, the share 1 − e⁻ⁿ of the experts is read, in this share of `reading.us`.
     return min(_FEWEST, -math.log1p(-min(_SOON_US / max(reading.us, 1e-9), 0.9)))
 
 

@@ -20,22 +20,22 @@ from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
 
 # Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
-# By dtype and whether memory is fast: up to so many rows the kernels are faster than a GEMM; µs · rows, since a GEMM
-# begins later, which counts where weights are few; the most in all.
+# By dtype and whether memory is fast, in three parts: rows up to which the kernels are faster than a GEMM where weights
+# are many; µs · rows, which over the µs of reading add rows where they are few, since a GEMM begins later; the most.
 _BORDERS = {
     (torch.bfloat16, False): (39.0, 10_000.0, 64.0),
     (torch.bfloat16, True): (39.0, 10_000.0, 48.0),
     (FP8, False): (39.0, 2_600.0, 64.0),
     (FP8, True): (28.0, 500.0, 48.0),
 }
-_HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}  # up to so many rows, tiles of 32
+_HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}  # up to so many rows tiles have 32 rows, then 64
 _MOST_OF_FP8 = 1024, 27_264, 128_768
 """Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory."""
 _MANY: dict[torch.dtype, Gemm] = {torch.bfloat16: Hopper(), FP8: DeepGemm()}  # the GEMM of calls with more
 
 
 def most_rows_by_tma(dtype: torch.dtype, reading: Reading) -> float:
-    """Rows of an expert, on average, up to which weights in bf16 or fp8 take less time than by a GEMM."""
+    """Rows of an expert, on average, up to which a GEMM is slower. `dtype` of weights: bf16 or fp8."""
     most, lead, of_all = _BORDERS[dtype, reading.fast]
     return min(most + lead / max(reading.us, 1e-9), of_all)
 

@@ -50,6 +50,8 @@ def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
     assert experts.dtype == BF16 and not any(p.requires_grad for p in experts.parameters())
     assert_right(experts)
     assert repr(experts) == f"GroupedExperts(e=4, D=256, F=128, {name}, gemm='torch')"
+    experts._stage = experts._stage._replace(gemms=("few_rows", "torch"), most_rows={"few_rows": 1 / 30})
+    assert repr(experts).endswith("gemm='torch', few_rows up to 0.0333 rows an expert)")
     with torch.enable_grad(), pytest.raises(RuntimeError, match="have no gradients"):
         rows, offsets = inputs(BF16, torch.device("cpu"))
         experts(rows.requires_grad_(), offsets)

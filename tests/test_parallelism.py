@@ -61,14 +61,12 @@ def test_layers_that_were_measured():
     cases = measured()
     for layout, count in (("EP", 54), ("TP", 44)):
         errors = [
-            comparison(model, gpu, 2, fp8).costs(T)[layout].us / us - 1
+            abs(comparison(model, gpu, 2, fp8).costs(T)[layout].us / us - 1)
             for model, gpu, fp8, measured_layout, T, us in cases
             if measured_layout == layout
         ]
-        assert len(errors) == count and max(map(abs, errors)) <= 0.15
-        found = (
-            f"{count} layers of {layout}: at most {max(map(abs, errors)):.0%}, median {median(map(abs, errors)):.0%}"
-        )
+        assert len(errors) == count and max(errors) <= 0.15
+        found = f"{count} layers of {layout}: at most {max(errors):.0%}, median {median(errors):.0%}"
         assert found in " ".join(PAGE.split())
 
 
@@ -118,6 +116,19 @@ def test_the_command():
     assert (found["gpu"], found["gpus"], found["load"]) == ("h100", 2, 1.5)
     assert found["constants"]["collective_us"] == 11.5 and len(found["cases"]) == 2 * len(BATCHES)
     assert found["cases"][0]["EP"].keys() == set(Cost._fields)
+    assert found["borders"]["fp8"] == {"few_rows": 4, "few_rows_by_tma": 512}
+
+
+def test_the_command_says_which_kernels_take_how_many_tokens():
+    """Those for few rows take neither fp16 nor such a D, and of batch_invariant experts TMA's take all calls."""
+    for gpu, key, value, kernels in (
+        ("h200", "MODEL__DTYPE", "bfloat16", "few_rows up to T = 32, then few_rows_by_tma up to T = 384, then "),
+        ("h200", "EXPERTS__BATCH_INVARIANT", "true", "invariant_few_rows up to T = 384, then "),
+        ("h200", "MODEL__DTYPE", "float16", ""),
+        ("h200", "MODEL__HIDDEN_SIZE", "2080", ""),
+    ):
+        shown = run("h200x2_qwen3_30b", "--gpu", gpu, **{f"EPMOE_{key}": value})
+        assert f"With EP experts take {kernels}a grouped GEMM." in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

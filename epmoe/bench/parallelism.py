@@ -28,14 +28,12 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-import torch
-
 from epmoe.bench.layer_sides import DENSE_FLOP_PER_US
 from epmoe.bench.node_model import NodeModel, RowBytes, Speeds, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
-from epmoe.local.gemm.few_rows import Reading
-from epmoe.local.gemm.few_rows_by_tma import most_rows_by_tma
+from epmoe.local.gemm.few_rows import FewRows, Reading, most_rows
+from epmoe.local.gemm.few_rows_by_tma import FewRowsByTma, InvariantFewRows, most_rows_by_tma
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8
 
@@ -122,7 +120,9 @@ class Comparison:
         self.K = model.num_experts_per_tok
         self.D = model.hidden_size
         self.F = model.intermediate_size
-        self.element = 1 if fp8 else 2  # bytes, in weights and in rows of dispatch
+        self.dtype = FP8 if fp8 else model.torch_dtype  # of weights and of rows of dispatch
+        self.element = self.dtype.itemsize
+        self.invariant = config.experts.batch_invariant
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
@@ -158,11 +158,17 @@ class Comparison:
             "replicas": self._cost(self._exchanged_us(self.alone, T), own_us, 0.0, own_read, weights),
         }
 
-    def few_rows_tokens(self) -> int:
-        """The largest T whose calls take the kernels for few rows, with EP; those of more take a grouped GEMM."""
+    def borders(self) -> dict[str, int]:
+        """The largest T whose experts take each kernel for few rows, with EP; those of more take a grouped GEMM."""
+        step = FewRows.steps.get(self.dtype, math.inf)
+        if self.D % step or self.F % step:
+            return {}
         reading = Reading.of(self.E / self.R * self.expert_bytes, self.gpu.memory_gb_per_s, _MULTIPROCESSORS)
-        rows = most_rows_by_tma(FP8 if self.element == 1 else torch.bfloat16, reading)
-        return int(rows * self.E / (self.R * self.K))
+        by_tma = most_rows_by_tma(self.dtype, reading)
+        rows = {FewRows.name: most_rows(self.dtype, reading), FewRowsByTma.name: by_tma}
+        rows = {InvariantFewRows.name: by_tma} if self.invariant else rows
+        tokens = {name: int(most * self.E / (self.R * self.K)) for name, most in rows.items()}
+        return {name: T for name, T in tokens.items() if T}
 
     def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:
         return Cost(self.gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held)

@@ -19,8 +19,8 @@ _ASSUMED = (
 )
 
 
-def cases(config: EPConfig, gpu: GpuName, load: float) -> dict[str, dict[int, dict[str, Cost]]]:
-    """The costs by precision, T and layout. Raises UserError if the model knows no precision of `config`."""
+def cases(config: EPConfig, gpu: GpuName, load: float) -> dict[str, tuple[Comparison, dict[int, dict[str, Cost]]]]:
+    """By precision the model, and the costs by T and layout. Raises UserError if it knows no precision of `config`."""
     precisions = {config.model.dtype: False, "fp8": True}
     if problem := problem_with(config, fp8=False):
         raise UserError(f"`--compare`: {problem}")
@@ -29,22 +29,21 @@ def cases(config: EPConfig, gpu: GpuName, load: float) -> dict[str, dict[int, di
     models = {
         name: Comparison(config, GPUS[gpu], fp8) for name, fp8 in precisions.items() if not problem_with(config, fp8)
     }
-    return {name: {T: model.costs(T, load) for T in tokens} for name, model in models.items()}
+    return {name: (model, {T: model.costs(T, load) for T in tokens}) for name, model in models.items()}
 
 
 def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Table]:
     """What the command prints: a table for each precision, and when EP is the wrong choice."""
     R = config.topology.ep_size
-    for precision, by_tokens in cases(config, gpu, load).items():
-        few = Comparison(config, GPUS[gpu], precision == "fp8").few_rows_tokens()
+    for precision, (model, by_tokens) in cases(config, gpu, load).items():
         who = f"{R} × {gpu.upper()}, {precision} experts"
         yield f"[bold]{who}[/]: µs of a layer, MB of weights read and kB sent by a GPU"
         yield _table(by_tokens)
         first = next(iter(by_tokens.values()))
+        few = "".join(f"{name} up to T = {T:,}, then " for name, T in model.borders().items())
         yield (
             f"The layer's weights take {human_bytes(int(first['EP'].held_bytes))} a GPU with EP or TP, and "
-            f"{human_bytes(int(first['replicas'].held_bytes))} with replicas. Experts take "
-            f"the kernels for few rows up to T = {few:,}, and a grouped GEMM beyond."
+            f"{human_bytes(int(first['replicas'].held_bytes))} with replicas. With EP experts take {few}a grouped GEMM."
         )
         better = {T: name for T, costs in by_tokens.items() if (name := better_than_ep(costs)) is not None}
         wrong = (f"{T:,} ({by_tokens[T][name].us:,.0f} µs with {name})" for T, name in better.items())
@@ -55,14 +54,16 @@ def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Ta
 
 def as_dict(config: EPConfig, gpu: GpuName, load: float) -> dict[str, Any]:
     """The same for `--json`."""
-    found = [
+    found = cases(config, gpu, load)
+    costs_of_all = [
         {"precision": precision, "tokens": T, "better_than_ep": better_than_ep(costs)}
         | {name: cost._asdict() for name, cost in costs.items()}
-        for precision, by_tokens in cases(config, gpu, load).items()
+        for precision, (_, by_tokens) in found.items()
         for T, costs in by_tokens.items()
     ]
-    constants = dataclasses.asdict(GPUS[gpu])
-    return {"gpu": gpu, "gpus": config.topology.ep_size, "load": load, "constants": constants, "cases": found}
+    given = {"gpu": gpu, "gpus": config.topology.ep_size, "load": load, "constants": dataclasses.asdict(GPUS[gpu])}
+    borders = {precision: model.borders() for precision, (model, _) in found.items()}
+    return given | {"borders": borders, "cases": costs_of_all}
 
 
 def _table(by_tokens: dict[int, dict[str, Cost]]) -> Table:

@@ -264,7 +264,9 @@ class GroupedExperts(nn.Module):
         e, D, f = plain_shape(self._weights(None).down)
         given = FORMATS.get(self.w_down.dtype)
         name = dtype_name(self.w_down.dtype) if given is None or given.packed == 1 else given.name
-        return f"e={e}, D={D}, F={f}, {name}, gemm={self.gemm!r}"
+        most_rows = ((each, self._stage.most_rows.get(each, math.inf)) for each in self.gemms)
+        few = "".join(f", {each} up to {most:.3g} rows an expert" for each, most in most_rows if most < math.inf)
+        return f"e={e}, D={D}, F={f}, {name}, gemm={self.gemm!r}{few}"
 
     def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights) -> Tensor:
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:

@@ -130,7 +130,6 @@ def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, options, gpt_os
     assert (errors <= LIMITS[dtype]).all(), errors.max()
 
 
-QWEN3 = 2048, 768
 # Rows of each expert, in tiles of 16, 32, 48 and 64, in several, and in parts of an expert; D and F.
 FEW_AND_MANY = [
     (COUNTS, (WIDTH, MIDDLE)),
@@ -138,8 +137,8 @@ FEW_AND_MANY = [
     ([15, 16, 17, 31, 32, 33, 64, 65], (WIDTH, MIDDLE)),
     ([47, 48, 49, 63, 0, 128, 129, 96], (WIDTH, MIDDLE)),
     ([0, 0, 0, 2000, 0, 2, 0, 1], (WIDTH, MIDDLE)),
-    ([0, 0, 0, 0, 0, 1, 0, 0], QWEN3),
-    ([3, 1, 0, 12, 7, 20, 2, 5], QWEN3),
+    ([0, 0, 0, 0, 0, 1, 0, 0], (2048, 768)),
+    ([3, 1, 0, 12, 7, 20, 2, 5], (2048, 768)),
 ]
 
 
@@ -342,12 +341,15 @@ def test_borders_by_card_and_shape():
 
 
 def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
-    """Of H200, of H100, and with a driver that does not know the clock, as of H100; for a rank without experts."""
-    weights = torch.zeros(0, 128, 64, dtype=BF16), torch.zeros(0, 64, 64, dtype=BF16)
-    for clock_khz, width, most in ((3_201_000, 6144, (4, 48)), (2_619_000, 5120, (0.5, 64)), (0, 6144, (0.5, 64))):
+    """Of H200, of H100, with a driver that does not know the clock as of H100, and on H100 without kernels by TMA."""
+    weights = torch.zeros(0, 128, 64, dtype=BF16), torch.zeros(0, 64, 64, dtype=BF16)  # of a rank without experts
+    h100 = 2_619_000, 5120
+    cases = ((3_201_000, 6144), None, 4, 48), (h100, None, 0.5, 64), ((0, 6144), None, 0.5, 64), (h100, "old", 4, 64)
+    for (clock_khz, width), problem, *most in cases:
         gpu = SimpleNamespace(memory_clock_rate=clock_khz, memory_bus_width=width, multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
-        assert tuple(GEMMS[name].most_rows(*weights) for name in ("few_rows", "few_rows_by_tma")) == most
+        monkeypatch.setattr("epmoe.local.gemm.few_rows.problem_of_build", lambda device, problem=problem: problem)
+        assert [GEMMS[name].most_rows(*weights) for name in ("few_rows", "few_rows_by_tma")] == most
 
 
 def test_a_round_says_how_many_rows_an_expert_gets():

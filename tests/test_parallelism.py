@@ -100,9 +100,8 @@ def test_the_page_shows_what_the_model_gives(gpu, gpus):
                 f"{cost.read_bytes / 1e6:.0f}" + f", {cost.sent_bytes / 1e6:.2f}" * (name != "replicas")
                 for name, cost in costs.items()
             )
-            assert (
-                f"| {gpus} × {gpu.upper()}, {model} | {T} | {us} | {traffic} | {better_than_ep(costs) or '–'} |" in PAGE
-            )
+            line = f"| {gpus} × {gpu.upper()}, {model} | {T} | {us} | {traffic} | {better_than_ep(costs) or '–'} |"
+            assert line in PAGE
 
 
 def test_the_command():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.gemm import Gemm, Segments, Weights, plain_rows, problem_on_hopper
-from epmoe.local.gemm.hopper import Hopper
+from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_fp8
 from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
 from epmoe.native import ops
@@ -50,9 +50,8 @@ class Reading(NamedTuple):
     def on_gpu(cls, gate_up: Tensor, down: Tensor) -> Reading:
         """By what the driver says of their GPU, or as on H100 where it says 0."""
         found = torch.cuda.get_device_properties(down.device)
-        peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6  # a clock in kHz moves two bits
-        copy_gb_per_s = _COPY_SHARE * (peak_gb_per_s or _H100_GB_PER_S)
-        return cls.of(gate_up.nbytes + down.nbytes, copy_gb_per_s, found.multi_processor_count)
+        peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6 or _H100_GB_PER_S  # 2 bits a clock
+        return cls.of(gate_up.nbytes + down.nbytes, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count)
 
 
 def most_rows(dtype: torch.dtype, reading: Reading) -> float:
@@ -80,6 +79,8 @@ class FewRows(Gemm):
         return problem
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        if problem_of_build(down.device) is not None:  # kernels by TMA do not run there
+            return _ONE_TILE
         return most_rows(down.dtype, Reading.on_gpu(gate_up, down))
 
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:

@@ -350,6 +350,8 @@ def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
         monkeypatch.setattr("epmoe.local.gemm.few_rows.problem_of_build", lambda device, problem=problem: problem)
         assert [GEMMS[name].most_rows(*weights) for name in ("few_rows", "few_rows_by_tma")] == most
+    fp8 = (each.to(FP8) for each in weights)  # which DeepGEMM does not take here, so all weights would be dequantized
+    assert GEMMS["few_rows_by_tma"].most_rows(*fp8) == 96
 
 
 def test_a_round_says_how_many_rows_an_expert_gets():

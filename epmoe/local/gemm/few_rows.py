@@ -23,8 +23,8 @@ from epmoe.native.arguments import FP8, MXFP4
 _ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; MXFP4 has four
 MOST_ROWS_OF_MXFP4 = 24.0
 """The kernels take calls with at most so many, where our GEMM takes more; where all weights are dequantized for more,
-`_MOST_BEFORE_ALL`."""
-_MOST_BEFORE_ALL = 96.0
+`MOST_BEFORE_ALL`."""
+MOST_BEFORE_ALL = 96.0
 _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
 _H100_GB_PER_S = 3352.0  # its peak
 _FAST_GB_PER_S = 27.0  # of memory for a multiprocessor, between H100 (22) and H200 (32)
@@ -118,7 +118,7 @@ class FewRowsOfMxfp4(FewRows):
     steps: ClassVar = {MXFP4: MXFP4_GROUPS.block[1]}
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        return MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else _MOST_BEFORE_ALL
+        return MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else MOST_BEFORE_ALL
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         return 1 if rows_per_expert <= _ONE_TILE else 2 if rows_per_expert <= _TWO_TILES else 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.deep_gemm import DeepGemm
-from epmoe.local.gemm.few_rows import FewRows, Reading
+from epmoe.local.gemm.few_rows import MOST_BEFORE_ALL, FewRows, Reading
 from epmoe.local.gemm.gemm import Gemm, Segments, Weights
 from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
@@ -53,6 +53,8 @@ class FewRowsByTma(FewRows):
         return problem_of_build(down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        if down.dtype == FP8 and _MANY[FP8].problem_with(gate_up, down) is not None:
+            return MOST_BEFORE_ALL
         return most_rows_by_tma(down.dtype, Reading.on_gpu(gate_up, down))
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:

@@ -95,13 +95,15 @@ class ExpertParallel(HoldsWindows):
     """The experts that move, with `placement.live`."""
     followers: WeakSet[Follower]
     """What this rank's layers keep for its experts: `resume` tells them of another group."""
+    asleep: bool = False
+    """Whether `sleep` has been called, and neither `wake` nor `resume` since."""
     _seat: int
     _exchange: Exchange | None = None
     _mesh: DeviceMesh | None = None  # of the group
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
-    _asleep: tuple[dist.ProcessGroup | DeviceMesh | None] | None = None  # the group, while it sleeps
+    _asleep_in: dist.ProcessGroup | DeviceMesh | None = None  # the group, while it sleeps
     _joining: int = 0  # the thread that is in `alone`: it has the turn also while there is no exchange
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
@@ -169,6 +171,7 @@ class ExpertParallel(HoldsWindows):
 
         Returns:
             The experts of this rank whose weights are not where `placement` has them: the caller moves or loads these.
+            After `sleep(free)` that is all of them: only `wake` restores weights.
 
         Raises:
             TypeError: an argument has another type.
@@ -200,7 +203,8 @@ class ExpertParallel(HoldsWindows):
         keeps, held = placement is None, None
         config = self.config if placement is None else self.config.with_placement(placement)
         if keeps and self.live is not None:
-            config, held = self.config.of_size(peers.size), self.live.held.tolist()
+            held = (self.live.held if self._has_weights else torch.full_like(self.live.held, EMPTY)).tolist()
+            config = self.config.of_size(peers.size)
         said = config.model_dump_json(), self.origin, self.generation, self.rank
         request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost, seat=self._seat)
         old, mine = self.placement, self.rank if self._has_weights else None
@@ -246,14 +250,12 @@ class ExpertParallel(HoldsWindows):
                 self._exchange.thread = outer if self.generation == generation else 0
 
     def lose_weights(self) -> None:
-        """Close, since weights are not where `placement` has them: no round is to run on them. The waits of the other
-        ranks end at once. This rank may go on in another group, and then all its experts are among the moves."""
-        self._has_weights = False
-        if self.live is not None:
-            self.live.held.fill_(EMPTY)
+        """Leave, since weights are not where `placement` has them: no round is to run on them. The waits of the others
+        end at once. This rank may go on in another group, and then all its experts are among the moves."""
+        self._has_weights, self.asleep, self._asleep_in = False, False, None
         if self._exchange is not None:
             self._exchange.end_waits()
-        self.close()
+        self._leave()
 
     def close(self) -> None:
         """Release the windows and the group. Handles of earlier rounds, and their tensors, must not be used any more.
@@ -262,7 +264,7 @@ class ExpertParallel(HoldsWindows):
         `rank`, `size`, `survivors` and `resume` still work.
         """
         self._leave()
-        self._asleep = None
+        self.asleep, self._asleep_in = False, None
         caller = get_ident()
         if self._owner is None and self._exchange is None and self._joining in (0, caller):  # no other thread maps it
             joining, self._joining = self._joining, caller
@@ -289,30 +291,30 @@ class ExpertParallel(HoldsWindows):
                 exchange.release()
             raise
 
-    def sleep(self, free: Callable[[], object] = lambda: None) -> None:
+    def sleep(self, free: Callable[[], object] | None = None) -> None:
         """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank calls it.
 
-        It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA graphs stay; no graph
-        may be replayed meanwhile, and handles of earlier rounds, and their tensors, must not be used any more. All
-        calls but `wake`, `resume` and `close` raise EPStateError then.
-
-        `free` is called once nothing runs on the GPU any more: it may free weights. Raises EPStateError where a round
-        is open or this object is closed, and what `check` and `free` do; then it is awake.
+        It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA graphs stay; until then
+        no graph may be replayed, and handles of earlier rounds, and their tensors, must not be used any more. All calls
+        but `wake`, `resume` and `close` raise EPStateError. `free` is called once nothing runs on the GPU any more: it
+        may free weights. Raises EPStateError where a round is open or this object is closed, and what `check` and
+        `free` do; then it is awake.
         """
         self.alone(partial(self._sleep, free))
 
-    def _sleep(self, free: Callable[[], object]) -> None:
+    def _sleep(self, free: Callable[[], object] | None) -> None:
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")
         exchange.wait_for_device(self.config.exchange.timeout_s)
         exchange.poll()
         group = self._mesh or self.group
-        free()
+        if free is not None:
+            free()
         try:
             self._leave()
         finally:  # weights have gone, so it sleeps also where a signal handler raises
-            self._asleep = (group,)
+            self.asleep, self._asleep_in, self._has_weights = True, group, self._has_weights and free is None
             self._leave()
             self._addresses.unmap_scratch()
 
@@ -326,16 +328,19 @@ class ExpertParallel(HoldsWindows):
         has gone to others: it may be called again then. Where `restore` raises, this object is closed: waits of the
         other ranks end at once, and `resume` has all experts of this rank among its moves.
         """
-        if self._asleep is None:
+        if not self.asleep:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
-        self.alone(partial(self._wake, *self._asleep, restore))
+        self.alone(partial(self._wake, restore))
 
-    def _wake(self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object]) -> None:
+    def _wake(self, restore: Callable[[], object]) -> None:
+        has_weights = self._has_weights
         try:
-            self.go_on(group, None, False)
+            self._has_weights = True  # once `restore` has returned
+            self.go_on(self._asleep_in, None, False)
             restore()
         except BaseException:
-            if self._asleep is not None:  # it sleeps on
+            if self.asleep:  # it sleeps on
+                self._has_weights = has_weights
                 self._addresses.unmap_scratch()
             raise
 
@@ -771,7 +776,7 @@ class ExpertParallel(HoldsWindows):
             self.processes = [one.process for one in agreed.requests]
             self.group, self.rank, self.size = peers.group, peers.rank, peers.size
             exchange.thread = get_ident()
-            self._exchange, self._missing, self._dead, self._asleep = exchange, 0, 0, None
+            self._exchange, self._missing, self._dead, self.asleep, self._asleep_in = exchange, 0, 0, False, None
             self._layouts[self.generation] = exchange.layout
             if config.placement.live:
                 assert isinstance(exchange, NodeExchange)
@@ -801,7 +806,7 @@ class ExpertParallel(HoldsWindows):
 
     def _why_unusable(self) -> str:
         if self._owner is None:
-            return "this ExpertParallel sleeps: call `wake`" if self._asleep else "this ExpertParallel is closed"
+            return "this ExpertParallel sleeps: call `wake`" if self.asleep else "this ExpertParallel is closed"
         return (
             f"this ExpertParallel belongs to process {self._owner}, of which this process is a fork: each process "
             "makes its own"
@@ -832,7 +837,7 @@ class ExpertParallel(HoldsWindows):
         model, M = self.config.model, self.config.capacity.max_num_tokens_per_rank
         shape = f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} {model.dtype}, M={M}"
         exchange = self._exchange
-        closed = "asleep" if self._asleep else "closed" if self._owner is None else f"of process {self._owner}"
+        closed = "asleep" if self.asleep else "closed" if self._owner is None else f"of process {self._owner}"
         state = closed if exchange is None else exchange.rounds.describe(exchange.rounds.count)
         where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"

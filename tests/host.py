@@ -284,10 +284,10 @@ def resize(state, folder: Path, size: int, wait_s: float = 20.0, balanced: bool 
     return stays and loaded
 
 
-def sleep(state) -> int:
+def sleep(state, *free: Callable[[], object]) -> int:
     """Returns the bytes that the plan says."""
     planned, state.slept = state.ep.memory_plan().total_bytes, state.ep.generation
-    state.ep.sleep()
+    state.ep.sleep(*free)
     return planned
 
 

@@ -39,7 +39,7 @@ def lose_memory(state) -> None:
 
 
 def sleep_with_weights(state) -> None:
-    state.ep.sleep(partial(lose_memory, state))
+    ranks.sleep(state, partial(lose_memory, state))
 
 
 def wake_with_weights(state, failing: int | None = None) -> str:
@@ -171,6 +171,18 @@ def test_a_death_during_sleep_and_wake(host: ranks.Host, step: str):
     host.play([0, 2])
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_death_while_weights_sleep(host: ranks.Host, live: bool):
+    """`recover` restores nothing: the ranks that are left load all experts."""
+    names = host.begin(ranks.moving(3)) if live else ranks.serve(host, ranks=3)
+    host.succeed(names, sleep_with_weights)
+    host.signal(2, signal.SIGKILL)
+    loaded = set(itertools.chain(*host.succeed([0, 1], ranks.go_on, host.folder)))
+    tags, experts = (range(1, ranks.L + 1), ranks.E) if live else ([0], ranks.EXPERTS)
+    assert loaded == set(itertools.product(tags, range(experts)))
+    host.play([0, 1])
+
+
 def raise_interrupted() -> None:
     """As a signal handler does between two steps."""
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(InterruptedError("by a signal")))
@@ -252,6 +264,17 @@ def test_a_resume_that_is_interrupted_keeps_no_move_to_itself():
     assert lost > 0
 
 
+def test_close_gives_back_what_a_failed_load_has_kept():
+    """Replays of graphs of other groups look into scratch."""
+    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
+        scratch = ep._addresses._scratch.values()
+        ep.sleep()
+        with pytest.raises(ZeroDivisionError):
+            ep.wake(lambda: 1 / 0)
+        assert [places.mapped for places in scratch] == [True]
+    assert [places.mapped for places in scratch] == [False]
+
+
 def test_what_cannot_sleep_or_wake():
     config = ranks.staying(ranks.spread(1, 1), torch.device("cpu"))
     with epmoe.ExpertParallel(config) as ep:
@@ -269,6 +292,13 @@ def test_what_cannot_sleep_or_wake():
         assert "asleep" in repr(ep) and not ep.capture_is_valid(0)
         ep.wake()
         assert ep.capture_is_valid(0) and ep.generation == 1
+        ep.sleep()
+        assert ep.resume() == (), "weights have stayed"
+        ep.sleep(lambda: None)
+        with pytest.raises(EPResumeError):
+            ranks.fail_in(None, "checks", raise_interrupted)
+            ep.wake()
+        assert ep.asleep and len(ep.resume()) == ranks.EXPERTS
         ep.sleep()
     with pytest.raises(EPStateError, match="does not sleep"):  # it is closed
         ep.wake()

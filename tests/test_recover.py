@@ -144,7 +144,6 @@ def fail_to_load(state, folder: Path) -> str:
     try:
         epmoe.recover(state.ep, folder, lambda moves: 1 / 0)
     except ZeroDivisionError:
-        state.slept = state.ep.generation  # it is closed
         return repr(state.ep)
     return "it has not raised"
 

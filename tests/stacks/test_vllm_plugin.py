@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import alone
+from vllm import device_allocator
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.platforms import current_platform
@@ -23,7 +24,7 @@ from epmoe.config.config_file import ConfigError
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.integrations.vllm import layer as layers
-from epmoe.integrations.vllm import sizes
+from epmoe.integrations.vllm import sizes, sleep
 from epmoe.integrations.vllm.choice import Choice
 from epmoe.integrations.vllm.experts import EpmoeExperts, loaded
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
@@ -173,6 +174,21 @@ def test_a_look_passes_over_what_sleeps_only(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(ep.exchange, "check", Mock(side_effect=EPStateError("a replay did nothing")))
         with pytest.raises(EPStateError, match="a replay did nothing"):
             look.poll()
+
+
+def test_sleep_and_wake_go_on_where_one_exchange_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Mock()
+    monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", lambda: allocator)
+    with epmoe.ExpertParallel(alone()) as first, epmoe.ExpertParallel(alone()) as second:
+        monkeypatch.setattr(sleep, "named_exchanges", lambda: {"0-1": first, "0-2": second})
+        backend = sleep.SleepWithWindows()
+        for call, name in ((backend.suspend, "sleep"), (backend.resume, "wake")):
+            with monkeypatch.context() as patch, pytest.raises(EPStateError, match="once"):
+                patch.setattr(second, name, Mock(side_effect=EPStateError("once")))
+                call()
+            assert first.asleep != second.asleep and allocator.sleep.called == (name == "wake")
+            call()
+            assert first.asleep == second.asleep == (name == "sleep")
 
 
 def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,22 +10,21 @@ from epmoe.integrations.vllm.sizes import named_exchanges
 class SleepWithWindows(CuMemBackend):
     """vLLM's own backend for its weights and its cache, and `ExpertParallel.sleep` and `wake` for the windows.
 
-    Every rank sleeps and wakes up. At level 2 the weights are loaded again afterwards.
+    Every rank sleeps and wakes up. At level 2 the weights are loaded again afterwards. A call that has raised on any
+    rank is repeated on all, and finds the other windows as it wants them.
     """
 
-    _asleep = False
-
     def suspend(self, level: int = 1) -> None:
-        super().suspend(level)
-        if not self._asleep:
-            for ep in named_exchanges().values():
+        """The windows go first: where they cannot, this rank keeps its weights."""
+        for ep in named_exchanges().values():
+            if not ep.asleep:
                 ep.sleep()
-        self._asleep = True
+        super().suspend(level)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """The windows come back right after the memory of the weights, which is collective: a load ends moves first."""
         super().resume(tags)
-        if self._asleep and (tags is None or "weights" in tags):
+        if tags is None or "weights" in tags:
             for ep in named_exchanges().values():
-                ep.wake()
-            self._asleep = False
+                if ep.asleep:
+                    ep.wake()

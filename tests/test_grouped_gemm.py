@@ -172,6 +172,8 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("few_rows_mxfp4", MXFP4, (2, 160, 96), None, {}),
         ("few_rows_mxfp4", FP8, (2, 256, 256), "float4_e2m1fn_x2, got torch.float8", {}),
         ("few_rows_mxfp4", MXFP4, (2, 160, 96), "compute capability 9, got 10", {"capability": 10}),
+        ("few_rows", BF16, (8193, 64, 64), "at most 8192 experts, got 8193", {}),
+        ("few_rows_mxfp4", MXFP4, (8193, 32, 32), "at most 8192 experts, got 8193", {}),
         ("few_rows_by_tma", BF16, (513, 64, 64), None, {}),
         ("few_rows_by_tma", FP8, (2, 256, 256), None, {"installed": False}),
         ("invariant_few_rows", FP8, (2, 256, 256), None, {}),

@@ -31,6 +31,7 @@ _FAST_GB_PER_S = 27.0  # of memory for a multiprocessor, between H100 (22) and H
 _SHORT_US = 150.0  # with fast memory, TMA wins where fp8 weights take less time to read: they are widened too slowly
 _SOON_US = 130.0  # with slow memory, TMA wins where a call reads for longer: it begins later, and reads 5 % faster
 _FEWEST = 0.5  # rows of an expert: with more, TMA wins in both these cases
+_MOST_EXPERTS = 8192  # whose table fits into the shared memory of a block, in all kernels
 
 
 class Reading(NamedTuple):
@@ -76,6 +77,8 @@ class FewRows(Gemm):
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
         if problem is None and any(not each.is_contiguous() or each.data_ptr() % 16 for each in (gate_up, down)):
             return ValueError("the kernel for few rows takes contiguous weights that start at multiples of 16 bytes")
+        if problem is None and len(down) > _MOST_EXPERTS:
+            return ValueError(f"the kernel for few rows takes at most {_MOST_EXPERTS} experts, got {len(down)}")
         return problem
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:

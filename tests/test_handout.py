@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from epmoe.exchange.sockets import Handout, fetch_descriptor
+from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 
 
 def handout_of(number: int) -> Handout:
@@ -24,6 +24,13 @@ def test_a_fork_that_drops_it_leaves_the_socket_open():
             os._exit(0)
     os.waitpid(child, 0)
     os.close(fetch_descriptor(handout.name, 1, "version 1 is not there"))
+
+
+def test_as_many_as_a_message_takes():
+    handout = handout_of(0)
+    for number in range(1, MOST_DESCRIPTORS):
+        handout.keep(number, os.open(os.devnull, os.O_RDONLY))
+    os.close(fetch_descriptor(handout.name, MOST_DESCRIPTORS - 1, "the last version is not there"))
 
 
 def test_a_shortage_of_files_passes(monkeypatch):

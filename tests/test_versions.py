@@ -45,6 +45,12 @@ def test_dense_weights_that_are_no_plain_tensors(layer, folder, odd):
     assert not os.listdir(folder)
 
 
+@pytest.mark.parametrize("keep", [1, 254])
+def test_how_many_versions_stay(layer, folder, keep):
+    with pytest.raises(ValueError, match=f"`keep` must be an integer from 2 to 253, got {keep}"):
+        WeightSender(layer, folder, keep=keep)
+
+
 def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
     sender, limits = WeightSender(layer, folder), resource.getrlimit(resource.RLIMIT_FSIZE)
     sender.send(1)

@@ -24,7 +24,8 @@ SOCKET_TIMEOUT_S = 60.0
 _BACKLOG = 64  # connections on their way to a `Handout`
 _SHORTAGE_S = 0.01  # until it looks again whether this process may open more files
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_MOST_DESCRIPTORS = 253  # of one message, by Linux
+MOST_DESCRIPTORS = 253
+"""of a `Handout`, since Linux sends no more in one message"""
 _WINDOW, _PROCESS = range(2)  # numbers of what a rank gives to the others
 
 
@@ -117,7 +118,7 @@ def _received(connection: socket.socket, what: str, deadline: float) -> dict[int
     """What a `Handout` keeps, by number: less of it where this process may not open more files."""
     _set_deadline(connection, deadline)
     try:
-        message, descriptors, _, _ = socket.recv_fds(connection, 8 * _MOST_DESCRIPTORS, _MOST_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(connection, 8 * MOST_DESCRIPTORS, MOST_DESCRIPTORS)
     except TimeoutError:
         raise TimeoutError(f"{what}: its process does not answer") from None
     return dict(zip(struct.unpack(f"{len(message) // 8}q", message), descriptors, strict=False))

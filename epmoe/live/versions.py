@@ -27,7 +27,7 @@ from epmoe.config.placement import is_int
 from epmoe.exchange.addresses import Memory, Places
 from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
-from epmoe.exchange.sockets import Handout, fetch_descriptor
+from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 from epmoe.live.copies import idle
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.given import layers_of
@@ -72,20 +72,20 @@ class WeightSender:
         model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in wrappers of torch or not.
         folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for the server. It is
             made, for this user only. Whoever ends the job removes it.
-        keep: versions that stay, at least 2.
+        keep: versions that stay, from 2 to 253.
         on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or where the GPU has
             no room for `keep` versions.
 
     Raises:
-        ValueError: `keep` is less, or the model has no such layer.
+        ValueError: `keep` is less or more, or the model has no such layer.
         PermissionError: another user owns the folder, or can write into it.
     """
 
     def __init__(
         self, model: nn.Module, folder: str | os.PathLike[str], *, keep: int = 3, on_host: bool = False
     ) -> None:
-        if not is_int(keep) or keep < 2:
-            raise ValueError(f"`keep` must be an integer of at least 2, got {keep!r}")
+        if not is_int(keep) or not 2 <= keep <= MOST_DESCRIPTORS:
+            raise ValueError(f"`keep` must be an integer from 2 to {MOST_DESCRIPTORS}, got {keep!r}")
         self._layers, self._folder, self._keep = layers_to_hand_over(model), own_folder(folder), keep
         self._ep = ep = next(iter(self._layers.values())).ep
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])

@@ -126,7 +126,8 @@ class TopologyConfig(Strict):
     """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the network."""
     max_ranks: int | None = Field(default=None, ge=1, le=64)
     """With `placement.live`, seats: memory is planned for that many ranks, and CUDA graphs stay valid while ranks come
-    and go, see docs/graphs.md. By default R."""
+    and go, see docs/graphs.md. By default R. It keeps no rank out, as `max_ranks` of `recover` does: a group of more
+    ranks gets as many seats."""
 
     @property
     def seats(self) -> int:

@@ -54,7 +54,8 @@ def recover(
         load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them. Where it raises, `ep` is
             closed, and this rank may call again: it loads all its experts then.
         min_ranks: with fewer the ranks wait for new ones.
-        max_ranks: new ranks are taken in up to this number; by default to the size so far, or `min_ranks`.
+        max_ranks: new ranks are taken in up to this number; by default to the size so far, or `min_ranks`. A group of
+            more ranks than `topology.max_ranks`, its seats, gets as many seats.
         last_call_s: how long a rank waits for the sign of another, in seconds; by default 5 more than
             `exchange.timeout_s`.
         timeout_s: of the whole call, in seconds; it is looked at before each attempt.

@@ -126,15 +126,9 @@ class WeightReceiver:
             self._await_device()  # on other streams torch may have given this memory away before
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
             self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
-            if (newest := peers.all_gather(newest_version(self._folder))[0]) != _NONE:
-                staged = None
-                with suppress(FileNotFoundError):  # it went with its trainer
-                    staged = self._stage(newest)
-                if all(peers.all_gather(staged is not None)) and staged is not None:
-                    self._flip(staged)
-        self._target = self.version
-        self._worker = Worker("epmoe-weights")
-        self._worker.submit(self._copies.begin_thread)
+            self._worker = Worker("epmoe-weights")
+            self._worker.submit(self._copies.begin_thread)
+            self._take_newest(peers, 0, 0.0)
 
     @takes_turn_of_exchange
     def load(self, version: int, timeout_s: float = 60.0) -> None:
@@ -144,26 +138,10 @@ class WeightReceiver:
         other ranks, where the version does not come in time; and what `tick` and making a receiver raise: call again.
         """
         self._check_state()
-        deadline = time.monotonic() + timeout_s
         with naming("load", [self._ep]), (peers := peers_of(self._ep)).together():
-            while (newest := peers.all_gather(newest_version(self._folder))[0]) < version:
-                if time.monotonic() > deadline:
-                    what = f"version {version} of the weights did not come into {self._folder} within {timeout_s} s"
-                    raise TimeoutError(f"{what}: the newest there is {newest}")
-                time.sleep(_LOOK_S)
-            if newest > min(peers.all_gather(self.version)):  # a flip may have failed on some ranks only
-                self._await_worker()  # it writes where this version goes
-                if self._ep.rank == 0:
-                    self._post(_ROUND, _NONE)  # calls off a flip that is to come: for all ranks, also if one raises
-                peers.all_gather(None)
-                self._target = self.version  # wherever this is interrupted, ticks stage it again, or say what is staged
-                self._post(_STAGED + self._ep.rank, _NONE)
-                self._staged = None
-                self._begun = _NONE
-                staged = self._stage(newest)
-                peers.all_gather(None)  # all have it, or none takes it
-                self._flip(staged)
-                self._target = newest
+            if not self._take_newest(peers, version, timeout_s):
+                what = f"version {version} of the weights did not come into {self._folder} within {timeout_s} s"
+                raise TimeoutError(f"{what}: the newest there is {newest_version(self._folder)}")
 
     @property
     def exchange(self) -> Exchange:
@@ -247,6 +225,34 @@ class WeightReceiver:
                 self._looked = now
                 if (newest := newest_version(self._folder)) > max(target, self.version):
                     self._post(_TARGET, newest)
+
+    def _take_newest(self, peers: Any, least: int, timeout_s: float) -> bool:
+        """Take the newest version that all ranks find. Returns whether it is `least` at least, in time. Collective."""
+        deadline, gone = time.monotonic() + timeout_s, _NONE
+        while True:
+            found = peers.all_gather((newest_version(self._folder), self.version, time.monotonic() > deadline))
+            newest, held = found[0][0], min(version for _, version, _ in found)  # a flip may have failed on some ranks
+            if newest > max(held, least - 1, gone):
+                self._await_worker()  # it writes where this version goes
+                if self._ep.rank == 0:
+                    self._post(_ROUND, _NONE)  # calls off a flip that is to come: for all ranks, also if one raises
+                peers.all_gather(None)
+                self._target = self.version  # wherever this is interrupted, ticks stage it again, or say what is staged
+                self._post(_STAGED + self._ep.rank, _NONE)
+                self._staged = None
+                self._begun = _NONE
+                staged = None
+                with suppress(FileNotFoundError):
+                    staged = self._stage(newest)
+                if all(peers.all_gather(staged is not None)) and staged is not None:
+                    self._flip(staged)
+                    self._target = newest
+                    return True
+                gone = newest  # with its trainer, or since there is a newer one
+            elif held >= least or found[0][2]:
+                return held >= least
+            else:
+                time.sleep(_LOOK_S)
 
     def _stage(self, number: int) -> Version:
         """Map a version, and copy it where there is memory. Raises ValueError where it does not fit."""

@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from helpers import alone, full_layer, randn
 from torch import nn
 
-from epmoe import ExpertParallel, WeightReceiver, WeightSender
+from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
 from epmoe.live.versions import newest_version
 
 A = torch.zeros(2)
@@ -42,7 +42,7 @@ def test_dense_weights_that_are_no_plain_tensors(layer, folder, odd):
     sender = WeightSender(layer, folder)
     with pytest.raises(TypeError, match=r"`dense\[.*\]` must be a plain tensor"):
         sender.send(1, odd)
-    assert not os.listdir(folder)
+    assert os.listdir(folder) == [".trainer"]
 
 
 @pytest.mark.parametrize("keep", [1, 254])
@@ -62,7 +62,7 @@ def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
-    assert len(os.listdir(folder)) == 1
+    assert len(os.listdir(folder)) == 2, "a version, and the trainer"
     sender.send(2)
     assert newest_version(folder) == 2
 
@@ -77,18 +77,49 @@ def test_a_trainer_of_other_experts_is_refused(ep, folder, experts):
 
 def test_two_trainers_in_one_folder_are_named(ep, layer, folder):
     WeightSender(layer, folder).send(1)
-    [whole] = folder.iterdir()
+    [whole] = folder.glob("v*")
     shutil.copy(whole, folder / whole.name.replace(ep.origin, "another"))
     with pytest.raises(ValueError, match="several trainers have sent version 1 into .*: each needs"):
         WeightReceiver(ep, layer, folder)
 
 
-def test_a_draft_of_a_former_generation_goes(layer, folder):
+def test_a_draft_of_a_former_generation_goes(ep, layer, folder):
     """A rank has died while it wrote, and the sender goes on after `recover`."""
     sender = WeightSender(layer, folder)
-    (folder / ".v0000000000001.another.0.0-of-2").touch()
+    (folder / f".v0000000000001.{ep.origin}.7.0-of-2").touch()
     sender.send(1)
-    assert [path.name[0] for path in folder.iterdir()] == ["v"]
+    assert sorted(path.name[:2] for path in folder.iterdir()) == [".t", "v0"]
+
+
+def test_a_trainer_that_begins_takes_the_folder(layer, folder, monkeypatch):
+    """The former one still lives, and learns it at its next version, also while one of them writes."""
+    former, senders, save = WeightSender(layer, folder), [], torch.save
+
+    def meanwhile(call: Callable[[], None]) -> None:
+        """Before the next draft gets its name."""
+
+        def saved(*arguments: object) -> None:
+            monkeypatch.setattr(torch, "save", save)
+            save(*arguments)
+            call()
+
+        monkeypatch.setattr(torch, "save", saved)
+
+    def refused() -> None:
+        with pytest.raises(EPStateError, match="another trainer has begun to send into .*versions"):
+            former.send(5)
+
+    def begin() -> None:
+        senders.append(WeightSender(full_layer(other)[0], folder))
+        senders[0].send(2)
+
+    former.send(1)
+    with ExpertParallel(alone()) as other:
+        meanwhile(begin)
+        refused()
+        meanwhile(refused)
+        senders[0].send(3)
+        assert newest_version(folder) == 3 and len([*folder.glob("*v*")]) == 3
 
 
 @torch.inference_mode()

@@ -4,7 +4,8 @@
 
 A version is complete once every rank of the trainer has its file there. A file never changes, and whoever has mapped
 one keeps its bytes, also once the trainer has removed it or has died. So neither side waits for the other. Files name
-the group that has written them: what a trainer that has died leaves is never completed by the next one.
+the group that has written them: what a trainer that has died leaves is never completed by the next one. A link names the
+trainer that has begun last. It alone writes and removes files, also where the one before it still lives, or is dying.
 
 Weights of a trainer on GPUs stay in GPU memory, one piece for each version. The file then says where they lie in it,
 and at which socket a rank of a server gets its descriptor. Who has mapped it keeps its bytes, too; nobody else gets it
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from epmoe.exchange.addresses import Memory, Places
 from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
 from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
+from epmoe.group.errors import EPStateError
 from epmoe.live.copies import idle
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.given import layers_of
@@ -36,6 +39,7 @@ from epmoe.native.arguments import FLOATS, describe
 from epmoe.native.build import who_else
 
 MOST_VERSIONS = (1 << 40) - 1
+_TRAINER = ".trainer"
 _FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.(\d+)-of-(\d+)")
 
 
@@ -71,7 +75,7 @@ class WeightSender:
     Args:
         model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in wrappers of torch or not.
         folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for the server. It is
-            made, for this user only. Whoever ends the job removes it.
+            made, for this user only. Whoever ends the job removes it. The trainer that begins last has it.
         keep: versions that stay, from 2 to 253.
         on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or where the GPU has
             no room for `keep` versions.
@@ -89,6 +93,10 @@ class WeightSender:
         self._layers, self._folder, self._keep = layers_to_hand_over(model), own_folder(folder), keep
         self._ep = ep = next(iter(self._layers.values())).ep
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
+        if self._writes:
+            link = self._folder / f"{_TRAINER}.{secrets.token_hex(8)}"
+            link.symlink_to(ep.origin)
+            link.replace(self._folder / _TRAINER)
         memory = None if on_host or not self._writes else shared_memory(ep.device)
         self._offers = None if memory is None else (memory, Handout())
 
@@ -97,16 +105,20 @@ class WeightSender:
 
         `dense` are other weights, plain tensors by any name: the server's callback gets those of all ranks. Raises
         ValueError where `version` is not above the versions that this rank has sent, or a trainer before it; TypeError
-        where `dense` is something else, such as a DTensor; and OSError, or MemoryError for that of a GPU, where the
-        memory is full: then nothing was sent. On a GPU it waits for what the GPU has to do.
+        where `dense` is something else, such as a DTensor; OSError, or MemoryError for that of a GPU, where the memory is
+        full; and EPStateError where another trainer has begun: then nothing was sent. On a GPU it waits for what the GPU
+        has to do.
         """
         plain = _plain_tensors({} if dense is None else dense)
         if not self._writes:
             if plain:
                 raise ValueError("`dense` must come from a rank of the first replica of the experts, which writes")
             return
+        experts = {name: _experts_of(layer) for name, layer in self._layers.items()}
         group, *part = own = f"{self._ep.origin}.{self._ep.generation}", self._ep.rank, self._ep.size
-        for draft in self._folder.glob(".v*"):
+        drafts = [*self._folder.glob(".v*")]
+        self._check_trainer()  # now none of the drafts is another trainer's that lives
+        for draft in drafts:
             if f".{group}." not in draft.name:  # of a rank that has died
                 draft.unlink(missing_ok=True)
         files = list(_files(os.listdir(self._folder)))
@@ -115,7 +127,6 @@ class WeightSender:
         newest = max(earlier, default=-1)
         if not is_int(version) or not newest < version <= MOST_VERSIONS:
             raise ValueError(f"`version` must be an integer above {newest}, the last that was sent, got {version!r}")
-        experts = {name: _experts_of(layer) for name, layer in self._layers.items()}
         tables = [*(each.weights for each in experts.values()), plain]
         if odd := next((name for table in tables for name, value in table.items() if value.is_meta), None):
             raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
@@ -126,17 +137,24 @@ class WeightSender:
         draft = whole.with_name(f".{whole.name}")
         parts = {name: tuple(each) for name, each in experts.items()}
         try:
-            torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
-            draft.replace(whole)
-        except BaseException as error:
-            draft.unlink(missing_ok=True)
-            if isinstance(error, RuntimeError):  # torch's words for a file that it cannot write
+            try:
+                torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
+            except RuntimeError as error:  # torch's words for a file that it cannot write
                 raise OSError(f"version {version} does not fit into {self._folder}: {error}") from error
+            self._check_trainer()
+            draft.replace(whole)
+        except BaseException:
+            draft.unlink(missing_ok=True)
             raise
         stay = sorted({version, *(file.version for file in files if file.version < version)})[-self._keep :]
         for file in files:
             if file.version < stay[0]:  # of whichever rank: without this one's part they are not complete any more
                 (self._folder / file.name).unlink(missing_ok=True)
+
+    def _check_trainer(self) -> None:
+        if os.readlink(self._folder / _TRAINER) != self._ep.origin:
+            remedy = "each needs a folder of its own, and replicas of experts give ExpertParallel their mesh"
+            raise EPStateError(f"another trainer has begun to send into {self._folder}: {remedy}")
 
     def _offer(self, version: int, tables: list[dict[str, Tensor]], memory: Memory, handout: Handout) -> str:
         """Put the tensors on the device of `memory` into a new piece of it; in the tables they become meta tensors."""

@@ -7,6 +7,8 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,13 @@ def test_a_trainer_of_other_experts_is_refused(ep, folder, experts):
         WeightReceiver(ep, full_layer(ep)[0], folder)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_trainer_of_other_layers_is_refused(layer, folder, layers):
+    WeightSender(nn.ModuleList([deepcopy(layer) for _ in range(layers)]), folder).send(1)
+    with pytest.raises(ValueError, match=f"`model` and version 1 must have the same layers, of .* '{min(layers, 2)}'"):
+        WeightReceiver(layer.ep, nn.ModuleList([layer, deepcopy(layer)]), folder)
+
+
 def test_two_trainers_in_one_folder_are_named(ep, layer, folder):
     WeightSender(layer, folder).send(1)
     [whole] = folder.glob("v*")
@@ -120,6 +129,30 @@ def test_a_trainer_that_begins_takes_the_folder(layer, folder, monkeypatch):
         meanwhile(refused)
         senders[0].send(3)
         assert newest_version(folder) == 3 and len([*folder.glob("*v*")]) == 3
+
+
+@torch.inference_mode()
+def test_no_weights_change_in_an_open_round(ep, layer, folder):
+    x, ids, weights = randn(1, ep.config.model.hidden_size), torch.arange(2).int()[None], torch.ones(1, 2)
+    receiver, sender = WeightReceiver(ep, layer, folder), WeightSender(layer, folder)
+    sender.send(1)
+    sent = ep.dispatch_send(x, ids, weights)
+    for call in (receiver.tick, partial(receiver.load, 1), partial(WeightReceiver, ep, layer, folder)):
+        with pytest.raises(EPStateError, match="round 1 is open: weights change between rounds"):
+            call()
+    ep.abort()
+    receiver.load(1)
+    receiver.close()
+
+
+@torch.inference_mode()
+def test_a_receiver_that_was_closed_takes_no_versions(ep, layer, folder):
+    receiver = WeightReceiver(ep, layer, folder)
+    receiver.close()
+    WeightSender(layer, folder).send(1)
+    for call in (receiver.tick, partial(receiver.load, 1)):
+        with pytest.raises(EPStateError, match="it is closed, or the group has changed: make a new WeightReceiver"):
+            call()
 
 
 @torch.inference_mode()

@@ -130,14 +130,12 @@ class WeightReceiver:
             self._worker.submit(self._copies.begin_thread)
             self._take_newest(peers, 0, 0.0)
 
-    @takes_turn_of_exchange
     def load(self, version: int, timeout_s: float = 60.0) -> None:
         """Wait for a version, and take it or a newer one before this returns. Collective, between the same rounds.
 
         For loops in which a rollout must have the weights of the last step. Raises TimeoutError, or RuntimeError on
         other ranks, where the version does not come in time; and what `tick` and making a receiver raise: call again.
         """
-        self._check_state()
         with naming("load", [self._ep]), (peers := peers_of(self._ep)).together():
             if not self._take_newest(peers, version, timeout_s):
                 what = f"version {version} of the weights did not come into {self._folder} within {timeout_s} s"
@@ -184,6 +182,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         """End the thread, and let go of what is mapped. The version that serves stays."""
+        self._generation = _NONE
         self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
 
@@ -197,7 +196,7 @@ class WeightReceiver:
     def _check_state(self) -> None:
         rounds = self.exchange.rounds
         if self._ep.generation != self._generation:
-            raise EPStateError("the group has changed: make a new WeightReceiver on all ranks")
+            raise EPStateError("it is closed, or the group has changed: make a new WeightReceiver on all ranks")
         if rounds.state != CLOSED:
             raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
@@ -226,8 +225,10 @@ class WeightReceiver:
                 if (newest := newest_version(self._folder)) > max(target, self.version):
                     self._post(_TARGET, newest)
 
+    @takes_turn_of_exchange
     def _take_newest(self, peers: Any, least: int, timeout_s: float) -> bool:
         """Take the newest version that all ranks find. Returns whether it is `least` at least, in time. Collective."""
+        self._check_state()
         deadline, gone = time.monotonic() + timeout_s, _NONE
         while True:
             found = peers.all_gather((newest_version(self._folder), self.version, time.monotonic() > deadline))
@@ -258,6 +259,10 @@ class WeightReceiver:
         """Map a version, and copy it where there is memory. Raises ValueError where it does not fit."""
         with self._copies.running():
             version, own, now = map_version(self._folder, number, self._copies.memory), self._own, self._weights()
+            if odd := sorted(now.keys() ^ version.experts.keys()):
+                raise ValueError(
+                    f"`model` and version {number} must have the same layers, of which one has no {odd[0]!r}"
+                )
             for name, weights in now.items():
                 _check(name, version, self._layers[name].experts, weights, self._ep.config.model.num_experts)
             if (spare := self._spare) is not None:
@@ -299,7 +304,7 @@ class WeightReceiver:
         deadline = time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2  # other ranks hear of it in time
         while not idle.done:
             if time.monotonic() > deadline:
-                raise TimeoutError("an earlier version of the weights is still on its way, or `close` was called")
+                raise TimeoutError("an earlier version of the weights is still on its way")
             time.sleep(_GLANCE_S)
 
     def _await_device(self) -> None:

@@ -4,8 +4,8 @@
 
 A version is complete once every rank of the trainer has its file there. A file never changes, and whoever has mapped
 one keeps its bytes, also once the trainer has removed it or has died. So neither side waits for the other. Files name
-the group that has written them: what a trainer that has died leaves is never completed by the next one. A link names the
-trainer that has begun last. It alone writes and removes files, also where the one before it still lives, or is dying.
+the group that has written them: what a trainer that has died leaves is never completed by the next one. A link names
+the trainer that has begun last. It alone writes and removes files, also where a former one still lives.
 
 Weights of a trainer on GPUs stay in GPU memory, one piece for each version. The file then says where they lie in it,
 and at which socket a rank of a server gets its descriptor. Who has mapped it keeps its bytes, too; nobody else gets it
@@ -105,9 +105,9 @@ class WeightSender:
 
         `dense` are other weights, plain tensors by any name: the server's callback gets those of all ranks. Raises
         ValueError where `version` is not above the versions that this rank has sent, or a trainer before it; TypeError
-        where `dense` is something else, such as a DTensor; OSError, or MemoryError for that of a GPU, where the memory is
-        full; and EPStateError where another trainer has begun: then nothing was sent. On a GPU it waits for what the GPU
-        has to do.
+        where `dense` is something else, such as a DTensor; OSError, or MemoryError for that of a GPU, where the memory
+        is full; and EPStateError where another trainer has begun: then nothing was sent. On a GPU it waits for what the
+        GPU has to do.
         """
         plain = _plain_tensors({} if dense is None else dense)
         if not self._writes:

@@ -136,7 +136,7 @@ def test_no_weights_change_in_an_open_round(ep, layer, folder):
     x, ids, weights = randn(1, ep.config.model.hidden_size), torch.arange(2).int()[None], torch.ones(1, 2)
     receiver, sender = WeightReceiver(ep, layer, folder), WeightSender(layer, folder)
     sender.send(1)
-    sent = ep.dispatch_send(x, ids, weights)
+    ep.dispatch_send(x, ids, weights)
     for call in (receiver.tick, partial(receiver.load, 1), partial(WeightReceiver, ep, layer, folder)):
         with pytest.raises(EPStateError, match="round 1 is open: weights change between rounds"):
             call()

@@ -131,6 +131,21 @@ def test_a_trainer_that_begins_takes_the_folder(layer, folder, monkeypatch):
         assert newest_version(folder) == 3 and len([*folder.glob("*v*")]) == 3
 
 
+def test_a_file_that_goes_between_two_looks_of_torch(ep, layer, folder, monkeypatch):
+    from_file = torch.UntypedStorage.from_file
+
+    def overtaken(*arguments: object, **options: object) -> torch.UntypedStorage:
+        for whole in folder.glob("v*"):
+            whole.unlink()
+        return from_file(*arguments, **options)
+
+    WeightSender(layer, folder).send(1)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", overtaken)
+    receiver = WeightReceiver(ep, layer, folder)
+    receiver.close()
+    assert receiver.version == 1 and newest_version(folder) == -1
+
+
 @torch.inference_mode()
 def test_no_weights_change_in_an_open_round(ep, layer, folder):
     x, ids, weights = randn(1, ep.config.model.hidden_size), torch.arange(2).int()[None], torch.ones(1, 2)

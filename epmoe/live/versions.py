@@ -140,7 +140,8 @@ class WeightSender:
             try:
                 torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
             except RuntimeError as error:  # torch's words for a file that it cannot write
-                raise OSError(f"version {version} does not fit into {self._folder}: {error}") from error
+                what = f"version {version} does not fit into {self._folder}, beside up to `keep` others"
+                raise OSError(f"{what}: {error}") from error
             self._check_trainer()
             draft.replace(whole)
         except BaseException:
@@ -208,7 +209,9 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
         raise FileNotFoundError(f"version {number} is not complete any more")
     version = Version(number, {}, {})
     for file in sorted(found[0]):
-        part = torch.load(folder / file.name, map_location="cpu", mmap=True, weights_only=True)
+        with (folder / file.name).open("rb") as opened:  # once: torch opens it twice, and it may go in between
+            path = f"/proc/self/fd/{opened.fileno()}"
+            part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if part["socket"] is not None:
             _map_offer(part, number, memory)
         version.dense.update(part["dense"])

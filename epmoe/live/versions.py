@@ -137,15 +137,14 @@ class WeightSender:
         draft = whole.with_name(f".{whole.name}")
         parts = {name: tuple(each) for name, each in experts.items()}
         try:
-            try:
-                torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
-            except RuntimeError as error:  # torch's words for a file that it cannot write
-                what = f"version {version} does not fit into {self._folder}, beside up to `keep` others"
-                raise OSError(f"{what}: {error}") from error
+            torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
             self._check_trainer()
             draft.replace(whole)
-        except BaseException:
+        except BaseException as error:
             draft.unlink(missing_ok=True)
+            if type(error) is RuntimeError:  # torch's words for a file that it cannot write
+                what = f"version {version} does not fit into {self._folder}, beside up to {self._keep} others"
+                raise OSError(f"{what}: {error}") from error
             raise
         stay = sorted({version, *(file.version for file in files if file.version < version)})[-self._keep :]
         for file in files:

@@ -80,7 +80,7 @@ def test_a_trainer_of_other_experts_is_refused(ep, folder, experts):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_trainer_of_other_layers_is_refused(layer, folder, layers):
     WeightSender(nn.ModuleList([deepcopy(layer) for _ in range(layers)]), folder).send(1)
-    with pytest.raises(ValueError, match=f"`model` and version 1 must have the same layers, of .* '{min(layers, 2)}'"):
+    with pytest.raises(ValueError, match=f"`model` and version 1 must have the same layers: one .* '{min(layers, 2)}'"):
         WeightReceiver(layer.ep, nn.ModuleList([layer, deepcopy(layer)]), folder)
 
 
@@ -104,15 +104,10 @@ def test_a_trainer_that_begins_takes_the_folder(layer, folder, monkeypatch):
     """The former one still lives, and learns it at its next version, also while one of them writes."""
     former, senders, save = WeightSender(layer, folder), [], torch.save
 
-    def meanwhile(call: Callable[[], None]) -> None:
-        """Before the next draft gets its name."""
-
-        def saved(*arguments: object) -> None:
-            monkeypatch.setattr(torch, "save", save)
-            save(*arguments)
-            call()
-
-        monkeypatch.setattr(torch, "save", saved)
+    def saved(meanwhile: Callable[[], None], *arguments: object) -> None:
+        monkeypatch.setattr(torch, "save", save)
+        save(*arguments)
+        meanwhile()
 
     def refused() -> None:
         with pytest.raises(EPStateError, match="another trainer has begun to send into .*versions"):
@@ -124,11 +119,10 @@ def test_a_trainer_that_begins_takes_the_folder(layer, folder, monkeypatch):
 
     former.send(1)
     with ExpertParallel(alone()) as other:
-        meanwhile(begin)
-        refused()
-        meanwhile(refused)
-        senders[0].send(3)
-        assert newest_version(folder) == 3 and len([*folder.glob("*v*")]) == 3
+        for sends, meanwhile in ((refused, begin), (lambda: senders[0].send(3), refused)):
+            monkeypatch.setattr(torch, "save", partial(saved, meanwhile))
+            sends()
+    assert newest_version(folder) == 3 and len([*folder.glob("*v*")]) == 3
 
 
 def test_a_file_that_goes_between_two_looks_of_torch(ep, layer, folder, monkeypatch):

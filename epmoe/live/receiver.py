@@ -260,9 +260,7 @@ class WeightReceiver:
         with self._copies.running():
             version, own, now = map_version(self._folder, number, self._copies.memory), self._own, self._weights()
             if odd := sorted(now.keys() ^ version.experts.keys()):
-                raise ValueError(
-                    f"`model` and version {number} must have the same layers, of which one has no {odd[0]!r}"
-                )
+                raise ValueError(f"`model` and version {number} must have the same layers: one has no {odd[0]!r}")
             for name, weights in now.items():
                 _check(name, version, self._layers[name].experts, weights, self._ep.config.model.num_experts)
             if (spare := self._spare) is not None:
@@ -349,7 +347,7 @@ def _runs(places: list[tuple[Tensors, int]]) -> Iterator[tuple[int, int, Tensors
 
 
 def _check(name: str, version: Version, experts: Any, weights: Tensors, num_experts: int) -> None:
-    parts = version.experts.get(name, [])
+    parts = version.experts[name]
     sent = {expert for part in parts for expert in part.held} - {EMPTY}
     shapes = {each: tuple(value.shape[1:]) for each, value in weights.items() if each not in _SCALES.values()}
     if sent != {*range(num_experts)}:

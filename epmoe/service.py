@@ -95,15 +95,13 @@ class ExpertParallel(HoldsWindows):
     """The experts that move, with `placement.live`."""
     followers: WeakSet[Follower]
     """What this rank's layers keep for its experts: `resume` tells them of another group."""
-    asleep: bool = False
-    """Whether `sleep` has been called, and neither `wake` nor `resume` since."""
     _seat: int
     _exchange: Exchange | None = None
     _mesh: DeviceMesh | None = None  # of the group
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
-    _asleep_in: dist.ProcessGroup | DeviceMesh | None = None  # the group, while it sleeps
+    _asleep: tuple[dist.ProcessGroup | DeviceMesh | None] | None = None  # the group, while it sleeps
     _joining: int = 0  # the thread that is in `alone`: it has the turn also while there is no exchange
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
@@ -252,7 +250,7 @@ class ExpertParallel(HoldsWindows):
     def lose_weights(self) -> None:
         """Leave, since weights are not where `placement` has them: no round is to run on them. The waits of the others
         end at once. This rank may go on in another group, and then all its experts are among the moves."""
-        self._has_weights, self.asleep, self._asleep_in = False, False, None
+        self._has_weights, self._asleep = False, None
         if self._exchange is not None:
             self._exchange.end_waits()
         self._leave()
@@ -264,7 +262,7 @@ class ExpertParallel(HoldsWindows):
         `rank`, `size`, `survivors` and `resume` still work.
         """
         self._leave()
-        self.asleep, self._asleep_in = False, None
+        self._asleep = None
         caller = get_ident()
         if self._owner is None and self._exchange is None and self._joining in (0, caller):  # no other thread maps it
             joining, self._joining = self._joining, caller
@@ -314,7 +312,7 @@ class ExpertParallel(HoldsWindows):
         try:
             self._leave()
         finally:  # weights have gone, so it sleeps also where a signal handler raises
-            self.asleep, self._asleep_in, self._has_weights = True, group, self._has_weights and free is None
+            self._has_weights, self._asleep = self._has_weights and free is None, (group,)
             self._leave()
             self._addresses.unmap_scratch()
 
@@ -328,21 +326,26 @@ class ExpertParallel(HoldsWindows):
         has gone to others: it may be called again then. Where `restore` raises, this object is closed: waits of the
         other ranks end at once, and `resume` has all experts of this rank among its moves.
         """
-        if not self.asleep:
+        if self._asleep is None:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
-        self.alone(partial(self._wake, restore))
+        self.alone(partial(self._wake, *self._asleep, restore))
 
-    def _wake(self, restore: Callable[[], object]) -> None:
+    def _wake(self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object]) -> None:
         has_weights = self._has_weights
         try:
             self._has_weights = True  # once `restore` has returned
-            self.go_on(self._asleep_in, None, False)
+            self.go_on(group, None, False)
             restore()
         except BaseException:
             if self.asleep:  # it sleeps on
                 self._has_weights = has_weights
                 self._addresses.unmap_scratch()
             raise
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has been called, and neither `wake` nor `resume` since."""
+        return self._asleep is not None
 
     def capture_is_valid(self, generation: int) -> bool:
         """Whether a CUDA graph that was captured in this generation may be replayed in the present one.
@@ -776,7 +779,7 @@ class ExpertParallel(HoldsWindows):
             self.processes = [one.process for one in agreed.requests]
             self.group, self.rank, self.size = peers.group, peers.rank, peers.size
             exchange.thread = get_ident()
-            self._exchange, self._missing, self._dead, self.asleep, self._asleep_in = exchange, 0, 0, False, None
+            self._exchange, self._missing, self._dead, self._asleep = exchange, 0, 0, None
             self._layouts[self.generation] = exchange.layout
             if config.placement.live:
                 assert isinstance(exchange, NodeExchange)

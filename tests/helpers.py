@@ -78,6 +78,10 @@ def listening(processes: Iterable[int]) -> set[str]:
     return found
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
 def poison_(x: Tensor) -> Tensor:
     """Fills every byte with 0xFF: NaN as a float, −1 as an integer."""
     x.view(-1).view(torch.uint8).fill_(0xFF)

@@ -15,9 +15,10 @@ from helpers import ON_GPUS, ROOT, alone, captured, poison_, poisoned_memory, ra
 from torch import Tensor
 
 import epmoe
+from epmoe.bench.parallelism import GPUS
 from epmoe.local.gemm.few_rows import MOST_ROWS_OF_MXFP4, FewRows, Reading, most_rows
 from epmoe.local.gemm.few_rows_by_tma import most_rows_by_tma
-from epmoe.local.gemm.gemm import Segments, Weights
+from epmoe.local.gemm.gemm import SWIGLU, Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.quantize import dequantize_rows
 from epmoe.local.weight_formats import dequantize_weights
@@ -289,7 +290,6 @@ def test_invariant_experts_take_few_rows_and_many_by_one_order(monkeypatch, dtyp
 
 
 PAGE = (ROOT / "docs/experiments.md").read_text()
-COPY = {"H100": 2980.0, "H200": 4262.0}  # GB/s
 # Experts of one of two ranks, D, F.
 SHAPES = {
     "Qwen3-30B-A3B": (64, 2048, 768),
@@ -316,7 +316,7 @@ def measured() -> list[tuple[str, str, torch.dtype, float, list[float]]]:
 def borders(card: str, model: str, dtype: torch.dtype) -> tuple[float, float]:
     """Rows of an expert up to which a call takes the kernels for few rows, and those by TMA."""
     e, D, F = SHAPES[model]
-    reading = Reading.of(3 * e * D * F * dtype.itemsize, COPY[card], multiprocessors=132)
+    reading = Reading.of(3 * e * D * F * dtype.itemsize, GPUS[card.lower()].memory_gb_per_s, multiprocessors=132)
     return most_rows(dtype, reading), most_rows_by_tma(dtype, reading)
 
 
@@ -336,7 +336,7 @@ def test_borders_by_card_and_shape():
     for dtype in (BF16, FP8):
         assert borders("H100", "DeepSeek-V3", dtype)[0] < 0.1 < 0.5 == borders("H100", "Qwen3-30B-A3B", dtype)[0]
         assert borders("H200", "DeepSeek-V3", dtype)[0] == 4
-        for card in COPY:
+        for card in ("H100", "H200"):
             assert 28 < borders(card, "DeepSeek-V3", dtype)[1] <= borders(card, "Qwen3-30B-A3B", dtype)[1] <= 64
 
 
@@ -372,9 +372,8 @@ def test_the_kernels_get_contiguous_scales_and_biases(monkeypatch):
     scales = torch.zeros(e, 2, 4)[..., ::2], torch.zeros(e, 2, 2)[..., :1]
     weights = torch.zeros(e, 2 * middle, width).to(FP8), torch.zeros(e, width, middle).to(FP8), *scales, wide, None
     offsets = torch.zeros(e + 1, dtype=torch.int32)
-    gating = False, float("inf"), 1.0, 0.0
     FewRows().experts(
-        Weights(*weights, gating), torch.zeros(3, width, dtype=FP8), torch.zeros(3, 2), Segments(offsets, None, 1, 1.0)
+        Weights(*weights, SWIGLU), torch.zeros(3, width, dtype=FP8), torch.zeros(3, 2), Segments(offsets, None, 1, 1.0)
     )
     assert all(given.is_contiguous() for given in seen if isinstance(given, Tensor)) and len(seen) == 15
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import NO_CUDA, alone, full_layer, interrupted_at, randn, stopped_at
+from helpers import NO_CUDA, alone, bytes_of, full_layer, interrupted_at, randn, stopped_at
 from torch import Tensor, nn
 
 import epmoe
@@ -28,10 +28,6 @@ def buffers(*tensors: Tensor) -> nn.Module:
     for number, tensor in enumerate(tensors):
         module.register_buffer(str(number), tensor)
     return module
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from checked_round import Checked
-from helpers import poison_
+from helpers import bytes_of, poison_
 from torch import Tensor
 
 from epmoe import Dispatched
@@ -50,10 +50,6 @@ def real_rows(d: Dispatched) -> Tensor:
     """int64 [n]: the rows of segments without their gaps, on the device."""
     segments = zip(d.expert_offsets.tolist(), d.tokens_per_expert.tolist(), strict=False)
     return torch.tensor([row for start, n in segments for row in range(start, start + n)], device=d.rows.device).long()
-
-
-def bytes_of(values: Tensor) -> Tensor:
-    return values.contiguous().flatten().view(torch.uint8)
 
 
 class InTurn:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import MOST_BEFORE_ALL, FewRows, Reading
-from epmoe.local.gemm.gemm import Gemm, Segments, Weights
+from epmoe.local.gemm.gemm import SWIGLU, Gemm, Segments, Weights
 from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
@@ -93,7 +93,7 @@ def _other_bits(dtype: torch.dtype, device: torch.device) -> Exception | None:
 
     with torch.inference_mode(), torch.cuda.device(device):
         (gate_up, gate_up_scales), (down, down_scales) = weights(2 * size), weights(size)
-        given = Weights(gate_up, down, gate_up_scales, down_scales, None, None, (False, float("inf"), 1.0, 0.0))
+        given = Weights(gate_up, down, gate_up_scales, down_scales, None, None, SWIGLU)
         numbers = (0, block, 2 * block), (few, more)
         offsets, tokens = (torch.tensor(each, dtype=torch.int32, device=device) for each in numbers)
         call = given, drawn(2 * block, size), None, Segments(offsets, tokens, block, rows_per_expert=1.0)

@@ -27,6 +27,8 @@ Scaled = tuple[Tensor, Tensor | None]
 
 Gating = tuple[bool, float, float, float]
 """`interleaved`, `limit`, `alpha` and `up_offset` of `GroupedExperts`; the limit is infinite for none"""
+SWIGLU: Gating = False, math.inf, 1.0, 0.0
+"""silu(gate) · up, all gates before all ups"""
 
 
 class Segments(NamedTuple):

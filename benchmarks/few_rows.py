@@ -16,17 +16,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from epmoe import EPConfig
+from epmoe import EPConfig, permute
 from epmoe.bench.timing import captured, elapsed_us
-from epmoe.local.gemm.gemm import Segments, Weights
+from epmoe.local.gemm.gemm import SWIGLU, Segments, Weights
 from epmoe.local.gemm.table import GEMMS
 from epmoe.local.quantize import quantize_fp8
+from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.native.arguments import FP8
 
 CONFIGS = "h200x2_qwen3_30b", "h200x8_qwen3_235b", "h200x8_deepseek_v3", "h200x4_gpt_oss_120b"
 COUNTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)  # rows of an expert, on average
 FEW, ALIGNMENT, WEIGHTS_BYTES, REPLAYS = "few_rows", 64, 2 << 30, 9
 NAMES = FEW, "few_rows_by_tma", "deep_gemm"
+Call = tuple[Weights, Tensor, Tensor | None, Segments]
+"""of `Gemm.experts`"""
 
 
 def weights_of(e: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -37,28 +40,22 @@ def weights_of(e: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return codes.view(FP8), torch.rand(e, n // 128, k // 128) / k**0.5
 
 
-def segments_of(T: int, E: int, K: int, zipf: bool) -> Segments:
-    """Rows of the first half of the experts, of 2 · T tokens."""
-    wanted = 1 / (torch.randperm(E) + 1.0) if zipf else torch.ones(E)
-    ids = wanted.expand(2 * T, E).multinomial(K)
-    tokens = torch.bincount(ids.flatten(), minlength=E)[: E // 2].int()
-    aligned = (tokens + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    offsets = torch.nn.functional.pad(aligned.cumsum(0), (1, 0)).int()
-    return Segments(offsets, tokens, ALIGNMENT, 2 * T * K / E)
+def routed(weights: Weights, T: int, E: int, K: int, kind: Kind, seed: int) -> tuple[Call, Tensor]:
+    """A call of the first half of the experts with rows of 2 · T tokens, and the indices of its real rows."""
+    (e, D, _), dtype = weights.down.shape, weights.down.dtype
+    with torch.device("cpu"):
+        ids = simulate_logits(kind, 2 * T, E, seed=seed).topk(K).indices.to(weights.down.device)
+    expert_map = torch.arange(E, dtype=torch.int32)
+    expert_map[e:] = -1
+    given = permute(torch.randn(2 * T, D, dtype=torch.bfloat16), ids, expert_map, e, alignment=ALIGNMENT)
+    segments = Segments(given.expert_offsets, given.tokens_per_expert, ALIGNMENT, 2 * T * K / E)
+    rows, scales = (given.rows, None) if dtype != FP8 else quantize_fp8(given.rows, num_tokens=segments.offsets[-1])
+    return (weights, rows, scales, segments), given.row_of_pair[given.row_of_pair >= 0].long()
 
 
-def times(layers: Sequence[Weights], T: int, E: int, K: int, zipf: bool) -> list[float | None]:
+def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list[float | None]:
     """µs a layer by each of `NAMES`; None where it takes more than twice the least."""
-    dtype, D = layers[0].down.dtype, layers[0].down.shape[1]
-    calls, real = [], []
-    for weights in layers:
-        segments = segments_of(T, E, K, zipf)
-        x = torch.randn(max(int(segments.offsets[-1]), 1), D, dtype=torch.bfloat16)
-        rows, scales = quantize_fp8(x, num_tokens=len(x)) if dtype == FP8 else (x, None)
-        calls.append((weights, rows, scales, segments))
-        assert segments.tokens is not None
-        pairs = zip(segments.offsets.tolist(), segments.tokens.tolist(), strict=False)
-        real.append(torch.tensor([row for start, n in pairs for row in range(start, start + n)]).long())
+    calls, real = zip(*(routed(weights, T, E, K, kind, seed) for seed, weights in enumerate(layers)), strict=True)
 
     def serve(name: str) -> list[Tensor]:
         return [GEMMS[name].experts(*call) for call in calls]
@@ -92,6 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_default_device("cuda")
     torch.set_grad_enabled(False)
     torch.manual_seed(1)
+    kind: Kind = "zipf" if "--zipf" in arguments else "uniform"
     for name in [each for each in arguments if each != "--zipf"] or CONFIGS:
         model = EPConfig.load(name).model
         E, K, D, F = model.num_experts, model.num_experts_per_tok, model.hidden_size, model.intermediate_size
@@ -102,10 +100,10 @@ def main(arguments: Sequence[str]) -> None:
             count = max(WEIGHTS_BYTES // (3 * E // 2 * D * F * dtype.itemsize), 1)
             given = [(*weights_of(E // 2, 2 * F, D, dtype), *weights_of(E // 2, D, F, dtype)) for _ in range(count)]
             layers = [
-                Weights(gate_up, down, gate_up_scales, down_scales, None, None, (False, float("inf"), 1.0, 0.0))
+                Weights(gate_up, down, gate_up_scales, down_scales, None, None, SWIGLU)
                 for gate_up, gate_up_scales, down, down_scales in given
             ]
-            cells = [times(layers, max(int(n * E / (2 * K)), 1), E, K, "--zipf" in arguments) for n in COUNTS]
+            cells = [times(layers, max(int(n * E / (2 * K)), 1), E, K, kind) for n in COUNTS]
             print(f"| {name}, {str(dtype)[6:]} |", end="")
             for cell in cells:
                 print("", " / ".join("–" if us is None else f"{us:.4g}" for us in cell), end=" |", flush=True)

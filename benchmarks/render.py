@@ -95,20 +95,14 @@ def sections() -> list[list[Published]]:
 
 def readme() -> str:
     """The text of README.md, whose table has layers of two models on two H200; the faster one is bold."""
-    layer = read(FOLDER / "h200x2_layer.json")
-    tokens = [column.tokens for column in layer.columns]
-    lines_of: dict[Figure | str | None, list[dict[int | None, Figure | str | None]]] = {}
-    for row in layer.rows:
-        lines_of.setdefault(row.cells[0], []).append(dict(zip(tokens, row.cells, strict=True)))
-    models = [lines[:2] for lines in lines_of.values()]  # ours and MegaMoE
+    lines = list(map(dict, read(FOLDER / "h200x2_layer.json").lines.values()))
+    models = lines[:2], lines[2:]  # ours and MegaMoE of each
     rows = []
     for T in _README_TOKENS:
         cells = [f"{T}"]
-        for lines in models:
-            times = [float(line[T] or 0) for line in lines]
-            cells += [
-                f"**{line[T]}**" if us == min(times) else f"{line[T]}" for line, us in zip(lines, times, strict=True)
-            ]
+        for of_model in models:
+            least = min(line[T] for line in of_model)
+            cells += [f"**{line[T]}**" if line[T] == least else f"{line[T]}" for line in of_model]
         rows.append(_line(cells) + "\n")
     text = (FOLDER.parent / README).read_text(encoding="utf-8")
     return re.sub(r"(^\| \d+ \| [*\d].*\n)+", "".join(rows), text, count=1, flags=re.MULTILINE)

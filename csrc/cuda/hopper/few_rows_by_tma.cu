@@ -302,24 +302,18 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
 #endif
 }
 
-template <typename S>
-cudaError_t launch_product(const FewRowsArgs& args, const Product& p, cudaStream_t stream) {
-  constexpr int kBytes = S::kFp8 ? 1 : 2;  // of an element
-  const int64_t e = args.segments.num_local_experts;
-  CUtensorMap weights, rows;
-  if (cudaError_t error =
-          describe(weights, p.weights, p.k, S::kDown ? p.columns : 2 * p.columns, e, kWeightsOfBox, kBytes))
-    return error;
-  if (cudaError_t error = describe(rows, p.rows, p.k, args.N, 1, kTokensOfBox, kBytes)) return error;
-  return launch_at_most(S::kBlocksPerSM, rows_by_tma<S>, e * (p.columns / S::kOutputs), S::kThreads,
-                        S::shared_bytes(p.k, e), stream, args, p, weights, rows);
-}
-
 template <bool kFp8, int kTokens>
-cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
-  const auto [gate_up, down] = products(args);
-  if (cudaError_t error = launch_product<Shape<kFp8, false, kTokens>>(args, gate_up, stream)) return error;
-  return launch_product<Shape<kFp8, true, kTokens>>(args, down, stream);
+cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
+  return launch_both(args, [&](const Product& p, auto down) {
+    using S = Shape<kFp8, down.value, kTokens>;
+    constexpr int kBytes = kFp8 ? 1 : 2;  // of an element
+    const int64_t e = args.segments.num_local_experts, weight_rows = S::kDown ? p.columns : 2 * p.columns;
+    CUtensorMap weights, rows;
+    if (cudaError_t error = describe(weights, p.weights, p.k, weight_rows, e, kWeightsOfBox, kBytes)) return error;
+    if (cudaError_t error = describe(rows, p.rows, p.k, args.N, 1, kTokensOfBox, kBytes)) return error;
+    return launch_at_most(S::kBlocksPerSM, rows_by_tma<S>, e * (p.columns / S::kOutputs), S::kThreads,
+                          S::shared_bytes(p.k, e), stream, args, p, weights, rows);
+  });
 }
 
 }  // namespace
@@ -331,8 +325,8 @@ cudaError_t few_rows_by_tma(const FewRowsArgs& args, cudaStream_t stream) {
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
   const bool fp8 = args.format == WeightFormat::kFp8;
   if (args.token_tiles == 8 && (!fp8 || (args.D <= kMostD && args.F <= kMostF)))
-    return fp8 ? launch_both<true, 64>(args, stream) : launch_both<false, 64>(args, stream);
-  return fp8 ? launch_both<true, 32>(args, stream) : launch_both<false, 32>(args, stream);
+    return fp8 ? launch_of<true, 64>(args, stream) : launch_of<false, 64>(args, stream);
+  return fp8 ? launch_of<true, 32>(args, stream) : launch_of<false, 32>(args, stream);
 }
 
 }  // namespace epmoe::cuda

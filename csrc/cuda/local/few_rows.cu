@@ -162,19 +162,12 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
   predecessor.wait();  // also where there is nothing to do: the next kernel counts on it
 }
 
-template <bool kFp8, bool kDown>
-cudaError_t launch_product(const FewRowsArgs& args, const Product& product, cudaStream_t stream) {
-  int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
-  int64_t shared = table_entries(args.segments.num_local_experts) * static_cast<int64_t>(sizeof(Expert));
-  return launch_at_most(kBlocksPerSM<kDown>, few_rows<kFp8, kDown>, tasks, 32 * kWarpsOf<kDown>, shared, stream, args,
-                        product);
-}
-
 template <bool kFp8>
-cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
-  const auto [gate_up, down] = products(args);
-  if (cudaError_t error = launch_product<kFp8, false>(args, gate_up, stream)) return error;
-  return launch_product<kFp8, true>(args, down, stream);
+cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
+  return launch_both(args, [&](const Product& p, auto down) {
+    return launch_tasks<down.value>(few_rows<kFp8, down.value>, kBlocksPerSM<down.value>, 32 * kWarpsOf<down.value>,
+                                    args, p, stream);
+  });
 }
 
 }  // namespace
@@ -183,7 +176,7 @@ cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream) {
   if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
   if (args.format == WeightFormat::kMxfp4) return few_rows_mxfp4(args, stream);
   if (args.token_tiles > 1) return few_rows_by_tma(args, stream);
-  return args.format == WeightFormat::kFp8 ? launch_both<true>(args, stream) : launch_both<false>(args, stream);
+  return args.format == WeightFormat::kFp8 ? launch_of<true>(args, stream) : launch_of<false>(args, stream);
 }
 
 }  // namespace epmoe::cuda

@@ -153,12 +153,9 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
   __syncthreads();
 }
 
-// Gate and up, and down.
-struct Products {
-  Product gate_up, down;
-};
-
-inline Products products(const FewRowsArgs& args) {
+// Launches both kernels, by launch(product, whether it is down, a constant).
+template <typename Launch>
+cudaError_t launch_both(const FewRowsArgs& args, const Launch& launch) {
   auto bytes = [](const void* at) { return static_cast<const uint8_t*>(at); };
   auto bias = [](const void* at) { return static_cast<const __nv_bfloat16*>(at); };
   Product gate_up = {bytes(args.rows_ND),
@@ -172,7 +169,17 @@ inline Products products(const FewRowsArgs& args) {
                      args.h_NF};
   Product down = {bytes(args.h_NF),     nullptr, 0,      bytes(args.down_eDF), args.down_scales,
                   bias(args.down_bias), args.F,  args.D, args.out_ND};
-  return {gate_up, down};
+  if (cudaError_t error = launch(gate_up, std::false_type{})) return error;
+  return launch(down, std::true_type{});
+}
+
+// Launches a kernel for the tasks of a product, with so many blocks at most for each multiprocessor.
+template <bool kDown>
+cudaError_t launch_tasks(void (*kernel)(FewRowsArgs, Product), int64_t most, int threads, const FewRowsArgs& args,
+                         const Product& p, cudaStream_t stream) {
+  const int64_t e = args.segments.num_local_experts;
+  return launch_at_most(most, kernel, e * (p.columns / kColumns<kDown>), threads,
+                        table_entries(e) * static_cast<int64_t>(sizeof(Expert)), stream, args, p);
 }
 
 // The stage with weights in MXFP4; and in bf16 and fp8 with weights through shared memory.

@@ -142,27 +142,20 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
   predecessor.wait();  // also where there is nothing to do: the next kernel counts on it
 }
 
-template <bool kDown, int kTokenTiles>
-cudaError_t launch_product(const FewRowsArgs& args, const Product& product, cudaStream_t stream) {
-  int64_t tasks = args.segments.num_local_experts * (product.columns / kColumns<kDown>);
-  int64_t shared = table_entries(args.segments.num_local_experts) * static_cast<int64_t>(sizeof(Expert));
-  return launch_at_most(kBlocksPerSM<kTokenTiles>, few_rows_mxfp4<kDown, kTokenTiles>, tasks, 32 * kWarps, shared,
-                        stream, args, product);
-}
-
 template <int kTokenTiles>
-cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
-  const auto [gate_up, down] = products(args);
-  if (cudaError_t error = launch_product<false, kTokenTiles>(args, gate_up, stream)) return error;
-  return launch_product<true, kTokenTiles>(args, down, stream);
+cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
+  return launch_both(args, [&](const Product& p, auto down) {
+    return launch_tasks<down.value>(few_rows_mxfp4<down.value, kTokenTiles>, kBlocksPerSM<kTokenTiles>, 32 * kWarps,
+                                    args, p, stream);
+  });
 }
 
 }  // namespace
 
 cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream) {
-  return args.token_tiles == 1   ? launch_both<1>(args, stream)
-         : args.token_tiles == 2 ? launch_both<2>(args, stream)
-                                 : launch_both<4>(args, stream);
+  return args.token_tiles == 1   ? launch_of<1>(args, stream)
+         : args.token_tiles == 2 ? launch_of<2>(args, stream)
+                                 : launch_of<4>(args, stream);
 }
 
 }  // namespace epmoe::cuda

@@ -17,7 +17,6 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kWarpgroup = 128;
 constexpr int kTokensOfBox = 16, kWeightsOfBox = 32;  // lines
 constexpr int kSwizzleBytes = 1024;                   // to whose multiples boxes are aligned
 
@@ -219,7 +218,7 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
                                               typename S::Stages& ring, char* leaving, float* scales) {
   if constexpr (kWidth < S::kTokens)
     if (tile.count > kWidth) return multiply_tile<S, kWidth + kTokensOfBox>(args, p, tile, ring, leaving, scales);
-  const int32_t group = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  const int32_t group = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32;
   const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
   const uint32_t a = group * kBoxBytes, b = S::kGroups * kBoxBytes;
   float sums[kWidth / 2] = {};
@@ -233,13 +232,7 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
     multiply_bf16<kWidth>(steps, ring, a, b, sums);
   }
   leaving += group * S::kLeavingBytes;
-#pragma unroll
-  for (int c = 0; c < kWidth; c += 16) {
-    const float* d = &sums[c / 2];
-    int32_t line = c + lane / 16 * 8 + lane % 8, part = warp * 2 + lane / 8 % 2;
-    store_matrices<true>(shared_address(leaving) + in_box(line, part), packed(d[0], d[1]), packed(d[2], d[3]),
-                         packed(d[4], d[5]), packed(d[6], d[7]));
-  }
+  store_turned<kWidth>(shared_address(leaving), sums);
   barrier(2 + group, kWarpgroup);
   if constexpr (S::kDown) {
     using Part = Vector<__nv_bfloat16, 8>;

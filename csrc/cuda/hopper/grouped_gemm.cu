@@ -65,10 +65,8 @@ __device__ __forceinline__ void store_gradients(const CUtensorMap& map, const Ti
   barrier(2 + group, kWarpgroup);
 #pragma unroll
   for (int c = 0; c < kColumns; c += 16) {
-    const float* sums = &d[c / 2];
     int32_t line = warp * 16 + lane % 16, part = c / 8 % 8 + lane / 16;
-    store_matrices<false>(leaving + c / 64 * kBoxBytes + in_box(line, part), packed(sums[0], sums[1]),
-                          packed(sums[2], sums[3]), packed(sums[4], sums[5]), packed(sums[6], sums[7]));
+    store_matrices<false>(leaving + c / 64 * kBoxBytes + in_box(line, part), &d[c / 2]);
   }
   fence_shared_for_tma();
   barrier(2 + group, kWarpgroup);
@@ -86,7 +84,7 @@ __device__ __forceinline__ void tile_of(const GroupedGemmArgs& args, const CUten
   if constexpr (kProduct == Product::kForWeights)
     store_gradients(out, tile, shared_address(leaving), d);
   else
-    store_rows<kWidth, kLeavingBoxes<kProduct> * 64>(args, tile, shared_address(leaving), leaving, d);
+    store_rows<kWidth, kLeavingBoxes<kProduct> * 64>(args, tile, leaving, d);
 }
 
 #endif

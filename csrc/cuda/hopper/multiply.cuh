@@ -9,7 +9,7 @@
 
 namespace epmoe::cuda {
 
-constexpr int kWarpgroup = 128, kMultipliers = kRows / 64;
+constexpr int kMultipliers = kRows / 64;
 constexpr int kABytes = kRows * kLineBytes, kStageBytes = kABytes + kColumns * kLineBytes;
 constexpr int kStep = 64;  // of k, or of rows that are summed over
 
@@ -90,28 +90,18 @@ __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const
 
 // A warpgroup's products [64 weight rows, kWidth rows] leave as rows, kAtOnce at a time.
 template <int kWidth, int kAtOnce>
-__device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Tile& tile, uint32_t leaving,
-                                           const char* leaving_at, const float (&d)[kWidth / 2]) {
-  const int32_t group = threadIdx.x / kWarpgroup, lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-  const int32_t m = tile.m + 64 * group;
+__device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Tile& tile, const char* leaving,
+                                           const float (&d)[kWidth / 2]) {
+  const int32_t group = threadIdx.x / kWarpgroup, part = threadIdx.x % 8, column = tile.m + 64 * group + part * 8;
 #pragma unroll
   for (int from = 0; from < kWidth; from += kAtOnce) {
     barrier(2 + group, kWarpgroup);  // what lay there has been read
-#pragma unroll
-    for (int c = 0; c < kAtOnce; c += 16) {
-      if (from + c >= kWidth) continue;
-      const float* sums = &d[(from + c) / 2];
-      int32_t line = c + lane / 16 * 8 + lane % 8, part = warp * 2 + lane / 8 % 2;
-      store_matrices<true>(leaving + in_box(line, part), packed(sums[0], sums[1]), packed(sums[2], sums[3]),
-                           packed(sums[4], sums[5]), packed(sums[6], sums[7]));
-    }
+    store_turned<kAtOnce>(shared_address(leaving), d, from);
     barrier(2 + group, kWarpgroup);
-    const int32_t part = threadIdx.x % 8, column = m + part * 8;
     auto* out = static_cast<__nv_bfloat16*>(args.out) + (tile.row + from) * args.n + column;
     for (int32_t line = threadIdx.x % kWarpgroup / 8; line < min(tile.count - from, kAtOnce); line += kWarpgroup / 8)
       if (column < args.n)
-        *reinterpret_cast<uint4*>(out + line * args.n) =
-            *reinterpret_cast<const uint4*>(leaving_at + in_box(line, part));
+        *reinterpret_cast<uint4*>(out + line * args.n) = *reinterpret_cast<const uint4*>(leaving + in_box(line, part));
   }
 }
 

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     with_width(tile.width, [&](auto width) {
       float sums[width.value / 2] = {};
       multiply_tile<Product::kByRows, width.value>(args, tile, ring, sums);
-      store_rows<width.value, kLeavingBytes / kLineBytes>(args, tile, shared_address(leaving), leaving, sums);
+      store_rows<width.value, kLeavingBytes / kLineBytes>(args, tile, leaving, sums);
     });
   }
 #endif

@@ -5,6 +5,8 @@
 
 namespace epmoe::cuda {
 
+constexpr int kWarpgroup = 128;
+
 __device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier, int32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
 }
@@ -39,17 +41,29 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t*>(&both);
 }
-// Four 8 × 8 matrices, of which each lane says where one of their lines lies. kTurned: lines become columns.
+// A warp's sums of 16 columns, as four 8 × 8 matrices, of which each lane says where one of their lines lies. kTurned:
+// lines become columns.
 template <bool kTurned>
-__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+__device__ __forceinline__ void store_matrices(uint32_t to, const float* d) {
+  const uint32_t sums[] = {packed(d[0], d[1]), packed(d[2], d[3]), packed(d[4], d[5]), packed(d[6], d[7])};
+#define EPMOE_STORE_MATRICES(turned)                                                                                 \
+  asm volatile("stmatrix.sync.aligned.m8n8.x4" turned ".shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(sums[0]), \
+               "r"(sums[1]), "r"(sums[2]), "r"(sums[3])                                                              \
+               : "memory")
   if constexpr (kTurned)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
+    EPMOE_STORE_MATRICES(".trans");
   else
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
-                 "r"(d)
-                 : "memory");
+    EPMOE_STORE_MATRICES("");
+#undef EPMOE_STORE_MATRICES
+}
+// A warpgroup's sums [64, 2 kCount], from column `from` on, become up to kLines lines of a box.
+template <int kLines, int kCount>
+__device__ __forceinline__ void store_turned(uint32_t box, const float (&sums)[kCount], int from = 0) {
+  const int32_t lane = threadIdx.x % 32, part = threadIdx.x % kWarpgroup / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int c = 0; c < kLines; c += 16)
+    if (from + c < 2 * kCount)
+      store_matrices<true>(box + in_box(c + lane / 16 * 8 + lane % 8, part), &sums[(from + c) / 2]);
 }
 
 }  // namespace epmoe::cuda

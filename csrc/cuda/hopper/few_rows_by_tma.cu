@@ -10,7 +10,6 @@
 // ups there. Any number of rows is right: weights are read again, mostly from L2, for each further tile of an expert.
 #include "cuda/device/fp8.cuh"
 #include "cuda/hopper/ring.cuh"
-#include "cuda/hopper/wgmma.cuh"
 #include "cuda/local/few_rows.cuh"
 #include "cuda/local/gates.cuh"
 
@@ -92,30 +91,8 @@ __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Produc
   });
 }
 
-// The sums of a warpgroup in bf16: each step adds 64 of k, in instructions of 16. Addresses are those within a stage.
-template <int kWidth, typename Stages>
-__device__ __forceinline__ void multiply_bf16(int32_t steps, Stages& ring, uint32_t a, uint32_t b,
-                                              float (&sums)[kWidth / 2]) {
-  for (int32_t step = 0; step < steps; ++step) {
-    ring.wait_filled();
-    const uint32_t stage = ring.stage();
-    wgmma_begin();
-#pragma unroll
-    for (int k = 0; k < kLineBytes; k += 32)
-      wgmma<kWidth, false, false>(sums, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
-    wgmma_commit();
-    ++ring.turn;
-    if (step) {
-      wgmma_wait<1>();
-      ring.release(2);
-    }
-  }
-  wgmma_wait<0>();
-  ring.release(1);
-}
-
-// The same in fp8: each step is a block of 128 of k, whose sums are scaled in fp32. `scales` [steps, kWidth] are
-// products of the scales of rows and weights.
+// The sums of a warpgroup in fp8: each step is a block of 128 of k, whose sums are scaled in fp32. Addresses are those
+// within a stage. `scales` [steps, kWidth] are products of the scales of rows and weights.
 template <int kWidth, typename Stages>
 __device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32_t a, uint32_t b, const float* scales,
                                              float (&sums)[kWidth / 2]) {
@@ -229,7 +206,11 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
     const int32_t which = S::kDown ? 0 : args.interleaved ? group / 2 : warp / 2;
     multiply_fp8<kWidth>(steps, ring, a, b, scales + which * steps * kWidth, sums);
   } else {
-    multiply_bf16<kWidth>(steps, ring, a, b, sums);
+    ring.multiply(steps, [&](uint32_t stage) {
+#pragma unroll
+      for (int k = 0; k < kLineBytes; k += 32)
+        wgmma<kWidth, false, false>(sums, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
+    });
   }
   leaving += group * S::kLeavingBytes;
   store_turned<kWidth>(shared_address(leaving), sums);

@@ -5,7 +5,6 @@
 
 #include "cuda/hopper/ring.cuh"
 #include "cuda/hopper/tiles.cuh"
-#include "cuda/hopper/wgmma.cuh"
 
 namespace epmoe::cuda {
 
@@ -25,31 +24,17 @@ __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const
   constexpr bool kAcrossA = kProduct != Product::kByRows, kAcrossB = kProduct == Product::kForWeights;
   constexpr uint32_t kStepA = kAcrossA ? 16 * kLineBytes : 32, kStepB = kAcrossB ? 16 * kLineBytes : 32;
   const uint32_t own = threadIdx.x / kWarpgroup * kBoxBytes;
-  auto start = [&](int32_t k) {
-    uint32_t a = ring.stage() + own, b = ring.stage() + kABytes;
-    wgmma<kWidth, kAcrossA, kAcrossB>(d, wgmma_operand(a + k * kStepA, kBoxBytes),
-                                      wgmma_operand(b + k * kStepB, kBoxBytes));
+  auto start = [&](uint32_t stage, int32_t k) {
+    wgmma<kWidth, kAcrossA, kAcrossB>(d, wgmma_operand(stage + own + k * kStepA, kBoxBytes),
+                                      wgmma_operand(stage + kABytes + k * kStepB, kBoxBytes));
   };
   const int32_t left = kProduct == Product::kForWeights ? tile.count % kStep : 0;
   const int32_t steps = steps_of<kProduct>(args, tile) - (left > 0);
-  auto multiply_step = [&] {
-    ring.wait_filled();
-    wgmma_begin();
+  if (steps)
+    ring.multiply(steps, [&](uint32_t stage) {
 #pragma unroll
-    for (int k = 0; k < kStep / 16; ++k) start(k);
-    wgmma_commit();
-    ++ring.turn;
-  };
-  if (steps) {
-    multiply_step();
-    for (int32_t step = 1; step < steps; ++step) {
-      multiply_step();
-      wgmma_wait<1>();
-      ring.release(2);
-    }
-    wgmma_wait<0>();
-    ring.release(1);
-  }
+      for (int k = 0; k < kStep / 16; ++k) start(stage, k);
+    });
   if (left) {
     ring.wait_filled();
     // The lines of the last 16 that are other rows, in all boxes.
@@ -66,7 +51,7 @@ __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const
     auto last = [&](auto count) {
       wgmma_begin();
 #pragma unroll
-      for (int k = 0; k < count.value; ++k) start(k);
+      for (int k = 0; k < count.value; ++k) start(ring.stage(), k);
       wgmma_commit();
       wgmma_wait<0>();
     };

@@ -2,6 +2,7 @@
 // that multiply, and products on their way out.
 #pragma once
 #include "cuda/hopper/boxes.cuh"
+#include "cuda/hopper/wgmma.cuh"
 
 namespace epmoe::cuda {
 
@@ -33,6 +34,24 @@ struct Ring {
   // This warp has no use for the stage of `turn - back` any more.
   __device__ __forceinline__ void release(int32_t back) const {
     if (threadIdx.x % 32 == 0) arrive(&empty[(turn - back) % kCount]);
+  }
+
+  // A warpgroup multiplies so many stages, at least one: start(stage) starts the products of one. They go on while the
+  // next ones start.
+  template <typename Start>
+  __device__ __forceinline__ void multiply(int32_t steps, const Start& start) {
+    for (int32_t step = 0; step < steps; ++step) {
+      wait_filled();
+      wgmma_begin();
+      start(stage());
+      wgmma_commit();
+      ++turn;
+      if (!step) continue;
+      wgmma_wait<1>();
+      release(2);
+    }
+    wgmma_wait<0>();
+    release(1);
   }
 };
 

@@ -36,7 +36,7 @@ struct Shape {
   using Stages = Ring<kStages, kStageBytes>;
 
   static int64_t shared_bytes(int64_t k, int64_t experts) {
-    int64_t fixed = kSwizzleBytes + kStages * (kStageBytes + 2 * sizeof(uint64_t)) + kGroups * kLeavingBytes;
+    int64_t fixed = kSwizzleBytes + Stages::kBytes + kGroups * kLeavingBytes;
     int64_t scales = kFp8 ? (kScales * (k / kScaleBlock) + kGroups) * kTokens * sizeof(float) : 0;
     return fixed + scales + table_entries(experts) * static_cast<int64_t>(sizeof(Expert));
   }
@@ -246,16 +246,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
   extern __shared__ char given[];
   char* stages = given + (-shared_address(given) & (kSwizzleBytes - 1));
   char* leaving = stages + S::kStages * S::kStageBytes;
-  auto* full = reinterpret_cast<uint64_t*>(leaving + S::kGroups * S::kLeavingBytes);
-  auto* scales = reinterpret_cast<float*>(full + 2 * S::kStages);
+  auto* mbarriers = reinterpret_cast<uint64_t*>(leaving + S::kGroups * S::kLeavingBytes);
+  auto* scales = reinterpret_cast<float*>(mbarriers + 2 * S::kStages);
   auto* experts =
       reinterpret_cast<Expert*>(scales + (S::kFp8 ? (S::kScales * (p.k / kScaleBlock) + S::kGroups) * S::kTokens : 0));
-  typename S::Stages ring{shared_address(stages), full, full + S::kStages};
-  if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < S::kStages; ++i)
-      init_mbarrier(&ring.full[i], 1), init_mbarrier(&ring.empty[i], S::kMultipliers / 32);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  typename S::Stages ring(stages, mbarriers, 1, S::kMultipliers / 32);
   if (threadIdx.x == S::kMultipliers) prefetch(weights), prefetch(rows);
   Predecessor predecessor;
   if (!S::kDown) predecessor.wait();

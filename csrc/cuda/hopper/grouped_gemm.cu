@@ -18,20 +18,21 @@ constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
 template <Product kProduct>
 constexpr int kStages = kProduct == Product::kForWeights ? 3 : 4;
 template <Product kProduct>
+using Stages = Ring<kStages<kProduct>, kStageBytes>;
+template <Product kProduct>
 constexpr int kLeavingBoxes = kProduct == Product::kForWeights ? 4 : 2;  // of a warpgroup
 
 template <Product kProduct>
 int64_t shared_bytes(int32_t experts) {
-  constexpr int kBuffers = kStages<kProduct> * kStageBytes + kMultipliers * kLeavingBoxes<kProduct> * kBoxBytes;
-  return kBuffers + 2 * kStages<kProduct> * static_cast<int64_t>(sizeof(uint64_t)) +
+  return Stages<kProduct>::kBytes + kMultipliers * kLeavingBoxes<kProduct> * kBoxBytes +
          (experts + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-template <Product kProduct, typename Stages>
+template <Product kProduct>
 __device__ __forceinline__ void load_tile(const GroupedGemmArgs& args, const CUtensorMap& a, const CUtensorMap& b,
-                                          const Tile& tile, Stages& ring) {
+                                          const Tile& tile, Stages<kProduct>& ring) {
   int32_t boxes = kProduct == Product::kForWeights ? kColumns / 64 : ceil_of(tile.width, 64);
   for (int32_t step = 0; step < steps_of<kProduct>(args, tile); ++step, ++ring.turn) {
     ring.wait_empty();
@@ -76,17 +77,6 @@ __device__ __forceinline__ void store_gradients(const CUtensorMap& map, const Ti
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-template <Product kProduct, int kWidth, typename Stages>
-__device__ __forceinline__ void tile_of(const GroupedGemmArgs& args, const CUtensorMap& out, const Tile& tile,
-                                        Stages& ring, char* leaving) {
-  float d[kWidth / 2] = {};
-  multiply_tile<kProduct, kWidth>(args, tile, ring, d);
-  if constexpr (kProduct == Product::kForWeights)
-    store_gradients(out, tile, shared_address(leaving), d);
-  else
-    store_rows<kWidth, kLeavingBoxes<kProduct> * 64>(args, tile, leaving, d);
-}
-
 #endif
 
 template <Product kProduct>
@@ -95,20 +85,15 @@ __global__ void __launch_bounds__(kThreads, 1)
                         const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap out) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
-  constexpr int kCount = kStages<kProduct>, kLeaving = kLeavingBoxes<kProduct> * kBoxBytes;
-  char* leaving = shared + kCount * kStageBytes;
-  auto* full = reinterpret_cast<uint64_t*>(leaving + kMultipliers * kLeaving);
-  auto* empty = full + kCount;
-  Tiles<kProduct> tiles{args, reinterpret_cast<int32_t*>(empty + kCount)};
-  if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < kCount; ++i) init_mbarrier(&full[i], 1), init_mbarrier(&empty[i], kMultipliers * 4);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  constexpr int kLeaving = kLeavingBoxes<kProduct> * kBoxBytes;
+  char* leaving = shared + kStages<kProduct> * kStageBytes;
+  auto* mbarriers = reinterpret_cast<uint64_t*>(leaving + kMultipliers * kLeaving);
+  Stages<kProduct> ring(shared, mbarriers, 1, kMultipliers * kWarpgroup / 32);
+  Tiles<kProduct> tiles{args, reinterpret_cast<int32_t*>(mbarriers + 2 * kStages<kProduct>)};
   wait_for_predecessor();
   let_successor_start();
   if (threadIdx.x < 32) tiles.build();
   __syncthreads();
-  Ring<kCount, kStageBytes> ring{shared_address(shared), full, empty};
   const int32_t count = tiles.count();
   if (threadIdx.x >= kMultipliers * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -122,9 +107,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int32_t number = blockIdx.x; number < count; number += gridDim.x) {
     const Tile tile = tiles[number];
     if constexpr (kProduct == Product::kForWeights) {
-      tile_of<kProduct, kColumns>(args, out, tile, ring, leaving);
+      float sums[kColumns / 2] = {};
+      multiply_tile<kProduct>(args, tile, ring, sums);
+      store_gradients(out, tile, shared_address(leaving), sums);
     } else {
-      with_width(tile.width, [&](auto width) { tile_of<kProduct, width.value>(args, out, tile, ring, leaving); });
+      multiply_rows<kProduct, kLeaving / kLineBytes>(args, tile, ring, leaving);
     }
   }
   if (kProduct == Product::kForWeights && threadIdx.x % kWarpgroup == 0) tma_wait_written<0>();

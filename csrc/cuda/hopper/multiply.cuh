@@ -1,7 +1,6 @@
 // What a warpgroup that multiplies does with its 64 rows of a tile: sums from stages, and rows that leave.
 #pragma once
 #include <type_traits>
-#include <utility>
 
 #include "cuda/hopper/ring.cuh"
 #include "cuda/hopper/tiles.cuh"
@@ -17,16 +16,16 @@ __device__ __forceinline__ int32_t steps_of(const GroupedGemmArgs& args, const T
   return ceil_of(kProduct == Product::kForWeights ? tile.count : static_cast<int32_t>(args.k), kStep);
 }
 
-// The sums of one warpgroup over a tile of kWidth columns.
-template <Product kProduct, int kWidth, typename Stages>
+// The sums of one warpgroup over a tile of as many columns.
+template <Product kProduct, typename Stages, int kCount>
 __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const Tile& tile, Stages& ring,
-                                              float (&d)[kWidth / 2]) {
+                                              float (&d)[kCount]) {
   constexpr bool kAcrossA = kProduct != Product::kByRows, kAcrossB = kProduct == Product::kForWeights;
   constexpr uint32_t kStepA = kAcrossA ? 16 * kLineBytes : 32, kStepB = kAcrossB ? 16 * kLineBytes : 32;
   const uint32_t own = threadIdx.x / kWarpgroup * kBoxBytes;
   auto start = [&](uint32_t stage, int32_t k) {
-    wgmma<kWidth, kAcrossA, kAcrossB>(d, wgmma_operand(stage + own + k * kStepA, kBoxBytes),
-                                      wgmma_operand(stage + kABytes + k * kStepB, kBoxBytes));
+    wgmma<2 * kCount, kAcrossA, kAcrossB>(d, wgmma_operand(stage + own + k * kStepA, kBoxBytes),
+                                          wgmma_operand(stage + kABytes + k * kStepB, kBoxBytes));
   };
   const int32_t left = kProduct == Product::kForWeights ? tile.count % kStep : 0;
   const int32_t steps = steps_of<kProduct>(args, tile) - (left > 0);
@@ -73,13 +72,13 @@ __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const
   }
 }
 
-// A warpgroup's products [64 weight rows, kWidth rows] leave as rows, kAtOnce at a time.
-template <int kWidth, int kAtOnce>
+// A warpgroup's products [64 weight rows, 2 kCount rows] leave as rows, kAtOnce at a time.
+template <int kAtOnce, int kCount>
 __device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Tile& tile, const char* leaving,
-                                           const float (&d)[kWidth / 2]) {
+                                           const float (&d)[kCount]) {
   const int32_t group = threadIdx.x / kWarpgroup, part = threadIdx.x % 8, column = tile.m + 64 * group + part * 8;
 #pragma unroll
-  for (int from = 0; from < kWidth; from += kAtOnce) {
+  for (int from = 0; from < 2 * kCount; from += kAtOnce) {
     barrier(2 + group, kWarpgroup);  // what lay there has been read
     store_turned<kAtOnce>(shared_address(leaving), d, from);
     barrier(2 + group, kWarpgroup);
@@ -90,14 +89,15 @@ __device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Ti
   }
 }
 
-// Calls with a tile's width as a constant.
-template <typename Call>
-__device__ __forceinline__ void with_width(int32_t width, const Call& call) {
-  auto of_width = [&]<int... kSteps>(std::integer_sequence<int, kSteps...>) {
-    ((width / kColumnStep == kSteps + 1 && (call(std::integral_constant<int, (kSteps + 1) * kColumnStep>{}), true)) ||
-     ...);
-  };
-  of_width(std::make_integer_sequence<int, kColumns / kColumnStep>{});
+// A warpgroup's part of a tile by rows. Each width has loops of its own.
+template <Product kProduct, int kAtOnce, int kWidth = kColumnStep, typename Stages>
+__device__ __forceinline__ void multiply_rows(const GroupedGemmArgs& args, const Tile& tile, Stages& ring,
+                                              const char* leaving) {
+  if constexpr (kWidth < kColumns)
+    if (tile.width > kWidth) return multiply_rows<kProduct, kAtOnce, kWidth + kColumnStep>(args, tile, ring, leaving);
+  float sums[kWidth / 2] = {};
+  multiply_tile<kProduct>(args, tile, ring, sums);
+  store_rows<kAtOnce>(args, tile, leaving, sums);
 }
 
 }  // namespace epmoe::cuda

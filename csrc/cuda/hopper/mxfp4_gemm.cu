@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kWarps = kWarpgroup / 32, kThreads = (kMultipliers + 1) * kWarpgroup;  // kWarps: that widen
 constexpr int kStages = 4, kLeavingBytes = kBoxBytes;                                // kLeavingBytes: of a warpgroup
+using Stages = Ring<kStages, kStageBytes>;
 constexpr int kBatch = 2, kCodeBytes = kBatch * kStep / 2;  // steps whose codes arrive together, bytes of a row in them
 constexpr int kSlots = 2, kSlotBytes = 32 * kCodeBytes;     // of a warp: batches under way
 constexpr int kSlotsAt = kStages * kStageBytes + kMultipliers * kLeavingBytes;
@@ -43,7 +44,7 @@ struct Widener {
   const GroupedGemmArgs& args;
   const CUtensorMap &codes, &rows;
   const TilesByRows& tiles;
-  const Ring<kStages, kStageBytes>& ring;
+  const Stages& ring;
   uint32_t slots;
   uint64_t* arrived;  // codes in the slots
   const int32_t steps = static_cast<int32_t>(args.k / kStep), warp = threadIdx.x % kWarpgroup / 32,
@@ -167,20 +168,15 @@ __global__ void __launch_bounds__(kThreads, 1)
                       const __grid_constant__ CUtensorMap rows) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
-  auto* full = reinterpret_cast<uint64_t*>(shared + kMbarriersAt);
-  uint64_t *empty = full + kStages, *arrived = empty + kStages;
-  TilesByRows tiles{args, reinterpret_cast<int32_t*>(full + kMbarriers)};
-  if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < kStages; ++i)
-      init_mbarrier(&full[i], kWarps), init_mbarrier(&empty[i], kMultipliers * kWarpgroup / 32);
-    for (int32_t i = 0; i < kWarps * kSlots; ++i) init_mbarrier(&arrived[i], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  auto* mbarriers = reinterpret_cast<uint64_t*>(shared + kMbarriersAt);
+  uint64_t* arrived = mbarriers + 2 * kStages;
+  TilesByRows tiles{args, reinterpret_cast<int32_t*>(mbarriers + kMbarriers)};
+  for (int32_t i = threadIdx.x; i < kWarps * kSlots; i += kThreads) init_mbarrier(&arrived[i]);
+  Stages ring(shared, mbarriers, kWarps, kMultipliers * kWarpgroup / 32);
   wait_for_predecessor();
   let_successor_start();
   if (threadIdx.x < 32) tiles.build();
   __syncthreads();
-  Ring<kStages, kStageBytes> ring{shared_address(shared), full, empty};
   const int32_t group = threadIdx.x / kWarpgroup;
   if (group == kMultipliers) {
     const int32_t first = threadIdx.x % kWarpgroup / 32 * kSlots;
@@ -191,11 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   char* leaving = shared + kStages * kStageBytes + group * kLeavingBytes;
   for (int32_t number = blockIdx.x; number < tiles.count(); number += gridDim.x) {
     const Tile tile = tiles[number];
-    with_width(tile.width, [&](auto width) {
-      float sums[width.value / 2] = {};
-      multiply_tile<Product::kByRows, width.value>(args, tile, ring, sums);
-      store_rows<width.value, kLeavingBytes / kLineBytes>(args, tile, leaving, sums);
-    });
+    multiply_rows<Product::kByRows, kLeavingBytes / kLineBytes>(args, tile, ring, leaving);
   }
 #endif
 }

@@ -21,10 +21,18 @@ __device__ __forceinline__ void barrier(int32_t number, int32_t threads) {
 // The stages between the loading thread and the warpgroups, in shared memory.
 template <int kCount, int kStageBytes>
 struct Ring {
+  static constexpr int64_t kBytes = kCount * (kStageBytes + 2 * sizeof(uint64_t));  // of stages and their mbarriers
   uint32_t buffers;
   uint64_t *full, *empty;
   int32_t turn = 0;
 
+  // Thread 0 prepares [2, kCount] mbarriers for so many arrivals at a stage.
+  __device__ __forceinline__ Ring(const char* stages, uint64_t* mbarriers, int32_t filling, int32_t emptying)
+      : buffers(shared_address(stages)), full(mbarriers), empty(mbarriers + kCount) {
+    if (threadIdx.x) return;
+    for (int32_t i = 0; i < kCount; ++i) init_mbarrier(&full[i], filling), init_mbarrier(&empty[i], emptying);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
   __device__ __forceinline__ uint32_t stage() const { return buffers + turn % kCount * kStageBytes; }
   __device__ __forceinline__ uint64_t* filled() const { return &full[turn % kCount]; }
   __device__ __forceinline__ void wait_empty() const {

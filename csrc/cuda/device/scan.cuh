@@ -23,4 +23,17 @@ static __device__ __noinline__ void lengths_to_starts(int32_t* segments, int32_t
   for (int32_t i = begin; i < end; ++i) segments[i] += start;
 }
 
+// The last of `count` segments, at least one, that starts at `place` or before it.
+__device__ __forceinline__ int32_t segment_at(const int32_t* starts, int32_t count, uint32_t place) {
+  int32_t low = 0, high = count - 1;
+  while (low < high) {
+    int32_t middle = (low + high + 1) / 2;
+    if (static_cast<uint32_t>(starts[middle]) <= place)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
 }  // namespace epmoe::cuda

@@ -3,7 +3,7 @@
 // weights a tile is a part of an expert's [n, k], and sums over the expert's rows.
 #pragma once
 #include "args.h"
-#include "cuda/device/common.cuh"
+#include "cuda/device/scan.cuh"
 
 namespace epmoe::cuda {
 
@@ -54,23 +54,16 @@ struct Tiles {
   __device__ __forceinline__ int32_t count() const { return first[args.e]; }
 
   __device__ __forceinline__ Tile operator[](int32_t number) const {
-    int32_t low = 0, high = args.e - 1;  // the last expert whose tiles start at or before it
-    while (low < high) {
-      int32_t middle = (low + high + 1) / 2;
-      if (first[middle] <= number)
-        low = middle;
-      else
-        high = middle - 1;
-    }
-    int32_t i = number - first[low], begin = end_of(low - 1), rows = count_of(low);
+    const int32_t expert = segment_at(first, args.e, number), begin = end_of(expert - 1), rows = count_of(expert);
+    const int32_t i = number - first[expert];
     if (kProduct == Product::kForWeights) {
       int32_t m = i % across();
-      return {low, begin, rows, m * kRows, i / across() * kColumns, kColumns};
+      return {expert, begin, rows, m * kRows, i / across() * kColumns, kColumns};
     }
     // Tiles of an expert that has too many rows for one have as many each.
     int32_t parts = ceil_of(rows, kColumns);
     int32_t width = ceil_of(ceil_of(rows, parts), kColumnStep) * kColumnStep, before = i % parts * width;
-    return {low, begin + before, min(width, rows - before), i / parts * kRows, 0, width};
+    return {expert, begin + before, min(width, rows - before), i / parts * kRows, 0, width};
   }
 };
 

@@ -44,15 +44,8 @@ class RealRows {
 
   // The n-th row.
   __device__ __forceinline__ Row operator[](uint32_t n) const {
-    int32_t low = 0, high = experts_ - 1;  // the last expert whose rows start at or before n
-    while (low < high) {
-      int32_t middle = (low + high + 1) / 2;
-      if (static_cast<uint32_t>(first_[middle]) <= n)
-        low = middle;
-      else
-        high = middle - 1;
-    }
-    return {low, begin_[low] + static_cast<int32_t>(n) - first_[low]};
+    const int32_t expert = segment_at(first_, experts_, n);
+    return {expert, begin_[expert] + static_cast<int32_t>(n) - first_[expert]};
   }
 
  private:

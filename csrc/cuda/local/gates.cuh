@@ -17,40 +17,60 @@ __device__ __forceinline__ float gated_fast(float gate, float up, const Gating& 
   return gate * sigmoid * (up + gating.up_offset);
 }
 
-// kCount gates and ups of a row, from the first-th on, as they lie in registers. Past the end of the row, where `count`
-// ends, they are 0. kWide: rows are aligned to vectors, so a lane has all of them or none.
+// kCount gates and ups of a row, from the first-th on, as they lie in registers: gates, and ups; or by turns. Past the
+// end of the row, where `count` ends, they are 0. kWide: rows are aligned to vectors, so a lane has all of them or
+// none.
 template <typename T, int kCount, bool kWide>
 struct GatesAndUps {
   using Part = Vector<T, kCount>;
-  Part first_half = {}, second_half = {};  // gates, ups; or by turns
+  Part halves[2] = {};
 
-  __device__ __forceinline__ GatesAndUps(const Part& first_half, const Part& second_half)
-      : first_half(first_half), second_half(second_half) {}
+  // Where a half lies in a row.
+  static __device__ __forceinline__ int64_t at(int half, bool interleaved, int64_t F, int64_t first) {
+    return interleaved ? 2 * first + half * kCount : half ? F + first : first;
+  }
+
+  __device__ __forceinline__ GatesAndUps(const Part& first, const Part& second) : halves{first, second} {}
   __device__ __forceinline__ GatesAndUps(const T* row, bool interleaved, int64_t F, int64_t first, int count) {
-    const T* halves[] = {row + (interleaved ? 2 * first : first), row + (interleaved ? 2 * first + kCount : F + first)};
+    const T* from[] = {row + at(0, interleaved, F, first), row + at(1, interleaved, F, first)};
     if constexpr (kWide) {
       if (!count) return;
-      first_half = load_past_l1(reinterpret_cast<const Part*>(halves[0]));
-      second_half = load_past_l1(reinterpret_cast<const Part*>(halves[1]));
+      halves[0] = load_past_l1(reinterpret_cast<const Part*>(from[0]));
+      halves[1] = load_past_l1(reinterpret_cast<const Part*>(from[1]));
     } else {
       int here[] = {interleaved ? 2 * count : count, interleaved ? 2 * count - kCount : count};
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (i < here[0]) first_half.at[i] = halves[0][i];
-        if (i < here[1]) second_half.at[i] = halves[1][i];
+        if (i < here[0]) halves[0].at[i] = from[0][i];
+        if (i < here[1]) halves[1].at[i] = from[1][i];
       }
     }
   }
-
-  __device__ __forceinline__ void add_to(float (&gate)[kCount], float (&up)[kCount], bool interleaved) const {
-    float values[2][kCount];
-    to_floats(first_half, values[0]);
-    to_floats(second_half, values[1]);
+  __device__ __forceinline__ GatesAndUps(const float (&gate)[kCount], const float (&up)[kCount], bool interleaved) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      gate[i] += interleaved ? values[i >= kCount / 2][2 * i % kCount] : values[0][i];
-      up[i] += interleaved ? values[i >= kCount / 2][(2 * i + 1) % kCount] : values[1][i];
+    for (int n = 0; n < 2 * kCount; ++n) {
+      const int half = n / kCount;
+      halves[half].at[n % kCount] =
+          from_float<T>(interleaved ? (n % 2 ? up : gate)[n / 2] : (half ? up : gate)[n % kCount]);
     }
+  }
+
+  __device__ __forceinline__ void store(T* row, bool interleaved, int64_t F, int64_t first) const {
+    for (int half = 0; half < 2; ++half) *reinterpret_cast<Part*>(row + at(half, interleaved, F, first)) = halves[half];
+  }
+  // Calls f(i, gate, up) for each.
+  template <typename F>
+  __device__ __forceinline__ void for_each(bool interleaved, F&& f) const {
+    float values[2][kCount];
+    to_floats(halves[0], values[0]);
+    to_floats(halves[1], values[1]);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      f(i, interleaved ? values[2 * i / kCount][2 * i % kCount] : values[0][i],
+        interleaved ? values[(2 * i + 1) / kCount][(2 * i + 1) % kCount] : values[1][i]);
+  }
+  __device__ __forceinline__ void add_to(float (&gate)[kCount], float (&up)[kCount], bool interleaved) const {
+    for_each(interleaved, [&](int i, float g, float u) { gate[i] += g, up[i] += u; });
   }
 };
 

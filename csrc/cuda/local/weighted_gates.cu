@@ -1,7 +1,7 @@
 // The gated activation of training on the GPU, times the weight of its row, and its gradients. Like those of
 // activation.cu, the kernels visit rows of segments only. A row of a gap is not read, and counts as zeros.
 #include "cuda/device/launch.cuh"
-#include "cuda/device/vector.cuh"
+#include "cuda/local/gates.cuh"
 #include "cuda/local/real_rows.cuh"
 #include "cuda/stages.h"
 
@@ -9,41 +9,6 @@ namespace epmoe::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 4;
-
-// kCount gates and as many ups of a row as they lie in memory: gates, then ups; or by turns. Vectors of one element are
-// in order either way.
-template <typename T, int kCount>
-struct GatesAndUps {
-  using Part = Vector<T, kCount>;
-
-  static __device__ __forceinline__ int64_t second(bool interleaved, int64_t first, int64_t F) {
-    return interleaved ? 2 * first + kCount : F + first;
-  }
-  static __device__ __forceinline__ void load(const T* row, bool interleaved, int64_t first, int64_t F,
-                                              float (&gate)[kCount], float (&up)[kCount]) {
-    float halves[2][kCount];
-    to_floats(load_past_l1(reinterpret_cast<const Part*>(row + (interleaved ? 2 * first : first))), halves[0]);
-    to_floats(load_past_l1(reinterpret_cast<const Part*>(row + second(interleaved, first, F))), halves[1]);
-    bool turns = kCount > 1 && interleaved;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      gate[i] = turns ? halves[2 * i / kCount][2 * i % kCount] : halves[0][i];
-      up[i] = turns ? halves[(2 * i + 1) / kCount][(2 * i + 1) % kCount] : halves[1][i];
-    }
-  }
-  static __device__ __forceinline__ void store(T* row, bool interleaved, int64_t first, int64_t F,
-                                               const float (&gate)[kCount], const float (&up)[kCount]) {
-    Part halves[2];
-    bool turns = kCount > 1 && interleaved;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      halves[turns ? 2 * i / kCount : 0].at[turns ? 2 * i % kCount : i] = from_float<T>(gate[i]);
-      halves[turns ? (2 * i + 1) / kCount : 1].at[turns ? (2 * i + 1) % kCount : i] = from_float<T>(up[i]);
-    }
-    *reinterpret_cast<Part*>(row + (interleaved ? 2 * first : first)) = halves[0];
-    *reinterpret_cast<Part*>(row + second(interleaved, first, F)) = halves[1];
-  }
-};
 
 // A warp has a row at a time, and each lane kCount consecutive outputs of it, so that the gradient of the row's weight
 // is a sum in an order that does not change.
@@ -54,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   wait_for_predecessor();
   let_successor_start();
   RealRows rows(args.segments, args.N, table);
-  using Row = GatesAndUps<T, kCount>;
+  using Pairs = GatesAndUps<T, kCount, true>;
   using Part = Vector<T, kCount>;
   for (uint32_t n = blockIdx.x * kWarps + threadIdx.x / 32; n < rows.count(); n += gridDim.x * kWarps) {
     auto [expert, place] = rows[n];
@@ -65,8 +30,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     for (int64_t first = threadIdx.x % 32 * kCount; first < args.F; first += 32 * kCount) {
       float gate[kCount] = {}, up[kCount] = {};
       if (real)
-        Row::load(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, kInterleaved, first, args.F, gate,
-                  up);
+        Pairs(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, kInterleaved, args.F, first, kCount)
+            .for_each(kInterleaved, [&](int i, float g, float u) { gate[i] = g, up[i] = u; });
       if constexpr (kBackward) {
         float grad[kCount] = {};
         if (real) {
@@ -79,7 +44,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
           grad_weight += grad[i] * at.value;
           gate[i] = grad[i] * weight * at.gate, up[i] = grad[i] * weight * at.up;
         }
-        Row::store(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, kInterleaved, first, args.F, gate, up);
+        Pairs(gate, up, kInterleaved)
+            .store(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, kInterleaved, args.F, first);
       } else {
         Part out;
 #pragma unroll
@@ -88,8 +54,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
       }
     }
     if constexpr (kBackward) {
-#pragma unroll
-      for (int lanes = 16; lanes; lanes /= 2) grad_weight += __shfl_xor_sync(kAllLanes, grad_weight, lanes);
+      grad_weight = warp_sum(grad_weight);
       if (threadIdx.x % 32 == 0) args.grad_weights_N[t] = grad_weight;
     }
   }

@@ -95,14 +95,6 @@ __device__ __forceinline__ void add_weighted(float (&sum)[kCount], const Registe
   for (int i = 0; i < kCount; ++i) sum[i] += weight * values[i];
 }
 
-template <typename T, int kCount>
-__device__ __forceinline__ Vector<T, kCount> rounded(const float (&sum)[kCount]) {
-  Vector<T, kCount> out;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) out.at[i] = from_float<T>(sum[i]);
-  return out;
-}
-
 // Sums a slot's pairs over several vectors of kCount elements: vector v[i], where the lane has one. kDepth pairs are in
 // flight. Calls prefetch() once the first loads are issued.
 template <typename T, int kDepth, int kCount, int kVectors, typename F>

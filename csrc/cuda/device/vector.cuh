@@ -54,6 +54,14 @@ __device__ __forceinline__ void to_floats(const Vector<T, kCount>& vector, float
   }
 }
 
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> rounded(const float (&values)[kCount]) {
+  Vector<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.at[i] = from_float<T>(values[i]);
+  return out;
+}
+
 // A vector, packed into registers. Separate elements of 16 bits would take twice as many registers.
 template <typename V>
 using Registers = std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;

@@ -181,10 +181,7 @@ __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const P
         to_fp8(value, scale);
     if (group == 0 && part == 0) args.h_scales_BN[column / kScaleBlock * args.h_scales_stride + row] = scale;
   } else if (real) {
-    Vector<T, kCount> result;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) result.at[i] = from_float<T>(value[i]);
-    *reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(p.out) + row * p.columns + column) = result;
+    *reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(p.out) + row * p.columns + column) = rounded<T>(value);
   }
 }
 

@@ -49,8 +49,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
       memcpy(&result, &q, sizeof q);
       if (count && threadIdx.x % kScaleLanes == 0) args.scales_BN[first / kScaleBlock * args.scales_stride + t] = scale;
     } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) result.at[i] = from_float<T>(value[i]);
+      result = rounded<T>(value);
     }
     auto* out = static_cast<Out*>(args.out_NF) + t * args.F + first;
     if constexpr (kWide) {

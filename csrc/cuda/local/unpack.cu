@@ -43,10 +43,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM) unpack_rows(const __gr
         if (at >= args.D) continue;
         float values[kCount];
         to_floats(parts[i], values);
-        Vector<T, kCount> vector;
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) vector.at[j] = from_float<T>(values[j] * scale[i]);
-        *reinterpret_cast<Vector<T, kCount>*>(out + at) = vector;
+        for (int j = 0; j < kCount; ++j) values[j] *= scale[i];
+        *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded<T>(values);
       }
     }
   }

@@ -47,10 +47,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         Pairs(gate, up, kInterleaved)
             .store(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, kInterleaved, args.F, first);
       } else {
-        Part out;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) out.at[i] = from_float<T>(weight * gated(gate[i], up[i], args.gating));
-        *reinterpret_cast<Part*>(static_cast<T*>(args.out_NF) + t * args.F + first) = out;
+        for (int i = 0; i < kCount; ++i) gate[i] = weight * gated(gate[i], up[i], args.gating);
+        *reinterpret_cast<Part*>(static_cast<T*>(args.out_NF) + t * args.F + first) = rounded<T>(gate);
       }
     }
     if constexpr (kBackward) {

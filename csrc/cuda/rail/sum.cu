@@ -61,10 +61,7 @@ __global__ void __launch_bounds__(kMaxThreads)
         }
       }
     }
-    Values out;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) out.at[i] = from_float<T>(sum[i]);
-    if (active) reinterpret_cast<Values*>(static_cast<T*>(args.y_TD) + t * args.D)[index] = out;
+    if (active) reinterpret_cast<Values*>(static_cast<T*>(args.y_TD) + t * args.D)[index] = rounded<T>(sum);
   }
 }
 

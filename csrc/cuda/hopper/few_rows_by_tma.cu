@@ -102,10 +102,10 @@ __device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32
     ring.wait_filled();
     const uint32_t stage = ring.stage();
     wgmma_begin();
-    wgmma_fp8<kWidth, false>(block, wgmma_operand(stage + a), wgmma_operand(stage + b));
+    wgmma<Factors::kFirstFp8>(block, wgmma_operand(stage + a), wgmma_operand(stage + b));
 #pragma unroll
     for (int k = 32; k < kLineBytes; k += 32)
-      wgmma_fp8<kWidth, true>(block, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
+      wgmma<Factors::kFp8>(block, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
     wgmma_commit();
     wgmma_wait<0>();
 #pragma unroll
@@ -206,7 +206,7 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
     ring.multiply(steps, [&](uint32_t stage) {
 #pragma unroll
       for (int k = 0; k < kLineBytes; k += 32)
-        wgmma<kWidth, false, false>(sums, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
+        wgmma<Factors::kAlong>(sums, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
     });
   }
   leaving += group * S::kLeavingBytes;

@@ -22,10 +22,11 @@ __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const
                                               float (&d)[kCount]) {
   constexpr bool kAcrossA = kProduct != Product::kByRows, kAcrossB = kProduct == Product::kForWeights;
   constexpr uint32_t kStepA = kAcrossA ? 16 * kLineBytes : 32, kStepB = kAcrossB ? 16 * kLineBytes : 32;
+  constexpr Factors kFactors = kAcrossB ? Factors::kAcrossBoth : kAcrossA ? Factors::kAcrossA : Factors::kAlong;
   const uint32_t own = threadIdx.x / kWarpgroup * kBoxBytes;
   auto start = [&](uint32_t stage, int32_t k) {
-    wgmma<2 * kCount, kAcrossA, kAcrossB>(d, wgmma_operand(stage + own + k * kStepA, kBoxBytes),
-                                          wgmma_operand(stage + kABytes + k * kStepB, kBoxBytes));
+    wgmma<kFactors>(d, wgmma_operand(stage + own + k * kStepA, kBoxBytes),
+                    wgmma_operand(stage + kABytes + k * kStepB, kBoxBytes));
   };
   const int32_t left = kProduct == Product::kForWeights ? tile.count % kStep : 0;
   const int32_t steps = steps_of<kProduct>(args, tile) - (left > 0);

@@ -1,5 +1,6 @@
-// The warpgroup's matrix product of Hopper: sums [64, kWidth] += a [64, 16] · b [16, kWidth], in bf16 with sums in
-// fp32. Both factors lie in shared memory. It runs on while the warpgroup goes on, until wgmma_wait().
+// The warpgroup's matrix product of Hopper: sums [64, 2 kCount] += a [64, 16] · b [16, 2 kCount] in bf16, or 32 of k in
+// e4m3, with sums in fp32. Both factors lie in shared memory. It runs on while the warpgroup goes on, until
+// wgmma_wait().
 #pragma once
 #include "cuda/device/common.cuh"
 
@@ -59,41 +60,28 @@ __device__ __forceinline__ void wgmma_wait() {
 #define EPMOE_ALL_TEXT_14 EPMOE_ALL_TEXT_13 ", %114, %115, %116, %117, %118, %119, %120, %121"
 #define EPMOE_ALL_TEXT_15 EPMOE_ALL_TEXT_14 ", %122, %123, %124, %125, %126, %127, %128, %129"
 
-// Starts a product in e4m3, a [64, 32] · b [32, kWidth], in place of the sums that are there, or kAdds to them.
-template <int kWidth, bool kAdds>
-__device__ __forceinline__ void wgmma_fp8(float (&d)[kWidth / 2], uint64_t a, uint64_t b) {
-#define EPMOE_WGMMA_FP8(columns, last, adds)                                                            \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3 {" EPMOE_ALL_TEXT_##last \
-               "}, %0, %1, " #adds ", 1, 1;"                                                            \
-               : "+l"(a), "+l"(b), EPMOE_ALL_SUMS_##last)
-  if constexpr (kWidth == 16 && !kAdds) EPMOE_WGMMA_FP8(16, 0, 0);
-  if constexpr (kWidth == 16 && kAdds) EPMOE_WGMMA_FP8(16, 0, 1);
-  if constexpr (kWidth == 32 && !kAdds) EPMOE_WGMMA_FP8(32, 1, 0);
-  if constexpr (kWidth == 32 && kAdds) EPMOE_WGMMA_FP8(32, 1, 1);
-  if constexpr (kWidth == 48 && !kAdds) EPMOE_WGMMA_FP8(48, 2, 0);
-  if constexpr (kWidth == 48 && kAdds) EPMOE_WGMMA_FP8(48, 2, 1);
-  if constexpr (kWidth == 64 && !kAdds) EPMOE_WGMMA_FP8(64, 3, 0);
-  if constexpr (kWidth == 64 && kAdds) EPMOE_WGMMA_FP8(64, 3, 1);
-#undef EPMOE_WGMMA_FP8
-}
+// Factors in bf16, whose lines run along k, or across it; and in e4m3, the first ones in place of the sums.
+enum class Factors { kAlong, kAcrossA, kAcrossBoth, kFp8, kFirstFp8 };
 
-#define EPMOE_WGMMA(columns, last, across_a, across_b)                                                  \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" EPMOE_ALL_TEXT_##last \
-               "}, %0, %1, 1, 1, 1, " #across_a ", " #across_b ";"                                      \
+// Starts a product.
+template <Factors kFactors, int kCount>
+__device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b) {
+#define EPMOE_WGMMA(columns, last, type, flags)                                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns type " {" EPMOE_ALL_TEXT_##last "}, %0, %1, " flags ";" \
                : "+l"(a), "+l"(b), EPMOE_ALL_SUMS_##last)
-#define EPMOE_WGMMA_OF(columns, last)   \
-  if constexpr (kWidth == columns) {    \
-    if constexpr (!kAcrossA)            \
-      EPMOE_WGMMA(columns, last, 0, 0); \
-    else if constexpr (!kAcrossB)       \
-      EPMOE_WGMMA(columns, last, 1, 0); \
-    else                                \
-      EPMOE_WGMMA(columns, last, 1, 1); \
+#define EPMOE_WGMMA_OF(columns, last)                                   \
+  if constexpr (2 * kCount == columns) {                                \
+    if constexpr (kFactors == Factors::kAlong)                          \
+      EPMOE_WGMMA(columns, last, "k16.f32.bf16.bf16", "1, 1, 1, 0, 0"); \
+    else if constexpr (kFactors == Factors::kAcrossA)                   \
+      EPMOE_WGMMA(columns, last, "k16.f32.bf16.bf16", "1, 1, 1, 1, 0"); \
+    else if constexpr (kFactors == Factors::kAcrossBoth)                \
+      EPMOE_WGMMA(columns, last, "k16.f32.bf16.bf16", "1, 1, 1, 1, 1"); \
+    else if constexpr (kFactors == Factors::kFp8)                       \
+      EPMOE_WGMMA(columns, last, "k32.f32.e4m3.e4m3", "1, 1, 1");       \
+    else                                                                \
+      EPMOE_WGMMA(columns, last, "k32.f32.e4m3.e4m3", "0, 1, 1");       \
   }
-
-// Starts a product. kAcross: the lines of this factor run across k.
-template <int kWidth, bool kAcrossA, bool kAcrossB>
-__device__ __forceinline__ void wgmma(float (&d)[kWidth / 2], uint64_t a, uint64_t b) {
   EPMOE_WGMMA_OF(16, 0)
   EPMOE_WGMMA_OF(32, 1)
   EPMOE_WGMMA_OF(48, 2)
@@ -110,9 +98,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kWidth / 2], uint64_t a, uint64
   EPMOE_WGMMA_OF(224, 13)
   EPMOE_WGMMA_OF(240, 14)
   EPMOE_WGMMA_OF(256, 15)
-}
-
 #undef EPMOE_WGMMA_OF
 #undef EPMOE_WGMMA
+}
 
 }  // namespace epmoe::cuda

@@ -1,7 +1,5 @@
 // What a warpgroup that multiplies does with its 64 rows of a tile: sums from stages, and rows that leave.
 #pragma once
-#include <type_traits>
-
 #include "cuda/hopper/ring.cuh"
 #include "cuda/hopper/tiles.cuh"
 
@@ -14,6 +12,18 @@ constexpr int kStep = 64;  // of k, or of rows that are summed over
 template <Product kProduct>
 __device__ __forceinline__ int32_t steps_of(const GroupedGemmArgs& args, const Tile& tile) {
   return ceil_of(kProduct == Product::kForWeights ? tile.count : static_cast<int32_t>(args.k), kStep);
+}
+
+// Multiplies the first `left` of a step, by start(k) for each 16 of them.
+template <int kCount = 1, typename Start>
+__device__ __forceinline__ void multiply_part(int32_t left, const Start& start) {
+  if constexpr (kCount < kStep / 16)
+    if (left > 16 * kCount) return multiply_part<kCount + 1>(left, start);
+  wgmma_begin();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) start(k);
+  wgmma_commit();
+  wgmma_wait<0>();
 }
 
 // The sums of one warpgroup over a tile of as many columns.
@@ -48,26 +58,7 @@ __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const
       fence_shared_for_tma();
       barrier(1, kMultipliers * kWarpgroup);
     }
-    auto last = [&](auto count) {
-      wgmma_begin();
-#pragma unroll
-      for (int k = 0; k < count.value; ++k) start(ring.stage(), k);
-      wgmma_commit();
-      wgmma_wait<0>();
-    };
-    switch (ceil_of(left, 16)) {
-      case 1:
-        last(std::integral_constant<int, 1>{});
-        break;
-      case 2:
-        last(std::integral_constant<int, 2>{});
-        break;
-      case 3:
-        last(std::integral_constant<int, 3>{});
-        break;
-      default:
-        last(std::integral_constant<int, 4>{});
-    }
+    multiply_part(left, [&](int32_t k) { start(ring.stage(), k); });
     ++ring.turn;
     ring.release(1);
   }

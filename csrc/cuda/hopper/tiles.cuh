@@ -36,8 +36,7 @@ struct Tiles {
   }
   __device__ __forceinline__ int32_t across() const { return ceil_of(static_cast<int32_t>(args.n), kRows); }
   __device__ __forceinline__ int32_t of_rows(int32_t count) const {
-    if (kProduct == Product::kForWeights) return across() * ceil_of(static_cast<int32_t>(args.k), kColumns);
-    return across() * ceil_of(count, kColumns);
+    return across() * ceil_of(kProduct == Product::kForWeights ? static_cast<int32_t>(args.k) : count, kColumns);
   }
 
   // The first warp builds the table.

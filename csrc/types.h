@@ -1,4 +1,4 @@
-// Element types and health counters of the CPU and the CUDA kernels. No torch header.
+// Element types, real tokens and health counters of the CPU and the CUDA kernels. No torch header.
 #pragma once
 #include <cstdint>
 
@@ -27,6 +27,17 @@ constexpr float kFloat8Max = 448.0f;
 EPMOE_HD float scale_for(float largest) {
   float scale = largest / kFloat8Max;
   return largest > 0.0f ? (scale > 0x1p-126f ? scale : 0x1p-126f) : 1.0f;
+}
+
+// The tokens that a call says it has, and those among its T rows.
+template <typename Args>
+EPMOE_HD int64_t wanted_tokens(const Args& args) {
+  return args.num_tokens ? *args.num_tokens : args.num_rows;
+}
+template <typename Args>
+EPMOE_HD int64_t real_tokens(const Args& args) {
+  int64_t wanted = wanted_tokens(args);
+  return wanted < 0 ? 0 : wanted < args.T ? wanted : args.T;
 }
 
 // One int64 each; `epmoe.exchange.health.Health` has their names.

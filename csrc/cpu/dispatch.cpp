@@ -205,12 +205,11 @@ bool send(const Exchange& ex, const DispatchArgs& args) {
   if (missing_ranks(ex, plan.signal_combine, round->dispatch_epoch) && !round->latched &&
       wait_for_all(ex, kCombine, plan.signal_combine, round->dispatch_epoch) != Wait::kArrived)
     return false;
-  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
-  int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
+  int64_t tokens = real_tokens(args);
   auto* counters = in_scratch<int64_t>(ex, plan.health_counters);
   std::vector<int32_t> counts(plan.R, 0);
   if (!round->latched) send_tokens(ex, args, tokens, counts);
-  counters[kClampedNumTokens] += tokens != wanted;
+  counters[kClampedNumTokens] += tokens != wanted_tokens(args);
   ++round->dispatch_epoch;
   round->T = static_cast<int32_t>(tokens);
   round->D = static_cast<int32_t>(args.D);

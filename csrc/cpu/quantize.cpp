@@ -9,11 +9,6 @@
 namespace epmoe::cpu {
 namespace {
 
-template <typename Args>
-int64_t real_rows(const Args& args) {
-  return std::clamp<int64_t>(args.num_tokens ? *args.num_tokens : args.num_rows, 0, args.T);
-}
-
 template <typename T>
 void quantize_tensor(const QuantizeArgs& args, int64_t real) {
   auto row_at = [&](int64_t t) { return static_cast<const T*>(args.x_TD) + t * args.x_stride; };
@@ -29,12 +24,12 @@ void quantize_tensor(const QuantizeArgs& args, int64_t real) {
 }  // namespace
 
 void zero_padding_rows(const PaddingArgs& args) {
-  for (int64_t t = real_rows(args); t < args.T; ++t)
+  for (int64_t t = real_tokens(args); t < args.T; ++t)
     std::memset(static_cast<char*>(args.x_TD) + t * args.stride_bytes, 0, args.row_bytes);
 }
 
 void quantize(const QuantizeArgs& args) {
-  int64_t real = real_rows(args), blocks = args.block ? ceil_div(args.D, args.block) : 0;
+  int64_t real = real_tokens(args), blocks = args.block ? ceil_div(args.D, args.block) : 0;
   bool packed = !args.scales_TB;  // the scales of a row lie behind it
   int64_t row_bytes = packed ? wire(WireFormat::kPackedFp8).packed_row_bytes(args.D) : args.D;
   char* q = static_cast<char*>(args.q_TD);

@@ -83,9 +83,8 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
 }  // namespace
 
 void rail_pack(const RailPackArgs& args) {
-  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
-  int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
-  args.counters[kClampedNumTokens] += tokens != wanted;
+  int64_t tokens = real_tokens(args);
+  args.counters[kClampedNumTokens] += tokens != wanted_tokens(args);
   assign_slots(args, tokens);
   std::vector<char*> slabs(args.num_nodes);
   for (int64_t m = 0; m < args.num_nodes; ++m) {

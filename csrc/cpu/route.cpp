@@ -127,8 +127,7 @@ void pad(const RouteArgs& args, int64_t t) {
 }  // namespace
 
 void route(const RouteArgs& args) {
-  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
-  int64_t real = std::clamp<int64_t>(wanted, 0, args.T), sanitised_rows = 0;
+  int64_t real = real_tokens(args), sanitised_rows = 0;
   Row row(args.E);
   std::vector<uint32_t> group_keys;
   for (int64_t t = 0; t < real; ++t) {
@@ -146,7 +145,7 @@ void route(const RouteArgs& args) {
   if (args.counters) {
     args.counters[kSanitisedRows] += sanitised_rows;
     args.counters[kPaddedRows] += args.T - real;
-    args.counters[kClampedNumTokens] += wanted != real;
+    args.counters[kClampedNumTokens] += wanted_tokens(args) != real;
   }
 }
 

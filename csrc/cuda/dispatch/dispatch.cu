@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(threads_bound(Of::value.recv_lines, wire(Of::v
   if (threadIdx.x == 0) shared.epoch = next_epoch(last_epoch), shared.latched = latched, shared.mismatched = 0;
   if (leader && kernel.args.send) {
     send_counts<kGroupsInFlight>(b, tokens);
-    int64_t wanted = kernel.args.num_tokens ? *kernel.args.num_tokens : kernel.args.num_rows;
+    int64_t wanted = wanted_tokens(kernel.args);
     if (threadIdx.x == 0 && wanted != kernel.tokens(wanted))
       ++in_scratch<int64_t>(ex, plan.health_counters)[kClampedNumTokens];
   }

@@ -11,17 +11,11 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kPerLane = kScaleBlock / 32;
 
-template <typename Args>
-__device__ __forceinline__ int64_t real_rows(const Args& args) {
-  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
-  return min(max(wanted, int64_t{0}), args.T);
-}
-
 template <typename V>
 __global__ void __launch_bounds__(kThreads) clear_rows(const __grid_constant__ PaddingArgs args) {
   wait_for_predecessor();
   let_successor_start();
-  for (int64_t t = real_rows(args) + blockIdx.x; t < args.T; t += gridDim.x) {
+  for (int64_t t = real_tokens(args) + blockIdx.x; t < args.T; t += gridDim.x) {
     V* row = reinterpret_cast<V*>(static_cast<char*>(args.x_TD) + t * args.stride_bytes);
     for (int64_t i = threadIdx.x; i < args.row_bytes / static_cast<int64_t>(sizeof(V)); i += kThreads) row[i] = V{};
   }
@@ -70,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     quantize_blocks(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
   wait_for_predecessor();
   let_successor_start();
-  int64_t real = real_rows(args), index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  int64_t real = real_tokens(args), index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (index >= args.T * blocks) return;
   WarpBlock<T> block(args, index, blocks, real, wide);
   float scale = scale_for(block.largest());
@@ -89,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
     find_largest(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
   wait_for_predecessor();
   let_successor_start();
-  int64_t real = real_rows(args);
+  int64_t real = real_tokens(args);
   float largest = 0.0f;
   for (int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; index < real * blocks;
        index += gridDim.x * kWarps)
@@ -106,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.scales_TB = scale;
   int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (index < args.T * blocks)
-    WarpBlock<T>(args, index, blocks, real_rows(args), wide).store(args, args.D, scale, wide);
+    WarpBlock<T>(args, index, blocks, real_tokens(args), wide).store(args, args.D, scale, wide);
 }
 
 }  // namespace

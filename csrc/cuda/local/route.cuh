@@ -105,8 +105,7 @@ __device__ __forceinline__ void count_rows(const RouteArgs& args, int32_t real, 
   if (rows) atomicAdd(counters + kSanitisedRows, rows);
   if (blockIdx.x) return;
   if (args.T > real) atomicAdd(counters + kPaddedRows, args.T - real);
-  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
-  if (wanted != real) atomicAdd(counters + kClampedNumTokens, 1);
+  if (wanted_tokens(args) != real) atomicAdd(counters + kClampedNumTokens, 1);
 }
 
 }  // namespace epmoe::cuda

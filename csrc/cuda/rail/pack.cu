@@ -15,13 +15,6 @@ namespace {
 
 constexpr int kSlotThreads = 32 * kMaxWarps, kCopyThreads = 256;
 
-__device__ __forceinline__ int64_t wanted_tokens(const RailPackArgs& args) {
-  return args.num_tokens ? *args.num_tokens : args.num_rows;
-}
-__device__ __forceinline__ int64_t real_tokens(const RailPackArgs& args) {
-  return min(max(wanted_tokens(args), int64_t{0}), args.T);
-}
-
 __device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t, const RoutedPair& pair) {
   return physical(pair, args.E, args.copies, [&](int32_t expert) {
     return copy_in_turn(args.copies_EC, args.copies_E, args.copies, args.rank, t, expert);

@@ -28,19 +28,19 @@ int64_t part_length(int64_t k) { return std::max(kShortestPart, ceil_div(ceil_di
 __device__ __forceinline__ int place(int row, int k) { return row ^ (k % 8) << 2; }
 
 // Loads [kRows, kStep] of a matrix with rows of k elements, and zeros beyond its end.
-template <typename T, int kRows>
+template <int kRows>
 __device__ __forceinline__ void load_tile(const void* matrix, int64_t rows, int64_t k, int64_t row, int64_t from,
                                           int64_t end, float (*tile)[kColumns]) {
   int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < kRows; i += kThreads / 32) {  // a warp has four rows by eight k
     int r = i / 4 * 4 + lane / 8, at = i % 4 * 8 + lane % 8;
     bool real = row + r < rows && from + at < end;
-    tile[at][place(r, at)] = real ? to_float(static_cast<const T*>(matrix)[(row + r) * k + from + at]) : 0.0f;
+    tile[at][place(r, at)] = real ? static_cast<const float*>(matrix)[(row + r) * k + from + at] : 0.0f;
   }
 }
 
 // kPerThread: rows of x of a thread, which has four columns; a tile has 8 · kPerThread rows.
-template <typename T, int kPerThread>
+template <int kPerThread>
 __global__ void __launch_bounds__(kThreads)
     multiply_floats(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts) {
   constexpr int kRows = 8 * kPerThread;
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kThreads)
     float sum[kPerThread][4] = {};
     for (int64_t from = part * length; from < end; from += kStep) {
       __syncthreads();
-      load_tile<T, kRows>(args.x_Tk, args.T, args.k, m, from, end, x);
-      load_tile<T, kColumns>(args.weight_nk, args.n, args.k, n, from, end, weight);
+      load_tile<kRows>(args.x_Tk, args.T, args.k, m, from, end, x);
+      load_tile<kColumns>(args.weight_nk, args.n, args.k, n, from, end, weight);
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
@@ -84,16 +84,13 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int j = 0; j < 4; ++j) total[i][j] = part == first ? sum[i][j] : total[i][j] + sum[i][j];
   }
+  float* out = all ? static_cast<float*>(args.out_Tn) : args.parts + first * args.T * args.n;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (m + row + i >= args.T || n + column + j >= args.n) continue;
-      int64_t at = (m + row + i) * args.n + n + column + j;
-      if (all)
-        static_cast<T*>(args.out_Tn)[at] = from_float<T>(total[i][j]);
-      else
-        args.parts[first * args.T * args.n + at] = total[i][j];
+      out[(m + row + i) * args.n + n + column + j] = total[i][j];
     }
 }
 
@@ -279,13 +276,11 @@ cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
   const auto parts = static_cast<int32_t>(ceil_div(args.k, length));
   const int64_t blocks = args.parts ? tiles * parts : tiles;
   cudaError_t error;
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2)
     error = launch(multiply_halves<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts, is_wide(args));
-  } else {
-    error = launch(multiply_floats<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts);
-  }
-  if (error) return error;
-  if (!args.parts) return cudaSuccess;
+  else
+    error = launch(multiply_floats<kPerThread>, blocks, kThreads, 0, stream, args, length, parts);
+  if (error || !args.parts) return error;
   return launch(add_parts<T>, ceil_div(args.T * args.n, kSumThreads), kSumThreads, 0, stream, args, parts);
 }
 

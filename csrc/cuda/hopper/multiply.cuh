@@ -26,7 +26,7 @@ __device__ __forceinline__ void multiply_part(int32_t left, const Start& start) 
   wgmma_wait<0>();
 }
 
-// The sums of one warpgroup over a tile of as many columns.
+// The sums of one warpgroup over a tile of 2 kCount columns.
 template <Product kProduct, typename Stages, int kCount>
 __device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const Tile& tile, Stages& ring,
                                               float (&d)[kCount]) {

@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32_t multiply_fp16x2(uint32_t a, uint32_t b) {
 }
 
 // A block takes tasks: kWeightRows weight rows of an expert. Its warps share k. Lane 4 g + t has rows g and g + 8 of
-// each tile and token g, and of each of them the bytes 16 t and 64 + 16 t of every line: which of
-// the k an instruction multiplies does not matter, as long as both sides agree.
+// each tile and token g, and of each of them the bytes 16 t and 64 + 16 t of every line: which of the k an instruction
+// multiplies does not matter, as long as both sides agree.
 template <bool kFp8, bool kDown>
 __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
     few_rows(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {

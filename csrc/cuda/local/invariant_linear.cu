@@ -3,8 +3,8 @@
 // The k are cut into parts, whose number and length depend on k only. A sum runs through each part by itself, and then
 // over the parts, both in order. Where tiles are too few to fill the GPU, a block has one part of a tile, and a second
 // kernel adds the parts; otherwise it has all parts. Elements of 16 bits are multiplied by the tensor core, 16 of k at
-// a time; a block with all parts of many tokens loads them ahead through shared memory. Each way executes the same
-// additions.
+// a time; a block with all parts of many tokens loads them ahead through shared memory, and of few tokens has a warp
+// for each part. Each way executes the same additions.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mma.cuh"
@@ -19,6 +19,8 @@ constexpr int kThreads = 128, kColumns = 64;             // of a tile
 constexpr int kStep = 32;                                // of k, in shared memory at once
 constexpr int64_t kMostParts = 16, kShortestPart = 128;  // a multiple of kStep
 constexpr int kSumThreads = 256;
+constexpr int64_t kFewTokens = 16;                              // up to so many, a tile has 8
+constexpr int64_t kFewColumns = 16;                             // of its tile, of elements of 16 bits
 constexpr int kStages = 4, kStage = 64, kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
 
 int64_t part_length(int64_t k) { return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep); }
@@ -146,7 +148,28 @@ struct WarpSums {
   }
 };
 
-// The same tiles and parts of 16-bit elements. `wide`: rows are aligned to 16 bytes.
+// Adds a part to the sums of a warp, whose tile starts at row m of x and row n of the weight. `wide`: rows are aligned
+// to 16 bytes.
+template <typename T, int kEights>
+__device__ __forceinline__ void multiply_part(WarpSums<T, kEights>& sums, const InvariantLinearArgs& args, int64_t m,
+                                              int64_t n, int64_t from, int64_t length, bool wide) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int64_t end = min(args.k, from + length);
+#pragma unroll 2
+  for (int64_t at = from + 8 * t; at - 8 * t < end; at += 32) {
+    uint4 weight[2], x[kEights];
+    auto row_of = [&](const void* matrix, int64_t row) { return static_cast<const T*>(matrix) + row * args.k; };
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      weight[i] = load_eight(row_of(args.weight_nk, n + g + 8 * i), at, end, n + g + 8 * i < args.n, wide);
+#pragma unroll
+    for (int i = 0; i < kEights; ++i)
+      x[i] = load_eight(row_of(args.x_Tk, m + 8 * i + g), at, end, m + 8 * i + g < args.T, wide);
+    sums.multiply_32(weight, x);
+  }
+}
+
+// The same tiles and parts of 16-bit elements.
 template <typename T, int kEights>
 __global__ void __launch_bounds__(kThreads)
     multiply_halves(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts, bool wide) {
@@ -156,22 +179,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tile = blockIdx.x % tiles, m = tile / columns * 8 * kEights;
   const int64_t n = tile % columns * kColumns + threadIdx.x / 32 * 16;
   const bool all = args.parts == nullptr;
-  const int first = all ? 0 : static_cast<int>(blockIdx.x / tiles), g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int first = all ? 0 : static_cast<int>(blockIdx.x / tiles);
   WarpSums<T, kEights> sums;
   for (int part = first; part < (all ? parts : first + 1); ++part) {
-    const int64_t end = min(args.k, (part + 1) * length);
-#pragma unroll 2
-    for (int64_t at = part * length + 8 * t; at - 8 * t < end; at += 32) {
-      uint4 weight[2], x[kEights];
-      auto row_of = [&](const void* matrix, int64_t row) { return static_cast<const T*>(matrix) + row * args.k; };
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        weight[i] = load_eight(row_of(args.weight_nk, n + g + 8 * i), at, end, n + g + 8 * i < args.n, wide);
-#pragma unroll
-      for (int i = 0; i < kEights; ++i)
-        x[i] = load_eight(row_of(args.x_Tk, m + 8 * i + g), at, end, m + 8 * i + g < args.T, wide);
-      sums.multiply_32(weight, x);
-    }
+    multiply_part(sums, args, m, n, part * length, length, wide);
     sums.end_part(part == first);
   }
   sums.for_each(args, m, n, [&](int64_t at, float total) {
@@ -180,6 +191,30 @@ __global__ void __launch_bounds__(kThreads)
     else
       args.parts[first * args.T * args.n + at] = total;
   });
+}
+
+// The same for few tokens, with a warp for each part of a tile of 8 tokens and 16 rows of the weight.
+template <typename T>
+__global__ void __launch_bounds__(32 * kMostParts)
+    multiply_few(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts, bool wide) {
+  __shared__ float sums_of_parts[kMostParts][4][32];
+  wait_for_predecessor();
+  let_successor_start();
+  const int64_t columns = ceil_div(args.n, kFewColumns);
+  const int64_t m = blockIdx.x / columns * 8, n = blockIdx.x % columns * kFewColumns;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  WarpSums<T, 1> sums;
+  multiply_part(sums, args, m, n, warp * length, length, wide);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) sums_of_parts[warp][j][lane] = sums.sum[0][j];
+  __syncthreads();
+  if (warp) return;
+  for (int part = 0; part < parts; ++part) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums.sum[0][j] = sums_of_parts[part][j][lane];
+    sums.end_part(part == 0);
+  }
+  sums.for_each(args, m, n, [&](int64_t at, float total) { static_cast<T*>(args.out_Tn)[at] = from_float<T>(total); });
 }
 
 // Where 16 bytes of a row lie in a stage: a half of an even row and the same half of the next lie in different banks.
@@ -284,6 +319,13 @@ cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
   return launch(add_parts<T>, ceil_div(args.T * args.n, kSumThreads), kSumThreads, 0, stream, args, parts);
 }
 
+template <typename T>
+cudaError_t launch_few(const InvariantLinearArgs& args, cudaStream_t stream) {
+  const int64_t length = part_length(args.k), blocks = ceil_div(args.T, int64_t{8}) * ceil_div(args.n, kFewColumns);
+  const auto parts = static_cast<int32_t>(ceil_div(args.k, length));
+  return launch(multiply_few<T>, blocks, 32 * std::max(parts, 1), 0, stream, args, length, parts, is_wide(args));
+}
+
 template <typename T, int kEights>
 cudaError_t launch_stages(const InvariantLinearArgs& args, cudaStream_t stream) {
   const int64_t blocks = ceil_div(args.T, 8 * kEights) * ceil_div(args.n, kColumns);
@@ -291,15 +333,10 @@ cudaError_t launch_stages(const InvariantLinearArgs& args, cudaStream_t stream) 
   return launch(multiply_stages<T, kEights>, blocks, kThreads, kBytes, stream, args, part_length(args.k));
 }
 
-constexpr int64_t kFewTokens = 16;  // up to so many, a tile has 8 rows
-template <typename T>
-constexpr int kManyPerThread = sizeof(T) == 2 ? 4 : 8;  // then 32 or 64
-
 int64_t tiles_of_64(const InvariantLinearArgs& args) { return ceil_div(args.T, 64) * ceil_div(args.n, kColumns); }
 
-bool fits_stages(const InvariantLinearArgs& args) {
-  return args.dtype != DType::kFloat32 && args.T > kFewTokens && is_wide(args);
-}
+bool takes_few(const InvariantLinearArgs& args) { return args.dtype != DType::kFloat32 && args.T <= kFewTokens; }
+bool fits_stages(const InvariantLinearArgs& args) { return args.dtype != DType::kFloat32 && is_wide(args); }
 
 }  // namespace
 
@@ -307,7 +344,7 @@ bool fits_stages(const InvariantLinearArgs& args) {
 // soon as half of them has a tile of 32 rows.
 int64_t invariant_linear_parts(const InvariantLinearArgs& args) {
   Device device;
-  if (current_device(device)) return 0;
+  if (current_device(device) || takes_few(args)) return 0;
   const int64_t parts = ceil_div(args.k, part_length(args.k)), tiles = tiles_of_64(args);
   return parts > 1 && tiles * (fits_stages(args) ? 4 : 1) < device.multiprocessors ? parts : 0;
 }
@@ -318,11 +355,14 @@ cudaError_t invariant_linear(const InvariantLinearArgs& args, cudaStream_t strea
   if (cudaError_t error = current_device(device)) return error;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    if constexpr (sizeof(T) == 2)
-      if (!args.parts && fits_stages(args))
-        return 2 * tiles_of_64(args) > device.multiprocessors ? launch_stages<T, 8>(args, stream)
-                                                              : launch_stages<T, 4>(args, stream);
-    return args.T <= kFewTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, kManyPerThread<T>>(args, stream);
+    if constexpr (sizeof(T) == 2) {
+      if (takes_few(args)) return launch_few<T>(args, stream);
+      if (args.parts || !fits_stages(args)) return launch_tiles<T, 4>(args, stream);
+      return 2 * tiles_of_64(args) > device.multiprocessors ? launch_stages<T, 8>(args, stream)
+                                                            : launch_stages<T, 4>(args, stream);
+    } else {
+      return args.T <= kFewTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, 8>(args, stream);
+    }
   });
 }
 

@@ -86,7 +86,7 @@ std::string layouts() {
          STRUCT(ExchangeDescriptor, expert_major, weight_rows, zero_gaps, to_caller, adds_only, returns_values,
                 zero_tail, row_weights, row_values, pair_values, outputs, outputs_stride_bytes, products,
                 first_timeout_ns, timeout_ns, status) +
-         STRUCT(RailSlot, bytes, scales, ids, weights, tag) + STRUCT(RailStop, wanted, done, missed) +
+         STRUCT(RailSlot, bytes, scales, ids, weights, tag) + STRUCT(RailStop, wanted, done, cut) +
          STRUCT(RailDescriptor, E, copies, rank, node, num_nodes, format) +
          STRUCT(Progress, phases, deadline_ns, missing, counted_ns, last_stream, more_rounds, has_more_rounds, tag) +
          STRUCT(Status, code, stage, epoch, missing, originator, needed_rows, phases, tag, other, aborted,

@@ -47,7 +47,10 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
 }
 
 void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, int64_t slab_rows, int64_t node,
-              const MaybeTensor& missed, const MaybeTensor& latched, const Tensor& y) {
+              const MaybeTensor& missed, const MaybeTensor& latched, const MaybeTensor& noticed, const Tensor& y) {
+  STD_TORCH_CHECK(missed.has_value() == latched.has_value() && latched.has_value() == noticed.has_value(),
+                  "`missed`, `latched` and `noticed` go together");
+  STD_TORCH_CHECK(!noticed || !noticed->is_cuda(), "`noticed` must be on the host");
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
                   "y and the partial rows must be contiguous");
   STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
@@ -66,20 +69,26 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
       .missed_G = pointer<int64_t>(missed, 0, "missed"),
       .G = missed ? static_cast<int32_t>(missed->numel()) : 0,
       .latched = pointer<int32_t>(latched, 1, "latched"),
+      .noticed = pointer<int64_t>(noticed, 1, "noticed"),
   };
   launch(y, args, cpu::rail_sum, &cuda::Api::rail_sum);
 }
 
-void rail_mark(const Tensor& count, const Tensor& shown, const MaybeTensor& latched, const MaybeTensor& stop,
-               const MaybeTensor& missed) {
+void rail_mark(const Tensor& count, const Tensor& shown, const MaybeTensor& latched, const MaybeTensor& stop, bool ends,
+               const MaybeTensor& sent, int64_t slabs) {
   STD_TORCH_CHECK(!shown.is_cuda() && !(stop && stop->is_cuda()), "`shown` and `stop` must be on the host");
-  STD_TORCH_CHECK((latched || missed) == stop.has_value(), "`latched` and `missed` need `stop`");
+  STD_TORCH_CHECK(latched.has_value() == stop.has_value(), "`latched` and `stop` go together");
+  int64_t slab_bytes = sent && slabs > 0 ? sent->numel() / slabs : 0;
+  STD_TORCH_CHECK(!sent || slab_bytes >= 16, "a slab of `sent` must have 16 bytes");
   RailMarkArgs args{
       .count = pointer<int64_t>(count, 1, "count"),
       .shown = pointer<int64_t>(shown, 1, "shown"),
       .latched = pointer<int32_t>(latched, 1, "latched"),
       .stop = reinterpret_cast<RailStop*>(pointer<int64_t>(stop, 3, "stop")),
-      .missed = pointer<int64_t>(missed, 1, "missed"),
+      .ends = ends,
+      .sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, slabs * slab_bytes, "sent")),
+      .slabs = static_cast<int32_t>(slabs),
+      .slab_bytes = slab_bytes,
   };
   launch(count, args, &cuda::Api::rail_mark);
 }

@@ -68,26 +68,32 @@ struct RailSumArgs {
   int64_t slab_rows, node, num_nodes;
   void* y_TD;  // out, in dtype, contiguous
   int64_t T, D;
-  // CUDA only: what makes y zeros.
+  // CUDA only, all or none: what makes y zeros, as a void slab does.
   const int64_t* missed_G;  // not 0: this rank of the node misses one of another node
   int32_t G;
-  const int32_t* latched;  // null, or not 0: the exchange of the node has failed
+  int32_t* latched;  // not 0: this rank has failed. Gets 1 where y becomes zeros
+  int64_t* noticed;  // out, in host memory: kZeroSums where y becomes zeros, unless it is not 0
 };
+constexpr int64_t kZeroSums = -1;
 
 // In host memory. A transfer that must not start waits until the host has cut the rail.
 struct RailStop {
   int64_t wanted;  // by the GPU
   int64_t done;    // by the host
-  int64_t missed;  // by the host, before it cuts the rail: a rank of another node, + 1
+  int64_t cut;     // by the host, before it cuts the rail: from then on a transfer may end with leftovers
 };
 
 // CUDA only: counts transfers that have started, or that have ended.
 struct RailMarkArgs {
   int64_t* count;
-  int64_t* shown;          // out: the count, in host memory
-  const int32_t* latched;  // null, or not 0: the exchange of the node has failed, so that nothing more may be sent
-  RailStop* stop;          // with `latched` or `missed`
-  int64_t* missed;         // null, or out: `RailStop::missed` if that is not 0; see RailSumArgs
+  int64_t* shown;  // out: the count, in host memory
+  int32_t*
+      latched;     // null, or not 0: this rank has failed. A start then waits for the host; an end sets it after a cut
+  RailStop* stop;  // with `latched`
+  bool ends;
+  char* sent;  // at a start, null or partial rows in so many slabs, which become void if this rank has failed
+  int32_t slabs;
+  int64_t slab_bytes;
 };
 
 // CUDA only: compares the calls of other nodes with this rank's.

@@ -67,13 +67,13 @@ import torch
 from test_rail import D, T, Packed, inputs
 from epmoe.native import ops
 count, shown = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64).pin_memory()
-ops.rail_mark(count, shown, None, None, None)
+ops.rail_mark(count, shown, None, None, False, None, 0)
 for payload in ("auto", "fp8"):
     for slots in (T, 3):
         real = torch.tensor(T - 2, dtype=torch.int32)
         got = Packed(torch.device("cuda"), *inputs(), slots, real, payload)
         rows, y = torch.ones(3 * slots, D, device="cuda"), torch.empty(T, D, device="cuda")
-        ops.rail_sum(rows, rows, got.slots_of.cuda(), slots, 1, None, None, y)
+        ops.rail_sum(rows, rows, got.slots_of.cuda(), slots, 1, None, None, None, y)
         assert torch.equal(y[:, 0].cpu(), got.slots_of.ge(0).sum(1).float())
 print("done")
 """

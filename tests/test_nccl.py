@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from threading import Event, Thread
+from ctypes import c_int64
+from threading import Event, RLock, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from waits import SOON_S
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
-from epmoe.group.errors import EPTimeoutError
+from epmoe.exchange.round_state import CLOSED
+from epmoe.group.errors import EPStateError, EPTimeoutError
+from epmoe.native.layouts import constant
 from epmoe.rail import nccl
 from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import RailError, Transfer
@@ -96,6 +99,65 @@ def test_the_thread_does_not_keep_the_exchange_alive():
     gc.collect()
     thread.join(SOON_S)
     assert not thread.is_alive()
+
+
+def test_an_abort_waits_for_transfers_and_not_for_graphs(monkeypatch):
+    """The abort of NCCL ends transfers at once, and goes on until graphs are gone: too long for ranks of the node."""
+    monkeypatch.setattr(nccl, "_END_S", SOON_S)
+    rail, memory, gone = nccl.NcclRail.__new__(nccl.NcclRail), torch.zeros(7, dtype=torch.int64), Event()
+    rail._counts, rail._told = nccl.words_of(memory)
+    rail._counts[:2] = 5, 4
+
+    def abort() -> None:
+        assert rail._told.cut
+        rail._counts[1] = 5
+        gone.wait(SOON_S)
+
+    rail._ending, rail._group = None, SimpleNamespace(abort=abort)
+    rail.abort()
+    assert rail._told.done == 1 and rail._ending.is_alive()
+    gone.set()
+    rail._ending.join(SOON_S)
+    with pytest.raises(RailError, match="the rail is closed"):
+        rail.start(Transfer(torch.empty(0), torch.empty(0), [], []))
+
+
+def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
+    """Rank 1 of the nodes {0, 1} and {2, 3}, with a status of its node and the word of `rail_sum`; and what it does."""
+    network, told = NetworkOnGPUs.__new__(NetworkOnGPUs), list[object]()
+
+    def check() -> None:
+        raise EPStateError("a replay did nothing")
+
+    status = SimpleNamespace(code=code)
+    network.node = SimpleNamespace(look=lambda: None, status=status, failed=False, check=check)
+    network.rail = SimpleNamespace(missing=lambda found: found, abort=lambda: told.append("cut"))
+    network.memory = SimpleNamespace(ranks_per_node=2)
+    network.rounds, network.global_ranks, network.rank = SimpleNamespace(state=CLOSED, count=3), [0, 1, 2, 3], 1
+    network._noticed, network._recording, network.failure, network.pending = c_int64(noticed), RLock(), None, []
+    network.reported = lambda: [2]
+    network.tell_node = told.append
+    return network, told
+
+
+def test_sums_of_zeros_are_a_failure():
+    """A rank of the node reports a missing one when all waits of this rank have ended: only its sums know."""
+    network, told = network_of(code=0, noticed=0)
+    network.check()
+    network._noticed.value = -1
+    for _ in range(2):
+        with pytest.raises(EPTimeoutError, match=r"rank\(s\) \[2\] of the group") as raised:
+            network.check()
+        assert raised.value.missing_ranks == [2] and told == ["cut", 2] and network.failed
+
+
+def test_a_replay_of_an_earlier_group_hides_no_failure():
+    """Such a replay fails by itself. A transfer that is late at the same time fails the group."""
+    network, told = network_of(code=constant("kOutdated"), noticed=0)
+    with pytest.raises(EPStateError):
+        network.check()
+    network.on_late()
+    assert network.failure.missing == [2] and told == ["cut", 2]
 
 
 class Levels(NetworkOnGPUs):

@@ -181,40 +181,13 @@ def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype):
     y, node = torch.full((T, width), torch.nan, dtype=dtype, device=device), RANK // G
     returned = torch.cat([rows for m, rows in enumerate(partial) if m != node])
     own, back, slots_of = (t.to(device) for t in (partial[node], returned, got.slots_of))
-    ops.rail_sum(own, back, slots_of, T, node, None, None, y)
+    ops.rail_sum(own, back, slots_of, T, node, None, None, None, y)
     want = torch.zeros(T, width)
     for m in range(N):
         for t in range(T):
             if got.slots_of[t, m] >= 0:
                 want[t] += partial[m][got.slots_of[t, m]].float()
     assert torch.equal(y.cpu(), want.to(dtype))
-
-
-@ON_GPUS
-def test_sums_after_a_failure_are_zeros(device):
-    """Once a rank of the node has missed one of another node, or one of the node."""
-    slots_of, rows = torch.zeros(3, 2, dtype=torch.int32, device=device), torch.ones(1, 8, device=device)
-    missed = torch.zeros(40, dtype=torch.int64, device=device)
-    last, latched = missed.clone(), torch.zeros(1, dtype=torch.int32, device=device)
-    last[39] = 5
-    for words, value in (
-        ((None, None), 2.0),
-        ((missed, latched), 2.0),
-        ((last, latched), 0.0),
-        ((missed, latched + 1), 0.0),
-    ):
-        y = torch.full((3, 8), torch.nan, device=device)
-        ops.rail_sum(rows, rows, slots_of, 1, 0, *words, y)
-        assert y.eq(value).all()
-
-
-@ON_GPUS
-def test_slots_that_do_not_exist_add_nothing(device):
-    slots_of = torch.tensor([[0, 1], [-1, -7], [2**31 - 1, 1], [2, 0]], dtype=torch.int32, device=device)
-    rows = torch.ones(2, 8, device=device)
-    y = torch.empty(4, 8, device=device)
-    ops.rail_sum(rows, rows, slots_of, 2, 0, None, None, y)
-    assert y[:, 0].tolist() == [2, 0, 1, 1]
 
 
 @pytest.fixture
@@ -224,15 +197,48 @@ def words(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @ON_GPUS
+def test_sums_after_a_failure_are_zeros(words, device):
+    """Once a rank of the node has missed one of another node, or one of the node, or another node sends a void slab.
+    The rank latches then, and its host learns of it, unless it knows of calls that differ."""
+    slots_of, rows = torch.zeros(3, 2, dtype=torch.int32, device=device), torch.ones(1, 8, device=device)
+    void, (count, shown, stop) = rows.clone(), words
+    stop[1] = 1  # of the host, for which the mark would wait
+    failed = torch.ones(1, dtype=torch.int32, device=device)
+    ops.rail_mark(count, shown, failed, stop, False, void.view(torch.uint8).flatten(), 1)
+    for returned, last, latches, noticed, want in (
+        (rows, 0, 0, 0, (2.0, 0, 0)),
+        (rows, 5, 0, 0, (0.0, 1, -1)),
+        (rows, 0, 1, 0, (0.0, 1, -1)),
+        (void, 0, 0, 0, (0.0, 1, -1)),
+        (void, 0, 0, 2, (0.0, 1, 2)),
+    ):
+        missed, latched = torch.zeros(40).long().to(device), torch.full((1,), latches, device=device).int()
+        missed[39], word = last, torch.full((1,), noticed).pin_memory()
+        y = torch.full((3, 8), torch.nan, device=device)
+        ops.rail_sum(rows, returned, slots_of, 1, 0, missed, latched, word, y)
+        torch.cuda.synchronize()
+        assert (y.unique().tolist(), latched.item(), word.item()) == ([want[0]], *want[1:])
+
+
+@ON_GPUS
+def test_slots_that_do_not_exist_add_nothing(device):
+    slots_of = torch.tensor([[0, 1], [-1, -7], [2**31 - 1, 1], [2, 0]], dtype=torch.int32, device=device)
+    rows = torch.ones(2, 8, device=device)
+    y = torch.empty(4, 8, device=device)
+    ops.rail_sum(rows, rows, slots_of, 2, 0, None, None, None, y)
+    assert y[:, 0].tolist() == [2, 0, 1, 1]
+
+
+@ON_GPUS
 def test_what_the_host_sees_of_transfers(words):
     """Replays of a graph count, too."""
     count, shown, _ = words
-    ops.rail_mark(count, shown, None, None, None)
+    ops.rail_mark(count, shown, None, None, False, None, 0)
     torch.cuda.synchronize()
     assert shown.item() == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.rail_mark(count, shown, None, None, None)
+        ops.rail_mark(count, shown, None, None, False, None, 0)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -241,13 +247,15 @@ def test_what_the_host_sees_of_transfers(words):
 
 @ON_GPUS
 def test_a_node_that_has_failed_sends_no_more(words, device):
-    """The transfer starts once the host has cut the rail."""
+    """The transfer starts once the host has cut the rail, and its slabs are void."""
     (count, shown, stop), latched = words, torch.zeros(1, dtype=torch.int32, device=device)
-    ops.rail_mark(count, shown, latched, stop, None)
+    slabs = torch.zeros(3, 32, dtype=torch.uint8, device=device)
+    call = count, shown, latched, stop, False, slabs.flatten(), 3
+    ops.rail_mark(*call)
     torch.cuda.synchronize()
-    assert shown.item() == 1 and stop.tolist() == [0, 0, 0]
+    assert shown.item() == 1 and stop.tolist() == [0, 0, 0] and slabs.eq(0).all()
     latched.fill_(1)
-    ops.rail_mark(count, shown, latched, stop, None)
+    ops.rail_mark(*call)
     deadline = time.monotonic() + 5
     while not stop[0] and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -255,22 +263,24 @@ def test_a_node_that_has_failed_sends_no_more(words, device):
     stop[1] = 1
     torch.cuda.synchronize()
     assert shown.item() == 2
+    assert slabs.eq(slabs[0]).all() and slabs[0, :16].ne(0).all() and slabs[0, 16:].eq(0).all()
 
 
 @ON_GPUS
-def test_a_cut_transfer_names_the_missing_rank(words, device):
-    (count, shown, stop), missed = words, torch.zeros(1, dtype=torch.int64, device=device)
-    for named, want in ((0, 0), (7, 7), (0, 7)):
-        stop[2] = named
-        ops.rail_mark(count, shown, None, stop, missed)
-        assert missed.item() == want
+def test_a_cut_transfer_latches(words, device):
+    """No kernel behind it takes leftovers for rows."""
+    (count, shown, stop), latched = words, torch.zeros(1, dtype=torch.int32, device=device)
+    for cut in (0, 1):
+        stop[2] = cut
+        ops.rail_mark(count, shown, latched, stop, True, None, 0)
+        assert latched.item() == cut
 
 
 @ON_GPUS
 def test_calls_of_other_nodes_that_differ(device):
     got = Packed(device, *inputs(1), T, T)
     sent = torch.cat([slab for node, slab in enumerate(got.slabs) if node != RANK // G]).to(device)
-    differing = got.memory.differing
+    differing = got.memory.noticed
     for place in (None, 0, 1, 2, 3):
         wrong = [value + (i == place) for i, value in enumerate(got.tag)]
         ops.rail_tags(sent.flatten(), T, got.memory.descriptor, *wrong, differing)

@@ -96,11 +96,12 @@ _library.define(
 )
 _library.define(
     "rail_sum(Tensor own, Tensor returned, Tensor slots_of, SymInt slab_rows, int node, "
-    "Tensor? missed, Tensor? latched, Tensor(a!) y) -> ()"
+    "Tensor? missed, Tensor(a!)? latched, Tensor(b!)? noticed, Tensor(c!) y) -> ()"
 )
 # CUDA only (epmoe/rail/nccl.py): what the host sees of transfers while the GPU runs ahead of it.
 _library.define(
-    "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor? latched, Tensor(c!)? stop, Tensor(d!)? missed) -> ()"
+    "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor(c!)? latched, Tensor(d!)? stop, bool ends, "
+    "Tensor(e!)? sent, int slabs) -> ()"
 )
 _library.define(
     "rail_tags(Tensor received, SymInt slab_rows, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "

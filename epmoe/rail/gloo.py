@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_sto
 
 from epmoe.config.deadlines import NETWORK_SLACK_S, Deadlines
 from epmoe.group.board import RollCall
-from epmoe.rail.rail import DeviceWords, RailError, Transfer
+from epmoe.rail.rail import RailError, Transfer
 
 _CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
 _SPINS = 200  # looks at a transfer before the first sleep
@@ -84,13 +84,13 @@ class GlooRail:
         except RuntimeError as error:
             raise RailError(str(error)) from error
 
-    def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
+    def watch(self, on_late: WeakMethod[Callable[[], None]], latched: Tensor) -> None:
         """There is nothing to do, since the host waits for every transfer."""
 
     def missing(self, found: Sequence[int]) -> list[int]:
         return self._roll_call.missing(found)
 
-    def abort(self, missing: Sequence[int]) -> None:
+    def abort(self) -> None:
         """gloo cannot cancel a transfer: what is under way ends by its own deadline."""
         self._ended = True
 

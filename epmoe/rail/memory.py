@@ -33,7 +33,7 @@ class RailMemory:
         self.views = {buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"}
         if on_gpu:  # which the kernels write, and the host reads
             self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.differing = torch.zeros(1, dtype=torch.int64).pin_memory() if on_gpu else None  # of `rail_tags`
+        self.noticed = torch.zeros(1, dtype=torch.int64).pin_memory() if on_gpu else None  # by `rail_tags`, `rail_sum`
         self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
         self.node, self.local = divmod(rank, self.ranks_per_node)
         self.others = [node for node in nodes if node != self.node]

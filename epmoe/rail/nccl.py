@@ -26,10 +26,11 @@ from epmoe.group.board import RollCall
 from epmoe.group.waiting import interruptible
 from epmoe.native import ops
 from epmoe.native.layouts import struct
-from epmoe.rail.rail import DeviceWords, RailError, Transfer
+from epmoe.rail.rail import RailError, Transfer
 
 _LOOK_S = 0.05  # between two looks at the counts
 _END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
+_GLANCE_S = 1e-3
 _NEVER = timedelta(days=7)  # torch's own deadline, which would come without names
 # torch otherwise ends the process when a transfer fails, or when its watchdog does not get on.
 _LEAVE_FAILURES_TO_US = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -60,14 +61,15 @@ class NcclRail:
         self._counts, self._told = words_of(shown)
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
-        self._device_words: DeviceWords | None = None
-        self._closed, self._ended = Event(), False
+        self._latched: Tensor | None = None
+        self._closed = Event()
         self._watching: Thread | None = None
+        self._ending: Thread | None = None
         try:
             if not interruptible(self._meet, connect.total_seconds()):
                 raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
         except BaseException:
-            self._end(self._group.abort)  # a kernel that waits for a dead rank would keep `resume` from the GPU
+            self._end(self._group.abort).join(_END_S)  # a kernel that waits for a dead rank keeps the GPU from `resume`
             raise
 
     def _meet(self) -> None:
@@ -81,17 +83,16 @@ class NcclRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
-        if self._ended:
+        if self._ending is not None:
             raise RailError("the rail is closed")
         begin, end = self._marks[transfer.returning]
-        words = self._device_words
-        latched, missed = (words.latched, words.missed) if words else (None, None)
-        missed = missed if transfer.returning else None  # the sums come next
+        failed = (None, None) if self._latched is None else (self._latched, self._stop)
+        partial_rows = transfer.sent if transfer.returning else None
         options = AllToAllOptions()
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            ops.rail_mark(*begin, latched, self._stop_with(latched), None)
+            ops.rail_mark(*begin, *failed, False, partial_rows, sum(self._others))
             try:
                 work = self._group.alltoall_base(
                     transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
@@ -100,19 +101,19 @@ class NcclRail:
                     work.wait()  # of the stream, which older versions of torch do not order by themselves
             except RuntimeError as error:
                 raise RailError(str(error)) from error
-            ops.rail_mark(*end, None, self._stop_with(missed), missed)
+            ops.rail_mark(*end, *failed, True, None, 0)
             transfer.started.append(self._stream.record_event())
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """The current stream waits, the host does not, and `watch` has the deadline."""
         torch.cuda.current_stream(self._device).wait_event(transfer.started[0])
 
-    def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
+    def watch(self, on_late: WeakMethod[Callable[[], None]], latched: Tensor) -> None:
         """`on_late` is also called once the node's exchange has failed.
 
         Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
         """
-        self._device_words = words
+        self._latched = latched
         arguments = on_late, self._shown, self._deadlines, self._closed
         self._watching = Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail")
         self._watching.start()
@@ -120,30 +121,43 @@ class NcclRail:
     def missing(self, found: Sequence[int]) -> list[int]:
         return self._roll_call.missing(found)
 
-    def abort(self, missing: Sequence[int]) -> None:
-        """The transfers of CUDA graphs end, too."""
-        self._told.missed = missing[0] + 1 if missing else 0
-        self._end(self._group.abort)
+    def abort(self) -> None:
+        """The transfers of CUDA graphs end, too. Returns once none is under way: NCCL's own abort may wait for graphs,
+        while ranks of the node wait for the report of this one."""
+        self._told.cut = 1
+        ending, until = self._end(self._group.abort), time.monotonic() + _END_S
+        while ending.is_alive() and not self._idle and time.monotonic() < until:
+            ending.join(_GLANCE_S)
+        self._told.done = 1
 
     def close(self) -> None:
         """Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
         if self._watching is not None:
             self._watching.join(_END_S)
+        if not self._idle or self._told.wanted:
+            self.abort()
+        self._end(self._group.shutdown).join(_END_S)
+        self._told.done = 1
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no transfer is under way."""
         out, out_ended, back, back_ended = self._counts
-        idle = (out, back) == (out_ended, back_ended)
-        self._end(self._group.shutdown if idle else self._group.abort)
+        return (out, back) == (out_ended, back_ended)
 
-    def _stop_with(self, word: Tensor | None) -> Tensor | None:
-        return None if word is None else self._stop
+    def _end(self, call: Callable[[], None]) -> Thread:
+        """Once: end NCCL's work on a thread, which this returns: it waits for CUDA graphs that hold its kernels."""
+        if self._ending is None:
+            ending = Thread(target=_suppressed, args=(call,), daemon=True, name="epmoe-rail-end")
+            ending.start()
+            self._ending = ending
+        return self._ending
 
-    def _end(self, call: Callable[[], None]) -> None:
-        """Once: end NCCL's work on another thread, since it waits for CUDA graphs that hold its kernels."""
-        if not self._ended:
-            self._ended = True
-            with suppress(RuntimeError):  # of a GPU that has failed
-                interruptible(call, _END_S)
-            self._told.done = 1
+
+def _suppressed(call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # of a GPU that has failed
+        call()
 
 
 def nccl_group(name: str, rank: int, size: int) -> Any:

@@ -179,9 +179,10 @@ class Network:
         return self.failure is not None or self.node.failed
 
     @property
-    def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
-        """On GPUs the words that make the sums zeros once the rail or the node's exchange has failed."""
-        return None, None
+    def failed_words(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """On GPUs the words that make the sums zeros once the rail or the node's exchange has failed, and the word by
+        which the host learns that they are."""
+        return None, None, None
 
     def missing(self) -> int:
         """Ranks of the group that are missing, as a mask."""

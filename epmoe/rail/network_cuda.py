@@ -1,14 +1,15 @@
 """The network of a rank on a GPU. The host runs ahead: it queues transfers and kernels, and waits for neither.
 
 What goes wrong reaches the host through memory that it looks at in every call: the status words of the node's exchange,
-the counts that the thread of the rail watches, and a word for calls of other nodes that do not match.
+the counts that the thread of the rail watches, and a word for calls of other nodes that do not match and for sums that
+are zeros.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from ctypes import c_int64
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakMethod
 
@@ -19,7 +20,7 @@ from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.group.waiting import interruptible
 from epmoe.rail.network import Network
-from epmoe.rail.rail import DeviceWords, Transfer
+from epmoe.rail.rail import Transfer
 
 _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 
@@ -30,17 +31,16 @@ class NetworkOnGPUs(Network):
     def __post_init__(self) -> None:
         super().__post_init__()
         memory = self.memory
-        assert memory.differing is not None
-        self._differing = c_int64.from_address(memory.differing.data_ptr())
+        assert memory.noticed is not None
+        self._noticed = c_int64.from_address(memory.noticed.data_ptr())
         self._peek, self._peeked = Peek(*map(self.views.__getitem__, _PEEKED)), list[Tensor]()
         self._last_stream: Any = None  # of the last round
-        self._recording = Lock()
-        missed = self.views["rail.missed"][memory.local : memory.local + 1]
-        self.rail.watch(WeakMethod(self.on_late), DeviceWords(self.node.latched, missed))
+        self._recording = RLock()
+        self.rail.watch(WeakMethod(self.on_late), self.node.latched)
 
     @property
-    def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.views["rail.missed"], self.node.latched
+    def failed_words(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.views["rail.missed"], self.node.latched, self.memory.noticed
 
     def on_late(self) -> None:
         """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""
@@ -91,14 +91,14 @@ class NetworkOnGPUs(Network):
         with self._recording:
             missing: list[int] = []
             try:
-                if self.failure is None and not self.node.status.code:
+                if self.failure is None and not self.node.failed:
                     missing = self.rail.missing(found or self.reported())
                     self.keep_failure(missing, "over the network")
                 elif self.failure is None:
                     with suppress(EPMismatchError, EPOrderError):  # `check` raises it
                         self.take_failure_of_node()
             finally:
-                self.rail.abort(self.failure.missing if self.failure else [])
+                self.rail.abort()
             if missing:
                 self.tell_node(missing[0])
 
@@ -106,11 +106,13 @@ class NetworkOnGPUs(Network):
         """Every later call raises it, too, where the rank is one of another node."""
         node = rank // self.memory.ranks_per_node
         if node in self.memory.others:
-            self._differing.value = self.memory.others.index(node) + 1
+            self._noticed.value = self.memory.others.index(node) + 1
 
     def check(self) -> None:
         super().check()
-        if number := self._differing.value:
+        if (number := self._noticed.value) < 0:  # sums are zeros, although no wait of this rank has failed
+            self.fail([])
+        if number:
             self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch
             raise EPMismatchError(self.rounds.count, [self.memory.of_rail(self.memory.others[number - 1])], True)
 
@@ -120,5 +122,5 @@ class NetworkOnGPUs(Network):
 
     @property
     def failed(self) -> bool:
-        """Also after calls of the nodes that did not match."""
-        return super().failed or self._differing.value != 0
+        """Also after calls of the nodes that did not match, and sums of zeros."""
+        return super().failed or self._noticed.value != 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakMethod
 
 import torch
@@ -17,15 +17,6 @@ from torch import Tensor
 
 from epmoe.config.deadlines import Deadlines
 from epmoe.group.board import RollCall
-
-
-class DeviceWords(NamedTuple):
-    """Words of a GPU by which a rail and the kernels report failures to each other."""
-
-    latched: Tensor
-    """int32 [1], not 0 once the node's exchange has failed: no transfer starts any more"""
-    missed: Tensor
-    """int64 [1], gets 1 + the rank that `Rail.abort` names"""
 
 
 class RailError(RuntimeError):
@@ -79,17 +70,19 @@ class Rail(Protocol):
         transfer failed, or did not end before its deadline.
         """
 
-    def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
-        """Look after the transfers for which no host waits, on the GPU of `words`.
+    def watch(self, on_late: WeakMethod[Callable[[], None]], latched: Tensor) -> None:
+        """Look after the transfers for which no host waits, on the GPU of `latched`.
 
-        `on_late` is called once, on another thread, when such a transfer misses its deadline.
+        `on_late` is called once, on another thread, when such a transfer misses its deadline. `latched`, int32 [1], is
+        not 0 once this rank has failed: it sends no partial rows any more. A transfer that `abort` has ended sets it
+        before its reader goes on, since what was received may be leftovers.
         """
 
     def missing(self, found: Sequence[int]) -> list[int]:
         """After a failure: who is missing; see `RollCall.missing`. It takes `ANSWER_S` at most."""
 
-    def abort(self, missing: Sequence[int]) -> None:
-        """End all transfers, because these ranks of the group are missing. No transfer starts any more.
+    def abort(self) -> None:
+        """End all transfers, because ranks are missing. No transfer starts any more.
 
         Waits for no rank.
         """

@@ -94,7 +94,7 @@ class Slabs:
         `differences` of EPMismatchError."""
         memory, rows = self.memory, self._space()[self.slab_rows :]
         if memory.device.type == "cuda":  # the host learns of it later
-            ops.rail_tags(rows.flatten(), self.slab_rows, memory.descriptor, *self.tag, memory.differing)
+            ops.rail_tags(rows.flatten(), self.slab_rows, memory.descriptor, *self.tag, memory.noticed)
             return [], None, {}
         first = rows[: len(self.memory.others) * self.stride : self.stride]
         tags = first[:, memory.slot.tag : memory.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
@@ -189,10 +189,10 @@ class Slabs:
             differing += [rank - 1] if 0 < rank <= G * self.memory.num_nodes else []
         return aborted, sorted(set(differing))
 
-    def sum(self, y: Tensor, failed: tuple[Tensor | None, Tensor | None]) -> None:
+    def sum(self, y: Tensor, failed: tuple[Tensor | None, Tensor | None, Tensor | None]) -> None:
         """Once the partial rows are here: their sum for each token, in the order of the nodes, into y [T, D].
 
-        On GPUs words that are not 0, where the rail or the node's exchange has `failed`, make it zeros.
+        `failed` are words of GPUs: `missed` and `latched`, which make it zeros where they are not 0, and `noticed`.
         """
         own, slots = self.partial[: self.slab_rows], self.memory.views["rail.slots"]
         ops.rail_sum(own, self.returned, slots, self.slab_rows + self.notes, self.memory.node, *failed, y)

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from epmoe.config.deadlines import Deadlines
 from epmoe.group.board import RollCall
 from epmoe.rail.opening import RAILS
-from epmoe.rail.rail import DeviceWords, RailError, Transfer
+from epmoe.rail.rail import RailError, Transfer
 
 pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
 
@@ -75,13 +75,13 @@ class StoreRail:
                 raise RailError("the slabs did not come in time")
         transfer.started[0].wait()
 
-    def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
+    def watch(self, on_late: WeakMethod[Callable[[], None]], latched: Tensor) -> None:
         pass
 
     def missing(self, found: Sequence[int]) -> list[int]:
         return self.roll_call.missing(found)
 
-    def abort(self, missing: Sequence[int]) -> None:
+    def abort(self) -> None:
         pass
 
     def close(self) -> None:

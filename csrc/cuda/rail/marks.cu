@@ -13,15 +13,16 @@ constexpr int kThreads = 128;
 __global__ void count_transfer(const __grid_constant__ RailMarkArgs args) {
   constexpr uint64_t kLongestNs = 10'000'000'000;  // the host answers within 2 s
   wait_for_predecessor();
-  if (args.latched && *args.latched) {
-    volatile RailStop& stop = *args.stop;
-    stop.wanted = 1;
-    for (uint64_t begin_ns = now_ns(); !stop.done && now_ns() - begin_ns < kLongestNs;) __nanosleep(10'000);
+  volatile RailStop* stop = args.stop;
+  if (args.ends) {
+    // The host has perhaps ended the transfer. Then its rows are leftovers, and the kernels behind it must know before
+    // they take them. A copy could come too late: the driver may hold copies back until the GPU is idle.
+    if (stop && stop->cut) *args.latched = 1;
+  } else if (args.latched && *args.latched) {
+    stop->wanted = 1;
+    for (uint64_t begin_ns = now_ns(); !stop->done && now_ns() - begin_ns < kLongestNs;) __nanosleep(10'000);
+    for (int32_t i = 0; args.sent && i < args.slabs; ++i) make_void(args.sent + i * args.slab_bytes);
   }
-  // The transfer may have ended because the host has cut the rail, which then cannot report it by a copy: the
-  // driver may hold copies back until the GPU is idle.
-  if (args.missed)
-    if (int64_t missed = static_cast<volatile RailStop*>(args.stop)->missed) *args.missed = missed;
   let_successor_start();
   *static_cast<volatile int64_t*>(args.shown) = ++*args.count;
 }

@@ -33,7 +33,15 @@ __global__ void __launch_bounds__(kMaxThreads)
   bool failed = args.latched && *args.latched;
   for (int32_t g = threadIdx.x; g < args.G; g += blockDim.x)
     failed |= static_cast<const volatile int64_t*>(args.missed_G)[g] != 0;
+  for (int64_t m = threadIdx.x; args.latched && m < args.num_nodes; m += blockDim.x)
+    if (m != args.node)
+      failed |= is_void(static_cast<const T*>(args.returned) + first_slot(args.slab_rows, args.node, m) * args.D);
   failed = __syncthreads_or(failed);
+  if (failed && threadIdx.x == 0) {  // the host may know of no failure: a report of the node came behind all its waits
+    *args.latched = 1;
+    volatile int64_t& noticed = *args.noticed;
+    if (!noticed) noticed = kZeroSums;
+  }
   int lane = threadIdx.x % 32;
   auto vectors = static_cast<int32_t>(args.D / kWidth);
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {

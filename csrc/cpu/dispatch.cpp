@@ -206,10 +206,11 @@ bool send(const Exchange& ex, const DispatchArgs& args) {
       wait_for_all(ex, kCombine, plan.signal_combine, round->dispatch_epoch) != Wait::kArrived)
     return false;
   int64_t tokens = real_tokens(args);
+  bool clamped = tokens != wanted_tokens(args);
   auto* counters = in_scratch<int64_t>(ex, plan.health_counters);
   std::vector<int32_t> counts(plan.R, 0);
   if (!round->latched) send_tokens(ex, args, tokens, counts);
-  counters[kClampedNumTokens] += tokens != wanted_tokens(args);
+  counters[kClampedNumTokens] += clamped;
   ++round->dispatch_epoch;
   round->T = static_cast<int32_t>(tokens);
   round->D = static_cast<int32_t>(args.D);

@@ -128,6 +128,7 @@ void pad(const RouteArgs& args, int64_t t) {
 
 void route(const RouteArgs& args) {
   int64_t real = real_tokens(args), sanitised_rows = 0;
+  bool clamped = real != wanted_tokens(args);
   Row row(args.E);
   std::vector<uint32_t> group_keys;
   for (int64_t t = 0; t < real; ++t) {
@@ -145,7 +146,7 @@ void route(const RouteArgs& args) {
   if (args.counters) {
     args.counters[kSanitisedRows] += sanitised_rows;
     args.counters[kPaddedRows] += args.T - real;
-    args.counters[kClampedNumTokens] += wanted_tokens(args) != real;
+    args.counters[kClampedNumTokens] += clamped;
   }
 }
 

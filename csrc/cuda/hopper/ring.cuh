@@ -26,7 +26,8 @@ struct Ring {
   uint64_t *full, *empty;
   int32_t turn = 0;
 
-  // Thread 0 prepares [2, kCount] mbarriers for so many arrivals at a stage.
+  // Thread 0 prepares [2, kCount] mbarriers, whose phases `filling` and `emptying` arrivals complete. Others may use
+  // them after a barrier of the block.
   __device__ __forceinline__ Ring(const char* stages, uint64_t* mbarriers, int32_t filling, int32_t emptying)
       : buffers(shared_address(stages)), full(mbarriers), empty(mbarriers + kCount) {
     if (threadIdx.x) return;
@@ -68,8 +69,8 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t*>(&both);
 }
-// A warp's sums of 16 columns, as four 8 × 8 matrices, of which each lane says where one of their lines lies. kTurned:
-// lines become columns.
+// A warp's sums of 16 columns leave as four 8 × 8 matrices. Each lane gives the address of one line. kTurned: lines
+// become columns.
 template <bool kTurned>
 __device__ __forceinline__ void store_matrices(uint32_t to, const float* d) {
   const uint32_t sums[] = {packed(d[0], d[1]), packed(d[2], d[3]), packed(d[4], d[5]), packed(d[6], d[7])};
@@ -83,7 +84,7 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const float* d) {
     EPMOE_STORE_MATRICES("");
 #undef EPMOE_STORE_MATRICES
 }
-// A warpgroup's sums [64, 2 kCount], from column `from` on, become up to kLines lines of a box.
+// A warpgroup's sums [64, 2 kCount], from column `from` on, become up to kLines lines of one or two boxes.
 template <int kLines, int kCount>
 __device__ __forceinline__ void store_turned(uint32_t box, const float (&sums)[kCount], int from = 0) {
   const int32_t lane = threadIdx.x % 32, part = threadIdx.x % kWarpgroup / 32 * 2 + lane / 8 % 2;

@@ -60,7 +60,8 @@ __device__ __forceinline__ void wgmma_wait() {
 #define EPMOE_ALL_TEXT_14 EPMOE_ALL_TEXT_13 ", %114, %115, %116, %117, %118, %119, %120, %121"
 #define EPMOE_ALL_TEXT_15 EPMOE_ALL_TEXT_14 ", %122, %123, %124, %125, %126, %127, %128, %129"
 
-// Factors in bf16, whose lines run along k, or across it; and in e4m3, the first ones in place of the sums.
+// Factors in bf16, whose lines run along k, or across it in a alone or in both; and in e4m3. kFirstFp8 replaces the
+// sums, all others add to them.
 enum class Factors { kAlong, kAcrossA, kAcrossBoth, kFp8, kFirstFp8 };
 
 // Starts a product.

@@ -17,8 +17,8 @@ __device__ __forceinline__ float gated_fast(float gate, float up, const Gating& 
   return gate * sigmoid * (up + gating.up_offset);
 }
 
-// kCount gates and ups of a row, from the first-th on, as they lie in memory: gates, and ups; or by turns. Past the end
-// of the row, where `count` ends, they are 0. kWide: rows are aligned to vectors, so a lane has all of them or none.
+// kCount gates and ups of a row, from the first-th on, as they lie in memory: a half each, or by turns. Past the end of
+// the row, where `count` ends, they are 0. kWide: rows are aligned to vectors, so a lane has all of them or none.
 template <typename T, int kCount, bool kWide>
 struct GatesAndUps {
   using Part = Vector<T, kCount>;

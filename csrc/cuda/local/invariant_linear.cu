@@ -3,8 +3,8 @@
 // The k are cut into parts, whose number and length depend on k only. A sum runs through each part by itself, and then
 // over the parts, both in order. Where tiles are too few to fill the GPU, a block has one part of a tile, and a second
 // kernel adds the parts; otherwise it has all parts. Elements of 16 bits are multiplied by the tensor core, 16 of k at
-// a time; a block with all parts of many tokens loads them ahead through shared memory, and of few tokens has a warp
-// for each part. Each way executes the same additions.
+// a time. Of them up to 16 tokens take a block with a warp for each part, and many tokens are loaded ahead through
+// shared memory. Each way executes the same additions.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mma.cuh"
@@ -20,7 +20,7 @@ constexpr int kStep = 32;                                // of k, in shared memo
 constexpr int64_t kMostParts = 16, kShortestPart = 128;  // a multiple of kStep
 constexpr int kSumThreads = 256;
 constexpr int64_t kFewTokens = 16;                              // up to so many, a tile has 8
-constexpr int64_t kFewColumns = 16;                             // of its tile, of elements of 16 bits
+constexpr int64_t kFewColumns = 16;                             // of such a tile, for elements of 16 bits
 constexpr int kStages = 4, kStage = 64, kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
 
 int64_t part_length(int64_t k) { return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep); }
@@ -340,8 +340,8 @@ bool fits_stages(const InvariantLinearArgs& args) { return args.dtype != DType::
 
 }  // namespace
 
-// Parts pass through memory in fp32. Where stages are loaded ahead, this costs more than multiprocessors that idle, as
-// soon as half of them has a tile of 32 rows.
+// Parts pass through memory in fp32, but for few tokens of 16 bits. Where stages are loaded ahead, this costs more than
+// multiprocessors that idle, as soon as half of them has a tile of 32 rows.
 int64_t invariant_linear_parts(const InvariantLinearArgs& args) {
   Device device;
   if (current_device(device) || takes_few(args)) return 0;

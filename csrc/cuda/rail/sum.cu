@@ -78,9 +78,9 @@ cudaError_t launch_sum(const RailSumArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   int64_t vectors = args.D / kWidth, chunks = ceil_div(vectors, kMaxThreads), items = args.T * chunks;
-  if (items == 0) return cudaSuccess;
+  if (items == 0 && !args.latched) return cudaSuccess;  // without a token, a rank learns of failures all the same
   auto threads = static_cast<int>(ceil_div(ceil_div(vectors, chunks), 32) * 32);
-  int64_t blocks = std::min<int64_t>(items, 32 * device.multiprocessors);
+  int64_t blocks = std::clamp<int64_t>(items, 1, 32 * device.multiprocessors);
   return launch(sum_slabs<T, kWidth>, blocks, threads, 0, stream, args, static_cast<int32_t>(chunks), items);
 }
 

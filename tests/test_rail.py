@@ -223,6 +223,13 @@ def test_sums_after_a_failure_are_zeros(words, device):
 
 
 @ON_GPUS
+def test_words_that_graphs_write_are_given_to_no_other_group(device):
+    groups = (memory_of(epmoe.EPConfig(**CONFIG), device).views for _ in range(3))
+    words = [(views["rail.noticed"].data_ptr(), views["rail.total.needed"].data_ptr()) for views in groups]
+    assert len({*itertools.chain(*words)}) == 6
+
+
+@ON_GPUS
 def test_slots_that_do_not_exist_add_nothing(device):
     slots_of = torch.tensor([[0, 1], [-1, -7], [2**31 - 1, 1], [2, 0]], dtype=torch.int32, device=device)
     rows = torch.ones(2, 8, device=device)
@@ -282,7 +289,7 @@ def test_a_cut_transfer_latches(words, device):
 def test_calls_of_other_nodes_that_differ(device):
     got = Packed(device, *inputs(1), T, T)
     sent = torch.cat([slab for node, slab in enumerate(got.slabs) if node != RANK // G]).to(device)
-    differing = got.memory.noticed
+    differing = got.memory.views["rail.noticed"]
     for place in (None, 0, 1, 2, 3):
         wrong = [value + (i == place) for i, value in enumerate(got.tag)]
         ops.rail_tags(sent.flatten(), T, got.memory.descriptor, *wrong, differing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
@@ -14,6 +15,7 @@ from epmoe.native.layouts import words
 from epmoe.rail.rail import Rail
 
 _TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
+written_by_replays: list[Tensor] = []  # of CUDA graphs, of earlier groups, too: nobody else gets their memory
 
 
 class RailMemory:
@@ -27,13 +29,13 @@ class RailMemory:
     def __init__(
         self, config: EPConfig, plan: MemoryPlan, placement: Placement, rank: int, device: torch.device, rail: Rail
     ) -> None:
-        on_gpu = device.type == "cuda"
         memory = rail.allocate(plan.rail_bytes)
         self.device = device
         self.views = {buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"}
-        if on_gpu:  # which the kernels write, and the host reads
-            self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.noticed = torch.zeros(1, dtype=torch.int64).pin_memory() if on_gpu else None  # by `rail_tags`, `rail_sum`
+        if device.type == "cuda":  # which the kernels write, and the host reads
+            needed, noticed = (torch.zeros(1, dtype=dtype).pin_memory() for dtype in (torch.int32, torch.int64))
+            self.views |= {"rail.total.needed": needed, "rail.noticed": noticed}
+            written_by_replays.extend((needed, noticed))
         self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
         self.node, self.local = divmod(rank, self.ranks_per_node)
         self.others = [node for node in nodes if node != self.node]

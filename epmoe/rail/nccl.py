@@ -26,6 +26,7 @@ from epmoe.group.board import RollCall
 from epmoe.group.waiting import interruptible
 from epmoe.native import ops
 from epmoe.native.layouts import struct
+from epmoe.rail.memory import written_by_replays
 from epmoe.rail.rail import RailError, Transfer
 
 _LOOK_S = 0.05  # between two looks at the counts
@@ -58,6 +59,7 @@ class NcclRail:
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which `_meet`, on another thread, may not know
         self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()
+        written_by_replays.extend((counts, shown))
         self._counts, self._told = words_of(shown)
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back

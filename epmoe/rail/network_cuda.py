@@ -30,9 +30,7 @@ class NetworkOnGPUs(Network):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        memory = self.memory
-        assert memory.noticed is not None
-        self._noticed = c_int64.from_address(memory.noticed.data_ptr())
+        self._noticed = c_int64.from_address(self.views["rail.noticed"].data_ptr())
         self._peek, self._peeked = Peek(*map(self.views.__getitem__, _PEEKED)), list[Tensor]()
         self._last_stream: Any = None  # of the last round
         self._recording = RLock()
@@ -40,7 +38,7 @@ class NetworkOnGPUs(Network):
 
     @property
     def failed_words(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.views["rail.missed"], self.node.latched, self.memory.noticed
+        return self.views["rail.missed"], self.node.latched, self.views["rail.noticed"]
 
     def on_late(self) -> None:
         """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""

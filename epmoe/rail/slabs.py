@@ -94,7 +94,7 @@ class Slabs:
         `differences` of EPMismatchError."""
         memory, rows = self.memory, self._space()[self.slab_rows :]
         if memory.device.type == "cuda":  # the host learns of it later
-            ops.rail_tags(rows.flatten(), self.slab_rows, memory.descriptor, *self.tag, memory.noticed)
+            ops.rail_tags(rows.flatten(), self.slab_rows, memory.descriptor, *self.tag, memory.views["rail.noticed"])
             return [], None, {}
         first = rows[: len(self.memory.others) * self.stride : self.stride]
         tags = first[:, memory.slot.tag : memory.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from ctypes import c_int64
-from threading import Event, RLock, Thread
+from threading import Event, RLock, Thread, Timer
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from waits import SOON_S
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
+from epmoe.exchange import node
+from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.native.layouts import constant
-from epmoe.rail import nccl
+from epmoe.rail import nccl, network_cuda
+from epmoe.rail.exchange import HierarchicalExchange
 from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import RailError, Transfer
 
@@ -101,23 +107,45 @@ def test_the_thread_does_not_keep_the_exchange_alive():
     assert not thread.is_alive()
 
 
+def rail_with(abort: Callable[[], None]) -> nccl.NcclRail:
+    """Without a GPU or a thread."""
+    rail = nccl.NcclRail.__new__(nccl.NcclRail)
+    rail._shown = torch.zeros(7, dtype=torch.int64)
+    rail._counts, rail._told = nccl.words_of(rail._shown)
+    rail._ending, rail._group = None, SimpleNamespace(abort=abort)
+    return rail
+
+
 def test_an_abort_waits_for_transfers_and_not_for_graphs(monkeypatch):
     """The abort of NCCL ends transfers at once, and goes on until graphs are gone: too long for ranks of the node."""
     monkeypatch.setattr(nccl, "_END_S", SOON_S)
-    rail, memory, gone = nccl.NcclRail.__new__(nccl.NcclRail), torch.zeros(7, dtype=torch.int64), Event()
-    rail._counts, rail._told = nccl.words_of(memory)
-    rail._counts[:2] = 5, 4
+    gone = Event()
 
     def abort() -> None:
         assert rail._told.cut
         rail._counts[1] = 5
         gone.wait(SOON_S)
 
-    rail._ending, rail._group = None, SimpleNamespace(abort=abort)
+    rail = rail_with(abort)
+    rail._counts[:2] = 5, 4
     rail.abort()
     assert rail._told.done == 1 and rail._ending.is_alive()
     gone.set()
     rail._ending.join(SOON_S)
+
+
+@pytest.mark.parametrize(("what", "error"), [("Thread", RuntimeError()), ("time", KeyboardInterrupt())])
+def test_an_abort_that_fails_lets_the_gpu_go_on(monkeypatch, what, error):
+    """No thread can start, or a signal handler ends the wait. The GPU waits for the abort no longer, nor sends more."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    rail = rail_with(lambda: None)
+    monkeypatch.setattr(nccl, what, fails if what == "Thread" else SimpleNamespace(monotonic=fails))
+    with suppress(KeyboardInterrupt):
+        rail.abort()
+    assert rail._told.done == 1
     with pytest.raises(RailError, match="the rail is closed"):
         rail.start(Transfer(torch.empty(0), torch.empty(0), [], []))
 
@@ -129,15 +157,20 @@ def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
     def check() -> None:
         raise EPStateError("a replay did nothing")
 
-    status = SimpleNamespace(code=code)
-    network.node = SimpleNamespace(look=lambda: None, status=status, failed=False, check=check)
+    status, end_waits = SimpleNamespace(code=code), lambda: told.append("left")
+    network.node = SimpleNamespace(look=lambda: None, status=status, failed=False, check=check, end_waits=end_waits)
     network.rail = SimpleNamespace(missing=lambda found: found, abort=lambda: told.append("cut"))
-    network.memory = SimpleNamespace(ranks_per_node=2)
+    network.memory = SimpleNamespace(ranks_per_node=2, others=[1], of_rail=lambda node: 2 * node + 1)
     network.rounds, network.global_ranks, network.rank = SimpleNamespace(state=CLOSED, count=3), [0, 1, 2, 3], 1
-    network._noticed, network._recording, network.failure, network.pending = c_int64(noticed), RLock(), None, []
-    network.reported = lambda: [2]
-    network.tell_node = told.append
+    network._noticed, network.recording, network.failure, network.pending = c_int64(noticed), RLock(), None, []
+    network.reported, network.tell_node = lambda: [2], told.append
     return network, told
+
+
+def exchange_of(network: Any) -> HierarchicalExchange:
+    exchange = HierarchicalExchange.__new__(HierarchicalExchange)
+    exchange.network, exchange.node = network, network.node
+    return exchange
 
 
 def test_sums_of_zeros_are_a_failure():
@@ -149,6 +182,82 @@ def test_sums_of_zeros_are_a_failure():
         with pytest.raises(EPTimeoutError, match=r"rank\(s\) \[2\] of the group") as raised:
             network.check()
         assert raised.value.missing_ranks == [2] and told == ["cut", 2] and network.failed
+
+
+def test_a_failure_on_a_gpu_that_copies_nothing():
+    """As within a capture: neither a look at the words of others, nor the report to them takes the error's place."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    network, _ = network_of(code=0, noticed=-1)
+    network._peek, network._peeked, network.views = SimpleNamespace(read=fails), [], {"rail.missed": torch.zeros(2)}
+    network.rail.missing, network.tell_node = lambda found: found or [3], fails
+    del network.reported
+    with pytest.raises(EPTimeoutError):
+        network.check()
+    assert network.failure.missing == [3]
+
+
+def test_calls_wait_for_a_failure_that_another_thread_records():
+    """They raise it once the node knows. A rank that leaves does not come first with its own name."""
+    network, told = network_of(code=0, noticed=0)
+    leaves, recording, go_on = Thread(target=exchange_of(network).end_waits), Event(), Event()
+
+    def missing(found: list[int]) -> list[int]:
+        leaves.start()
+        leaves.join(0.05)
+        return found
+
+    def abort() -> None:
+        recording.set()
+        go_on.wait(SOON_S)
+
+    network.rail = SimpleNamespace(missing=missing, abort=abort)
+    thread = Thread(target=network.on_late)
+    thread.start()
+    recording.wait(SOON_S)
+    Timer(0.05, go_on.set).start()
+    with pytest.raises(EPTimeoutError) as raised:
+        network.check()
+    assert raised.value.missing_ranks == [2] and told == [2]
+    for one in (thread, leaves):
+        one.join(SOON_S)
+    assert told == [2]
+
+
+def test_leftovers_are_no_call_that_differs():
+    """Another thread keeps the failure and cuts the rail, while this one is in a call."""
+    network, _ = network_of(code=0, noticed=0)
+
+    class Noticed:
+        @property
+        def value(self) -> int:
+            network.keep_failure([2], "over the network")
+            return 1
+
+    network._noticed = Noticed()
+    with pytest.raises(EPTimeoutError):
+        network.check()
+
+
+def test_the_node_is_told_before_its_windows_go(monkeypatch):
+    """A transfer may turn out to be late while the GPU is waited for: the thread then cuts it, and tells the node."""
+    order, inside = list[str](), NodeExchange.__new__(NodeExchange)
+    inside.device, inside.deadlines = torch.device("cpu"), Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
+    inside.window = SimpleNamespace(
+        deaths=SimpleNamespace(close=lambda: None), places=SimpleNamespace(unmap=lambda: order.append("unmapped"))
+    )
+    monkeypatch.setattr(node, "device_ends", lambda *_: not order.append("ended"))
+    exchange_of(SimpleNamespace(node=inside, close=lambda: order.append("told"))).release()
+    assert order == ["ended", "told", "unmapped"]
+
+
+def test_sums_of_zeros_do_not_keep_a_rank_from_its_last_words():
+    """It leaves by another exception, before a call has looked at its sums."""
+    network, told = network_of(code=0, noticed=-1)
+    exchange_of(network).end_waits()
+    assert network.failed and told == ["left"]
 
 
 def test_a_replay_of_an_earlier_group_hides_no_failure():
@@ -187,12 +296,20 @@ class Levels(NetworkOnGPUs):
         (RailError(), EPTimeoutError, []),
     ],
 )
-def test_a_start_that_an_exception_ends(error, raised, lost):
-    """What is queued is unknown then: the others get this rank's name, not another round's rows."""
-    levels = Levels(error)
+def test_a_start_that_an_exception_ends(monkeypatch, error, raised, lost):
+    """What is queued is unknown then: the others get this rank's name, not another round's rows. They get the rows of
+    transfers that are under way, unless these last too long."""
+    levels, lost_before = Levels(error), []
+
+    def device_ends(device: torch.device, timeout_s: float) -> None:
+        assert timeout_s < TIMEOUT_S
+        lost_before.append([*levels.lost])
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(network_cuda, "device_ends", device_ends)
     with pytest.raises(raised):
         levels.start(Transfer(torch.empty(0), torch.empty(0), [], []))
-    assert levels.lost == [lost]
+    assert levels.lost == [lost] and lost_before == [[]] * bool(lost)
 
 
 def test_a_capture_behind_an_abort(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock, get_ident
@@ -297,15 +298,20 @@ class NodeExchange(Exchange):
         waited_s, aborted = by_rank(counts.waited_s), by_rank(counts.aborted_rounds)
         return replace(counts, rows_sent=by_rank(counts.rows_sent), waited_s=waited_s, aborted_rounds=aborted)
 
-    def release(self, owner: object = None) -> None:
-        """What kernels may still write lives as long as the process, together with `owner`.
+    def release(self, close: Callable[[], None] = lambda: None) -> None:
+        """`close` ends what may write into windows besides kernels, before they are unmapped.
 
+        What kernels may still write lives as long as the process, together with `close` and what it belongs to.
         Windows that another thread's call may still use stay mapped until that has ended.
         """
         self._released = True
         self.window.deaths.close()
+        ended = False
         with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
-            if device_ends(self.device, self.deadlines.wait_s()):
+            ended = device_ends(self.device, self.deadlines.wait_s())
+        close()
+        with suppress(RuntimeError):
+            if ended:
                 if self.thread not in (0, caller := get_ident()):
                     self._addresses.abandon()
                     return
@@ -313,7 +319,7 @@ class NodeExchange(Exchange):
                 self._turn_replays_away()
                 self.window.places.unmap()
                 return
-        _written_to.append((self, owner))
+        _written_to.append((self, close))
         self._addresses.abandon()
 
     def _turn_replays_away(self) -> None:

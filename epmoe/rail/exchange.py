@@ -176,9 +176,10 @@ class HierarchicalExchange(Exchange):
         return sum(1 << rank for rank in self.memory.of_mask(self.node.dead()))
 
     def end_waits(self) -> None:
-        """Ranks of other nodes learn it by their rail."""
-        if not self.failed:
-            self.node.end_waits()
+        """Ranks of other nodes learn it by their rail. A failure names who is missing, not this rank."""
+        with self.network.recording:
+            if self.network.failure is None:
+                self.node.end_waits()
 
     def largest(self, number: int) -> Callable[[], int]:
         """A slab for another node has the same length on all ranks, so they agree on it."""
@@ -202,8 +203,7 @@ class HierarchicalExchange(Exchange):
 
     def release(self) -> None:
         self.node.thread = self.thread
-        self.node.release(self.memory)
-        self.network.close()
+        self.node.release(self.network.close)  # whose thread may be telling the node of a failure
         vars(self).pop("slabs", None)  # whose transfers keep connections open
 
     def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:

@@ -100,7 +100,7 @@ class GlooRail:
         if any(map(_is_under_way, self._under_way)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # until the process ends
         self._under_way.clear()
-        del self._group
+        vars(self).pop("_group", None)  # a signal handler may have ended an earlier call
 
 
 def _is_under_way(transfer: Transfer) -> bool:

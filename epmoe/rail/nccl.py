@@ -71,7 +71,7 @@ class NcclRail:
             if not interruptible(self._meet, connect.total_seconds()):
                 raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
         except BaseException:
-            self._end(self._group.abort).join(_END_S)  # a kernel that waits for a dead rank keeps the GPU from `resume`
+            self._end(self._group.abort)  # a kernel that waits for a dead rank keeps the GPU from `resume`
             raise
 
     def _meet(self) -> None:
@@ -85,7 +85,7 @@ class NcclRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
-        if self._ending is not None:
+        if self._told.cut or self._ending is not None:
             raise RailError("the rail is closed")
         begin, end = self._marks[transfer.returning]
         failed = (None, None) if self._latched is None else (self._latched, self._stop)
@@ -127,20 +127,16 @@ class NcclRail:
         """The transfers of CUDA graphs end, too. Returns once none is under way: NCCL's own abort may wait for graphs,
         while ranks of the node wait for the report of this one."""
         self._told.cut = 1
-        ending, until = self._end(self._group.abort), time.monotonic() + _END_S
-        while ending.is_alive() and not self._idle and time.monotonic() < until:
-            ending.join(_GLANCE_S)
-        self._told.done = 1
+        self._end(self._group.abort, lambda: self._idle)
 
     def close(self) -> None:
         """Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
         if self._watching is not None:
-            self._watching.join(_END_S)
+            self._watching.join(3 * _END_S)  # it may be recording a failure
         if not self._idle or self._told.wanted:
             self.abort()
-        self._end(self._group.shutdown).join(_END_S)
-        self._told.done = 1
+        self._end(self._group.shutdown)
 
     @property
     def _idle(self) -> bool:
@@ -148,13 +144,20 @@ class NcclRail:
         out, out_ended, back, back_ended = self._counts
         return (out, back) == (out_ended, back_ended)
 
-    def _end(self, call: Callable[[], None]) -> Thread:
-        """Once: end NCCL's work on a thread, which this returns: it waits for CUDA graphs that hold its kernels."""
-        if self._ending is None:
-            ending = Thread(target=_suppressed, args=(call,), daemon=True, name="epmoe-rail-end")
-            ending.start()
-            self._ending = ending
-        return self._ending
+    def _end(self, call: Callable[[], None], enough: Callable[[], bool] = lambda: False) -> None:
+        """End NCCL's work, once, on a thread: it waits for CUDA graphs that hold its kernels. Returns after `_END_S`,
+        or where it is `enough`."""
+        try:
+            until = time.monotonic() + _END_S
+            with suppress(RuntimeError):  # where no thread can start
+                if self._ending is None:
+                    ending = Thread(target=_suppressed, args=(call,), daemon=True, name="epmoe-rail-end")
+                    ending.start()
+                    self._ending = ending
+                while self._ending.is_alive() and not enough() and time.monotonic() < until:
+                    self._ending.join(_GLANCE_S)
+        finally:
+            self._told.done = 1
 
 
 def _suppressed(call: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -51,6 +52,7 @@ class Network:
         self.device, self.rank = self.node.device, self.memory.of_rail(self.memory.node)
         self.views = self.node.views | self.memory.views
         self.failure: Failure | None = None
+        self.recording = RLock()  # held while a failure is recorded, until the node knows
         self.pending: list[Transfer] = []  # of aborted rounds, which must end before the next round
 
     def start(self, transfer: Transfer) -> None:
@@ -108,7 +110,8 @@ class Network:
         if self.failure is None and self.node.status.code:
             self.take_failure_of_node()
         if self.failure is not None:
-            raise EPTimeoutError(*self.failure)
+            with self.recording:  # the caller may leave at once
+                raise EPTimeoutError(*self.failure)
 
     def look(self, state: int) -> None:
         """During a wait for the rail, in a round in `state`: raise what the ranks of the node have reported."""

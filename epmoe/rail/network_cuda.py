@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from ctypes import c_int64
-from threading import RLock
 from typing import Any
 from weakref import WeakMethod
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
-from epmoe.group.waiting import interruptible
+from epmoe.group.waiting import device_ends, interruptible
 from epmoe.rail.network import Network
 from epmoe.rail.rail import Transfer
 
@@ -33,7 +32,6 @@ class NetworkOnGPUs(Network):
         self._noticed = c_int64.from_address(self.views["rail.noticed"].data_ptr())
         self._peek, self._peeked = Peek(*map(self.views.__getitem__, _PEEKED)), list[Tensor]()
         self._last_stream: Any = None  # of the last round
-        self._recording = RLock()
         self.rail.watch(WeakMethod(self.on_late), self.node.latched)
 
     @property
@@ -45,13 +43,18 @@ class NetworkOnGPUs(Network):
         self.record_failure([])
 
     def start(self, transfer: Transfer) -> None:
-        """If a signal handler ends it, nobody knows what is queued: it has failed."""
+        """If a signal handler ends it, nobody knows what is queued: it has failed, once earlier transfers have ended.
+        Of those, too, other nodes would get leftovers."""
         try:
             super().start(transfer)
         except EPTimeoutError:
             raise
         except BaseException:
-            self.record_failure([self.rank])
+            try:
+                with suppress(RuntimeError):  # within a capture
+                    device_ends(self.device, LONG_S)
+            finally:
+                self.record_failure([self.rank])
             raise
 
     def wait(self, transfer: Transfer) -> None:
@@ -77,7 +80,8 @@ class NetworkOnGPUs(Network):
         def copy() -> None:
             self._peeked = self._peek.read()
 
-        interruptible(copy, LONG_S)
+        with suppress(RuntimeError):  # of a GPU that has failed, or while one captures
+            interruptible(copy, LONG_S)
         number = _PEEKED.index(name)
         return self._peeked[number].tolist() if self._peeked else [0] * self.views[name].numel()
 
@@ -86,7 +90,7 @@ class NetworkOnGPUs(Network):
 
         The node gets the report after the end of the transfers: the driver may have the store wait for it, see `peek`.
         """
-        with self._recording:
+        with self.recording:
             missing: list[int] = []
             try:
                 if self.failure is None and not self.node.failed:
@@ -98,7 +102,8 @@ class NetworkOnGPUs(Network):
             finally:
                 self.rail.abort()
             if missing:
-                self.tell_node(missing[0])
+                with suppress(RuntimeError):  # as in `peek`
+                    self.tell_node(missing[0])
 
     def note_mismatch(self, rank: int) -> None:
         """Every later call raises it, too, where the rank is one of another node."""
@@ -107,8 +112,9 @@ class NetworkOnGPUs(Network):
             self._noticed.value = self.memory.others.index(node) + 1
 
     def check(self) -> None:
+        number = self._noticed.value  # by leftovers, only once a failure is kept
         super().check()
-        if (number := self._noticed.value) < 0:  # sums are zeros, although no wait of this rank has failed
+        if number < 0:  # sums are zeros, although no wait of this rank has failed
             self.fail([])
         if number:
             self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch

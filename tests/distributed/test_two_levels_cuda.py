@@ -139,6 +139,24 @@ def test_a_rank_that_does_not_replay_is_named(make_ep, rank, size, device):
     meet()
 
 
+def test_a_rank_that_leaves_at_its_error(make_ep, rank, size, device):
+    """Its node knows of the failure by then, and names the missing rank as it does."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    meet()
+    if rank != size // 2:
+        begin = time.monotonic()
+        with pytest.raises(epmoe.EPTimeoutError, match=rf"\[{size // 2}\]") as error:
+            run_round(ep, tokens)
+            ep.check()
+        if rank == 0:
+            ep.close()
+        else:
+            assert_named(ep, error.value, begin)
+    meet()
+
+
 def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device):
     """Rank 0 brings fewer experts a token. Ranks whose rail has no mismatch hear that a rank has left."""
     ep = make_ep(ranks_per_node=size // 2, timeout_s=4.0)

@@ -28,6 +28,7 @@ CONFIGS = "h200x2_qwen3_30b", "h200x8_qwen3_235b", "h200x8_deepseek_v3", "h200x4
 COUNTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)  # rows of an expert, on average
 FEW, ALIGNMENT, WEIGHTS_BYTES, REPLAYS = "few_rows", 64, 2 << 30, 9
 NAMES = FEW, "few_rows_by_tma", "deep_gemm"
+MOST_OFF = 0.05  # between the products each rounds to fp8 with scales of its own
 Call = tuple[Weights, Tensor, Tensor | None, Segments]
 """of `Gemm.experts`"""
 
@@ -73,9 +74,10 @@ def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list
             out.fill_(torch.nan)
         graph.replay()
         outputs.append(torch.cat([out[rows] for out, rows in zip(outs, real, strict=True)]).float())
-    for got in outputs[:-1]:
-        if not (got - outputs[-1]).norm() <= 0.02 * outputs[-1].norm():
-            raise RuntimeError("the kernels disagree")
+    for name, got in zip(NAMES, outputs, strict=True):
+        off = (got - outputs[-1]).norm() / outputs[-1].norm()
+        if not off <= MOST_OFF:
+            raise RuntimeError(f"{name} is off by {off:.2g}")
     taken: list[list[float]] = [[] for _ in NAMES]
     for _ in range(REPLAYS):
         for (graph, _), samples in zip(graphs, taken, strict=True):

@@ -41,7 +41,7 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
 @pytest.mark.parametrize("E", [128, 256, 60])
 def test_all_ways_have_the_same_bits(device, dtype, E, D):
     """On GPUs T chooses tiles and parts in memory or in a block, and only rows aligned to 16 bytes are loaded ahead."""
-    tokens = (1, 16, 17, 700, 4096) if device.type == "cuda" else (1, 17, 40)
+    tokens = (1, 16, 17, 64, 65, 700, 4096) if device.type == "cuda" else (1, 17, 40)
     x = randn(max(tokens), D, seed=1, dtype=dtype).to(device)
     weight = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
     logits = router_logits(x, weight, None, invariant=True)

@@ -61,7 +61,7 @@ class Packed:
         call = Call(*given, num_tokens.to(device) if isinstance(num_tokens, Tensor) else num_tokens)
         slabs = Slabs(memory, RoundShape(D, K, x.dtype), call, epoch=7, inside_epoch=1, most_tokens=slots)
         slabs.tag[-1] = 7  # the stamp of CPUs is another one than that of GPUs
-        slabs.pack(call.operands(T, device))
+        slabs.pack(call.operands(T, call.x.device))  # with the index of a GPU
         self.tag, self.slot, views = slabs.tag, memory.slot, {name: t.cpu() for name, t in memory.views.items()}
         self.slots_of, self.counts, self.needed, self.counters, self.rows_sent = (
             views[f"rail.{name}"] for name in ("slots", "counts", "total.needed", "total.counters", "total.rows_sent")

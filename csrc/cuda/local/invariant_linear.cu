@@ -3,7 +3,7 @@
 // The k are cut into parts, whose number and length depend on k only. A sum runs through each part by itself, and then
 // over the parts, both in order. Where tiles are too few to fill the GPU, a block has one part of a tile, and a second
 // kernel adds the parts; otherwise it has all parts. Elements of 16 bits are multiplied by the tensor core, 16 of k at
-// a time. Of them up to 16 tokens take a block with a warp for each part, and many tokens are loaded ahead through
+// a time. Of them up to 64 tokens take a block with a warp for each part, and many tokens are loaded ahead through
 // shared memory. Each way executes the same additions.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
@@ -19,7 +19,7 @@ constexpr int kThreads = 128, kColumns = 64;             // of a tile
 constexpr int kStep = 32;                                // of k, in shared memory at once
 constexpr int64_t kMostParts = 16, kShortestPart = 128;  // a multiple of kStep
 constexpr int kSumThreads = 256;
-constexpr int64_t kFewTokens = 16;                              // up to so many, a tile has 8
+constexpr int64_t kFewTokens = 64, kFewestTokens = 16;          // of 16 bits, of fp32: a tile has 8 up to so many
 constexpr int64_t kFewColumns = 16;                             // of such a tile, for elements of 16 bits
 constexpr int kStages = 4, kStage = 64, kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
 
@@ -361,7 +361,7 @@ cudaError_t invariant_linear(const InvariantLinearArgs& args, cudaStream_t strea
       return 2 * tiles_of_64(args) > device.multiprocessors ? launch_stages<T, 8>(args, stream)
                                                             : launch_stages<T, 4>(args, stream);
     } else {
-      return args.T <= kFewTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, 8>(args, stream);
+      return args.T <= kFewestTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, 8>(args, stream);
     }
   });
 }

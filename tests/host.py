@@ -211,7 +211,7 @@ def create(state, config: epmoe.EPConfig) -> None:
 def start(state, ep: epmoe.ExpertParallel) -> None:
     """This rank has the weights that `ep` says are its own: `rows` [L, slots, D]."""
     state.ep, state.rows = ep, torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size)
-    state.captured, state.slept = list[Captured](), -1  # the memory of groups up to this generation has gone
+    state.captured, state.gone = list[Captured](), -1  # the memory of groups up to this generation has gone
     held = [(slot, expert, tag) for tag in tags(ep) for slot, expert in enumerate(ep.logical_experts(tag))]
     take(state, [Move(slot, expert, None, tag) for slot, expert, tag in held if expert != EMPTY])
     if ep.config.placement.live:
@@ -286,7 +286,7 @@ def resize(state, folder: Path, size: int, wait_s: float = 20.0, balanced: bool 
 
 def sleep(state, *free: Callable[[], object]) -> int:
     """Returns the bytes that the plan says."""
-    planned, state.slept = state.ep.memory_plan().total_bytes, state.ep.generation
+    planned, state.gone = state.ep.memory_plan().total_bytes, state.ep.generation
     state.ep.sleep(*free)
     return planned
 
@@ -298,7 +298,7 @@ def play(state, rounds: int = 2 * L) -> str:
         play_round(state, seed)
     replay(state)
     for one in state.captured:
-        if one.generation > state.slept and one.is_outdated(ep):
+        if one.generation > state.gone and one.is_outdated(ep):
             one.assert_told(ep)
     return "played"
 

@@ -17,7 +17,7 @@ from waits import LONG_S
 
 from epmoe import ExpertParallel
 from epmoe.exchange import memory
-from epmoe.native.build import build
+from epmoe.native import build
 
 UNDER_TORCHRUN = "RANK" in os.environ
 READ_BY_GPUS = {"ll_max_tokens", "num_sms", "senders", "team"}
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A rank that fails is out of step with the others for good: it ends at once, and torchrun ends the others.
     if UNDER_TORCHRUN:
         config.option.maxfail = 1
-        build()  # outside of the time that a test may take
+        build.ready() or build.build()  # outside of the time that a test may take
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -133,6 +133,7 @@ full = partial(giving_up, fail=no_memory, kind=RuntimeError)
 
 def quitting(state, victim: int, seed: int) -> Seen:
     """An exception between dispatch and combine that nobody catches ends this rank's `with ExpertParallel(…)`."""
+    state.gone = state.ep.generation
     with suppress(LookupError), state.ep:
         play_round(state, 0)
         play_round(state, 1, before_combine=lambda: error(state))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from ctypes import c_int64
-from threading import Event, RLock, Thread, Timer
+from threading import Event, RLock, Thread, Timer, current_thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from waits import SOON_S
+from waits import SOON_S, within
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
 from epmoe.exchange import node
@@ -107,12 +106,12 @@ def test_the_thread_does_not_keep_the_exchange_alive():
     assert not thread.is_alive()
 
 
-def rail_with(abort: Callable[[], None]) -> nccl.NcclRail:
+def rail_with(group: object) -> nccl.NcclRail:
     """Without a GPU or a thread."""
     rail = nccl.NcclRail.__new__(nccl.NcclRail)
     rail._shown = torch.zeros(7, dtype=torch.int64)
     rail._counts, rail._told = nccl.words_of(rail._shown)
-    rail._ending, rail._group = None, SimpleNamespace(abort=abort)
+    rail._ending, rail._groups = None, [group]
     return rail
 
 
@@ -126,11 +125,33 @@ def test_an_abort_waits_for_transfers_and_not_for_graphs(monkeypatch):
         rail._counts[1] = 5
         gone.wait(SOON_S)
 
-    rail = rail_with(abort)
+    rail = rail_with(SimpleNamespace(abort=abort))
     rail._counts[:2] = 5, 4
     rail.abort()
     assert rail._told.done == 1 and rail._ending.is_alive()
     gone.set()
+    rail._ending.join(SOON_S)
+
+
+def test_the_destructor_of_nccl_keeps_no_caller(monkeypatch):
+    """It may wait for ever, after slabs of other lengths: `close` returns."""
+    monkeypatch.setattr(nccl, "_END_S", 0.1)
+    destroyed = Event()
+
+    class Group:
+        def abort(self) -> None:
+            raise RuntimeError
+
+        def __del__(self) -> None:
+            assert current_thread().name == "epmoe-rail-end"
+            destroyed.wait(SOON_S)
+
+    rail = rail_with(Group())
+    rail._counts[0], rail._closed, rail._watching = 1, Event(), None
+    with within(SOON_S / 2):
+        rail.close()
+    assert rail._ending.is_alive()
+    destroyed.set()
     rail._ending.join(SOON_S)
 
 
@@ -141,7 +162,7 @@ def test_an_abort_that_fails_lets_the_gpu_go_on(monkeypatch, what, error):
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    rail = rail_with(lambda: None)
+    rail = rail_with(SimpleNamespace(abort=lambda: None))
     monkeypatch.setattr(nccl, what, fails if what == "Thread" else SimpleNamespace(monotonic=fails))
     with suppress(KeyboardInterrupt):
         rail.abort()

@@ -53,7 +53,8 @@ class NcclRail:
         ranks, rank = roll_call.ranks, roll_call.rank
         self._roll_call, self._deadlines, self._device = roll_call, deadlines, device
         self._others = [int(one != rank) for one in ranks]
-        self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
+        # Until the thread that ends the group takes it: then no other thread calls its destructor, which may never end.
+        self._groups = [nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))]
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
@@ -71,7 +72,7 @@ class NcclRail:
             if not interruptible(self._meet, connect.total_seconds()):
                 raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
         except BaseException:
-            self._end(self._group.abort)  # a kernel that waits for a dead rank keeps the GPU from `resume`
+            self._end("abort")  # a kernel that waits for a dead rank keeps the GPU from `resume`
             raise
 
     def _meet(self) -> None:
@@ -85,7 +86,8 @@ class NcclRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
-        if self._told.cut or self._ending is not None:
+        groups = self._groups[:]
+        if self._told.cut or not groups:
             raise RailError("the rail is closed")
         begin, end = self._marks[transfer.returning]
         failed = (None, None) if self._latched is None else (self._latched, self._stop)
@@ -96,7 +98,7 @@ class NcclRail:
         with torch.cuda.stream(self._stream):
             ops.rail_mark(*begin, *failed, False, partial_rows, sum(self._others))
             try:
-                work = self._group.alltoall_base(
+                work = groups.pop().alltoall_base(
                     transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
                 )
                 if work is not None:
@@ -127,7 +129,7 @@ class NcclRail:
         """The transfers of CUDA graphs end, too. Returns once none is under way: NCCL's own abort may wait for graphs,
         while ranks of the node wait for the report of this one."""
         self._told.cut = 1
-        self._end(self._group.abort, lambda: self._idle)
+        self._end("abort", lambda: self._idle)
 
     def close(self) -> None:
         """Where no transfer is under way, NCCL first delivers what this rank has sent."""
@@ -136,7 +138,7 @@ class NcclRail:
             self._watching.join(3 * _END_S)  # it may be recording a failure
         if not self._idle or self._told.wanted:
             self.abort()
-        self._end(self._group.shutdown)
+        self._end("shutdown")
 
     @property
     def _idle(self) -> bool:
@@ -144,14 +146,14 @@ class NcclRail:
         out, out_ended, back, back_ended = self._counts
         return (out, back) == (out_ended, back_ended)
 
-    def _end(self, call: Callable[[], None], enough: Callable[[], bool] = lambda: False) -> None:
+    def _end(self, how: str, enough: Callable[[], bool] = lambda: False) -> None:
         """End NCCL's work, once, on a thread: it waits for CUDA graphs that hold its kernels. Returns after `_END_S`,
         or where it is `enough`."""
         try:
             until = time.monotonic() + _END_S
             with suppress(RuntimeError):  # where no thread can start
                 if self._ending is None:
-                    ending = Thread(target=_suppressed, args=(call,), daemon=True, name="epmoe-rail-end")
+                    ending = Thread(target=_end, args=(self._groups, how), daemon=True, name="epmoe-rail-end")
                     ending.start()
                     self._ending = ending
                 while self._ending.is_alive() and not enough() and time.monotonic() < until:
@@ -160,9 +162,9 @@ class NcclRail:
             self._told.done = 1
 
 
-def _suppressed(call: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # of a GPU that has failed
-        call()
+def _end(groups: list[Any], how: str) -> None:
+    with suppress(RuntimeError, IndexError):  # of a GPU that has failed; another thread has taken it
+        getattr(groups.pop(), how)()
 
 
 def nccl_group(name: str, rank: int, size: int) -> Any:

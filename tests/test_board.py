@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import slow
+from helpers import long
 from waits import LONG_S, SOON_S
 
 from epmoe.group import board
@@ -103,7 +103,7 @@ def write_for_ever(folder: Path, word: str) -> None:
         store.compare_set(f"first/{number}", "", word * 25_000)
 
 
-@pytest.mark.parametrize("repeats", [20, slow(300)])
+@pytest.mark.parametrize("repeats", [20, long(300)])
 def test_a_rank_that_is_killed_leaves_no_half_word(tmp_path, repeats):
     """Which would stop all ranks that read it."""
     board, fork, draw = Board(OutlivingStore(tmp_path), "first"), multiprocessing.get_context("fork"), random.Random(0)

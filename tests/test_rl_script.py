@@ -23,7 +23,7 @@ def test_few_steps(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_50_steps(dtype):
     found = rewards(dtype, 50)
     assert sum(found[-10:]) / 10 > sum(found[:2]) / 2 + 0.3

@@ -355,6 +355,7 @@ def lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ten_thousand_drawn_requests(tmp_path):
     """Bodies, paths, methods, headers and clients that leave: no rank dies, and every answer is 2xx or 4xx."""

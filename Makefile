@@ -252,7 +252,7 @@ $(LAYERS)/.ready: $(VLLM)/.ready tests/stacks/sglang.txt tests/stacks/torchtitan
 
 stacks-ready: $(LAYERS)/.ready  ## the environment of `make stacks-ci`
 
-stacks-ci: stacks-ready  ## one combination of each stack, and some of vLLM's engine (EPMOE_STACKS: pairs or two)
+stacks-ci: stacks-ready  ## one combination of each stack, and some of vLLM's engine (EPMOE_STACKS: pairs or one)
 	$(TWO) stacks-ci-vllm stacks-ci-layers
 
 stacks-ci-vllm: export EPMOE_STACKS ?= pairs

@@ -66,6 +66,7 @@ def test_too_large_a_checkpoint_is_refused_before_it_is_loaded(olmoe, monkeypatc
             models.check_models(config, [str(olmoe)])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_run_takes_a_folder_beside_names(olmoe, tmp_path):
     """A user types it: two ranks with a share of the weights each; the demonstration says that it means nothing."""

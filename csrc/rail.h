@@ -87,8 +87,8 @@ struct RailStop {
 struct RailMarkArgs {
   int64_t* count;
   int64_t* shown;  // out: the count, in host memory
-  int32_t*
-      latched;     // null, or not 0: this rank has failed. A start then waits for the host; an end sets it after a cut
+  // Null, or not 0: this rank has failed. A start then waits for the host, and an end sets it after a cut.
+  int32_t* latched;
   RailStop* stop;  // with `latched`
   bool ends;
   char* sent;  // at a start, null or partial rows in so many slabs, which become void if this rank has failed

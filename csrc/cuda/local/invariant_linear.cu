@@ -24,6 +24,7 @@ constexpr int64_t kFewColumns = 16;                             // of such a til
 constexpr int kStages = 4, kStage = 64, kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
 
 int64_t part_length(int64_t k) { return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep); }
+int32_t parts_of(int64_t k) { return static_cast<int32_t>(ceil_div(k, part_length(k))); }
 
 // Where an element lies in shared memory: the rows of one k follow one another, in an order by which eight k of four
 // rows lie in different banks. Four rows from a multiple of four stay together.
@@ -308,7 +309,7 @@ bool is_wide(const InvariantLinearArgs& args) {
 template <typename T, int kPerThread>
 cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
   const int64_t length = part_length(args.k), tiles = ceil_div(args.T, 8 * kPerThread) * ceil_div(args.n, kColumns);
-  const auto parts = static_cast<int32_t>(ceil_div(args.k, length));
+  const int32_t parts = parts_of(args.k);
   const int64_t blocks = args.parts ? tiles * parts : tiles;
   cudaError_t error;
   if constexpr (sizeof(T) == 2)
@@ -321,9 +322,10 @@ cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t launch_few(const InvariantLinearArgs& args, cudaStream_t stream) {
-  const int64_t length = part_length(args.k), blocks = ceil_div(args.T, int64_t{8}) * ceil_div(args.n, kFewColumns);
-  const auto parts = static_cast<int32_t>(ceil_div(args.k, length));
-  return launch(multiply_few<T>, blocks, 32 * std::max(parts, 1), 0, stream, args, length, parts, is_wide(args));
+  const int64_t blocks = ceil_div(args.T, int64_t{8}) * ceil_div(args.n, kFewColumns);
+  const int32_t parts = parts_of(args.k);
+  return launch(multiply_few<T>, blocks, 32 * std::max(parts, 1), 0, stream, args, part_length(args.k), parts,
+                is_wide(args));
 }
 
 template <typename T, int kEights>
@@ -344,20 +346,20 @@ bool fits_stages(const InvariantLinearArgs& args) { return args.dtype != DType::
 // multiprocessors that idle, as soon as half of them has a tile of 32 rows.
 int64_t invariant_linear_parts(const InvariantLinearArgs& args) {
   Device device;
-  if (current_device(device) || takes_few(args)) return 0;
-  const int64_t parts = ceil_div(args.k, part_length(args.k)), tiles = tiles_of_64(args);
+  if (takes_few(args) || current_device(device)) return 0;
+  const int64_t parts = parts_of(args.k), tiles = tiles_of_64(args);
   return parts > 1 && tiles * (fits_stages(args) ? 4 : 1) < device.multiprocessors ? parts : 0;
 }
 
 cudaError_t invariant_linear(const InvariantLinearArgs& args, cudaStream_t stream) {
   if (args.T == 0 || args.n == 0) return cudaSuccess;
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(T) == 2) {
       if (takes_few(args)) return launch_few<T>(args, stream);
       if (args.parts || !fits_stages(args)) return launch_tiles<T, 4>(args, stream);
+      Device device;
+      if (cudaError_t error = current_device(device)) return error;
       return 2 * tiles_of_64(args) > device.multiprocessors ? launch_stages<T, 8>(args, stream)
                                                             : launch_stages<T, 4>(args, stream);
     } else {

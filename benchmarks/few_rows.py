@@ -3,7 +3,7 @@
     python -m benchmarks.few_rows [--zipf] [CONFIG ...]
 
 Experts alone of one of two ranks, on one GPU. A graph has several layers, so that weights are cold, and a routing for
-each; kernels take turns. A cell has the times of `GEMMS`, after outputs that were NaN have agreed.
+each; kernels take turns. A cell has the times of `NAMES`, after outputs that were NaN have agreed.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def sections() -> list[list[Published]]:
 
 
 def readme() -> str:
-    """The text of README.md, whose table has layers of two models on two H200; the faster one is bold."""
+    """The text of README.md, whose table has layers of two models on two H200; the fastest is bold."""
     lines = list(map(dict, read(FOLDER / "h200x2_layer.json").lines.values()))
     models = lines[:3], lines[3:]  # ours and both MegaMoEs of each
     rows = []

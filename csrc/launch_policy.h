@@ -47,13 +47,6 @@ constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills little; of 512, 64.
 constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
-// dispatch's `__launch_bounds__`. Variants of several lines without scales need 96 registers a thread, and have no more
-// where a block seems to have 640 threads. A block thus finds a place next to one of 1024 threads with up to 16
-// registers each. With 98 registers, dispatch found no place next to a foreign kernel of 132 to 262 blocks of 1024
-// threads (two GPUs).
-constexpr EPMOE_HD int threads_bound(int lines, bool has_scales) {
-  return lines > 1 && !has_scales ? 640 : threads_per_block(lines);
-}
 static_assert(threads_per_block(0) == kThreads);  // the Simple protocol's buffers in shared memory assume it
 
 // Chunks of a row, of `lines` lines of 16 bytes for each of a warp's 32 lanes.

@@ -13,6 +13,7 @@ from helpers import ROOT
 import epmoe
 from epmoe.exchange.launch_policy import launches, shared_bytes_needed
 from epmoe.exchange.memory import LL_MAX_TOKENS, MemoryPlan
+from epmoe.native.build import CUDA_FLAGS
 from epmoe.native.formats import WIRE_FORMATS
 
 KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
@@ -174,13 +175,16 @@ WIRES = [f"k{name.capitalize()}" for name in WIRE_FORMATS]
 MANGLED = {"v": "void", "f": "float", "6__half": "__half", "13__nv_bfloat16": "__nv_bfloat16"}
 
 
+def compiled(stage: str, *options: str) -> str:
+    """What nvcc says of csrc/cuda/<stage>/<stage>.cu."""
+    command = ["nvcc", *CUDA_FLAGS, "-arch=sm_90", "-I.", *options, f"cuda/{stage}/{stage}.cu"]
+    return subprocess.run(command, cwd=ROOT / "csrc", check=True, capture_output=True, text=True).stderr
+
+
 def compiled_variants(stage: str, folder) -> set[str]:
     """The kernels that nvcc makes of csrc/cuda/<stage>/<stage>.cu, by their mangled names."""
     ptx = folder / f"{stage}.ptx"
-    source = ROOT / "csrc" / "cuda" / stage / f"{stage}.cu"
-    options = ["-std=c++20", "-arch=sm_90", "-Xcicc", "-O0"]  # names need no optimiser, which takes most of the time
-    command = ["nvcc", "-ptx", *options, f"-I{ROOT / 'csrc'}", "-o", str(ptx), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
+    compiled(stage, "-ptx", "-o", str(ptx), "-Xcicc", "-O0")  # names need no optimiser, which takes most of the time
     found = set()
     for arguments in re.findall(rf"\.entry \w*?{stage}_kernelI(\w*?)EEvNS", ptx.read_text()):
         words = r"Li(\d+)E|Lb([01])E|LNS_10WireFormatE(\d)E|(6__half|13__nv_bfloat16|v|f)"
@@ -196,3 +200,16 @@ def compiled_variants(stage: str, folder) -> set[str]:
 def test_the_variant_table_is_what_is_compiled(stage, tmp_path):
     documented = {name for name in documented_variants() if name.startswith(stage)}
     assert compiled_variants(stage, tmp_path) == documented
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on the PATH")
+def test_dispatch_finds_a_place_beside_a_foreign_block(tmp_path):
+    """The variants with a multiprocessor to themselves, beside 1024 threads with 16 registers each; see
+    docs/protocol.md, 'A kernel that finds no place'."""
+    said = compiled("dispatch", "-cubin", "-o", str(tmp_path / "cubin"), "--resource-usage")
+    entry = r"properties for \w*dispatch_kernel\w*?VariantELi[124]ELb[01]ELNS_10WireFormatE\dELi1E.*\n"
+    used = re.findall(rf"{entry}.* (\d+) bytes spill stores.*\n.*Used (\d+) registers", said)
+    assert len(used) == 22 and {spilled for spilled, _ in used} == {"0"}
+    assert max(int(registers) for _, registers in used) <= 96

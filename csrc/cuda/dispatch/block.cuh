@@ -158,7 +158,26 @@ struct DispatchBlock {
   int32_t* send_offset;  // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
   int32_t* only_copy;      // [E] where experts have copies: the one that every token takes, -1 where tokens choose
-  bool trains;             // a round of training: `to_caller`; known to the compiler
+  bool trains;             // a round of training: `to_caller`; known to the compiler in the usual case
+
+  __device__ __forceinline__ DispatchBlock(const DispatchKernel& kernel, DispatchShared& shared, uint32_t epoch,
+                                           bool trains)
+      : kernel(kernel),
+        ex(kernel.ex),
+        plan(ex.plan),
+        args(kernel.args),
+        wait(ex, in_scratch<RoundState>(ex, plan.state), epoch),
+        shared(shared),
+        number(kernel.block_number()),
+        trains(trains) {
+    extern __shared__ __align__(128) char dynamic[];
+    chunks = dynamic;
+    location = reinterpret_cast<int32_t*>(dynamic + kPipelineStages * kernel.chunk_bytes);
+    count = location + plan.P;
+    send_offset = count + plan.P + 1;
+    source_offset = send_offset + kernel.send_offset_entries;
+    only_copy = source_offset + kernel.source_offset_entries;
+  }
 
   // Call this after a barrier of the block: it takes over the epoch that one thread has read. Returns false if no round
   // may be opened.

@@ -59,13 +59,16 @@ __device__ void read_tables(DispatchBlock& b) {
 }
 
 // A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
-// case stays short.
+// case stays short. A block as the argument would take registers throughout the kernel.
 template <WireFormat kFormat>
-__device__ __noinline__ bool recv_simple_sources_too(DispatchBlock b) {
+__device__ __noinline__ bool recv_simple_sources_too(const DispatchKernel& kernel, DispatchShared& shared,
+                                                     uint32_t epoch) {
+  DispatchBlock b(kernel, shared, epoch, kernel.args.to_caller);
   return recv_rows<kFormat, false>(b);
 }
 template <WireFormat kFormat, bool kMultiplies>
-__device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
+__device__ __noinline__ bool recv_ll_sources_too(const DispatchKernel& kernel, DispatchShared& shared, uint32_t epoch) {
+  DispatchBlock b(kernel, shared, epoch, kernel.args.to_caller);
   return recv_chunks<kMaxLines<kFormat>, kFormat, false, kMultiplies>(b, first_incoming<kMaxLines<kFormat>>(b));
 }
 
@@ -91,8 +94,7 @@ struct Compiled {
 
 // Of: a `Compiled`. Source: the dtype that becomes the format; void where rows travel as they are.
 template <typename Of, typename Source>
-__global__ void __launch_bounds__(threads_bound(Of::value.recv_lines, wire(Of::value.format).has_scales()),
-                                  Of::value.blocks_per_sm)
+__global__ void __launch_bounds__(threads_per_block(Of::value.recv_lines), Of::value.blocks_per_sm)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr Variant kVariant = Of::value;
   constexpr int kRecvLines = kVariant.recv_lines, kSendLines = kVariant.send_lines();
@@ -101,26 +103,10 @@ __global__ void __launch_bounds__(threads_bound(Of::value.recv_lines, wire(Of::v
   // Simple: waiting for pairs costs more than registers. LL: longer code costs more.
   constexpr int kGroupsInFlight = kRecvLines == 1 ? 1 : kLL ? 2 : 4;
   __shared__ DispatchShared shared;
-  extern __shared__ __align__(128) char dynamic[];
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
-  auto* location = reinterpret_cast<int32_t*>(dynamic + kPipelineStages * kernel.chunk_bytes);
-  int32_t *count = location + plan.P, *send_offset = count + plan.P + 1;
-  DispatchBlock b{kernel,
-                  ex,
-                  plan,
-                  kernel.args,
-                  Wait(ex, round, 0),
-                  shared,
-                  kernel.block_number(),
-                  dynamic,
-                  location,
-                  count,
-                  send_offset,
-                  send_offset + kernel.send_offset_entries,
-                  send_offset + kernel.send_offset_entries + kernel.source_offset_entries,
-                  kVariant.trains};
+  DispatchBlock b(kernel, shared, 0, kVariant.trains);
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
   OutgoingChunk<kSendLines, kFormat, Source> outgoing(b, kLL ? first_outgoing(b.number, kernel.send_blocks) : 0,
@@ -170,11 +156,11 @@ __global__ void __launch_bounds__(threads_bound(Of::value.recv_lines, wire(Of::v
   if constexpr (kLL) {
     if (receives) ok = recv_chunks<kRecvLines, kFormat, kSkipSelf>(b, incoming);
   } else if (receives && shared.ll_most_tokens) {
-    ok = recv_ll_sources_too<kFormat, kMultiplies>(b);
+    ok = recv_ll_sources_too<kFormat, kMultiplies>(kernel, shared, b.wait.epoch);
   }
   if (ok) {
     if (receives && (!kLL || shared.simple_most_rows))
-      ok = kLL ? recv_simple_sources_too<kFormat>(b) : recv_rows<kFormat, kMultiplies>(b);
+      ok = kLL ? recv_simple_sources_too<kFormat>(kernel, shared, b.wait.epoch) : recv_rows<kFormat, kMultiplies>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && kernel.args.zero_gaps) zero_gaps(b);
     if (kVariant.trains && kernel.args.zero_tail) zero_tail(b);

@@ -12,7 +12,8 @@ import torch
 from helpers import alone
 
 import epmoe
-from epmoe.exchange.unscheduled import LOOK_S, Late, Watch
+from epmoe.exchange import unscheduled
+from epmoe.exchange.unscheduled import LOOK_S, CopyOfNow, Late, Watch
 from epmoe.native import layouts
 
 TIMEOUT_S = 1.0
@@ -26,7 +27,7 @@ class Gpu:
         self.errors = [0, 0]
         self.time_s, self.phases = 100.0, 0
         reads = lambda: bytes(self.state), lambda: struct.pack("<2q", *self.errors)
-        now = (SimpleNamespace(start=lambda: None, read=read) for read in reads)
+        now = (SimpleNamespace(read=read) for read in reads)
         self.watch = Watch(InStream(self), InStream(self), *now)
 
     def work(self) -> Callable[[], None]:
@@ -247,6 +248,62 @@ def test_nothing_is_due(gpu):
     end()
     gpu.launch().begin(ends=True)  # between dispatch and combine
     assert gpu.looks(10.0) is None
+
+
+class InQueue:
+    """A copy in a hardware queue, which a kernel without a place may hold."""
+
+    def __init__(self) -> None:
+        self.held, self.buffer, self.copied = False, b"", b"none so far"
+
+    def start(self) -> None:
+        assert self.copied, "the copy before has not come"
+        self.copied = None
+        self.go_on()
+
+    def go_on(self) -> None:
+        if not self.held:
+            self.copied = self.buffer
+
+    def read(self) -> bytes | None:
+        return self.copied
+
+
+@pytest.fixture
+def queues() -> list[InQueue]:
+    return [InQueue() for _ in range(3)]
+
+
+def write(queues: list[InQueue], buffer: bytes) -> None:
+    for queue in queues:
+        queue.buffer = buffer
+
+
+def test_a_copy_of_now_takes_another_queue(queues):
+    now = CopyOfNow(queues)
+    write(queues, b"1")
+    assert now.read() == b"1"
+    for number, queue in enumerate(queues):
+        queue.held = True
+        assert now.read() is None
+        write(queues, b"%d" % number)
+        if queue is not queues[-1]:
+            assert now.read() == now.read() == b"%d" % number
+    assert now.read() is None
+    queues[1].held = False
+    assert now.read() is None  # its copy is still on its way
+    queues[1].go_on()
+    write(queues, b"new")
+    assert now.read() == b"new"  # and not what came late
+
+
+def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
+    queue = InQueue()
+    now = CopyOfNow([queue])
+    times = iter([0.0, 1.0])  # it is late at once
+    monkeypatch.setattr(unscheduled, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    queue.buffer = b"1"
+    assert now.read() == b"1"
 
 
 def test_the_exchange_reports_it(monkeypatch):

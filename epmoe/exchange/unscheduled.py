@@ -18,8 +18,9 @@ import ctypes
 import math
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,48 +32,68 @@ LOOK_S = 0.05
 """The least time from one look to the next. A look takes tens of microseconds."""
 _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
+_QUEUES = 8  # by default, see CUDA_DEVICE_MAX_CONNECTIONS
+
+
+@cache
+def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
+    """One in each hardware queue, for all copies of now. Their priority is that of `Peek`.
+
+    torch's pool hands streams out in the order in which it has made them, and so has the driver given them queues.
+    """
+    return [torch.cuda.Stream(device, priority=-1) for _ in range(_QUEUES)]
 
 
 class CopyInStream:
-    """Brings a buffer of a GPU to the host, behind what was launched on the current stream."""
+    """Brings a buffer of a GPU to the host, behind what was launched on a stream; None: on the current one."""
 
-    def __init__(self, buffer: Tensor) -> None:
+    def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         with torch.inference_mode(False):  # otherwise `start` could not write it outside inference mode
-            self._copied = torch.empty_like(buffer, device="cpu", pin_memory=True)
-        self._buffer = buffer
+            self._copied = torch.zeros_like(buffer, device="cpu", pin_memory=True)
+        self._buffer, self._stream = buffer, stream
         self._bytes = (ctypes.c_char * buffer.nbytes).from_address(self._copied.data_ptr())
 
     def start(self) -> None:
         """Begin. The copy before must have come."""
         ctypes.memset(self._bytes, _UNWRITTEN[0], len(self._bytes))
-        self._copied.copy_(self._buffer, non_blocking=True)
+        with torch.cuda.stream(self._stream):
+            self._copied.copy_(self._buffer, non_blocking=True)
 
     def read(self) -> bytes | None:
+        """None while it is on its way; zeros before the first one."""
         copied = self._bytes.raw
         return None if _UNWRITTEN in copied else copied
 
 
-class CopyOfNow(CopyInStream):
-    """A copy on a stream of its own, which waits for no other stream.
+class CopyOfNow:
+    """A copy that waits for no other stream.
+
+    Streams share the hardware queues of the driver. A copy does not come while a kernel without a place stands in front
+    of it in its queue. So there are copies in several queues, and one that is on its way is left alone: when it comes,
+    it is old.
 
     It is not a `Peek`, which knows by an event that a copy has come: an event may wait behind a kernel that finds no
     place.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        super().__init__(buffer)
-        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # as that of `Peek`
+    def __init__(self, copies: Sequence[CopyInStream]) -> None:
+        self._copies = copies
 
-    def start(self) -> None:
-        with torch.cuda.stream(self._stream):
-            super().start()
+    @classmethod
+    def of(cls, buffer: Tensor) -> CopyOfNow:
+        return cls([CopyInStream(buffer, stream) for stream in _streams_of(buffer.device)])
 
     def read(self) -> bytes | None:
-        """It waits for a millisecond at most."""
-        until = time.monotonic() + _ANSWER_S
-        while (copied := super().read()) is None and time.monotonic() < until:
-            pass
-        return copied
+        """What the buffer holds now. It waits for a millisecond at most; None: nobody can tell."""
+        copy = next((copy for copy in self._copies if copy.read() is not None), None)
+        if copy is None:
+            return None
+        copy.start()
+        until_s = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until_s:
+            if copied := copy.read():
+                return copied
+        return copy.read()  # this thread may not have run meanwhile
 
 
 @dataclass
@@ -100,9 +121,7 @@ class Late(NamedTuple):
 class Watch:
     """Looks whether kernels begin, by copies of the state on streams and past them. It waits for none."""
 
-    def __init__(
-        self, before_launch: CopyInStream, at_poll: CopyInStream, now: CopyInStream, errors: CopyInStream
-    ) -> None:
+    def __init__(self, before_launch: CopyInStream, at_poll: CopyInStream, now: CopyOfNow, errors: CopyOfNow) -> None:
         self._launch = _Mark(before_launch)
         self._poll = _Mark(at_poll)
         self._now = now
@@ -119,7 +138,6 @@ class Watch:
         The host has launched so many `phases` by `time_s`. `comes` is what the caller does next on the current stream:
         it launches a kernel, in front of which only this stream has work, or it may replay a graph. None: nothing.
         """
-        self._now.start()
         state = self._now.read()
         if state is None:
             return None
@@ -137,10 +155,8 @@ class Watch:
         late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
         if time_s - due_s >= timeout_s:
             return late
-        if time_s - self._moved_s >= timeout_s:
-            self._errors.start()
-            if any(reports := self._errors.read() or b""):
-                return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
+        if time_s - self._moved_s >= timeout_s and any(reports := self._errors.read() or b""):
+            return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
         return None
 
     def _launch_due_s(self, time_s: float, phases: int) -> float:
@@ -175,4 +191,4 @@ def _parsed(state: bytes) -> ctypes.Structure:
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:
     state = views["state"]
-    return Watch(CopyInStream(state), CopyInStream(state), CopyOfNow(state), CopyOfNow(views["signal.error"]))
+    return Watch(CopyInStream(state), CopyInStream(state), CopyOfNow.of(state), CopyOfNow.of(views["signal.error"]))

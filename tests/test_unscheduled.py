@@ -13,7 +13,7 @@ from helpers import alone
 
 import epmoe
 from epmoe.exchange import unscheduled
-from epmoe.exchange.unscheduled import LOOK_S, CopyOfNow, Late, Watch
+from epmoe.exchange.unscheduled import LOOK_S, Comes, CopyOfNow, Late, Watch
 from epmoe.native import layouts
 
 TIMEOUT_S = 1.0
@@ -26,9 +26,15 @@ class Gpu:
         self.state, self.stream = layouts.struct("RoundState")(), list[Callable[[], None]]()
         self.errors = [0, 0]
         self.time_s, self.phases = 100.0, 0
-        reads = lambda: bytes(self.state), lambda: struct.pack("<2q", *self.errors)
-        now = (SimpleNamespace(read=read) for read in reads)
-        self.watch = Watch(InStream(self), InStream(self), *now)
+        self.shows, self.behind_now = True, lambda: None  # whether copies of now come, and what happens behind one
+        now, errors = self.state_now, lambda: struct.pack("<2q", *self.errors)
+        before_launch = InStream(self), InStream(self)
+        self.watch = Watch(before_launch, InStream(self), *(SimpleNamespace(read=read) for read in (now, errors)))
+
+    def state_now(self) -> bytes | None:
+        state = bytes(self.state) if self.shows else None
+        self.behind_now()
+        return state
 
     def work(self) -> Callable[[], None]:
         """Other work of the stream: a call ends it."""
@@ -38,7 +44,7 @@ class Gpu:
 
     def launch(self, look: bool = True) -> Kernel:
         """A call of an operator, with both phases."""
-        late = self.look(launches=True) if look else None
+        late = self.look("launch") if look else None
         assert late is None
         self.phases += 2
         return self.replay()
@@ -57,24 +63,25 @@ class Gpu:
         while self.stream and self.stream[0]() is not False:
             self.stream.pop(0)
 
-    def look(self, launches: bool = False) -> Late | None:
+    def look(self, comes: Comes = "replay") -> Late | None:
         self.time_s += LOOK_S
-        return self.watch.look(self.time_s, TIMEOUT_S, self.phases, "launch" if launches else "replay")
+        return self.watch.look(self.time_s, TIMEOUT_S, self.phases, comes)
 
-    def looks(self, seconds: float) -> tuple[Late, float] | None:
+    def looks(self, seconds: float, comes: Comes = "replay") -> tuple[Late, float] | None:
         """Polls for so long. What is late, and after how many seconds."""
         begin = self.time_s
         while self.time_s - begin < seconds:
-            if late := self.look():
+            if late := self.look(comes):
                 return late, self.time_s - begin
         return None
 
 
 class InStream:
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.copied = gpu, None
+        self.gpu, self.copied = gpu, b"none so far"
 
     def start(self) -> None:
+        assert self.copied, "the copy before has not come"
         self.copied = None
         self.gpu.stream.append(lambda: setattr(self, "copied", bytes(self.gpu.state)))
         self.gpu.run()
@@ -131,7 +138,7 @@ def test_a_kernel_without_a_place_is_late(gpu, stage):
 def test_the_caller_goes_on_launching(gpu):
     gpu.launch()
     looks = 0
-    while (late := gpu.look(launches=True)) is None:
+    while (late := gpu.look("launch")) is None:
         gpu.phases, looks = gpu.phases + 2, looks + 1
         gpu.stream.append(Kernel(gpu).run)
     assert late == Late(0, 4) and looks * LOOK_S <= TIMEOUT_S + 3 * LOOK_S
@@ -165,7 +172,7 @@ def test_a_kernel_that_has_begun_has_a_deadline_of_its_own(gpu):
 
 
 def test_a_call_that_launched_nothing(gpu):
-    gpu.look(launches=True)  # its operator then refused the arguments
+    gpu.look("launch")  # its operator then refused the arguments
     assert gpu.looks(10.0) is None
     end = gpu.work()
     kernel = gpu.launch()
@@ -174,6 +181,44 @@ def test_a_call_that_launched_nothing(gpu):
     kernel.begin(ends=True)
     gpu.launch()
     assert gpu.looks(3.0)
+
+
+def test_work_behind_a_call_that_launched_nothing(gpu):
+    end = gpu.work()
+    gpu.look("launch")  # its operator then refused the arguments
+    gpu.work()
+    gpu.launch()
+    end()
+    assert gpu.looks(10.0) is None
+
+
+def test_polls_while_another_thread_launches(gpu):
+    """A launch may wait inside the driver. Its deadline begins behind it."""
+    gpu.look("launch")
+    assert gpu.looks(10.0, None) is None
+    gpu.phases += 2
+    gpu.replay()
+    late, seconds = gpu.looks(3.0, None)
+    assert late == Late(0, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+
+
+def test_a_launch_behind_a_look_that_does_not_see_the_state(gpu):
+    """Nor does it see that the kernel of the last mark has begun."""
+    gpu.shows = False
+    gpu.launch()
+    assert gpu.looks(2 * TIMEOUT_S) is None
+    gpu.shows = True
+    assert gpu.look() == Late(0, 4)  # the deadline has gone on
+
+
+def test_a_kernel_that_comes_to_its_turn_during_a_look(gpu):
+    """The copy of now is older than that in front of the kernel, which has not begun."""
+    dispatch = gpu.launch(look=False)
+    dispatch.begin()
+    gpu.launch()
+    gpu.behind_now = lambda: dispatch.begin(ends=True)
+    late, seconds = gpu.looks(3.0)
+    assert late == Late(1, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
 
 
 def test_others_gave_up_what_may_be_behind_other_work(gpu):
@@ -218,11 +263,9 @@ def test_a_replay_after_a_pause(gpu):
 def test_polls_on_another_thread(gpu):
     """They see no stream of the rounds, but what other ranks have reported."""
     gpu.launch(look=False)
-    for _ in range(100):
-        gpu.time_s += LOOK_S
-        assert gpu.watch.look(gpu.time_s, TIMEOUT_S, gpu.phases, None) is None
+    assert gpu.looks(5.0, None) is None
     gpu.errors[0] = 0b10
-    assert gpu.watch.look(gpu.time_s, TIMEOUT_S, gpu.phases, None) == Late(0, 4, (0b10, 0))
+    assert gpu.look(None) == Late(0, 4, (0b10, 0))
 
 
 def test_a_replay_that_waits_for_ranks(gpu):

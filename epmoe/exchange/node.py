@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import Lock, get_ident
 from time import monotonic
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
 from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Templates
-from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
+from epmoe.exchange.unscheduled import LOOK_S, Comes, Late, watch_of
 from epmoe.exchange.window import Window
 from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError
 from epmoe.group.waiting import device_ends, interruptible
@@ -202,7 +202,7 @@ class NodeExchange(Exchange):
             if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(blocking=False):
                 return None
             try:
-                comes: Literal["launch", "replay", None] = None  # another thread that polls is on another stream
+                comes: Comes = None  # another thread that polls is on another stream
                 if launches:  # on another stream than the last launch it also waits for what that stream has
                     this_stream = torch.cuda.current_stream().cuda_stream
                     comes = "launch" if rounds.last_stream in (None, this_stream) else None

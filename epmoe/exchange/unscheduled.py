@@ -4,9 +4,8 @@ A kernel that waits for ranks has a deadline on the device. A kernel for which o
 nothing. So the host looks once in a while at a copy of the round's state. Copy engines make it, which need no
 multiprocessor. Every kernel of the exchange changes the state as soon as it begins.
 
-- **Calls.** Of the calls between two looks, one copies the state on its stream, directly before it launches. Once this
-  copy is here, everything in front of the kernel has ended. While the state is still the same, the kernel has not
-  begun.
+- **Calls.** A call that looks copies the state on its stream, directly before it launches. Once this copy is here,
+  everything in front of the kernel has ended. While the state is still the same, the kernel has not begun.
 - **Replays** are no calls, and nothing can stand directly before their kernels. `poll` copies the state on its stream,
   behind what was launched so far. While this copy does not come and the state stays the same, no kernel of a replay
   begins.
@@ -30,6 +29,9 @@ from epmoe.native import layouts
 
 LOOK_S = 0.05
 """The least time from one look to the next. A look takes tens of microseconds."""
+Comes = Literal["launch", "replay", None]
+"""What a caller that looks does next on its current stream: it launches a kernel, in front of which only this stream
+has work, or it may replay a graph. None: nothing, and another thread may be in a launch."""
 _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
 _QUEUES = 8  # by default, see CUDA_DEVICE_MAX_CONNECTIONS
@@ -103,7 +105,23 @@ class _Mark:
     copy: CopyInStream
     set: bool = False  # it is on its way, or has come and is still of use
     phases: int = 0  # that the host had launched when it was set
-    since_s: float = math.inf  # from here the deadline counts
+    set_s: float = 0.0
+    came_s: float = math.inf  # when a look has found it
+
+    def put(self, time_s: float, phases: int) -> None:
+        self.copy.start()
+        self.set, self.phases, self.set_s, self.came_s = True, phases, time_s, math.inf
+
+    def read(self, time_s: float) -> bytes | None:
+        """The state where its stream has reached it, else None."""
+        copied = self.copy.read() if self.set else None
+        if copied:
+            self.came_s = min(self.came_s, time_s)
+        return copied
+
+    @property
+    def is_free(self) -> bool:
+        return not self.set and self.copy.read() is not None
 
 
 class Late(NamedTuple):
@@ -119,10 +137,15 @@ class Late(NamedTuple):
 
 
 class Watch:
-    """Looks whether kernels begin, by copies of the state on streams and past them. It waits for none."""
+    """Looks whether kernels begin, by copies of the state on streams and past them. It waits for none.
 
-    def __init__(self, before_launch: CopyInStream, at_poll: CopyInStream, now: CopyOfNow, errors: CopyOfNow) -> None:
-        self._launch = _Mark(before_launch)
+    `before_launch` are two: the second one is for a look that does not see whether the first one's kernel has begun.
+    """
+
+    def __init__(
+        self, before_launch: Sequence[CopyInStream], at_poll: CopyInStream, now: CopyOfNow, errors: CopyOfNow
+    ) -> None:
+        self._launches = [_Mark(copy) for copy in before_launch]
         self._poll = _Mark(at_poll)
         self._now = now
         self._errors = errors
@@ -130,28 +153,29 @@ class Watch:
         self._moved_s = 0.0  # at the last look, and when the last look came that found another one
         self._reached = -1  # the phases of the last mark of a poll that the stream has reached
 
-    def look(
-        self, time_s: float, timeout_s: float, phases: int, comes: Literal["launch", "replay", None]
-    ) -> Late | None:
+    def look(self, time_s: float, timeout_s: float, phases: int, comes: Comes) -> Late | None:
         """Look at the marks, and set one. Returns what is late; None where nothing is, or where nobody can tell.
 
-        The host has launched so many `phases` by `time_s`. `comes` is what the caller does next on the current stream:
-        it launches a kernel, in front of which only this stream has work, or it may replay a graph. None: nothing.
+        The host has launched so many `phases` by `time_s`.
         """
-        state = self._now.read()
-        if state is None:
-            return None
-        if state != self._state:
-            self._state = state
-            self._moved_s = time_s
-        due_s = min(self._launch_due_s(time_s, phases), self._replay_due_s(phases))
-        mark = self._launch if comes == "launch" else self._poll
-        if comes and not mark.set:
-            mark.copy.start()
-            mark.set = True
-            mark.phases = phases
-            mark.since_s = math.inf if comes == "launch" else time_s
-        now = _parsed(state)
+        # Marks are read before the state: a state that differs from a mark's is then a later one.
+        launched = self._read_launches(time_s, phases, comes is not None)
+        if self._poll.read(time_s):
+            self._poll.set = False
+            self._reached = self._poll.phases
+        state, late = self._now.read(), None
+        if state:
+            if state != self._state:
+                self._state = state
+                self._moved_s = time_s
+            late = self._late(time_s, timeout_s, min(self._launch_due_s(launched), self._replay_due_s(phases)))
+        marks = self._launches if comes == "launch" else [self._poll] if comes else []
+        if mark := next((mark for mark in marks if mark.is_free), None):
+            mark.put(time_s, phases)
+        return late
+
+    def _late(self, time_s: float, timeout_s: float, due_s: float) -> Late | None:
+        now = _parsed(self._state)
         late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
         if time_s - due_s >= timeout_s:
             return late
@@ -159,30 +183,33 @@ class Watch:
             return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
         return None
 
-    def _launch_due_s(self, time_s: float, phases: int) -> float:
+    def _read_launches(self, time_s: float, phases: int, returned: bool) -> list[tuple[_Mark, bytes]]:
+        """The marks that kernels follow and streams have reached, with what they copied.
+
+        `returned`: no other thread is in the launch that follows the last mark.
+        """
+        for mark in self._launches:
+            if returned and phases == mark.phases:  # it has launched nothing: other work may come behind the mark
+                mark.set = False
+        launched = [mark for mark in self._launches if phases != mark.phases]
+        return [(mark, copied) for mark in launched if (copied := mark.read(time_s))]
+
+    def _launch_due_s(self, launched: list[tuple[_Mark, bytes]]) -> float:
         """The time from which a kernel that a call has launched could have begun, and has not."""
-        mark = self._launch
-        if not mark.set or (copied := mark.copy.read()) is None:  # what stands in front of the kernel has not ended
-            return math.inf
-        if copied != self._state or phases == mark.phases:  # it has begun, and has a deadline; or nothing was launched
-            mark.set = False
-            return math.inf
-        mark.since_s = min(mark.since_s, time_s)
-        return mark.since_s
+        for mark, copied in launched:
+            mark.set = copied == self._state  # otherwise it has begun, and has a deadline
+        return min((mark.came_s for mark, _ in launched if mark.set), default=math.inf)
 
     def _replay_due_s(self, phases: int) -> float:
         """The time from which no kernel of a replay has begun though the stream has not come to an end."""
         mark = self._poll
-        if mark.set and mark.copy.read() is not None:
-            mark.set = False
-            self._reached = mark.phases
         # No call has launched anything since the stream reached an earlier mark: what calls have launched has run.
         # Where the device has run something else than this, there are graphs.
         state = _parsed(self._state)
         has_run = 4 * state.combine_epoch + state.phases
         has_graphs = mark.set and phases == mark.phases == self._reached and has_run != phases
         receives = list(state.receiving) != list(state.done)
-        return max(self._moved_s, mark.since_s) if has_graphs and not receives else math.inf
+        return max(self._moved_s, mark.set_s) if has_graphs and not receives else math.inf
 
 
 def _parsed(state: bytes) -> ctypes.Structure:
@@ -191,4 +218,5 @@ def _parsed(state: bytes) -> ctypes.Structure:
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:
     state = views["state"]
-    return Watch(CopyInStream(state), CopyInStream(state), CopyOfNow.of(state), CopyOfNow.of(views["signal.error"]))
+    before_launch = CopyInStream(state), CopyInStream(state)
+    return Watch(before_launch, CopyInStream(state), CopyOfNow.of(state), CopyOfNow.of(views["signal.error"]))

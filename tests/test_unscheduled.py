@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from helpers import alone
 
 import epmoe
 from epmoe.exchange import unscheduled
+from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.unscheduled import LOOK_S, Comes, CopyOfNow, Late, Watch
 from epmoe.native import layouts
 
@@ -349,16 +351,35 @@ def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
     assert now.read() == b"1"
 
 
+def test_polls_take_no_look_of_a_launch_away(monkeypatch):
+    with epmoe.ExpertParallel(alone()) as ep:
+        exchange, looks = ep.exchange, list[Comes]()
+        monkeypatch.setattr(exchange, "_late", looks.append)
+        x, ids, weights = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+        d = ep.dispatch(x, ids, weights)
+        begin_looks(exchange)
+        thread = Thread(target=exchange.look)
+        thread.start()
+        thread.join()
+        ep.poll()
+        ep.combine(d.rows, d)
+        assert looks == [None, "replay", "launch"]
+
+
+def begin_looks(exchange: NodeExchange) -> None:
+    """As on a GPU."""
+    exchange._look_at = dict.fromkeys(exchange._look_at, 0.0)
+
+
 def test_the_exchange_reports_it(monkeypatch):
     """Every later call raises it, also a call that launches."""
     with epmoe.ExpertParallel(alone()) as ep:
         x, ids, weights = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
         d = ep.dispatch(x, ids, weights)
         exchange = ep.exchange
-        monkeypatch.setattr(exchange, "_late", lambda launches: Late(1, 1) if launches else None)
-        exchange._look_at = 0.0
+        monkeypatch.setattr(exchange, "_late", lambda comes: Late(1, 1) if comes == "launch" else None)
+        begin_looks(exchange)
         ep.poll()
-        exchange._look_at = 0.0
         for raising in (lambda: ep.combine(d.rows, d), ep.poll, ep.check):
             with pytest.raises(
                 epmoe.EPTimeoutError, match="combine of round 1 .*this rank's own kernel was not scheduled"
@@ -369,8 +390,8 @@ def test_the_exchange_reports_it(monkeypatch):
 
 def test_the_exchange_passes_on_what_others_report(monkeypatch):
     with epmoe.ExpertParallel(alone()) as ep:
-        monkeypatch.setattr(ep.exchange, "_late", lambda launches: Late(0, 7, (0, 1)))
-        ep.exchange._look_at = 0.0
+        monkeypatch.setattr(ep.exchange, "_late", lambda comes: Late(0, 7, (0, 1)))
+        begin_looks(ep.exchange)
         with pytest.raises(epmoe.EPTimeoutError, match=r"round 7 .*first seen by rank 1") as caught:
             ep.poll()
         assert caught.value.missing_ranks == [0]

@@ -107,9 +107,11 @@ class NodeExchange(Exchange):
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors)
         self._totals = Totals(self.views)
         self._errors, self._counts = (Peek(self.views[name]) for name in ("signal.error", "recv.counts"))
-        self._look_at = math.inf  # the time of the next look at what has not begun
+        # The times of the next looks at what has not begun. Polls take no look of a launch away.
+        first_s = 0.0 if device.type == "cuda" else math.inf
+        self._look_at: dict[Comes, float] = {"launch": first_s, "replay": first_s, None: first_s}
         if device.type == "cuda":
-            self._watch, self._looking, self._look_at = watch_of(self.views), Lock(), 0.0
+            self._watch, self._looking = watch_of(self.views), Lock()
         rows = self.views["rows"]
         self._rows = None if rows.is_inference() else rows
         self.rows_key = "capacity.max_expert_rows"
@@ -183,11 +185,13 @@ class NodeExchange(Exchange):
         `launches`: a kernel comes next, on the current stream.
         """
         time_s = monotonic()
-        if time_s < self._look_at:
+        polls: Comes = "replay" if self.rounds.opener == get_ident() else None  # another thread is on another stream
+        comes = "launch" if launches else polls
+        if time_s < self._look_at[comes]:
             return
-        self._look_at = time_s + LOOK_S
+        self._look_at[comes] = time_s + LOOK_S
         words = self.status
-        if words.code or (late := self._late(launches)) is None:
+        if words.code or (late := self._late(comes)) is None:
             return
         code, originator, missing = constant("kUnscheduled"), self.seat, 1 << self.seat
         if late.reports:
@@ -196,18 +200,15 @@ class NodeExchange(Exchange):
         words.stage, words.epoch, words.missing, words.originator = late.stage, late.epoch, missing, originator
         words.code = code
 
-    def _late(self, launches: bool) -> Late | None:
+    def _late(self, comes: Comes) -> Late | None:
         rounds, timeout_s = self.rounds, self.deadlines.wait_s()
         with suppress(RuntimeError), torch.cuda.device(self.device):  # of a GPU that has failed
             if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(blocking=False):
                 return None
             try:
-                comes: Comes = None  # another thread that polls is on another stream
-                if launches:  # on another stream than the last launch it also waits for what that stream has
-                    this_stream = torch.cuda.current_stream().cuda_stream
-                    comes = "launch" if rounds.last_stream in (None, this_stream) else None
-                elif rounds.opener == get_ident():
-                    comes = "replay"
+                this_stream = torch.cuda.current_stream().cuda_stream
+                if comes == "launch" and rounds.last_stream not in (None, this_stream):
+                    comes = None  # the kernel also waits for what the stream of the last launch has
                 return self._watch.look(monotonic(), timeout_s, rounds.phases, comes)
             finally:
                 self._looking.release()
@@ -447,7 +448,7 @@ class NodeExchange(Exchange):
 
     def launch(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
-        if monotonic() >= self._look_at:
+        if monotonic() >= self._look_at["launch"]:
             self.look(launches=True)
             if self.status.code:
                 self.check()

@@ -28,7 +28,7 @@ from torch import Tensor
 from epmoe.native import layouts
 
 LOOK_S = 0.05
-"""The least time from one look to the next. A look takes tens of microseconds."""
+"""The least time between two looks before launches, and between two of polls. A look takes tens of microseconds."""
 Comes = Literal["launch", "replay", None]
 """What a caller that looks does next on its current stream: it launches a kernel, in front of which only this stream
 has work, or it may replay a graph. None: nothing, and another thread may be in a launch."""

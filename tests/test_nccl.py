@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from contextlib import suppress
 from ctypes import c_int64
-from threading import Event, RLock, Thread, Timer, current_thread
+from threading import Event, RLock, Thread, Timer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from waits import SOON_S, within
+from waits import SOON_S
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
 from epmoe.exchange import node
@@ -111,7 +113,7 @@ def rail_with(group: object) -> nccl.NcclRail:
     rail = nccl.NcclRail.__new__(nccl.NcclRail)
     rail._shown = torch.zeros(7, dtype=torch.int64)
     rail._counts, rail._told = nccl.words_of(rail._shown)
-    rail._ending, rail._groups = None, [group]
+    rail._ending, rail._group = None, group
     return rail
 
 
@@ -133,26 +135,22 @@ def test_an_abort_waits_for_transfers_and_not_for_graphs(monkeypatch):
     rail._ending.join(SOON_S)
 
 
-def test_the_destructor_of_nccl_keeps_no_caller(monkeypatch):
-    """It may wait for ever, after slabs of other lengths: `close` returns."""
-    monkeypatch.setattr(nccl, "_END_S", 0.1)
-    destroyed = Event()
+def test_nothing_is_left_for_the_destructor_of_nccl(monkeypatch):
+    """It aborts a group that no call has ended, and may wait for ever: `close` aborts where NCCL cannot deliver."""
+    monkeypatch.setattr(nccl, "_END_S", SOON_S)
+    rail = rail_with(group := Mock(**{"shutdown.side_effect": RuntimeError}))
+    rail._closed, rail._watching = Event(), None
+    rail.close()
+    assert [name for name, *_ in group.method_calls] == ["shutdown", "abort"]
 
-    class Group:
-        def abort(self) -> None:
-            raise RuntimeError
 
-        def __del__(self) -> None:
-            assert current_thread().name == "epmoe-rail-end"
-            destroyed.wait(SOON_S)
-
-    rail = rail_with(Group())
-    rail._counts[0], rail._closed, rail._watching = 1, Event(), None
-    with within(SOON_S / 2):
-        rail.close()
-    assert rail._ending.is_alive()
-    destroyed.set()
-    rail._ending.join(SOON_S)
+@pytest.mark.parametrize("before", [{}, {"TORCH_NCCL_BLOCKING_WAIT": "0"}])
+def test_a_group_has_no_watchdog(monkeypatch, before):
+    """torch starts none for a group that is made under this variable. The groups of the program keep theirs."""
+    monkeypatch.setattr(os, "environ", {**before})
+    monkeypatch.setattr(nccl, "dist", Mock(**{"ProcessGroupNCCL.side_effect": lambda *_: {**os.environ}}))
+    monkeypatch.setattr(nccl, "_get_default_store", Mock())
+    assert nccl.nccl_group("group", 0, 2) == {"TORCH_NCCL_BLOCKING_WAIT": "1"} and os.environ == before
 
 
 @pytest.mark.parametrize(("what", "error"), [("Thread", RuntimeError()), ("time", KeyboardInterrupt())])

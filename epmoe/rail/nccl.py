@@ -33,8 +33,9 @@ _LOOK_S = 0.05  # between two looks at the counts
 _END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
 _GLANCE_S = 1e-3
 _NEVER = timedelta(days=7)  # torch's own deadline, which would come without names
-# torch otherwise ends the process when a transfer fails, or when its watchdog does not get on.
-_LEAVE_FAILURES_TO_US = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# A group made under it has no watchdog, which, once a transfer has failed, would hold up the end of the group for 60 s
+# and have torch end the processes of all ranks. Only `Work.wait` blocks, and `start` gets no `Work`.
+_NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def words_of(shown: Tensor) -> tuple[Array[c_int64], Structure]:
@@ -53,8 +54,7 @@ class NcclRail:
         ranks, rank = roll_call.ranks, roll_call.rank
         self._roll_call, self._deadlines, self._device = roll_call, deadlines, device
         self._others = [int(one != rank) for one in ranks]
-        # Until the thread that ends the group takes it: then no other thread calls its destructor, which may never end.
-        self._groups = [nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))]
+        self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
@@ -72,7 +72,7 @@ class NcclRail:
             if not interruptible(self._meet, connect.total_seconds()):
                 raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
         except BaseException:
-            self._end("abort")  # a kernel that waits for a dead rank keeps the GPU from `resume`
+            self._end(self._group.abort)  # a kernel that waits for a dead rank keeps the GPU from `resume`
             raise
 
     def _meet(self) -> None:
@@ -86,23 +86,20 @@ class NcclRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
-        groups = self._groups[:]
-        if self._told.cut or not groups:
+        if self._told.cut or self._ending is not None:
             raise RailError("the rail is closed")
         begin, end = self._marks[transfer.returning]
         failed = (None, None) if self._latched is None else (self._latched, self._stop)
         partial_rows = transfer.sent if transfer.returning else None
         options = AllToAllOptions()
-        options.asyncOp = False
+        options.asyncOp = False  # on the current stream, without a `Work`
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             ops.rail_mark(*begin, *failed, False, partial_rows, sum(self._others))
             try:
-                work = groups.pop().alltoall_base(
+                self._group.alltoall_base(
                     transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
                 )
-                if work is not None:
-                    work.wait()  # of the stream, which older versions of torch do not order by themselves
             except RuntimeError as error:
                 raise RailError(str(error)) from error
             ops.rail_mark(*end, *failed, True, None, 0)
@@ -129,7 +126,7 @@ class NcclRail:
         """The transfers of CUDA graphs end, too. Returns once none is under way: NCCL's own abort may wait for graphs,
         while ranks of the node wait for the report of this one."""
         self._told.cut = 1
-        self._end("abort", lambda: self._idle)
+        self._end(self._group.abort, enough=lambda: self._idle)
 
     def close(self) -> None:
         """Where no transfer is under way, NCCL first delivers what this rank has sent."""
@@ -138,7 +135,7 @@ class NcclRail:
             self._watching.join(3 * _END_S)  # it may be recording a failure
         if not self._idle or self._told.wanted:
             self.abort()
-        self._end("shutdown")
+        self._end(self._group.shutdown, self._group.abort)
 
     @property
     def _idle(self) -> bool:
@@ -146,14 +143,14 @@ class NcclRail:
         out, out_ended, back, back_ended = self._counts
         return (out, back) == (out_ended, back_ended)
 
-    def _end(self, how: str, enough: Callable[[], bool] = lambda: False) -> None:
+    def _end(self, *calls: Callable[[], None], enough: Callable[[], bool] = lambda: False) -> None:
         """End NCCL's work, once, on a thread: it waits for CUDA graphs that hold its kernels. Returns after `_END_S`,
-        or where it is `enough`."""
+        or where it is `enough`. The destructor of the group, on any thread, then ends nothing."""
         try:
             until = time.monotonic() + _END_S
             with suppress(RuntimeError):  # where no thread can start
                 if self._ending is None:
-                    ending = Thread(target=_end, args=(self._groups, how), daemon=True, name="epmoe-rail-end")
+                    ending = Thread(target=_first_that_works, args=calls, daemon=True, name="epmoe-rail-end")
                     ending.start()
                     self._ending = ending
                 while self._ending.is_alive() and not enough() and time.monotonic() < until:
@@ -162,23 +159,24 @@ class NcclRail:
             self._told.done = 1
 
 
-def _end(groups: list[Any], how: str) -> None:
-    with suppress(RuntimeError, IndexError):  # of a GPU that has failed; another thread has taken it
-        getattr(groups.pop(), how)()
+def _first_that_works(*calls: Callable[[], None]) -> None:
+    for call in calls:
+        with suppress(RuntimeError):  # of a GPU that has failed
+            return call()
 
 
 def nccl_group(name: str, rank: int, size: int) -> Any:
     """A group of a name that no other group has had; see `gloo_group`. It connects at its first transfer."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
-    before = {name: os.environ[name] for name in _LEAVE_FAILURES_TO_US if name in os.environ}
+    before = os.environ.get(_NO_WATCHDOG)
     try:
-        os.environ.update(_LEAVE_FAILURES_TO_US)
+        os.environ[_NO_WATCHDOG] = "1"
         return dist.ProcessGroupNCCL(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options)
     finally:
-        for name in _LEAVE_FAILURES_TO_US:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+        del os.environ[_NO_WATCHDOG]
+        if before is not None:
+            os.environ[_NO_WATCHDOG] = before
 
 
 def _watch(on_late: WeakMethod[Callable[[], None]], shown: Tensor, deadlines: Deadlines, closed: Event) -> None:

@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.recv_lines), Of::v
   __shared__ DispatchShared shared;
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
-  auto* round = in_scratch<RoundState>(ex, plan.state);
   DispatchBlock b(kernel, shared, 0, kVariant.trains);
+  RoundState* round = b.wait.round;
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
   OutgoingChunk<kSendLines, kFormat, Source> outgoing(b, kLL ? first_outgoing(b.number, kernel.send_blocks) : 0,

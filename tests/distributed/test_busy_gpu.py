@@ -253,7 +253,8 @@ def test_a_kernel_that_never_starts(make_ep, rank, size, hold):
     assert time.monotonic() - begin < DEADLINE_S + 2
     torch.cuda.synchronize()
     if rank == 0:  # its kernel ran after all: the others have given up
-        with pytest.raises(epmoe.EPTimeoutError, match="own kernel was not scheduled"):
+        came_too_late = "this rank came too late, or its own kernel was not scheduled"  # where others have told first
+        with pytest.raises(epmoe.EPTimeoutError, match=rf"{came_too_late}|: this rank's own kernel was not scheduled"):
             ep.combine(run_experts(ep, d), d)
             ep.check()
     dist.barrier()

@@ -185,8 +185,8 @@ class NodeExchange(Exchange):
         `launches`: a kernel comes next, on the current stream.
         """
         time_s = monotonic()
-        polls: Comes = "replay" if self.rounds.opener == get_ident() else None  # another thread is on another stream
-        comes = "launch" if launches else polls
+        # Another thread is on another stream.
+        comes: Comes = "launch" if launches else "replay" if self.rounds.opener == get_ident() else None
         if time_s < self._look_at[comes]:
             return
         self._look_at[comes] = time_s + LOOK_S

@@ -15,6 +15,7 @@ from helpers import alone
 import epmoe
 from epmoe.exchange import unscheduled
 from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.peek import Peek
 from epmoe.exchange.unscheduled import LOOK_S, Comes, CopyOfNow, Late, Watch
 from epmoe.native import layouts
 
@@ -349,6 +350,9 @@ def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
     monkeypatch.setattr(unscheduled, "time", SimpleNamespace(monotonic=lambda: next(times)))
     queue.buffer = b"1"
     assert now.read() == b"1"
+    peek, answers = Peek(torch.zeros(1)), iter([False, True, True])
+    monkeypatch.setattr(peek, "_event", SimpleNamespace(query=lambda: next(answers)), raising=False)
+    assert peek._has_come(until_s=0.0)
 
 
 def test_polls_take_no_look_of_a_launch_away(monkeypatch):

@@ -65,7 +65,7 @@ class Peek:
         if until_s == math.inf:
             self._event.synchronize()
         while not self._event.query():
-            if time.monotonic() > until_s:
+            if time.monotonic() > until_s and not self._event.query():  # this thread may not have run meanwhile
                 return False
         self._under_way = False
         return True

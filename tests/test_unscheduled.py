@@ -17,6 +17,7 @@ from epmoe.exchange import unscheduled
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.peek import Peek
 from epmoe.exchange.unscheduled import LOOK_S, Comes, CopyOfNow, Late, Watch
+from epmoe.group import waiting
 from epmoe.native import layouts
 
 TIMEOUT_S = 1.0
@@ -344,15 +345,15 @@ def test_a_copy_of_now_takes_another_queue(queues):
 
 
 def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
-    queue = InQueue()
+    queue, peek = InQueue(), Peek(torch.zeros(1))
     now = CopyOfNow([queue])
-    times = iter([0.0, 1.0])  # it is late at once
-    monkeypatch.setattr(unscheduled, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    times = [1.0, 0.0, 1.0, 0.0]  # it is late at once
+    for module in (unscheduled, waiting):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=times.pop))
     queue.buffer = b"1"
     assert now.read() == b"1"
-    peek, answers = Peek(torch.zeros(1)), iter([False, True, True])
-    monkeypatch.setattr(peek, "_event", SimpleNamespace(query=lambda: next(answers)), raising=False)
-    assert peek._has_come(until_s=0.0)
+    monkeypatch.setattr(peek, "_event", SimpleNamespace(query=lambda: not times), raising=False)
+    assert peek._has_come(until_s=0.5)
 
 
 def test_polls_take_no_look_of_a_launch_away(monkeypatch):

@@ -10,6 +10,8 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from epmoe.group.waiting import first_answer
+
 LONG_S = 0.2
 """Longer than a copy takes on a GPU that works, and shorter than any deadline."""
 
@@ -64,8 +66,5 @@ class Peek:
     def _has_come(self, until_s: float) -> bool:
         if until_s == math.inf:
             self._event.synchronize()
-        while not self._event.query():
-            if time.monotonic() > until_s and not self._event.query():  # this thread may not have run meanwhile
-                return False
-        self._under_way = False
-        return True
+        self._under_way = not first_answer(self._event.query, until_s)
+        return not self._under_way

@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from epmoe.group.waiting import first_answer
 from epmoe.native import layouts
 
 LOOK_S = 0.05
@@ -91,11 +92,7 @@ class CopyOfNow:
         if copy is None:
             return None
         copy.start()
-        until_s = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until_s:
-            if copied := copy.read():
-                return copied
-        return copy.read()  # this thread may not have run meanwhile
+        return first_answer(copy.read, time.monotonic() + _ANSWER_S)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.window import check_room, map_windows
 from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
+from epmoe.group.waiting import first_answer
 
 _LAST_WORDS_S = 0.02  # after the end of a process, until what it has stored is here and waits have seen it
 
@@ -79,9 +80,7 @@ class NVLinkWindow:
         with torch.cuda.stream(self._stream):
             for words in windows:
                 words[offset // 8 : offset // 8 + 1].copy_(word, non_blocking=True)
-        deadline = time.monotonic() + 1.0
-        while not self._stream.query() and time.monotonic() < deadline:
-            time.sleep(1e-4)
+        first_answer(self._stream.query, time.monotonic() + 1.0, pause_s=1e-4)
 
 
 def _check_peer_access(peers: Peers, device: torch.device) -> None:

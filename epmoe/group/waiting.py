@@ -48,6 +48,16 @@ def interruptible(
     return ended
 
 
+def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0) -> _Value:
+    """The first true answer. It asks once more behind `until_s`, since this thread may not have run meanwhile."""
+    while time.monotonic() < until_s:
+        if answer := ask():
+            return answer
+        if pause_s:
+            time.sleep(pause_s)
+    return ask()
+
+
 class Promise(Generic[_Value]):
     """What a `Worker` computes. `done` says whether it has."""
 

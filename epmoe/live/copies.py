@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.gpu_memory import GpuMemory
-from epmoe.group.waiting import device_ends
+from epmoe.group.waiting import device_ends, first_answer
 
 _GLANCE_S, _LATE_S = 2e-4, 60.0  # between two looks at copies, and until they are late
 
@@ -75,11 +75,8 @@ class GpuCopies:
             weight.copy_(staged[name])
 
     def _await_end(self) -> None:
-        deadline = time.monotonic() + _LATE_S
-        while not self._end.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"copies of weights have not ended within {_LATE_S} s")
-            time.sleep(_GLANCE_S)
+        if not first_answer(self._end.query, time.monotonic() + _LATE_S, _GLANCE_S):
+            raise TimeoutError(f"copies of weights have not ended within {_LATE_S} s")
 
 
 def idle(device: torch.device) -> None:

@@ -482,7 +482,7 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
         while moves.version < 0:
             ep.poll()
 
-    for _ in range(8):  # copies of `poll` wait for the rounds where their streams share a hardware queue
+    for _ in range(8):  # copies of `poll` may stand behind the rounds in a hardware queue
         ep = make()
         slots, rounds, words = slots_of(ep), torch.cuda.Stream(), ep.exchange.views["moves.words"]
         table, fetch = ep.exchange.views["table.copies"], ep.live.mail.fetch

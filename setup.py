@@ -1,7 +1,7 @@
 """Adds `csrc`, `configs` and, if torch is there, the native library to the package.
 
-Torch is there with `pip install --no-build-isolation .` and with `make wheel`. Without it, epmoe builds the library at
-first use. All other settings are in pyproject.toml.
+Torch is there with `pip install --no-build-isolation .` and with `make wheel`. Without it, epmoe
+builds the library at first use. All other settings are in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ AHEAD_OF_TIME = importlib.util.find_spec("torch") is not None
 
 def load_builder() -> ModuleType:
     """epmoe/native/build.py alone: importing the package would need all its dependencies."""
-    spec = importlib.util.spec_from_file_location("epmoe_build", ROOT / "epmoe" / "native" / "build.py")
+    spec = importlib.util.spec_from_file_location(
+        "epmoe_build", ROOT / "epmoe" / "native" / "build.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -51,7 +53,9 @@ class BuildPy(build_py):
 
 
 class BdistWheel(bdist_wheel):
-    """Tags a wheel with the native library by its platform alone: the library does not call Python's C interface."""
+    """Tags a wheel with the native library by its platform alone: the library does not call
+    Python's C interface.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()

@@ -1,1 +1,3 @@
-"""Current benchmark results, one JSON file for each measurement, and what renders BENCHMARKS.md from them."""
+"""Current benchmark results, one JSON file for each measurement, and what renders BENCHMARKS.md
+from them.
+"""

@@ -1,9 +1,11 @@
-"""µs of experts that have a few rows each, by kernel: the tables of "Experts with few rows" in docs/experiments.md.
+"""µs of experts that have a few rows each, by kernel: the tables of "Experts with few rows" in
+docs/experiments.md.
 
     python -m benchmarks.few_rows [--zipf] [CONFIG ...]
 
-Experts alone of one of two ranks, on one GPU. A graph has several layers, so that weights are cold, and a routing for
-each; kernels take turns. A cell has the times of `NAMES`, after outputs that were NaN have agreed.
+Experts alone of one of two ranks, on one GPU. A graph has several layers, so that weights are cold,
+and a routing for each; kernels take turns. A cell has the times of `NAMES`, after outputs that were
+NaN have agreed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from epmoe.native.arguments import FP8
 
 CONFIGS = "h200x2_qwen3_30b", "h200x8_qwen3_235b", "h200x8_deepseek_v3", "h200x4_gpt_oss_120b"
 COUNTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)  # rows of an expert, on average
-FEW, ALIGNMENT, WEIGHTS_BYTES, REPLAYS = "few_rows", 64, 2 << 30, 9
+FEW = "few_rows"
+ALIGNMENT = 64
+WEIGHTS_BYTES = 2 << 30
+REPLAYS = 9
 NAMES = FEW, "few_rows_by_tma", "deep_gemm"
 MOST_OFF = 0.05  # between the products each rounds to fp8 with scales of its own
 Call = tuple[Weights, Tensor, Tensor | None, Segments]
@@ -42,21 +47,31 @@ def weights_of(e: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def routed(weights: Weights, T: int, E: int, K: int, kind: Kind, seed: int) -> tuple[Call, Tensor]:
-    """A call of the first half of the experts with rows of 2 · T tokens, and the indices of its real rows."""
+    """A call of the first half of the experts with rows of 2 · T tokens, and the indices of its
+    real rows.
+    """
     (e, D, _), dtype = weights.down.shape, weights.down.dtype
     with torch.device("cpu"):
         ids = simulate_logits(kind, 2 * T, E, seed=seed).topk(K).indices.to(weights.down.device)
     expert_map = torch.arange(E, dtype=torch.int32)
     expert_map[e:] = -1
-    given = permute(torch.randn(2 * T, D, dtype=torch.bfloat16), ids, expert_map, e, alignment=ALIGNMENT)
+    given = permute(
+        torch.randn(2 * T, D, dtype=torch.bfloat16), ids, expert_map, e, alignment=ALIGNMENT
+    )
     segments = Segments(given.expert_offsets, given.tokens_per_expert, ALIGNMENT, 2 * T * K / E)
-    rows, scales = (given.rows, None) if dtype != FP8 else quantize_fp8(given.rows, num_tokens=segments.offsets[-1])
+    rows, scales = (
+        (given.rows, None)
+        if dtype != FP8
+        else quantize_fp8(given.rows, num_tokens=segments.offsets[-1])
+    )
     return (weights, rows, scales, segments), given.row_of_pair[given.row_of_pair >= 0].long()
 
 
 def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list[float | None]:
     """µs a layer by each of `NAMES`; None where it takes more than twice the least."""
-    calls, real = zip(*(routed(weights, T, E, K, kind, seed) for seed, weights in enumerate(layers)), strict=True)
+    calls, real = zip(
+        *(routed(weights, T, E, K, kind, seed) for seed, weights in enumerate(layers)), strict=True
+    )
 
     def serve(name: str) -> list[Tensor]:
         return [GEMMS[name].experts(*call) for call in calls]
@@ -94,13 +109,21 @@ def main(arguments: Sequence[str]) -> None:
     kind: Kind = "zipf" if "--zipf" in arguments else "uniform"
     for name in [each for each in arguments if each != "--zipf"] or CONFIGS:
         model = EPConfig.load(name).model
-        E, K, D, F = model.num_experts, model.num_experts_per_tok, model.hidden_size, model.intermediate_size
+        E = model.num_experts
+        K = model.num_experts_per_tok
+        D = model.hidden_size
+        F = model.intermediate_size
         assert F is not None
         for dtype in (FP8, torch.bfloat16):
-            if GEMMS[FEW].problem_with(*(torch.empty(E // 2, *shape, dtype=dtype) for shape in ((2 * F, D), (D, F)))):
+            if GEMMS[FEW].problem_with(
+                *(torch.empty(E // 2, *shape, dtype=dtype) for shape in ((2 * F, D), (D, F)))
+            ):
                 continue
             count = max(WEIGHTS_BYTES // (3 * E // 2 * D * F * dtype.itemsize), 1)
-            given = [(*weights_of(E // 2, 2 * F, D, dtype), *weights_of(E // 2, D, F, dtype)) for _ in range(count)]
+            given = [
+                (*weights_of(E // 2, 2 * F, D, dtype), *weights_of(E // 2, D, F, dtype))
+                for _ in range(count)
+            ]
             layers = [
                 Weights(gate_up, down, gate_up_scales, down_scales, None, None, SWIGLU)
                 for gate_up, gate_up_scales, down, down_scales in given
@@ -108,7 +131,12 @@ def main(arguments: Sequence[str]) -> None:
             cells = [times(layers, max(int(n * E / (2 * K)), 1), E, K, kind) for n in COUNTS]
             print(f"| {name}, {str(dtype)[6:]} |", end="")
             for cell in cells:
-                print("", " / ".join("–" if us is None else f"{us:.4g}" for us in cell), end=" |", flush=True)
+                print(
+                    "",
+                    " / ".join("–" if us is None else f"{us:.4g}" for us in cell),
+                    end=" |",
+                    flush=True,
+                )
             print(flush=True)
 
 

@@ -1,9 +1,11 @@
-"""Experts that move, on GPUs: what a round, a change of tables, a push and a captured decode step take.
+"""Experts that move, on GPUs: what a round, a change of tables, a push and a captured decode step
+take.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.live [--spare SLOTS_OF_A_RANK]
 
-The shape is DeepSeek-V3's: D 7168, F 2048, 256 experts, top-8, and 58 layers, of which a step has a few with experts in
-fp8, 44 MB each. Times are medians of the slowest rank. It needs a GPU for each rank; with one rank nothing is pushed.
+The shape is DeepSeek-V3's: D 7168, F 2048, 256 experts, top-8, and 58 layers, of which a step has a
+few with experts in fp8, 44 MB each. Times are medians of the slowest rank. It needs a GPU for each
+rank; with one rank nothing is pushed.
 """
 
 from __future__ import annotations
@@ -25,8 +27,19 @@ from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
 from epmoe.bench.timing import captured, elapsed_us, rounds_in_turns
 
-D, F, E, K, M, LAYERS, EXPERT_BYTES = 7168, 2048, 256, 8, 1024, 58, 44 << 20
-SAMPLES, ROUNDS, PUSHES, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 20, 300, 4, 128
+D = 7168
+F = 2048
+E = 256
+K = 8
+M = 1024
+LAYERS = 58
+EXPERT_BYTES = 44 << 20
+SAMPLES = 41
+ROUNDS = 50
+PUSHES = 20
+STEPS = 300
+STEP_LAYERS = 4
+STEP_TOKENS = 128
 
 
 def slowest(value: float) -> float:
@@ -35,10 +48,17 @@ def slowest(value: float) -> float:
 
 
 def make(live: bool, size: int, spare: int) -> ExpertParallel:
-    placement = {"live": True, "slots_per_rank": E // size + spare, "layers": LAYERS} if live else {}
+    placement = (
+        {"live": True, "slots_per_rank": E // size + spare, "layers": LAYERS} if live else {}
+    )
     return ExpertParallel(
         EPConfig(
-            model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "intermediate_size": F},
+            model={
+                "num_experts": E,
+                "num_experts_per_tok": K,
+                "hidden_size": D,
+                "intermediate_size": F,
+            },
             topology={"ep_size": size},
             placement=placement,
             capacity={"max_num_tokens_per_rank": M},
@@ -51,15 +71,22 @@ def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
     """One step of the layers of a decoder that have experts, and these layers."""
     draw = torch.Generator().manual_seed(ep.rank)
     x = torch.randn(STEP_TOKENS, D, generator=draw).bfloat16().cuda()
-    router = torch.randn(E, D, generator=torch.Generator().manual_seed(7)).bfloat16().cuda() / D**0.5
+    router = (
+        torch.randn(E, D, generator=torch.Generator().manual_seed(7)).bfloat16().cuda() / D**0.5
+    )
     experts = random_experts(ep.config, ep.rank, ep.device, Precision.FP8)
-    layers = [MoELayer(ep, router, copy.deepcopy(experts)).requires_grad_(False) for _ in range(STEP_LAYERS)]
+    layers = [
+        MoELayer(ep, router, copy.deepcopy(experts)).requires_grad_(False)
+        for _ in range(STEP_LAYERS)
+    ]
     for layer in layers:
         layer(x)
     return captured(lambda: [layer(x) for layer in layers])[0], layers
 
 
-def steps(ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], bool]) -> list[float]:
+def steps(
+    ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], bool]
+) -> list[float]:
     """Times of decode steps in µs while `moving()`, or `STEPS` of them. Ranks agree on the end."""
     times: list[float] = []
     for _ in range(STEPS):
@@ -73,15 +100,21 @@ def steps(ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spare", type=int, help="slots of a rank beyond E / ranks; 1 by default, 0 with one rank")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--spare", type=int, help="slots of a rank beyond E / ranks; 1 by default, 0 with one rank"
+    )
     spare = parser.parse_args().spare
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.set_grad_enabled(False)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     spare = int(size > 1) if spare is None else spare
-    stays, live = make(False, size, spare), make(True, size, spare)
+    stays = make(False, size, spare)
+    live = make(True, size, spare)
 
     def say(line: str) -> None:
         if rank == 0:
@@ -91,7 +124,10 @@ def main() -> None:
     for T in (1, 16, 128, 1024):
         sides = [Fused(ep, Sample(ep.config, rank, T, device=ep.device)) for ep in (stays, live)]
         without, with_quotas = rounds_in_turns(sides, SAMPLES, dist.group.WORLD, ROUNDS)
-        say(f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs with quotas")
+        say(
+            f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs "
+            "with quotas"
+        )
     experts = live.live
     assert experts is not None
     mail = experts.mail
@@ -103,7 +139,10 @@ def main() -> None:
         torch.cuda._sleep(200_000)  # the host runs ahead, as in serving
         return elapsed_us(live.poll)
 
-    say(f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of the stream")
+    say(
+        f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of "
+        "the stream"
+    )
     if size > 1:
         weights = torch.randn(EXPERT_BYTES // 4, device="cuda").view(torch.uint8)
         torch.cuda.synchronize()
@@ -121,10 +160,15 @@ def main() -> None:
         slots = balance(loads, live.slots, ep_size=size, max_moves=8).slots
         moves = live.replace(slots)
         busy = steps(live, graph, lambda: not moves.done)
-        figures = [slowest(f(part)) for part in (idle, busy) for f in (median, lambda p: quantiles(p, n=100)[98], max)]
+        figures = [
+            slowest(f(part))
+            for part in (idle, busy)
+            for f in (median, lambda p: quantiles(p, n=100)[98], max)
+        ]
         say(f"{moves.count} experts move, during the first {len(busy)} steps")
         say(
-            "a captured step of {} layers, {} tokens: {:.1f} µs (99th percentile {:.1f}, longest {:.1f}); while "
+            "a captured step of {} layers, {} tokens: {:.1f} µs (99th percentile {:.1f}, longest "
+            "{:.1f}); while "
             "experts move {:.1f} ({:.1f}, {:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
         )
         moves.cancel()

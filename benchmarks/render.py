@@ -1,4 +1,6 @@
-"""Renders BENCHMARKS.md, its plots and the table of README.md from the JSON files: `make benchmarks-report`."""
+"""Renders BENCHMARKS.md, its plots and the table of README.md from the JSON files: `make
+benchmarks-report`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from benchmarks.results import write as write_result
 from epmoe.bench import facts
 from epmoe.bench.plot import draw
 
-MARKDOWN, README = "BENCHMARKS.md", "README.md"
+MARKDOWN = "BENCHMARKS.md"
+README = "README.md"
 
 
 class Plot(NamedTuple):
-    """The results of a `Published.plot`, with a panel for each that has one. Rows with a `line` are its lines."""
+    """The results of a `Published.plot`, with a panel for each that has one. Rows with a `line` are
+    its lines.
+    """
 
     file: str
     title: str
@@ -37,7 +42,11 @@ PLOTS = {
     "layer": Plot(
         "benchmarks/layer.png",
         "A whole layer: route, dispatch, experts and combine",
-        "The layer by T on two H100: epmoe in fp8 and bf16, DeepGEMM's MegaMoE, FlashInfer and the floor",
+        (
+            "The layer by T on two H100: epmoe in fp8 and bf16, DeepGEMM's MegaMoE, FlashInfer and "
+            "the "
+            "floor"
+        ),
         "epmoe, fp8",
     ),
 }
@@ -45,16 +54,25 @@ PLOTS = {
 _HEADER = (
     "# Benchmarks",
     "",
-    "The newest result of each machine and subject; a *round* is one dispatch and one combine, T the number of tokens "
-    "a rank. [docs/experiments.md](docs/experiments.md) has what bounds the kernels, what helped and what was dropped. "
-    "`make benchmarks-report` writes this page from [benchmarks/](benchmarks), whose files have more rows: edit those.",
+    "The newest result of each machine and subject; a *round* is one dispatch and one combine, T "
+    "the number of tokens "
+    "a rank. [docs/experiments.md](docs/experiments.md) has what bounds the kernels, what helped "
+    "and what was dropped. "
+    "`make benchmarks-report` writes this page from [benchmarks/](benchmarks), whose files have "
+    "more rows: edit those.",
     "",
-    "- **Times** on GPUs come from replays of a CUDA graph: the median, of the slowest rank. On the CPU they are "
-    "medians of samples of rounds back to back. Between runs and machines most figures differ by up to 3%.",
-    "- **Outputs** of epmoe and of the floor are poisoned (filled with NaN) before the replays and compared after. The "
-    "**floor** is one kernel each way that only stores the rows that must cross, raises flags and waits.",
-    "- **Expert-major** rows go straight into a grouped GEMM. **Rank-major** rows still need a permute before the "
-    "experts and a finalize after them, which their times do not include. This project measured every row, peers "
+    "- **Times** on GPUs come from replays of a CUDA graph: the median, of the slowest rank. On "
+    "the CPU they are "
+    "medians of samples of rounds back to back. Between runs and machines most figures differ by "
+    "up to 3%.",
+    "- **Outputs** of epmoe and of the floor are poisoned (filled with NaN) before the replays and "
+    "compared after. The "
+    "**floor** is one kernel each way that only stores the rows that must cross, raises flags and "
+    "waits.",
+    "- **Expert-major** rows go straight into a grouped GEMM. **Rank-major** rows still need a "
+    "permute before the "
+    "experts and a finalize after them, which their times do not include. This project measured "
+    "every row, peers "
     "included, unless a table names somebody else.",
     "",
     " ".join(f"![{plot.alt}]({plot.file})" for plot in PLOTS.values()),
@@ -75,7 +93,9 @@ SECTIONS = (
     ("h100x2_vllm",),
     ("cpu_exchange",),
 )
-"""The tables of BENCHMARKS.md, a tuple of result files for each; several in one table are results of one subject."""
+"""The tables of BENCHMARKS.md, a tuple of result files for each; several in one table are results
+of one subject.
+"""
 
 
 def markdown(sections: Sequence[Sequence[Published]]) -> str:
@@ -94,7 +114,9 @@ def sections() -> list[list[Published]]:
 
 
 def readme() -> str:
-    """The text of README.md, whose table has layers of two models on two H200; the fastest is bold."""
+    """The text of README.md, whose table has layers of two models on two H200; the
+    fastest is bold.
+    """
     lines = list(map(dict, read(FOLDER / "h200x2_layer.json").lines.values()))
     models = lines[:3], lines[3:]  # ours and both MegaMoEs of each
     rows = []
@@ -114,7 +136,9 @@ def write(root: Path) -> None:
     (root / MARKDOWN).write_text(markdown(sections()), encoding="utf-8")
     (root / README).write_text(readme(), encoding="utf-8")
     for name, plot in PLOTS.items():
-        panels = {result.panel: result.lines for result in load() if result.panel and result.plot == name}
+        panels = {
+            result.panel: result.lines for result in load() if result.panel and result.plot == name
+        }
         draw(root / plot.file, plot.title, "µs (lower is better)", panels, plot.bold)
 
 
@@ -126,12 +150,16 @@ def publish(
     rows: Sequence[Sequence[object]],
     file: Path | None,
 ) -> None:
-    """Print what a run of `torchrun … script` has measured, and write it to `file`, if one is named.
+    """Print what a run of `torchrun … script` has measured, and write it to `file`, if one is
+    named.
 
-    columns: as in the JSON file; rows: their cells. Raises pydantic.ValidationError, a ValueError, if they do not fit.
+    columns: as in the JSON file; rows: their cells. Raises pydantic.ValidationError, a ValueError,
+    if they do not fit.
     """
     ranks = dist.get_world_size()
-    content = about(facts.this_run(), ranks, f"torchrun --standalone --nproc-per-node {ranks} {script}")
+    content = about(
+        facts.this_run(), ranks, f"torchrun --standalone --nproc-per-node {ranks} {script}"
+    )
     content |= {"title": f"{content['where']}: {subject}", "caption": caption}
     content |= {"columns": columns, "rows": [{"cells": cells} for cells in rows]}
     print("\n".join(_section([Published.model_validate(content)])))
@@ -155,7 +183,9 @@ def _section(results: Sequence[Published]) -> Iterator[str]:
         for row in result.rows:
             if not row.detail:
                 cells = dict(zip(result.columns, row.cells, strict=True))
-                yield _line([result.model] * models + [_cell(cells.get(column)) for column in columns])
+                yield _line(
+                    [result.model] * models + [_cell(cells.get(column)) for column in columns]
+                )
 
 
 def _provenance(result: Published) -> str:
@@ -179,11 +209,16 @@ def _missed(results: Sequence[Published]) -> Iterator[str]:
     asked = [(result, asked) for result in results for asked in result.asked]
     missed = [(result, asked) for result, asked in asked if not asked.reached]
     yield "## Missed targets"
-    yield f"Of {len(asked)} targets of these results {len(asked) - len(missed)} were reached. Missed were:\n"
+    yield (
+        f"Of {len(asked)} targets of these results {len(asked) - len(missed)} were reached. "
+        "Missed were:\n"
+    )
     yield _line(["where", "asked", "measured", "what bounds it"])
     yield _line(["---"] * 4)
     for result, target in missed:
-        wanted, got = (" / ".join(map(_cell, figures)) for figures in (target.asked, target.measured))
+        wanted, got = (
+            " / ".join(map(_cell, figures)) for figures in (target.asked, target.measured)
+        )
         if len(set(target.asked)) == 1:
             wanted = _cell(target.asked[0])
         subject = f"{result.model}: " if result.model else ""
@@ -209,7 +244,12 @@ def _line(cells: Sequence[str]) -> str:
 def main() -> None:
     """Write all of them into the repository, or into another folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--into", type=Path, default=FOLDER.parent, help="folder to write to (default: the repository)")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=FOLDER.parent,
+        help="folder to write to (default: the repository)",
+    )
     write(parser.parse_args().into)
 
 

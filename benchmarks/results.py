@@ -2,8 +2,8 @@
 
     python -m benchmarks.results FIGURES.json benchmarks/RESULT.json [KEY ...]
 
-makes a result of the file that `epmoe bench --json FIGURES.json` wrote, with the figures of these keys. By default they
-are those that `--plot` draws. If the result exists, its words stay.
+makes a result of the file that `epmoe bench --json FIGURES.json` wrote, with the figures of these
+keys. By default they are those that `--plot` draws. If the result exists, its words stay.
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ class Asked(_Record):
     def reached(self) -> bool:
         """Whether every measured figure is within its limit."""
         figures = zip(self.measured, self.asked, strict=True)
-        return all(got <= wanted if self.limit == "at most" else got >= wanted for got, wanted in figures)
+        return all(
+            got <= wanted if self.limit == "at most" else got >= wanted for got, wanted in figures
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Asked:
         if len(self.asked) != len(self.measured):
-            raise ValueError(f"`asked` has {len(self.asked)} figures, but `measured` has {len(self.measured)}")
+            raise ValueError(
+                f"`asked` has {len(self.asked)} figures, but `measured` has {len(self.measured)}"
+            )
         return self
 
 
@@ -100,7 +104,10 @@ class Published(_Record):
             raise ValueError("two columns have the same name")
         for row in self.rows:
             if len(row.cells) != len(self.columns):
-                raise ValueError(f"row {row.cells[0]!r} has {len(row.cells)} cells for {len(self.columns)} columns")
+                raise ValueError(
+                    f"row {row.cells[0]!r} has {len(row.cells)} cells for {len(self.columns)} "
+                    "columns"
+                )
         return self
 
     @property
@@ -133,7 +140,8 @@ def about(run: Mapping[str, Any], ranks: int, command: str) -> dict[str, object]
 
 
 def of_report(content: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, object]:
-    """The result of a file that `epmoe bench --json` wrote: a row for each side, case and key, a column for each T.
+    """The result of a file that `epmoe bench --json` wrote: a row for each side, case and key, a
+    column for each T.
 
     Its title and caption are for a person to write.
     """
@@ -150,14 +158,21 @@ def of_report(content: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
         "title": f"{run['where']}: {content['benchmark']}",
         "caption": f"µs on the slowest rank, median; {content['routing']} routing.",
         "columns": [*({"name": text} for text in texts), {"name": "what"}, *columns(tokens)],
-        "rows": [{"cells": [*words, *(times.get(T) for T in tokens)]} for words, times in rows.items()],
-        "notes": [f"{name} was left out: {reason}." for name, reason in content["left_out"].items()],
+        "rows": [
+            {"cells": [*words, *(times.get(T) for T in tokens)]} for words, times in rows.items()
+        ],
+        "notes": [
+            f"{name} was left out: {reason}." for name, reason in content["left_out"].items()
+        ],
     }
 
 
 def columns(tokens: Sequence[int]) -> list[dict[str, object]]:
     """A column of times for each T."""
-    return [{"name": f"{'' if i else 'T = '}{T}", "unit": "µs", "tokens": T} for i, T in enumerate(tokens)]
+    return [
+        {"name": f"{'' if i else 'T = '}{T}", "unit": "µs", "tokens": T}
+        for i, T in enumerate(tokens)
+    ]
 
 
 def figure(us: float) -> float:
@@ -166,7 +181,9 @@ def figure(us: float) -> float:
 
 
 def write(path: Path, content: dict[str, object]) -> None:
-    """Write a result. Raises pydantic.ValidationError, a ValueError, if it does not fit the schema."""
+    """Write a result. Raises pydantic.ValidationError, a ValueError, if it does not
+    fit the schema.
+    """
     Published.model_validate(content)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -192,7 +209,9 @@ def main() -> None:
     if path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
         content |= {
-            key: old[key] for key in ("title", "model", "caption", "notes", "asked", "plot", "panel") if key in old
+            key: old[key]
+            for key in ("title", "model", "caption", "notes", "asked", "plot", "panel")
+            if key in old
         }
     write(path, content)
 

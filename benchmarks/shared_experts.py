@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.shared_experts [RESULT.json]
 
-A layer of DeepSeek-V3 with experts in fp8 (DeepGEMM where it is installed) and a shared expert in bf16. Times are µs of
-a layer in graphs of ten, the median of replays by turns, on the slowest rank. It needs a GPU for each rank.
+A layer of DeepSeek-V3 with experts in fp8 (DeepGEMM where it is installed) and a shared expert in
+bf16. Times are µs of a layer in graphs of ten, the median of replays by turns, on the slowest rank.
+It needs a GPU for each rank.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from epmoe.bench.layer_sides import Precision, random_experts
 from epmoe.bench.sides import Calls
 from epmoe.bench.timing import rounds_in_turns
 
-D, WIDTH, E, K = 7168, 2048, 256, 8
-TOKENS, REPLAYS = (1, 16, 128, 512, 4096), 21
+D = 7168
+WIDTH = 2048
+E = 256
+K = 8
+TOKENS = (1, 16, 128, 512, 4096)
+REPLAYS = 21
 
 
 def main() -> None:
@@ -34,7 +39,12 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.set_grad_enabled(False)
     config = EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "intermediate_size": WIDTH},
+        model={
+            "num_experts": E,
+            "num_experts_per_tok": K,
+            "hidden_size": D,
+            "intermediate_size": WIDTH,
+        },
         topology={"ep_size": dist.get_world_size()},
         capacity={"max_num_tokens_per_rank": max(TOKENS)},
         exchange={"payload": "fp8"},
@@ -55,7 +65,11 @@ def main() -> None:
         alone = MoELayer(ep, router, experts)
         beside = MoELayer(ep, router, experts, shared=shared)
         for T in TOKENS:
-            x = torch.randn(T, D, generator=torch.Generator().manual_seed(ep.rank)).bfloat16().cuda()
+            x = (
+                torch.randn(T, D, generator=torch.Generator().manual_seed(ep.rank))
+                .bfloat16()
+                .cuda()
+            )
             sides = [
                 Calls("the layer alone", partial(alone, x)),
                 Calls("the shared expert alone", partial(shared, x)),
@@ -65,16 +79,25 @@ def main() -> None:
             *_, after, during = sides
             if not torch.equal(after.out(), during.out()):
                 raise RuntimeError(f"{T} tokens: y of both orders differs")
-            cells.append(list(map(results.figure, rounds_in_turns(sides, REPLAYS, dist.group.WORLD))))
+            cells.append(
+                list(map(results.figure, rounds_in_turns(sides, REPLAYS, dist.group.WORLD)))
+            )
             if ep.rank == 0:
                 print(f"{T} tokens:", *cells[-1], flush=True)
         if ep.rank == 0:
             render.publish(
                 "-m benchmarks.shared_experts",
                 "a shared expert during the exchange",
-                f"µs of a layer in graphs of ten; experts in fp8 ({experts.gemm}), the shared one in bf16.",
+                (
+                    f"µs of a layer in graphs of ten; experts in fp8 ({experts.gemm}), the shared "
+                    "one "
+                    "in bf16."
+                ),
                 [{"name": "what"}, *results.columns(TOKENS)],
-                [[side.name, *figures] for side, figures in zip(sides, zip(*cells, strict=True), strict=True)],
+                [
+                    [side.name, *figures]
+                    for side, figures in zip(sides, zip(*cells, strict=True), strict=True)
+                ],
                 next(map(Path, sys.argv[1:]), None),
             )
     dist.destroy_process_group()

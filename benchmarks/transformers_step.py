@@ -1,12 +1,14 @@
-"""Times a decode step and a prefill of transformers' Qwen3-MoE with its experts spread over GPUs, four layers of it.
+"""Times a decode step and a prefill of transformers' Qwen3-MoE with its experts spread over GPUs,
+four layers of it.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.transformers_step [RESULT.json]
 
-Every rank decodes sequences of its own. Rows of the table: epmoe as experts function and as EP implementation, in its
-ordinary and in its static mode, eager and captured into a CUDA graph; the model without its experts, both ways, which
-is what remains of a step however fast they are; and transformers' own all_to_all. Attention is replicated. A figure is
-the median over batches of calls back to back, of the slowest rank. Without GPUs a tiny model shows that the script
-works; its figures mean nothing. It needs transformers 5.23 or newer.
+Every rank decodes sequences of its own. Rows of the table: epmoe as experts function and as EP
+implementation, in its ordinary and in its static mode, eager and captured into a CUDA graph; the
+model without its experts, both ways, which is what remains of a step however fast they are; and
+transformers' own all_to_all. Attention is replicated. A figure is the median over batches of calls
+back to back, of the slowest rank. Without GPUs a tiny model shows that the script works; its
+figures mean nothing. It needs transformers 5.23 or newer.
 """
 
 from __future__ import annotations
@@ -32,8 +34,19 @@ from epmoe.bench import timing
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPUS else "cpu"
-QWEN3_30B_A3B = {"num_hidden_layers": 4, "head_dim": 128, "norm_topk_prob": True, "max_position_embeddings": 40960}
-TINY = {"num_hidden_layers": 1, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+QWEN3_30B_A3B = {
+    "num_hidden_layers": 4,
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+}
+TINY = {
+    "num_hidden_layers": 1,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
 TINY |= {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
 BATCHES = (1, 32, 128) if ON_GPUS else (1, 8)
 PROMPTS = (2048, 8192) if ON_GPUS else (64,)
@@ -43,7 +56,9 @@ DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
 
 Milliseconds = list[float | None]
 
-ExpertsInterface.register("none", lambda experts, hidden_states, top_k_index, top_k_weights: hidden_states)
+ExpertsInterface.register(
+    "none", lambda experts, hidden_states, top_k_index, top_k_weights: hidden_states
+)
 
 
 def make_model(implementation: str) -> nn.Module:
@@ -51,7 +66,9 @@ def make_model(implementation: str) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_moe", **(QWEN3_30B_A3B if ON_GPUS else TINY))
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, experts_implementation=implementation)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPE, experts_implementation=implementation
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -61,7 +78,9 @@ def spread_experts(model: nn.Module, implementation: str) -> nn.Module:
     plan = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            plan |= {f"{name}.{parameter}": "grouped_gemm" for parameter, _ in module.named_parameters()}
+            plan |= {
+                f"{name}.{parameter}": "grouped_gemm" for parameter, _ in module.named_parameters()
+            }
             plan[name] = "ep_dispatch_experts"  # behind its parameters
     mesh = init_device_mesh(DEVICE, (size,))
     alone = init_device_mesh(DEVICE, (size, 1), mesh_dim_names=("other", "tp"))["tp"]
@@ -75,11 +94,16 @@ class Decoding:
         self.model = model
         self.cache = StaticCache(config=model.config, max_cache_len=2 * CONTEXT)
         shape = batch, CONTEXT
-        ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+        ids = torch.randint(
+            model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank())
+        )
         self.ids = ids[:, :1].to(DEVICE)
         self.position = torch.full((batch, 1), CONTEXT, device=DEVICE)
-        # A mask of our own: with StaticCache, transformers' own code for it may look at the cache's length.
-        self.mask = (torch.arange(2 * CONTEXT, device=DEVICE) < CONTEXT + CALLS).expand(batch, 1, 1, -1)
+        # A mask of our own: with StaticCache, transformers' own code for it may look at the cache's
+        # length.
+        self.mask = (torch.arange(2 * CONTEXT, device=DEVICE) < CONTEXT + CALLS).expand(
+            batch, 1, 1, -1
+        )
         self()  # makes the cache
 
     def __call__(self) -> Tensor:
@@ -95,11 +119,14 @@ class Decoding:
     def rewind(self) -> None:
         """Before a batch of calls, each of which adds a token to the cache."""
         for layer in self.cache.layers:
-            if isinstance(length := getattr(layer, "cumulative_length", None), Tensor):
+            length = getattr(layer, "cumulative_length", None)
+            if isinstance(length, Tensor):
                 length.fill_(CONTEXT)
 
 
-def milliseconds(call: Callable[[], object], calls: int, rewind: Callable[[], None] = lambda: None) -> float:
+def milliseconds(
+    call: Callable[[], object], calls: int, rewind: Callable[[], None] = lambda: None
+) -> float:
     """The time of one call, the median over batches of `calls`, on the slowest rank. Collective."""
     times = []
     for repeat in range(REPEATS + 1):
@@ -149,9 +176,12 @@ def prefills(model: nn.Module) -> Milliseconds:
 
 
 def check(model: nn.Module, want: Tensor) -> None:
-    """Raise RuntimeError unless most logits of `model` are `want`: in bf16, near ties route some tokens elsewhere."""
+    """Raise RuntimeError unless most logits of `model` are `want`: in bf16, near ties route some
+    tokens elsewhere.
+    """
     got = model(torch.arange(32, device=DEVICE)[None], use_cache=False).logits
-    if (error := (got - want).abs().float().median() / want.abs().max()) > 2e-2:
+    error = (got - want).abs().float().median() / want.abs().max()
+    if error > 2e-2:
         raise RuntimeError(f"the logits are not those of one process: median error {error:.3g}")
 
 
@@ -198,11 +228,16 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(who, how, *cells, flush=True)
     if dist.get_rank() == 0:
-        names = [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {tokens:,} tokens" for tokens in PROMPTS]
+        names = [f"decode, batch {batch}" for batch in BATCHES] + [
+            f"prefill, {tokens:,} tokens" for tokens in PROMPTS
+        ]
         render.publish(
             "-m benchmarks.transformers_step",
             f"transformers, {'4 layers of Qwen3-30B-A3B' if ON_GPUS else 'a tiny model'}",
-            f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of context.",
+            (
+                f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of "
+                "context."
+            ),
             [{"name": "who"}, {"name": "how"}, *({"name": name, "unit": "ms"} for name in names)],
             table,
             next(map(Path, sys.argv[1:]), None),

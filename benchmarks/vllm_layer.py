@@ -1,13 +1,16 @@
-"""vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed against vLLM's own exchange.
+"""vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed against vLLM's
+own exchange.
 
-    PYTHONPATH=.:tests/stacks torchrun --standalone --nproc-per-node 2 benchmarks/vllm_layer.py [--model qwen3]
+    PYTHONPATH=.:tests/stacks torchrun --standalone --nproc-per-node 2 benchmarks/vllm_layer.py
+    [--model qwen3]
         [--quant fp8] [--json FILE]
 
-Needs vLLM 0.26.0 on the path, its native libraries included, and for the layout "layer" DeepGEMM (the module
-`deep_gemm`). All contenders have the same weights and the same tokens; fp8 weights have a scale for each block of
-128 × 128. Times are µs of a layer inside CUDA graphs of ten layers: the median over replays, on the slowest rank.
-`prepare`, `experts` and `finalize` come from events inside the graph; `exchange` (prepare and finalize without experts)
-and `layer` from graphs without events.
+Needs vLLM 0.26.0 on the path, its native libraries included, and for the layout "layer" DeepGEMM
+(the module `deep_gemm`). All contenders have the same weights and the same tokens; fp8 weights have
+a scale for each block of 128 × 128. Times are µs of a layer inside CUDA graphs of ten layers: the
+median over replays, on the slowest rank. `prepare`, `experts` and `finalize` come from events
+inside the graph; `exchange` (prepare and finalize without experts) and `layer` from graphs without
+events.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import get_ep_group, init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareAndFinalizeModular
-from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepare_and_finalize_naive_dp_ep
+from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+    make_moe_prepare_and_finalize_naive_dp_ep,
+)
 from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, step
 
@@ -42,9 +47,16 @@ from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, Sizes
 
 MODELS = {"qwen3": Model(E=128, K=8, D=2048, F=768), "deepseek": Model(E=256, K=8, D=7168, F=2048)}
-TOKENS = (4096, 512, 128, 16, 1)  # the largest first: vLLM's workspace must not grow behind a captured graph
+TOKENS = (
+    4096,
+    512,
+    128,
+    16,
+    1,
+)  # the largest first: vLLM's workspace must not grow behind a captured graph
 RAGGED = (5, 0), (0, 3), (1, 1), (130, 7), (4096, 4000), (0, 0)
-LAYERS, REPLAYS = 10, 30
+LAYERS = 10
+REPLAYS = 30
 PHASES = ("prepare", "experts", "finalize")
 COLUMNS = (*PHASES, "exchange", "layer")
 MarkedLayer = Callable[[Callable[[], None]], Tensor]
@@ -53,11 +65,14 @@ MarkedLayer = Callable[[Callable[[], None]], Tensor]
 
 def init() -> tuple[int, int, torch.device]:
     """vLLM's groups for data parallelism with expert parallelism, one rank a GPU."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     parallel = ParallelConfig(
-        data_parallel_size=size, enable_expert_parallel=True, distributed_executor_backend="external_launcher"
+        data_parallel_size=size,
+        enable_expert_parallel=True,
+        distributed_executor_backend="external_launcher",
     )
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         init_distributed_environment(size, rank, "env://", rank, "nccl")
@@ -66,9 +81,15 @@ def init() -> tuple[int, int, torch.device]:
     return rank, size, device
 
 
-def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, with_experts: bool = True) -> MarkedLayer:
-    """A layer in the three parts of vLLM's own kernel; without experts, around outputs that are there already."""
-    impl, own, config = layer.kernel.impl, layer.weights, layer.config
+def phases(
+    layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, with_experts: bool = True
+) -> MarkedLayer:
+    """A layer in the three parts of vLLM's own kernel; without experts, around outputs that are
+    there already.
+    """
+    impl = layer.kernel.impl
+    own = layer.weights
+    config = layer.config
     kept: list[Tensor] = []
 
     def run(mark: Callable[[], None]) -> Tensor:
@@ -80,13 +101,26 @@ def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, with_experts: 
         mark()
         if with_experts:
             outputs = impl._fused_experts(
-                x.dtype, rows, scales, own.w1, own.w2, row_weights, row_ids, MoEActivation.SILU,
-                config.num_experts, config.num_local_experts, layer.expert_map, False, counts,
-            )  # fmt: skip
+                x.dtype,
+                rows,
+                scales,
+                own.w1,
+                own.w2,
+                row_weights,
+                row_ids,
+                MoEActivation.SILU,
+                config.num_experts,
+                config.num_local_experts,
+                layer.expert_map,
+                False,
+                counts,
+            )
         elif not kept:
             kept.append(torch.zeros(len(rows), x.shape[1], dtype=x.dtype, device=x.device))
         mark()
-        impl._finalize(output, outputs if with_experts else kept[0], x, row_weights, row_ids, False, None, None)
+        impl._finalize(
+            output, outputs if with_experts else kept[0], x, row_weights, row_ids, False, None, None
+        )
         mark()
         return output
 
@@ -122,32 +156,53 @@ def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
             times.append([layers_us / LAYERS])
             continue
         for i in range(4, len(events), 4):  # the first layer waits for the other rank's start
-            times.append([1000 * a.elapsed_time(b) for a, b in itertools.pairwise(events[i : i + 4])])
-    return slowest([median(column) for column in zip(*times, strict=True)], get_ep_group().cpu_group), output
+            times.append(
+                [1000 * a.elapsed_time(b) for a, b in itertools.pairwise(events[i : i + 4])]
+            )
+    return slowest(
+        [median(column) for column in zip(*times, strict=True)], get_ep_group().cpu_group
+    ), output
 
 
-def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
+def contenders(
+    model: Model, payload: str, device: torch.device
+) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
     group = get_ep_group().cpu_group
 
     def sizes(layout: Layout, aligned: bool = False) -> Sizes:
-        shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout, aligned)
+        shape = Shape(
+            model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout, aligned
+        )
         return Sizes.make(shape, group, device, Choice())
 
     return {
-        "epmoe layer": EpmoePrepareAndFinalize(sizes("expert", aligned=True), "layer", aligned=True),
+        "epmoe layer": EpmoePrepareAndFinalize(
+            sizes("expert", aligned=True), "layer", aligned=True
+        ),
         "epmoe rank": EpmoePrepareAndFinalize(sizes("rank"), "rank"),
-        "all-gather": make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=group.size()),
+        "all-gather": make_moe_prepare_and_finalize_naive_dp_ep(
+            use_monolithic=False, num_dispatchers=group.size()
+        ),
     }
 
 
 def check_ragged(model: Model, layer: Layer, alone: Layer, rank: int, what: str) -> None:
-    """Outputs are those of one rank by itself, whatever the ranks bring. vLLM's all-gather knows no idle ranks."""
+    """Outputs are those of one rank by itself, whatever the ranks bring. vLLM's all-gather knows no
+    idle ranks.
+    """
     by_epmoe = isinstance(layer.kernel.prepare_finalize, EpmoePrepareAndFinalize)
     for number, tokens in enumerate(RAGGED if by_epmoe else RAGGED[2:5]):
-        x, ids, weights = batch(model, tokens[rank % 2], 10 * number + rank, layer.weights.w1.device)
+        x, ids, weights = batch(
+            model, tokens[rank % 2], 10 * number + rank, layer.weights.w1.device
+        )
         with step([tokens[r % 2] for r in range(layer.config.ep_size)]):
             y = layer(x, ids, weights)
-            check_close(y, alone(x, ids, weights) if len(x) else x, f"{what} {tokens} rank {rank}", layer.slack)
+            check_close(
+                y,
+                alone(x, ids, weights) if len(x) else x,
+                f"{what} {tokens} rank {rank}",
+                layer.slack,
+            )
 
 
 def time_layer(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], what: str) -> dict[str, float]:
@@ -198,7 +253,9 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="qwen3")
     parser.add_argument("--quant", choices=("bf16", "fp8", "both"), default="both")
     parser.add_argument("--checks-only", action="store_true")
@@ -214,7 +271,10 @@ def main() -> None:
             f"benchmarks/vllm_layer.py --model {options.model} --quant {options.quant}",
             f"a layer of vLLM {vllm.__version__}, {options.model}",
             "µs of a layer inside CUDA graphs of ten.",
-            [*({"name": name} for name in ("dtype", "µs of", "who", "experts")), *results.columns(TOKENS[::-1])],
+            [
+                *({"name": name} for name in ("dtype", "µs of", "who", "experts")),
+                *results.columns(TOKENS[::-1]),
+            ],
             cells(rows),
             options.json,
         )

@@ -1,7 +1,8 @@
 // Arguments of the local stages: one POD per kernel, the same for CPU and CUDA.
-// Letters: T tokens, E experts, K experts a token, S slots, D hidden size, P physical experts, e local experts, R
-// source ranks, N expert-major rows, B fp8 scales of a row (D / kScaleBlock, rounded up). Strides count elements unless
-// their name says bytes. Outputs are contiguous unless they have a stride.
+// Letters: T tokens, E experts, K experts a token, S slots, D hidden size, P physical experts, e
+// local experts, R source ranks, N expert-major rows, B fp8 scales of a row (D / kScaleBlock,
+// rounded up). Strides count elements unless their name says bytes. Outputs are contiguous unless
+// they have a stride.
 #pragma once
 #include "gating.h"
 #include "types.h"
@@ -17,7 +18,8 @@ struct RouteArgs {
   int64_t T;                  // rows; rows at and past the number of tokens are padding
   int64_t num_rows;           // real tokens, as the host knows them
   int32_t E, K, num_groups, top_groups;
-  int32_t scores_per_group;  // a group is rated by the sum of this many best scores, at most E / num_groups
+  int32_t scores_per_group;  // a group is rated by the sum of this many best scores, at most E /
+                             // num_groups
   bool sigmoid;              // scoring: sigmoid, else softmax
   bool renormalize;          // weights of a token sum to 1 before they are scaled
   bool wide_ids;             // ids are int64, else int32
@@ -101,7 +103,8 @@ struct Segments {
   int32_t num_local_experts;
 };
 
-// The operator unpack_fp8, for training: rows of segments, gaps included, as pack_fp8 has made them, as values again.
+// The operator unpack_fp8, for training: rows of segments, gaps included, as pack_fp8 has made
+// them, as values again.
 struct UnpackArgs {
   const void* packed_N;
   Segments segments;
@@ -136,7 +139,8 @@ struct DequantizeArgs {
 // Weights of experts: bf16; fp8 with scales for blocks of kScaleBlock; MXFP4.
 enum class WeightFormat : uint8_t { kBf16, kFp8, kMxfp4 };
 
-// The operator few_rows: the experts stage. Rows are fp8 with scales for kScaleBlock where weights are fp8, else bf16.
+// The operator few_rows: the experts stage. Rows are fp8 with scales for kScaleBlock where weights
+// are fp8, else bf16.
 struct FewRowsArgs {
   WeightFormat format;
   uint8_t token_tiles;  // of 8 rows of an expert, which share a reading of its weights
@@ -155,13 +159,15 @@ struct FewRowsArgs {
   Gating gating;
   void* h_NF;            // workspace: the activations, fp8 or bf16
   uint8_t* exponents_N;  // fp8: workspace [N, F / 16], powers of two of h
-  float* h_scales_BN;    // fp8 in one order of sums: workspace instead, scales of h in blocks of kScaleBlock
+  float* h_scales_BN;    // fp8 in one order of sums: workspace instead, scales of h in blocks of
+                         // kScaleBlock
   int64_t h_scales_stride;
   void* out_ND;  // out: bf16
 };
 
-// The operators hopper_gemm and hopper_gemm_weights: products of the rows of each expert, in bf16, on GPUs of compute
-// capability 9.0. Rows past the last segment have no effect and no products. k, n: multiples of 8.
+// The operators hopper_gemm and hopper_gemm_weights: products of the rows of each expert, in bf16,
+// on GPUs of compute capability 9.0. Rows past the last segment have no effect and no products. k,
+// n: multiples of 8.
 struct GroupedGemmArgs {
   const void* rows_Nk;      // contiguous, like all matrices
   const void* weights_enk;  // by rows: [e, n, k], or transposed, [e, k, n]; or null: for weights
@@ -170,11 +176,13 @@ struct GroupedGemmArgs {
   const int32_t* ends;  // [e], the row behind each segment, gaps included; the first starts at 0
   int32_t e;
   int64_t N, n, k;
-  void* out;                     // out: by rows [N, n], for weights [e, n, k]
-  const uint8_t* weight_scales;  // of the operator hopper_gemm_mxfp4, [e, n, k / 32] of weights [e, n, k / 2]
+  void* out;  // out: by rows [N, n], for weights [e, n, k]
+  const uint8_t*
+      weight_scales;  // of the operator hopper_gemm_mxfp4, [e, n, k / 32] of weights [e, n, k / 2]
 };
 
-// The operator invariant_linear: x [T, k] · weight [n, k]ᵀ, on GPUs, in one order of sums for any T.
+// The operator invariant_linear: x [T, k] · weight [n, k]ᵀ, on GPUs, in one order of sums for any
+// T.
 struct InvariantLinearArgs {
   const void* x_Tk;  // contiguous, like all matrices
   const void* weight_nk;
@@ -184,15 +192,17 @@ struct InvariantLinearArgs {
   void* out_Tn;  // out
 };
 
-// The operators weighted_gates and weighted_gates_backward, for training: the gated activation times the weight of its
-// row. Letters as above. Gradients of weights read gaps, so gaps are not read here, and all outputs are 0 there.
+// The operators weighted_gates and weighted_gates_backward, for training: the gated activation
+// times the weight of its row. Letters as above. Gradients of weights read gaps, so gaps are not
+// read here, and all outputs are 0 there.
 struct WeightedGatesArgs {
   const void* gate_up_N2F;
-  DType dtype;                       // of gate_up and of all gradients but those of the weights
-  int64_t gate_up_stride;            // between rows
-  const float* row_weights_N;        // or null: 1
-  Segments segments;                 // gaps included
-  const int32_t* tokens_per_expert;  // [e], the rows of a segment before its gap; or null: there are no gaps
+  DType dtype;                 // of gate_up and of all gradients but those of the weights
+  int64_t gate_up_stride;      // between rows
+  const float* row_weights_N;  // or null: 1
+  Segments segments;           // gaps included
+  const int32_t*
+      tokens_per_expert;  // [e], the rows of a segment before its gap; or null: there are no gaps
   int64_t N, F;
   bool interleaved;
   Gating gating;
@@ -202,13 +212,13 @@ struct WeightedGatesArgs {
   float* grad_weights_N;   // out, backward
 };
 
-// The operator weighted_rows_backward_ (CUDA), for training: gradients of rows times their weights. Gaps are neither
-// read nor written, and the gradients of their weights are 0.
+// The operator weighted_rows_backward_ (CUDA), for training: gradients of rows times their weights.
+// Gaps are neither read nor written, and the gradients of their weights are 0.
 struct WeightedRowsArgs {
-  void* grad_ND;                     // in: the gradient of the products; out: that of the rows. Contiguous
-  DType dtype;                       // of both matrices
-  const void* rows_ND;               // the factors of the weights
-  int64_t rows_stride;               // between rows
+  void* grad_ND;        // in: the gradient of the products; out: that of the rows. Contiguous
+  DType dtype;          // of both matrices
+  const void* rows_ND;  // the factors of the weights
+  int64_t rows_stride;  // between rows
   const float* row_weights_N;        // or null: 1
   Segments segments;                 // gaps included
   const int32_t* tokens_per_expert;  // as in WeightedGatesArgs

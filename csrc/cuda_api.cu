@@ -10,12 +10,14 @@ namespace epmoe::cuda {
 namespace {
 
 const char* error_string(int error) {
-  if (error != cudaErrorNoKernelImageForDevice) return cudaGetErrorString(static_cast<cudaError_t>(error));
+  if (error != cudaErrorNoKernelImageForDevice)
+    return cudaGetErrorString(static_cast<cudaError_t>(error));
   static const std::string sentence = [] {
     std::string capabilities;
     for (int arch : {__CUDA_ARCH_LIST__})
       capabilities += " " + std::to_string(arch / 100) + "." + std::to_string(arch % 100 / 10);
-    return "no kernel runs on this GPU; libepmoe_cuda.so was built for compute capability" + capabilities;
+    return "no kernel runs on this GPU; libepmoe_cuda.so was built for compute capability" +
+           capabilities;
   }();
   return sentence.c_str();
 }
@@ -29,8 +31,8 @@ bool capture_of(cudaStream_t stream, unsigned long long& id) {
   return false;
 }
 
-// Within one capture this becomes an edge of the graph. Between a capture and other work there is no order to keep:
-// what is captured does not run yet.
+// Within one capture this becomes an edge of the graph. Between a capture and other work there is
+// no order to keep: what is captured does not run yet.
 int order_after(Stream stream, Stream earlier) {
   unsigned long long capture = 0, earlier_capture = 0;
   if (!capture_of(stream, capture) || !capture_of(earlier, earlier_capture)) return cudaSuccess;

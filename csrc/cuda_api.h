@@ -1,6 +1,7 @@
-// The CUDA kernels are a library of their own, libepmoe_cuda.so, which nvcc builds without torch. This table is all
-// that the operators see of it. No CUDA header and no torch header: libepmoe.so is compiled once, with or without a
-// CUDA toolkit, and works with every build of torch. Errors are cudaError_t as int, 0 for success.
+// The CUDA kernels are a library of their own, libepmoe_cuda.so, which nvcc builds without torch.
+// This table is all that the operators see of it. No CUDA header and no torch header: libepmoe.so
+// is compiled once, with or without a CUDA toolkit, and works with every build of torch. Errors are
+// cudaError_t as int, 0 for success.
 #pragma once
 #include "args.h"
 #include "exchange.h"
@@ -14,9 +15,10 @@ constexpr int32_t kMaxTopK = 32;  // of route and rail_pack: one lane keeps each
 
 using Stream = CUstream_st*;  // cudaStream_t
 
-// The functions that launch kernels: the name, and the types of the arguments in front of the stream. A function does
-// not synchronise, and a graph can capture it. The operators have checked the arguments. Ids, counts and row indices
-// inside tensors are unchecked, and the kernels check them before they become addresses.
+// The functions that launch kernels: the name, and the types of the arguments in front of the
+// stream. A function does not synchronise, and a graph can capture it. The operators have checked
+// the arguments. Ids, counts and row indices inside tensors are unchecked, and the kernels check
+// them before they become addresses.
 #define EPMOE_LAUNCHES(F)                                \
   F(route, const RouteArgs&)                             \
   F(permute, const PermuteArgs&)                         \
@@ -43,7 +45,8 @@ using Stream = CUstream_st*;  // cudaStream_t
 struct Api {
   const char* (*error_string)(int error);
   int (*current_device)(int* index);
-  int (*order_after)(Stream stream, Stream earlier);  // what is launched on `stream` starts after `earlier`'s work
+  int (*order_after)(Stream stream,
+                     Stream earlier);  // what is launched on `stream` starts after `earlier`'s work
   int64_t (*permute_workspace_bytes)(int64_t S, int32_t K, int32_t num_local_experts);
   int64_t (*invariant_linear_parts)(const InvariantLinearArgs& args);
 #define EPMOE_POINTER(name, ...) int (*name)(__VA_ARGS__, Stream stream);
@@ -60,8 +63,8 @@ struct Library {
   int32_t (*current_stream)(int32_t device, Stream* stream);  // of torch; not 0: failed
 };
 
-// Loads libepmoe_cuda.so from the folder of libepmoe.so at the first call. Throws std::runtime_error, with a sentence
-// for users, if the kernels are missing or torch has no CUDA.
+// Loads libepmoe_cuda.so from the folder of libepmoe.so at the first call. Throws
+// std::runtime_error, with a sentence for users, if the kernels are missing or torch has no CUDA.
 const Library& library();
 
 }  // namespace epmoe::cuda

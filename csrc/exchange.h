@@ -8,7 +8,8 @@ namespace epmoe {
 // This rank's side of the exchange: its own memory, and every rank's window.
 struct Exchange {
   ExchangePlan plan;
-  char* peers_R[kMaxRanks];  // start of each rank's window, as this process (CPU) or device (CUDA) addresses it
+  char* peers_R[kMaxRanks];  // start of each rank's window, as this process (CPU) or device (CUDA)
+                             // addresses it
   char* scratch;             // start of this rank's scratch
   Status* status;            // in host memory; on CUDA, Progress follows it
   int64_t timeout_ns;        // of each wait
@@ -18,8 +19,8 @@ struct Exchange {
 EPMOE_HD Quotas quotas_of(const Exchange& ex) {
   const ExchangePlan& plan = ex.plan;
   if (!plan.layers) return {};
-  return {reinterpret_cast<const QuotaLine*>(ex.scratch + plan.table_copies), static_cast<uint32_t>(plan.copies / 4),
-          static_cast<uint32_t>(plan.rank) << 20};
+  return {reinterpret_cast<const QuotaLine*>(ex.scratch + plan.table_copies),
+          static_cast<uint32_t>(plan.copies / 4), static_cast<uint32_t>(plan.rank) << 20};
 }
 
 constexpr int kProductParts = 16;                 // of the product of a row
@@ -27,12 +28,14 @@ constexpr int64_t kMostProductBytes = 32 * 1024;  // of a row that is multiplied
 
 struct DispatchArgs {
   const void* x_TD;
-  DType dtype;  // of x; fp8: the rows are quantized already, and in plan.payload_format, or in training as packed rows
+  DType dtype;  // of x; fp8: the rows are quantized already, and in plan.payload_format, or in
+                // training as packed rows
   int64_t x_stride_bytes;  // between rows
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32
-  bool zero_gaps;          // whether the rows that the alignment leaves between segments become zeros; CUDA only
-  int64_t ids_stride;      // between rows
+  bool zero_gaps;  // whether the rows that the alignment leaves between segments become zeros; CUDA
+                   // only
+  int64_t ids_stride;  // between rows
   const void* weights_TK;
   DType weights_dtype;
   int64_t weights_stride;     // between rows
@@ -41,46 +44,53 @@ struct DispatchArgs {
   int64_t num_rows;           // real tokens, as the host knows them
   int64_t D;
   int32_t K;
-  bool expert_major;       // layout="expert": permute the rows on arrival, else leave them in their slots
-  bool weight_rows;        // multiply each pair's row by its weight on arrival; combine then only adds
+  bool
+      expert_major;  // layout="expert": permute the rows on arrival, else leave them in their slots
+  bool weight_rows;  // multiply each pair's row by its weight on arrival; combine then only adds
   bool send, receive;      // the phases of this call: either or both
   const float* scales_TB;  // of rows that are quantized already, else null
   int64_t scales_stride;   // between rows
   // For training:
-  bool to_caller;        // plan.rows is memory that no other rank writes, and pairs of weight 0 travel, too
-  bool adds_only;        // combine adds without weights
-  bool returns_values;   // combine brings back a value of each pair
-  bool zero_tail;        // rows past the last segment, up to plan.max_rows, and their weights become zeros
+  bool to_caller;  // plan.rows is memory that no other rank writes, and pairs of weight 0 travel,
+                   // too
+  bool adds_only;  // combine adds without weights
+  bool returns_values;  // combine brings back a value of each pair
+  bool
+      zero_tail;  // rows past the last segment, up to plan.max_rows, and their weights become zeros
   float* row_weights_N;  // out, with to_caller: the weight of each pair's row; or null
-  // CUDA only, for a call of more than ll_max_tokens tokens whose rows are gradients of weighted outputs: each row is
-  // multiplied by its weight, and its product with the output is the sum of its parts.
+  // CUDA only, for a call of more than ll_max_tokens tokens whose rows are gradients of weighted
+  // outputs: each row is multiplied by its weight, and its product with the output is the sum of
+  // its parts.
   const void* outputs_ND;        // in x's dtype; or null
   int64_t outputs_stride_bytes;  // between rows
-  float* products_NC;            // out, with outputs: the parts [plan.max_rows, kProductParts]. Parts not written are 0
+  float* products_NC;  // out, with outputs: the parts [plan.max_rows, kProductParts]. Parts not
+                       // written are 0
 };
 
 struct CombineArgs {
-  const void* rows;           // expert-major [N, D] or rank-major [R, M, D]; null aborts the round: no rows are sent
+  const void*
+      rows;  // expert-major [N, D] or rank-major [R, M, D]; null aborts the round: no rows are sent
   bool expert_major;          // which of the two layouts
   int64_t rows_stride_bytes;  // between rows
   int64_t num_rows;           // rows that exist; pairs with a larger row index add nothing
   void* y_TD;                 // out: contiguous, in the dtype of dispatch's x
   int64_t T, D;               // of y
   bool send, receive;         // as in DispatchArgs
-  const float* row_values_N;  // of a round that returns values: what each pair's row has for it; else null
-  float* pair_values_TK;      // out, with row_values_N: the value of each pair, 0 where it had no row
+  const float*
+      row_values_N;  // of a round that returns values: what each pair's row has for it; else null
+  float* pair_values_TK;  // out, with row_values_N: the value of each pair, 0 where it had no row
 };
 
-// What the operators of a round need besides its memory, in a host tensor of int64 that `Descriptors` in
-// epmoe/exchange/descriptors.py writes. The addresses of all R windows follow the struct. One tensor costs the host
-// less than scalar arguments of the operator.
+// What the operators of a round need besides its memory, in a host tensor of int64 that
+// `Descriptors` in epmoe/exchange/descriptors.py writes. The addresses of all R windows follow the
+// struct. One tensor costs the host less than scalar arguments of the operator.
 struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows, zero_gaps;             // as in DispatchArgs
   int64_t to_caller, adds_only, returns_values, zero_tail;  // as in DispatchArgs
-  int64_t row_weights, row_values, pair_values;             // addresses, as in DispatchArgs and CombineArgs
-  int64_t outputs, outputs_stride_bytes, products;          // the same, of DispatchArgs
-  int64_t first_timeout_ns, timeout_ns;                     // of each wait of the first round, and of later rounds
+  int64_t row_weights, row_values, pair_values;     // addresses, as in DispatchArgs and CombineArgs
+  int64_t outputs, outputs_stride_bytes, products;  // the same, of DispatchArgs
+  int64_t first_timeout_ns, timeout_ns;  // of each wait of the first round, and of later rounds
   int64_t status;  // address of the Status, and on CUDA of the Progress behind it
 };
 

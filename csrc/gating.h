@@ -10,8 +10,8 @@ struct Gating {
   float up_offset;
 };
 
-// Comparisons with NaN are false, so that it stays. Where x is NaN, its sigmoid is anything, but gate is NaN, too. No
-// fminf: compilers for CPUs cannot vectorise it.
+// Comparisons with NaN are false, so that it stays. Where x is NaN, its sigmoid is anything, but
+// gate is NaN, too. No fminf: compilers for CPUs cannot vectorise it.
 EPMOE_HD float gated(float gate, float up, const Gating& gating) {
   gate = gate > gating.limit ? gating.limit : gate;
   up = up > gating.limit ? gating.limit : up < -gating.limit ? -gating.limit : up;
@@ -31,7 +31,8 @@ EPMOE_HD GatedWithGradients gated_with_gradients(float gate, float up, const Gat
   float x = gating.alpha * gate, factor = up + gating.up_offset;
   float clamped = x < kLeastSigmoid ? kLeastSigmoid : x > kFullSigmoid ? kFullSigmoid : x;
   float sigmoid = scaled_sigmoid(clamped) * kSigmoidScale;
-  return {gate * sigmoid * factor, gate_is_fast ? 0.0f : (sigmoid + x * sigmoid * (1.0f - sigmoid)) * factor,
+  return {gate * sigmoid * factor,
+          gate_is_fast ? 0.0f : (sigmoid + x * sigmoid * (1.0f - sigmoid)) * factor,
           up_is_fast ? 0.0f : gate * sigmoid};
 }
 

@@ -1,8 +1,9 @@
-// The launch policy of the exchange: which variant of the dispatch or combine kernel a call takes, with how many
-// blocks, threads and bytes of shared memory. Every measured threshold of the exchange stands in this file. "Measured"
-// names a round in µs, or one stage if it says so, of DeepSeek-V3's shape on four GPUs unless it names others;
-// docs/experiments.md has the commits. A threshold without a figure has none there. docs/kernels.md lists the variants.
-// No CUDA header: `epmoe plan` prints the policy, and its table is tested, on machines without a GPU.
+// The launch policy of the exchange: which variant of the dispatch or combine kernel a call takes,
+// with how many blocks, threads and bytes of shared memory. Every measured threshold of the
+// exchange stands in this file. "Measured" names a round in µs, or one stage if it says so, of
+// DeepSeek-V3's shape on four GPUs unless it names others; docs/experiments.md has the commits. A
+// threshold without a figure has none there. docs/kernels.md lists the variants. No CUDA header:
+// `epmoe plan` prints the policy, and its table is tested, on machines without a GPU.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -17,37 +18,44 @@ namespace epmoe {
 constexpr int kThreads = 512;  // the largest block of the exchange
 constexpr int kWarps = kThreads / 32;
 
-// Simple protocol, dispatch: a sending block has up to three chunks of rows on their way through shared memory.
+// Simple protocol, dispatch: a sending block has up to three chunks of rows on their way through
+// shared memory.
 constexpr int kPipelineStages = 3;
 constexpr int64_t kMaxChunkBytes = 16 << 10;
-constexpr int kMaxTokensPerRelease = 8;  // tokens whose flags a sending block may publish after one release
-// Simple protocol, combine: a block's shared memory for sums on their way out. Half of it holds scales, if there are
-// any.
+constexpr int kMaxTokensPerRelease =
+    8;  // tokens whose flags a sending block may publish after one release
+// Simple protocol, combine: a block's shared memory for sums on their way out. Half of it holds
+// scales, if there are any.
 constexpr int kSendBufferBytes = 64 << 10;
 
 // LL protocol: the most lines of a row that a lane moves at once.
 template <WireFormat kFormat>
 constexpr int kMaxLines = wire(kFormat).has_scales() ? 2 : 4;  // dispatch
 constexpr int kMaxSumLines = 2;                                // combine
-// LL protocol, dispatch: these send blocks begin with the first tokens, so that rows arrive in the order in which
-// receivers wait for them. 32 blocks saturate NVLink.
+// LL protocol, dispatch: these send blocks begin with the first tokens, so that rows arrive in the
+// order in which receivers wait for them. 32 blocks saturate NVLink.
 constexpr int32_t kEarlyBlocks = 32;
 
-// Up to two ranks, rows of the LL protocol wait for this GPU's own memory more than for the wire. Measured, two GPUs,
-// 512 tokens: the rows cross in 24 µs each way, and the GPU's own reads and writes take 25 to 32 µs.
+// Up to two ranks, rows of the LL protocol wait for this GPU's own memory more than for the wire.
+// Measured, two GPUs, 512 tokens: the rows cross in 24 µs each way, and the GPU's own reads and
+// writes take 25 to 32 µs.
 constexpr int64_t kLocalBoundRanks = 2;
 
-// Blocks that share a multiprocessor, by the lines that a lane moves at once (0: Simple protocol). Stores that wait for
-// the wire delay the loads of a block on the same multiprocessor. Where rows fill the wire (2 lines and more), each
-// block therefore has a multiprocessor to itself. It then takes more registers than two blocks can have, which keeps a
-// second block away. A launch of one phase alone takes one line: a waiting block must leave registers to the blocks of
-// every other stage. Measured: dispatch with all registers at 8 tokens 11.6 (12.5 without); a load takes up to 8 µs
-// where stores wait for the wire. Simple protocol at 4096 tokens: 941 with two blocks, 1065 with one.
+// Blocks that share a multiprocessor, by the lines that a lane moves at once (0: Simple protocol).
+// Stores that wait for the wire delay the loads of a block on the same multiprocessor. Where rows
+// fill the wire (2 lines and more), each block therefore has a multiprocessor to itself. It then
+// takes more registers than two blocks can have, which keeps a second block away. A launch of one
+// phase alone takes one line: a waiting block must leave registers to the blocks of every other
+// stage. Measured: dispatch with all registers at 8 tokens 11.6 (12.5 without); a load takes up to
+// 8 µs where stores wait for the wire. Simple protocol at 4096 tokens: 941 with two blocks, 1065
+// with one.
 constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 
-// With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills little; of 512, 64.
+// With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills
+// little; of 512, 64.
 constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
-static_assert(threads_per_block(0) == kThreads);  // the Simple protocol's buffers in shared memory assume it
+static_assert(threads_per_block(0) ==
+              kThreads);  // the Simple protocol's buffers in shared memory assume it
 
 // Chunks of a row, of `lines` lines of 16 bytes for each of a warp's 32 lanes.
 constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
@@ -56,45 +64,53 @@ constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
 
 // --- Measured thresholds, a value of this struct for each architecture ---
 
-// The values here are those of sm_90; T is in tokens, shares are of a launch's blocks, in thousandths.
+// The values here are those of sm_90; T is in tokens, shares are of a launch's blocks, in
+// thousandths.
 struct Thresholds {
-  // LL protocol, dispatch: up to so many tokens a lane moves one line; up to so many, two where some warps would go
-  // twice. Two lines from 9 tokens on take 12.6 at 16 tokens (13.4 with one).
+  // LL protocol, dispatch: up to so many tokens a lane moves one line; up to so many, two where
+  // some warps would go twice. Two lines from 9 tokens on take 12.6 at 16 tokens (13.4 with one).
   int64_t dispatch_one_line = 8, dispatch_uneven = 128;
-  // Send blocks, if rows are quantized and if not; between these numbers of tokens receivers are the bottleneck. A
-  // quarter is too few for 64 or 512 tokens; a fifth takes 42.0 at 128 (40.5 with a quarter).
+  // Send blocks, if rows are quantized and if not; between these numbers of tokens receivers are
+  // the bottleneck. A quarter is too few for 64 or 512 tokens; a fifth takes 42.0 at 128 (40.5 with
+  // a quarter).
   int64_t dispatch_send_quantized = 375, dispatch_send = 300, dispatch_send_middle = 250;
   int64_t middle_above = 64, middle_up_to = 256;
-  // The same up to two ranks: what a row costs a sender, where a receiver's reads, re-arming and writes cost 1 each.
-  // By cost 26.5 at 128 tokens on two GPUs (29.2 with a fixed share).
+  // The same up to two ranks: what a row costs a sender, where a receiver's reads, re-arming and
+  // writes cost 1 each. By cost 26.5 at 128 tokens on two GPUs (29.2 with a fixed share).
   int64_t local_send_quantized = 8, local_send = 3;
-  // Simple protocol, two ranks: more for rows of up to so many bytes. Two H200 at 4096 tokens: 5/8 for expert-major
-  // bf16 rows, 7/8 for rank-major rows up to 8 KiB.
-  int64_t simple_send = 625, simple_send_rank_major = 750, simple_send_short_row = 125, short_row_bytes = 8 << 10;
-  // Bytes to a release: one takes about 4 µs, whatever was sent since the last one. Dispatch of fp8 rows at 4096 tokens
-  // takes 263 with two tokens to a release, 267 with four, 277 before.
+  // Simple protocol, two ranks: more for rows of up to so many bytes. Two H200 at 4096 tokens: 5/8
+  // for expert-major bf16 rows, 7/8 for rank-major rows up to 8 KiB.
+  int64_t simple_send = 625, simple_send_rank_major = 750, simple_send_short_row = 125,
+          short_row_bytes = 8 << 10;
+  // Bytes to a release: one takes about 4 µs, whatever was sent since the last one. Dispatch of fp8
+  // rows at 4096 tokens takes 263 with two tokens to a release, 267 with four, 277 before.
   int64_t release_bytes = 16 << 10;
-  // LL protocol, combine: up to so many chunks of one line (two ranks) or tokens, a lane moves one line. Two lines from
-  // 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up to 64).
+  // LL protocol, combine: up to so many chunks of one line (two ranks) or tokens, a lane moves one
+  // line. Two lines from 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up
+  // to 64).
   int64_t combine_one_line_chunks = 960, combine_one_line = 64, combine_one_line_scaled = 128;
-  // Send blocks of combine with several lines; in one phase alone; and with one line: scaled, up to so many tokens, and
-  // from there on. With fp8 back, two lines and seven tenths take 49.2 at 256 tokens (52.4 before).
+  // Send blocks of combine with several lines; in one phase alone; and with one line: scaled, up to
+  // so many tokens, and from there on. With fp8 back, two lines and seven tenths take 49.2 at 256
+  // tokens (52.4 before).
   struct Share {
     int64_t scaled, scaled_more, few_tokens, up_to, more;
 
     int64_t of(int64_t blocks, int64_t T, bool has_scales) const {
-      int64_t share = has_scales ? (T <= 96 ? scaled : scaled_more) : T <= up_to ? few_tokens : more;
+      int64_t share = has_scales   ? (T <= 96 ? scaled : scaled_more)
+                      : T <= up_to ? few_tokens
+                                   : more;
       return blocks * share / 1000;
     }
   };
   Share combine_lines{700, 700, 420, 128, 500}, combine_phase{560, 560, 500, 128, 620};
   Share combine_one{560, 680, 500, 16, 400};
-  // Expert-major with own sums (see CombineLaunch): two fifths, since senders look at empty slots, too. Two H100,
-  // Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks take 55.3 / 53.4 / 52.5 / 51.6 / 52.0 /
-  // 52.1. On four GPUs two fifths take 24.7 at 64 tokens (26.2 with half).
+  // Expert-major with own sums (see CombineLaunch): two fifths, since senders look at empty slots,
+  // too. Two H100, Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks
+  // take 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two fifths take 24.7 at 64 tokens
+  // (26.2 with half).
   int64_t combine_own = 400;
-  // Simple protocol, combine, two ranks: 7/8 expert-major, 3/4 rank-major with a warp for each 4 KiB of a row. Two H200
-  // at 4096 tokens.
+  // Simple protocol, combine, two ranks: 7/8 expert-major, 3/4 rank-major with a warp for each 4
+  // KiB of a row. Two H200 at 4096 tokens.
   int64_t combine_simple = 875, combine_simple_rank_major = 750, warp_bytes = 4 << 10;
 };
 constexpr Thresholds kSm90{};
@@ -113,10 +129,11 @@ struct Gpu {
   // Whether `count` multiprocessors are at most half of the GPU.
   bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
 
-  // Blocks of a launch of one phase, on `count` multiprocessors: one on each, so that another launch finds room beside
-  // it. A launch that waits for ranks takes at most three quarters of the GPU: what the ranks wait for may need more
-  // shared memory than a waiting block leaves, and an SM divides its shared memory anew only when it is idle. Measured
-  // on 132 multiprocessors: 132 waiting blocks of 4 KiB keep out a block of 16 KiB; 99 do not.
+  // Blocks of a launch of one phase, on `count` multiprocessors: one on each, so that another
+  // launch finds room beside it. A launch that waits for ranks takes at most three quarters of the
+  // GPU: what the ranks wait for may need more shared memory than a waiting block leaves, and an SM
+  // divides its shared memory anew only when it is idle. Measured on 132 multiprocessors: 132
+  // waiting blocks of 4 KiB keep out a block of 16 KiB; 99 do not.
   int64_t phase_blocks(int64_t count, bool waits) const {
     return waits ? std::clamp<int64_t>(multiprocessors * 3 / 4, 1, count) : count;
   }
@@ -125,15 +142,18 @@ struct Gpu {
 // --- Dispatch ---
 
 struct DispatchLaunch {
-  int64_t recv_lines;                    // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
-  bool coarse;                           // senders also move recv_lines lines at once, otherwise one
-  bool exclusive;                        // every block has a multiprocessor to itself, also where two would fit
+  int64_t
+      recv_lines;  // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
+  bool coarse;     // senders also move recv_lines lines at once, otherwise one
+  bool exclusive;  // every block has a multiprocessor to itself, also where two would fit
   int64_t blocks, threads, send_blocks;  // threads of a block
-  int64_t notify_blocks;                 // after the send blocks: block 0 of them counts, the others send the LL pairs
-  int64_t send_offset_entries, source_offset_entries;  // tables in shared memory; 0: too large for it
-  int64_t row_chunks, chunk_bytes;                     // of a row of x (Simple)
-  int64_t tokens_per_release;                          // Simple
-  int64_t shared_bytes;                                // dynamic, of a block
+  int64_t
+      notify_blocks;  // after the send blocks: block 0 of them counts, the others send the LL pairs
+  int64_t send_offset_entries,
+      source_offset_entries;        // tables in shared memory; 0: too large for it
+  int64_t row_chunks, chunk_bytes;  // of a row of x (Simple)
+  int64_t tokens_per_release;       // Simple
+  int64_t shared_bytes;             // dynamic, of a block
 };
 
 inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args) {
@@ -143,55 +163,66 @@ inline int64_t wire_row_bytes(const ExchangePlan& plan, const DispatchArgs& args
   return epmoe::wire_row_bytes(plan.payload_format, args.D, args.dtype);
 }
 
-// Few tokens, in launches of one phase and on one multiprocessor: one line. More tokens: as many lines as the registers
-// hold, or two where warps would idle or some would go twice. Measured: of fp8 rows four lines take 53 at 512 tokens,
-// two lines 50 (two GPUs, rank-major).
-inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& args, int64_t T, int64_t sms,
-                               const Thresholds& at) {
+// Few tokens, in launches of one phase and on one multiprocessor: one line. More tokens: as many
+// lines as the registers hold, or two where warps would idle or some would go twice. Measured: of
+// fp8 rows four lines take 53 at 512 tokens, two lines 50 (two GPUs, rank-major).
+inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& args, int64_t T,
+                               int64_t sms, const Thresholds& at) {
   if (!dispatch_uses_ll(plan, args)) return 0;
   if (T <= at.dispatch_one_line || sms < 2 || !(args.send && args.receive)) return 1;
   int most = with_format(plan.payload_format, [](auto format) { return kMaxLines<format>; });
   if (wire(plan.payload_format).has_scales()) return most;
   int64_t receiving_warps = sms * kWarps * 2 / 3;  // roughly
-  auto items = [&](int lines) { return plan.R * T * num_chunks(wire_row_bytes(plan, args), lines); };
+  auto items = [&](int lines) {
+    return plan.R * T * num_chunks(wire_row_bytes(plan, args), lines);
+  };
   bool idle = items(2) <= receiving_warps;
   bool uneven = items(most) > receiving_warps && T <= at.dispatch_uneven;
   return idle || uneven ? 2 : most;
 }
 
-// Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs a receiver, which reads R rows,
-// re-arms R slots and writes K rows, rank-major R; a sender also quantizes, for its own rank too, unless the rows are
-// in the format already. Measured: with fp8 3/8 here and 9/16 in combine take 33.0 at 128 tokens (34.5 before).
-inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args, int64_t blocks,
-                                   const Thresholds& at) {
+// Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs a receiver,
+// which reads R rows, re-arms R slots and writes K rows, rank-major R; a sender also quantizes, for
+// its own rank too, unless the rows are in the format already. Measured: with fp8 3/8 here and 9/16
+// in combine take 33.0 at 128 tokens (34.5 before).
+inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args,
+                                   int64_t blocks, const Thresholds& at) {
   bool quantizes = wire(plan.payload_format).quantizes(args.dtype);
   int64_t T = args.T, sending = quantizes ? at.local_send_quantized : at.local_send;
   if (plan.R <= kLocalBoundRanks)
     return blocks * sending / (sending + 2 * plan.R + (args.expert_major ? args.K : plan.R));
   bool middle = args.send && args.receive && T > at.middle_above && T <= at.middle_up_to;
-  return blocks * (middle ? at.dispatch_send_middle : quantizes ? at.dispatch_send_quantized : at.dispatch_send) / 1000;
+  return blocks *
+         (middle      ? at.dispatch_send_middle
+          : quantizes ? at.dispatch_send_quantized
+                      : at.dispatch_send) /
+         1000;
 }
 
-inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args, const Gpu& gpu) {
+inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args,
+                                      const Gpu& gpu) {
   constexpr int64_t kMaxSendOffsets = 8192, kMaxSourceOffsets = 4096;
   const Thresholds& at = gpu.thresholds();
-  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors), T = std::max<int64_t>(args.T, 1);
-  int64_t send_offsets = plan.R * plan.most_local_experts, source_offsets = (plan.R + 1) * plan.num_local_experts;
+  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors),
+          T = std::max<int64_t>(args.T, 1);
+  int64_t send_offsets = plan.R * plan.most_local_experts,
+          source_offsets = (plan.R + 1) * plan.num_local_experts;
   bool both_phases = args.send && args.receive;
   int lines = dispatch_recv_lines(plan, args, T, sms, at);
-  DispatchLaunch launch{.recv_lines = lines,
-                        .coarse = false,
-                        .exclusive = false,
-                        .blocks = 0,
-                        .threads = threads_per_block(lines),
-                        .send_blocks = 0,
-                        .notify_blocks = 0,
-                        .send_offset_entries = send_offsets <= kMaxSendOffsets && !args.to_caller ? send_offsets : 0,
-                        .source_offset_entries = source_offsets <= kMaxSourceOffsets ? source_offsets : 0,
-                        .row_chunks = 0,
-                        .chunk_bytes = 0,
-                        .tokens_per_release = 1,
-                        .shared_bytes = 0};
+  DispatchLaunch launch{
+      .recv_lines = lines,
+      .coarse = false,
+      .exclusive = false,
+      .blocks = 0,
+      .threads = threads_per_block(lines),
+      .send_blocks = 0,
+      .notify_blocks = 0,
+      .send_offset_entries = send_offsets <= kMaxSendOffsets && !args.to_caller ? send_offsets : 0,
+      .source_offset_entries = source_offsets <= kMaxSourceOffsets ? source_offsets : 0,
+      .row_chunks = 0,
+      .chunk_bytes = 0,
+      .tokens_per_release = 1,
+      .shared_bytes = 0};
   int64_t warps = launch.threads / 32;
   int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
   int64_t senders = T, receivers = most, share = most * 3 / 4;
@@ -208,33 +239,39 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     int64_t more = wire_row_bytes(plan, args) <= at.short_row_bytes ? at.simple_send_short_row : 0;
     share = most * ((args.expert_major ? at.simple_send : at.simple_send_rank_major) + more) / 1000;
   }
-  senders = plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
+  senders =
+      plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
   senders = args.send ? std::max<int64_t>(senders, 1) : 0;
   // Rank-major, the receivers also fill the ids and weights of unused slots, whatever T is.
   constexpr int64_t kFillBytes = 16 << 10;
-  if (!args.expert_major) receivers = std::max(receivers, ceil_div(plan.R * plan.M * plan.K * 8, kFillBytes));
+  if (!args.expert_major)
+    receivers = std::max(receivers, ceil_div(plan.R * plan.M * plan.K * 8, kFillBytes));
   if (!args.receive) receivers = 0;
   if (senders && !lines) {
     constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
     int64_t x_bytes = args.D * itemsize(args.dtype), chunks = ceil_div(x_bytes, kMaxChunkBytes);
     launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
     launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
-    // The releases of one multiprocessor wait for each other. It shows where few multiprocessors send all rows, or
-    // where rows are short.
-    int64_t short_rows = std::clamp<int64_t>(at.release_bytes / wire_row_bytes(plan, args), 1, kMaxTokensPerRelease);
+    // The releases of one multiprocessor wait for each other. It shows where few multiprocessors
+    // send all rows, or where rows are short.
+    int64_t short_rows =
+        std::clamp<int64_t>(at.release_bytes / wire_row_bytes(plan, args), 1, kMaxTokensPerRelease);
     int64_t most_at_once = gpu.is_scarce(sms) ? kMaxTokensPerRelease : short_rows;
     launch.tokens_per_release = std::clamp<int64_t>(T / senders / 6, 1, most_at_once);
   }
-  // One block counts, and with LL others send the pairs; where there is no room for them, the counting block does both.
+  // One block counts, and with LL others send the pairs; where there is no room for them, the
+  // counting block does both.
   int64_t groups = lines ? ceil_div(args.T, warps) : 0;
   launch.send_blocks = senders;
   launch.notify_blocks = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
   launch.blocks = std::max(std::min(senders + launch.notify_blocks + receivers, most),
                            senders + std::max<int64_t>(launch.notify_blocks, 1));
   launch.exclusive = both_phases && launch.blocks <= sms;
-  int64_t table_entries = 2 * plan.P + 1 + launch.send_offset_entries + launch.source_offset_entries;
+  int64_t table_entries =
+      2 * plan.P + 1 + launch.send_offset_entries + launch.source_offset_entries;
   if (plan.copies > 1) table_entries += plan.E;
-  launch.shared_bytes = kPipelineStages * launch.chunk_bytes + table_entries * int64_t{sizeof(int32_t)};
+  launch.shared_bytes =
+      kPipelineStages * launch.chunk_bytes + table_entries * int64_t{sizeof(int32_t)};
   return launch;
 }
 
@@ -242,8 +279,9 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
 
 struct CombineLaunch {
   int64_t send_lines;  // lines of a row that a sending lane moves at once (LL); 0: Simple protocol
-  bool coarse;         // receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight
-  bool own;            // receivers make the sums for tokens of this rank, so that these do not travel
+  bool coarse;  // receivers also sum send_lines lines at once, otherwise one; senders have four
+                // pairs in flight
+  bool own;     // receivers make the sums for tokens of this rank, so that these do not travel
   int64_t blocks, threads, send_blocks;  // threads of a block
   int64_t team;                          // warps that send a row together (Simple)
   int64_t shared_bytes;                  // dynamic, of a block
@@ -253,15 +291,17 @@ inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args,
                               const Thresholds& at) {
   if (args.T > plan.ll_max_tokens) return 0;
   int64_t chunks = args.T * num_chunks(row_bytes, 1);
-  int64_t tokens = wire(plan.combine_format).has_scales() ? at.combine_one_line_scaled : at.combine_one_line;
+  int64_t tokens =
+      wire(plan.combine_format).has_scales() ? at.combine_one_line_scaled : at.combine_one_line;
   bool one = plan.R <= kLocalBoundRanks ? chunks <= at.combine_one_line_chunks : args.T <= tokens;
   return one || !(args.send && args.receive) ? 1 : kMaxSumLines;
 }
 
-// Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs the sender, which reads K rows
-// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row. `own` as in CombineLaunch.
-inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines,
-                                  bool own, const Thresholds& at) {
+// Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs the sender,
+// which reads K rows and writes R sums, and the receiver, which reads and re-arms R sums and writes
+// one row. `own` as in CombineLaunch.
+inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks,
+                                  int lines, bool own, const Thresholds& at) {
   bool scaled = wire(plan.combine_format).has_scales();
   if (lines > 1 && plan.R <= kLocalBoundRanks) {
     int64_t rows = args.expert_major ? plan.K : plan.R, others = plan.R - 1;
@@ -271,13 +311,17 @@ inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& a
     return blocks * sending / (sending + receiving);
   }
   bool both_phases = args.send && args.receive;
-  const Thresholds::Share& share = lines > 1 ? at.combine_lines : both_phases ? at.combine_one : at.combine_phase;
+  const Thresholds::Share& share = lines > 1     ? at.combine_lines
+                                   : both_phases ? at.combine_one
+                                                 : at.combine_phase;
   return share.of(blocks, args.T, scaled);
 }
 
-inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs& args, DType dtype, const Gpu& gpu) {
+inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs& args, DType dtype,
+                                    const Gpu& gpu) {
   int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
-  // Only the device knows how many slots this rank has received. The policy assumes as many as the rank sends.
+  // Only the device knows how many slots this rank has received. The policy assumes as many as the
+  // rank sends.
   int64_t T = std::max<int64_t>(args.T, 1), num_slots = T * plan.R;
   WireTraits traits = wire(plan.combine_format);
   int64_t row_bytes = traits.row_bytes(args.D, itemsize(dtype));
@@ -286,14 +330,16 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   int lines = combine_send_lines(plan, args, row_bytes, at);
   // Not with scales: 256 tokens lose what 1024 gain.
   bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !traits.has_scales();
-  // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a warp. Measured on two
-  // H200, rank-major bf16, at 64 / 128 / 512 tokens: 14.1 / 20.0 / 53.0, and 14.2 / 20.1 / 57.8 without. Within one to
-  // two items (128 tokens) own sums take 1.1 to 1.4 more.
+  // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a
+  // warp. Measured on two H200, rank-major bf16, at 64 / 128 / 512 tokens: 14.1 / 20.0 / 53.0,
+  // and 14.2 / 20.1 / 57.8 without. Within one to two items (128 tokens) own sums take 1.1 to 1.4
+  // more.
   int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0, all_warps = sms * kWarps;
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
   int64_t threads = threads_per_block(lines), warps = threads / 32;
   int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
-  int64_t team = 4, senders = num_slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
+  int64_t team = 4, senders = num_slots, receivers = most,
+          share = std::max<int64_t>(most * 3 / 4, 1);
   if (lines) {
     senders = ceil_div((own ? num_slots - T : num_slots) * num_chunks(row_bytes, lines), warps);
     receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
@@ -304,18 +350,22 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     int64_t rows_per_team = ceil_div(num_slots * team, share * warps);
     if (num_slots <= most) share = most * 5 / 6;
     if (rows_per_team > 1) share = most * 5 / 8;
-    bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
+    bool sums_dominate =
+        args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
     if (rows_per_team > 64) share = most * 11 / 12;
     if (rows_per_team > 64 || sums_dominate) team = 2;
     if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
       share = most * (args.expert_major ? at.combine_simple : at.combine_simple_rank_major) / 1000;
-      if (!args.expert_major) team = row_bytes <= at.warp_bytes ? 1 : row_bytes <= 2 * at.warp_bytes ? 2 : 4;
+      if (!args.expert_major)
+        team = row_bytes <= at.warp_bytes ? 1 : row_bytes <= 2 * at.warp_bytes ? 2 : 4;
     }
-    // Measured, fp8, 4096 tokens, combine: one warp a row takes 305, four warps that wait for each other 330.
+    // Measured, fp8, 4096 tokens, combine: one warp a row takes 305, four warps that wait for each
+    // other 330.
     if (traits.has_scales() && num_slots > share * warps * 4) team = 1;
   }
   if (plan.combine_team)
-    team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), warps & -warps);
+    team =
+        std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), warps & -warps);
   while (warps / team * traits.padded_scale_bytes(args.D) > kSendBufferBytes / 2) team *= 2;
   senders = plan.combine_senders ? std::min(plan.combine_senders, most) : std::min(senders, share);
   senders = args.send ? std::max<int64_t>(senders, 1) : 0;
@@ -341,13 +391,14 @@ struct LaunchPolicy {
 // Shared memory that a kernel of the exchange declares statically, at most.
 constexpr int64_t kDeclaredSharedBytes = 12 << 10;
 
-// Bytes of shared memory that a block of any kernel of the exchange needs, at most. Fewer blocks than the launch policy
-// counts on may be resident: the others run later.
+// Bytes of shared memory that a block of any kernel of the exchange needs, at most. Fewer blocks
+// than the launch policy counts on may be resident: the others run later.
 inline int64_t shared_bytes_per_block(const ExchangePlan& plan) {
   DispatchArgs args{};
   args.T = plan.ll_max_tokens + 1, args.D = kMaxChunkBytes, args.dtype = DType::kFloat32;
   args.K = 1, args.expert_major = args.send = args.receive = true;
-  int64_t dispatch = dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9}).shared_bytes;
+  int64_t dispatch =
+      dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9}).shared_bytes;
   return std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes;
 }
 

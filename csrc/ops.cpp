@@ -1,4 +1,5 @@
-// The local operators: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/native/ops.py.
+// The local operators: they check and unwrap tensors, and launch. Schemas and fakes are in
+// epmoe/native/ops.py.
 #include <tuple>
 
 #include "args.h"
@@ -9,9 +10,10 @@ namespace epmoe {
 namespace {
 
 std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const MaybeTensor& bias,
-                                 const MaybeTensor& num_tokens, int64_t num_rows, bool sigmoid, bool renormalize,
-                                 double epsilon, int64_t num_groups, int64_t top_groups, int64_t scores_per_group,
-                                 double scale, bool wide_ids, const MaybeTensor& counters) {
+                                 const MaybeTensor& num_tokens, int64_t num_rows, bool sigmoid,
+                                 bool renormalize, double epsilon, int64_t num_groups,
+                                 int64_t top_groups, int64_t scores_per_group, double scale,
+                                 bool wide_ids, const MaybeTensor& counters) {
   check_rows(logits, "logits");
   int64_t T = logits.size(0), E = logits.size(1);
   Tensor ids = empty_like_device(logits, {T, top_k}, wide_ids ? ScalarType::Long : ScalarType::Int);
@@ -42,9 +44,11 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const Mayb
   return {ids, weights};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& ids, const Tensor& expert_map,
-                                                   int64_t num_local_experts, const MaybeTensor& counts,
-                                                   int64_t alignment, int64_t max_rows, const MaybeTensor& counters) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& ids,
+                                                   const Tensor& expert_map,
+                                                   int64_t num_local_experts,
+                                                   const MaybeTensor& counts, int64_t alignment,
+                                                   int64_t max_rows, const MaybeTensor& counters) {
   check_rows(x, "x");
   check_rows(ids, "ids");
   int64_t S = x.size(0), D = x.size(1), K = ids.size(1), R = counts ? counts->numel() : 1;
@@ -56,8 +60,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   Tensor row_of_pair = empty_like_device(ids, {S, K}, ScalarType::Int);
   int64_t workspace_bytes = 0;
   if (x.is_cuda())
-    workspace_bytes = cuda::library().api->permute_workspace_bytes(S, static_cast<int32_t>(K),
-                                                                   static_cast<int32_t>(num_local_experts));
+    workspace_bytes = cuda::library().api->permute_workspace_bytes(
+        S, static_cast<int32_t>(K), static_cast<int32_t>(num_local_experts));
   Tensor workspace = empty_like_device(ids, {workspace_bytes}, ScalarType::Byte);
   PermuteArgs args{
       .x_SD = x.data_ptr(),
@@ -88,13 +92,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   return {rows, expert_offsets, tokens_per_expert, row_of_pair};
 }
 
-Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& weights, const MaybeTensor& counts) {
+Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& weights,
+                const MaybeTensor& counts) {
   check_rows(rows, "rows");
   check_rows(row_of_pair, "row_of_pair");
   check_rows(weights, "weights");
-  int64_t S = row_of_pair.size(0), K = row_of_pair.size(1), D = rows.size(1), R = counts ? counts->numel() : 1;
+  int64_t S = row_of_pair.size(0), K = row_of_pair.size(1), D = rows.size(1),
+          R = counts ? counts->numel() : 1;
   STD_TORCH_CHECK(row_of_pair.scalar_type() == ScalarType::Int, "row_of_pair must be int32");
-  STD_TORCH_CHECK(weights.size(0) == S && weights.size(1) == K, "weights must have the shape of row_of_pair");
+  STD_TORCH_CHECK(weights.size(0) == S && weights.size(1) == K,
+                  "weights must have the shape of row_of_pair");
   STD_TORCH_CHECK(R >= 1 && S % R == 0, "the slots must divide into the sources of counts");
   Tensor partial = torch::stable::new_empty(rows, {S, D});
   FinalizeArgs args{
@@ -131,10 +138,11 @@ void zero_padding_rows(const Tensor& x, const MaybeTensor& num_tokens, int64_t n
   launch(x, args, cpu::zero_padding_rows, &cuda::Api::zero_padding_rows);
 }
 
-std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows,
-                                        int64_t block) {
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const MaybeTensor& num_tokens,
+                                        int64_t num_rows, int64_t block) {
   check_rows(x, "x");
-  STD_TORCH_CHECK(block >= 0 && (!block || block == kScaleBlock || !x.is_cuda()), "block must be 0, or 128 on CUDA");
+  STD_TORCH_CHECK(block >= 0 && (!block || block == kScaleBlock || !x.is_cuda()),
+                  "block must be 0, or 128 on CUDA");
   int64_t T = x.size(0), D = x.size(1);
   Tensor q = empty_like_device(x, {T, D}, ScalarType::Float8_e4m3fn);
   Tensor scales = block ? empty_like_device(x, {T, ceil_div(D, block)}, ScalarType::Float)
@@ -147,13 +155,14 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const MaybeTensor& num_
   return {q, scales};
 }
 
-// Columns of a matrix of scales for N rows, so that each of its rows starts at a multiple of 16 bytes.
+// Columns of a matrix of scales for N rows, so that each of its rows starts at a multiple of 16
+// bytes.
 int64_t padded_columns(int64_t N) { return ceil_div(N, 4) * 4; }
 
 std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor& expert_offsets,
-                                            const MaybeTensor& tokens_per_expert, const MaybeTensor& bias,
-                                            bool interleaved, double limit, double alpha, double up_offset,
-                                            bool quantize) {
+                                            const MaybeTensor& tokens_per_expert,
+                                            const MaybeTensor& bias, bool interleaved, double limit,
+                                            double alpha, double up_offset, bool quantize) {
   check_rows(gate_up, "gate_up");
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
   int64_t N = gate_up.size(0), F = gate_up.size(1) / 2, e = segments.num_local_experts;
@@ -163,7 +172,8 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
   STD_TORCH_CHECK(N * blocks <= INT32_MAX, "gate_up has too many rows");
   STD_TORCH_CHECK(!bias || is_whole(*bias, gate_up.scalar_type(), {e, 2 * F}),
                   "bias must be contiguous [e, 2F] in the dtype of gate_up");
-  Tensor out = empty_like_device(gate_up, {N, F}, quantize ? ScalarType::Float8_e4m3fn : gate_up.scalar_type());
+  Tensor out = empty_like_device(gate_up, {N, F},
+                                 quantize ? ScalarType::Float8_e4m3fn : gate_up.scalar_type());
   Tensor scales = empty_like_device(gate_up, {blocks, columns}, ScalarType::Float);
   GatedActivationArgs args{
       .gate_up_N2F = gate_up.data_ptr(),
@@ -183,7 +193,8 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
   return {out, scales};
 }
 
-Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert) {
+Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
+                       const MaybeTensor& tokens_per_expert) {
   check_rows(scales, "scales");
   STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
   int64_t N = scales.size(0), B = scales.size(1);
@@ -205,47 +216,58 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets, const
 Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
   int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
   Tensor out = empty_like_device(codes, {e, n, k}, ScalarType::BFloat16);
-  DequantizeArgs args{codes.data_ptr(), mxfp4_scales(codes, scales), e * n * k / kMxfp4Group, out.data_ptr()};
+  DequantizeArgs args{codes.data_ptr(), mxfp4_scales(codes, scales), e * n * k / kMxfp4Group,
+                      out.data_ptr()};
   launch(codes, args, &cuda::Api::dequantize_mxfp4);
   return out;
 }
 
-// Checks weights [e, n, k] of few_rows, which reads them 16 bytes at a time, and returns their scales, or null.
-const void* few_rows_scales(const Tensor& weights, const MaybeTensor& scales, int64_t e, int64_t n, int64_t k,
-                            WeightFormat format) {
-  constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn, ScalarType::Float4_e2m1fn_x2};
+// Checks weights [e, n, k] of few_rows, which reads them 16 bytes at a time, and returns their
+// scales, or null.
+const void* few_rows_scales(const Tensor& weights, const MaybeTensor& scales, int64_t e, int64_t n,
+                            int64_t k, WeightFormat format) {
+  constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn,
+                                   ScalarType::Float4_e2m1fn_x2};
   const bool packed = format == WeightFormat::kMxfp4;
-  STD_TORCH_CHECK(
-      is_whole(weights, kTypes[static_cast<int>(format)], {e, n, packed ? k / 2 : k}) && is_aligned(weights),
-      "weights must be contiguous [e, n, k], aligned to 16 bytes, in one dtype");
-  STD_TORCH_CHECK(scales.has_value() == (format != WeightFormat::kBf16), "weights must have scales, but bfloat16 none");
+  STD_TORCH_CHECK(is_whole(weights, kTypes[static_cast<int>(format)], {e, n, packed ? k / 2 : k}) &&
+                      is_aligned(weights),
+                  "weights must be contiguous [e, n, k], aligned to 16 bytes, in one dtype");
+  STD_TORCH_CHECK(scales.has_value() == (format != WeightFormat::kBf16),
+                  "weights must have scales, but bfloat16 none");
   if (!packed) return pointer<float>(scales, e * (n / kScaleBlock) * (k / kScaleBlock), "scales");
-  STD_TORCH_CHECK(scales->element_size() == 1 && is_whole(*scales, scales->scalar_type(), {e, n, k / kMxfp4Group}),
+  STD_TORCH_CHECK(scales->element_size() == 1 &&
+                      is_whole(*scales, scales->scalar_type(), {e, n, k / kMxfp4Group}),
                   "scales of MXFP4 must be contiguous [e, n, k / 32]");
   return scales->data_ptr();
 }
 
 const void* few_rows_bias(const MaybeTensor& bias, int64_t e, int64_t n) {
-  STD_TORCH_CHECK(!bias || is_whole(*bias, ScalarType::BFloat16, {e, n}), "a bias must be contiguous bfloat16 [e, n]");
+  STD_TORCH_CHECK(!bias || is_whole(*bias, ScalarType::BFloat16, {e, n}),
+                  "a bias must be contiguous bfloat16 [e, n]");
   return bias ? bias->data_ptr() : nullptr;
 }
 
 Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
-                const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias, const Tensor& down,
-                const MaybeTensor& down_scales, const MaybeTensor& down_bias, const Tensor& expert_offsets,
-                const MaybeTensor& tokens_per_expert, bool interleaved, double limit, double alpha, double up_offset,
+                const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
+                const Tensor& down, const MaybeTensor& down_scales, const MaybeTensor& down_bias,
+                const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
+                bool interleaved, double limit, double alpha, double up_offset,
                 int64_t token_tiles) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
-  const WeightFormat format = down.scalar_type() == ScalarType::Float4_e2m1fn_x2 ? WeightFormat::kMxfp4
-                              : dtype_of(down) == DType::kFloat8E4M3             ? WeightFormat::kFp8
-                                                                                 : WeightFormat::kBf16;
+  const WeightFormat format = down.scalar_type() == ScalarType::Float4_e2m1fn_x2
+                                  ? WeightFormat::kMxfp4
+                              : dtype_of(down) == DType::kFloat8E4M3 ? WeightFormat::kFp8
+                                                                     : WeightFormat::kBf16;
   const bool fp8 = format == WeightFormat::kFp8, packed = format == WeightFormat::kMxfp4;
-  int64_t N = rows.size(0), D = rows.size(1), F = down.size(2) * (packed ? 2 : 1), e = segments.num_local_experts;
+  int64_t N = rows.size(0), D = rows.size(1), F = down.size(2) * (packed ? 2 : 1),
+          e = segments.num_local_experts;
   int64_t step = fp8 ? kScaleBlock : packed ? kMxfp4Group : kScaleBlock / 2;
-  STD_TORCH_CHECK(
-      rows.is_contiguous() && is_aligned(rows) && dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
-      "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such weights, else bfloat16");
-  STD_TORCH_CHECK(D % step == 0 && F % step == 0, "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
+  STD_TORCH_CHECK(rows.is_contiguous() && is_aligned(rows) &&
+                      dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
+                  "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such "
+                  "weights, else bfloat16");
+  STD_TORCH_CHECK(D % step == 0 && F % step == 0,
+                  "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
   STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 4 || token_tiles == (packed ? 2 : 8),
                   "token_tiles must be 1 or 4, or 2 with MXFP4, else 8");
@@ -259,8 +281,9 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
   // Of h in fp8: scales of blocks, or powers of two.
   int64_t columns = padded_columns(fp8 && token_tiles > 1 ? N : 0);
-  Tensor scales = columns ? empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float)
-                          : empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
+  Tensor scales =
+      columns ? empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float)
+              : empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
       .format = format,
@@ -292,7 +315,8 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
 
 Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
   int64_t T = x.size(0), n = weight.size(0), k = x.size(1);
-  STD_TORCH_CHECK(is_whole(x, x.scalar_type(), {T, k}) && is_whole(weight, x.scalar_type(), {n, k}) &&
+  STD_TORCH_CHECK(is_whole(x, x.scalar_type(), {T, k}) &&
+                      is_whole(weight, x.scalar_type(), {n, k}) &&
                       dtype_of(x) != DType::kFloat8E4M3,
                   "x must be contiguous [T, k] and weight [n, k], in one dtype");
   Tensor out = torch::stable::new_empty(x, {T, n});

@@ -1,5 +1,5 @@
-// The operators of the exchange: they check and unwrap tensors, and launch. Schemas and fakes are in
-// epmoe/native/ops.py.
+// The operators of the exchange: they check and unwrap tensors, and launch. Schemas and fakes are
+// in epmoe/native/ops.py.
 #include <cstring>
 #include <utility>
 
@@ -16,32 +16,36 @@ enum class Phase { kSendRecv, kSend, kRecv };
 const ExchangeDescriptor& parsed(const Tensor& descriptor) {
   constexpr int64_t kFields = sizeof(ExchangeDescriptor) / sizeof(int64_t);
   STD_TORCH_CHECK(!descriptor.is_cuda(), "`descriptor` must be on the host");
-  const auto& d = *reinterpret_cast<const ExchangeDescriptor*>(pointer<int64_t>(descriptor, kFields, "descriptor"));
+  const auto& d = *reinterpret_cast<const ExchangeDescriptor*>(
+      pointer<int64_t>(descriptor, kFields, "descriptor"));
   int64_t R = d.plan.R;
   STD_TORCH_CHECK(R >= 1 && R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
-  STD_TORCH_CHECK(descriptor.numel() == kFields + R, "`descriptor` must hold ", kFields, " fields and ", R,
-                  " addresses");
+  STD_TORCH_CHECK(descriptor.numel() == kFields + R, "`descriptor` must hold ", kFields,
+                  " fields and ", R, " addresses");
   return d;
 }
 
 Progress& progress_of(const Exchange& exchange, const Tensor& like) {
-  return like.is_cuda() ? *reinterpret_cast<Progress*>(exchange.status + 1)
-                        : reinterpret_cast<RoundState*>(exchange.scratch + exchange.plan.state)->progress;
+  return like.is_cuda()
+             ? *reinterpret_cast<Progress*>(exchange.status + 1)
+             : reinterpret_cast<RoundState*>(exchange.scratch + exchange.plan.state)->progress;
 }
 
 // `like` is a tensor of the call, and `opens` whether the call opens a round.
-Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Tensor& scratch, const Tensor& like,
-                     bool opens) {
+Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Tensor& scratch,
+                     const Tensor& like, bool opens) {
   int64_t R = d.plan.R;
   pointer<uint8_t>(window, d.plan.combine_values, "window");
   Exchange exchange{
       .plan = d.plan,
       .peers_R = {},
-      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, d.plan.health_aborted_rounds + R * 8, "scratch")),
+      .scratch = reinterpret_cast<char*>(
+          pointer<uint8_t>(scratch, d.plan.health_aborted_rounds + R * 8, "scratch")),
       .status = reinterpret_cast<Status*>(d.status),
       .timeout_ns = d.timeout_ns,
   };
-  if (progress_of(exchange, like).phases + opens <= 4) exchange.timeout_ns = d.first_timeout_ns;  // four a round
+  if (progress_of(exchange, like).phases + opens <= 4)
+    exchange.timeout_ns = d.first_timeout_ns;  // four a round
   std::memcpy(exchange.peers_R, &d + 1, R * sizeof(char*));
   return exchange;
 }
@@ -49,22 +53,26 @@ Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Te
 // Where experts move, each layer has tables and totals of its own.
 void choose_layer(ExchangePlan& plan, int64_t tag, int64_t T) {
   if (!plan.layers) return;
-  STD_TORCH_CHECK(tag >= 1 && tag <= plan.layers, "the tag must be from 1 to ", plan.layers, ", got ", tag);
+  STD_TORCH_CHECK(tag >= 1 && tag <= plan.layers, "the tag must be from 1 to ", plan.layers,
+                  ", got ", tag);
   int64_t table = 2 * (tag - 1) + (T > plan.few_tokens);
   plan.table_copies += table * plan.E * plan.copies * static_cast<int64_t>(sizeof(int32_t));
-  plan.health_tokens_per_expert += (tag - 1) * plan.num_local_experts * static_cast<int64_t>(sizeof(int64_t));
+  plan.health_tokens_per_expert +=
+      (tag - 1) * plan.num_local_experts * static_cast<int64_t>(sizeof(int64_t));
 }
 
-// Launches one or both phases of a stage, in the order of the calls, whichever streams these are made on. Notes for the
-// host what was launched; the CPU kernels note their phases themselves.
+// Launches one or both phases of a stage, in the order of the calls, whichever streams these are
+// made on. Notes for the host what was launched; the CPU kernels note their phases themselves.
 template <typename Args, typename Launch>
-void launch_in_order(const Exchange& exchange, const Args& args, const Tensor& like, Launch&& launch) {
+void launch_in_order(const Exchange& exchange, const Args& args, const Tensor& like,
+                     Launch&& launch) {
   Progress& progress = progress_of(exchange, like);
   launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) {
     int64_t this_stream = reinterpret_cast<int64_t>(stream) + 1;
     int64_t last = std::exchange(progress.last_stream, this_stream);
     if (last && last != this_stream)
-      if (int error = api.order_after(stream, reinterpret_cast<cuda::Stream>(last - 1))) return error;
+      if (int error = api.order_after(stream, reinterpret_cast<cuda::Stream>(last - 1)))
+        return error;
     return launch(api, stream);
   });
   progress.phases += args.send + args.receive;
@@ -86,26 +94,29 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
     });
   auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
   int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;
-  STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed, " rows, got ", args.num_rows);
+  STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed,
+                  " rows, got ", args.num_rows);
   cpu::combine(exchange, args, dtype_of(y));
 }
 
 template <Phase kPhase>
 void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const MaybeTensor& scales,
-              const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& window, const Tensor& scratch,
-              const Tensor& descriptor) {
+              const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& window,
+              const Tensor& scratch, const Tensor& descriptor) {
   const ExchangeDescriptor& d = parsed(descriptor);
   const ExchangePlan& plan = d.plan;
   DispatchArgs args{};
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, plan.payload_format);
   STD_TORCH_CHECK(args.T <= plan.M && args.K <= plan.K, "x, ids and weights must fit the plan");
   WireTraits traits = wire(plan.payload_format);
-  STD_TORCH_CHECK(args.D >= 1 && traits.row_bytes(args.D, itemsize(args.dtype)) <= plan.x_stride_bytes &&
+  STD_TORCH_CHECK(args.D >= 1 &&
+                      traits.row_bytes(args.D, itemsize(args.dtype)) <= plan.x_stride_bytes &&
                       traits.num_scales(args.D) <= plan.scale_blocks,
                   "a row of x must fit the plan");
   STD_TORCH_CHECK(d.to_caller || args.dtype != wire(WireFormat::kPackedFp8).element || scales,
                   "packed rows are for training");
-  STD_TORCH_CHECK(is_aligned(x) && args.x_stride_bytes % 16 == 0, "rows of x must start at multiples of 16 bytes");
+  STD_TORCH_CHECK(is_aligned(x) && args.x_stride_bytes % 16 == 0,
+                  "rows of x must start at multiples of 16 bytes");
   args.expert_major = d.expert_major;
   args.weight_rows = d.weight_rows;
   args.zero_gaps = d.zero_gaps;
@@ -117,10 +128,11 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const M
   args.outputs_ND = reinterpret_cast<const void*>(d.outputs);
   args.outputs_stride_bytes = d.outputs_stride_bytes;
   args.products_NC = reinterpret_cast<float*>(d.products);
-  STD_TORCH_CHECK(!args.outputs_ND || (args.to_caller && args.products_NC && args.T > plan.ll_max_tokens &&
-                                       traits.row_bytes(args.D, itemsize(args.dtype)) <= kMostProductBytes &&
-                                       d.outputs % 16 == 0 && d.outputs_stride_bytes % 16 == 0),
-                  "rows cannot be multiplied in this call");
+  STD_TORCH_CHECK(
+      !args.outputs_ND || (args.to_caller && args.products_NC && args.T > plan.ll_max_tokens &&
+                           traits.row_bytes(args.D, itemsize(args.dtype)) <= kMostProductBytes &&
+                           d.outputs % 16 == 0 && d.outputs_stride_bytes % 16 == 0),
+      "rows cannot be multiplied in this call");
   STD_TORCH_CHECK(!args.to_caller || !traits.has_scales(), "training needs rows without scales");
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;
   launch_dispatch(exchange_of(d, window, scratch, x, args.send), args, x);
@@ -133,10 +145,12 @@ void combine(const Tensor& y, const MaybeTensor& rows, const Tensor& window, con
   const ExchangePlan& plan = d.plan;
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");
-  STD_TORCH_CHECK(wire_row_bytes(plan.combine_format, y.size(1), dtype_of(y)) <= plan.combine_stride_bytes,
-                  "a row of y must fit the plan");
-  STD_TORCH_CHECK(!d.row_values == !d.pair_values && (!d.row_values || !wire(plan.combine_format).has_scales()),
-                  "values return with sums without scales");
+  STD_TORCH_CHECK(
+      wire_row_bytes(plan.combine_format, y.size(1), dtype_of(y)) <= plan.combine_stride_bytes,
+      "a row of y must fit the plan");
+  STD_TORCH_CHECK(
+      !d.row_values == !d.pair_values && (!d.row_values || !wire(plan.combine_format).has_scales()),
+      "values return with sums without scales");
   CombineArgs args{
       .expert_major = d.expert_major != 0,
       .y_TD = y.data_ptr(),
@@ -150,10 +164,14 @@ void combine(const Tensor& y, const MaybeTensor& rows, const Tensor& window, con
   if (rows) {
     check_rows(*rows, "rows");
     int64_t stride_bytes = rows->stride(0) * itemsize(dtype_of(y));
-    STD_TORCH_CHECK(rows->size(1) == y.size(1) && dtype_of(*rows) == dtype_of(y), "rows must be like y");
-    STD_TORCH_CHECK(args.expert_major || rows->size(0) == plan.R * plan.M, "partial rows must be [R * M, D]");
-    STD_TORCH_CHECK(is_aligned(*rows) && stride_bytes % 16 == 0, "rows must start at multiples of 16 bytes");
-    static const char kNoRow[16] = {};  // an empty tensor has no address, but null would abort the round
+    STD_TORCH_CHECK(rows->size(1) == y.size(1) && dtype_of(*rows) == dtype_of(y),
+                    "rows must be like y");
+    STD_TORCH_CHECK(args.expert_major || rows->size(0) == plan.R * plan.M,
+                    "partial rows must be [R * M, D]");
+    STD_TORCH_CHECK(is_aligned(*rows) && stride_bytes % 16 == 0,
+                    "rows must start at multiples of 16 bytes");
+    static const char kNoRow[16] =
+        {};  // an empty tensor has no address, but null would abort the round
     args.rows = rows->size(0) ? rows->data_ptr() : kNoRow;
     args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);
@@ -164,7 +182,8 @@ void combine(const Tensor& y, const MaybeTensor& rows, const Tensor& window, con
 // Words in windows of shared memory (cpu/words.h).
 void post_word(const Tensor& window, int64_t offset, int64_t value) {
   STD_TORCH_CHECK(offset >= 0 && offset % 8 == 0, "a word must start at a multiple of 8 bytes");
-  cpu::post_word(reinterpret_cast<int64_t*>(pointer<uint8_t>(window, offset + 8, "window") + offset), value);
+  cpu::post_word(
+      reinterpret_cast<int64_t*>(pointer<uint8_t>(window, offset + 8, "window") + offset), value);
 }
 
 Tensor read_words(const Tensor& words) {

@@ -1,6 +1,6 @@
-// What the host asks of the CUDA kernels ahead of a round. The launch policy is an operator, since `epmoe plan` prints
-// it, and its table is tested, on machines without a GPU. The GPU's operators call the policy directly
-// (cuda/dispatch/dispatch.cu, cuda/combine/combine.cu).
+// What the host asks of the CUDA kernels ahead of a round. The launch policy is an operator, since
+// `epmoe plan` prints it, and its table is tested, on machines without a GPU. The GPU's operators
+// call the policy directly (cuda/dispatch/dispatch.cu, cuda/combine/combine.cu).
 #include <cstring>
 
 #include "launch_policy.h"
@@ -10,21 +10,25 @@ namespace epmoe {
 namespace {
 
 const ExchangePlan& plan_of(const Tensor& plan) {
-  return *reinterpret_cast<const ExchangePlan*>(pointer<int64_t>(plan, sizeof(ExchangePlan) / sizeof(int64_t), "plan"));
+  return *reinterpret_cast<const ExchangePlan*>(
+      pointer<int64_t>(plan, sizeof(ExchangePlan) / sizeof(int64_t), "plan"));
 }
 
 // The bytes of `LaunchPolicy`, on the CPU.
-Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_t dtype, bool expert_major, bool send,
-                     bool receive, int64_t multiprocessors, int64_t major) {
+Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_t dtype,
+                     bool expert_major, bool send, bool receive, int64_t multiprocessors,
+                     int64_t major) {
   DispatchArgs out{};
   out.dtype = static_cast<DType>(dtype);
   out.T = out.num_rows = T, out.D = D, out.K = static_cast<int32_t>(K);
   out.expert_major = expert_major, out.send = send, out.receive = receive;
   CombineArgs back{};
   back.rows = &back;  // not null: the round is not aborted
-  back.T = T, back.D = D, back.expert_major = expert_major, back.send = send, back.receive = receive;
+  back.T = T, back.D = D, back.expert_major = expert_major, back.send = send,
+  back.receive = receive;
   Gpu gpu{multiprocessors, static_cast<int>(major)};
-  LaunchPolicy policy{dispatch_launch(plan_of(plan), out, gpu), combine_launch(plan_of(plan), back, out.dtype, gpu)};
+  LaunchPolicy policy{dispatch_launch(plan_of(plan), out, gpu),
+                      combine_launch(plan_of(plan), back, out.dtype, gpu)};
   Tensor bytes = empty_like_device(plan, {sizeof policy}, ScalarType::Byte);
   std::memcpy(bytes.data_ptr(), &policy, sizeof policy);
   return bytes;

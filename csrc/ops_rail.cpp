@@ -1,4 +1,5 @@
-// The operators of the rail: they check and unwrap tensors. Schemas and fakes are in epmoe/native/ops.py.
+// The operators of the rail: they check and unwrap tensors. Schemas and fakes are in
+// epmoe/native/ops.py.
 #include "cpu/stages.h"
 #include "unwrap.h"
 
@@ -8,28 +9,33 @@ namespace {
 const RailDescriptor& parsed(const Tensor& descriptor) {
   constexpr int64_t kFields = sizeof(RailDescriptor) / sizeof(int64_t);
   STD_TORCH_CHECK(!descriptor.is_cuda(), "`descriptor` must be on the host");
-  return *reinterpret_cast<const RailDescriptor*>(pointer<int64_t>(descriptor, kFields, "descriptor"));
+  return *reinterpret_cast<const RailDescriptor*>(
+      pointer<int64_t>(descriptor, kFields, "descriptor"));
 }
 
 void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const MaybeTensor& scales,
-               const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& copies, const Tensor& num_copies,
-               const Tensor& node_of, const Tensor& node_local, const Tensor& descriptor, int64_t slab_rows,
-               int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent, const Tensor& slots_of,
-               const Tensor& counts, const Tensor& needed, const Tensor& counters, const Tensor& rows_sent) {
+               const MaybeTensor& num_tokens, int64_t num_rows, const Tensor& copies,
+               const Tensor& num_copies, const Tensor& node_of, const Tensor& node_local,
+               const Tensor& descriptor, int64_t slab_rows, int64_t epoch, int64_t tag,
+               const Tensor& own, const Tensor& sent, const Tensor& slots_of, const Tensor& counts,
+               const Tensor& needed, const Tensor& counters, const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
   RailPackArgs args{};
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, d.format);
   WireTraits traits = wire(d.format);
   int64_t row_bytes = args.D * itemsize(args.dtype), num_nodes = d.num_nodes, P = node_of.numel();
-  STD_TORCH_CHECK(!x.is_cuda() || (args.K <= cuda::kMaxTopK && !needed.is_cuda() && is_aligned(x) &&
-                                   args.x_stride_bytes % 16 == 0 && row_bytes % 16 == 0 &&
-                                   (!traits.has_scales() || args.D % traits.block == 0)),
-                  "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
+  STD_TORCH_CHECK(
+      !x.is_cuda() || (args.K <= cuda::kMaxTopK && !needed.is_cuda() && is_aligned(x) &&
+                       args.x_stride_bytes % 16 == 0 && row_bytes % 16 == 0 &&
+                       (!traits.has_scales() || args.D % traits.block == 0)),
+      "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
   STD_TORCH_CHECK(wire_row_bytes(d.format, args.D, args.dtype) <= d.slot.scales &&
-                      d.slot.ids + args.K * 4 <= d.slot.weights && d.slot.weights + args.K * 4 <= d.slot.tag &&
+                      d.slot.ids + args.K * 4 <= d.slot.weights &&
+                      d.slot.weights + args.K * 4 <= d.slot.tag &&
                       d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
                   "a row and its pairs must fit the slot");
-  args.E = d.E, args.copies = d.copies, args.rank = d.rank, args.node = d.node, args.num_nodes = num_nodes;
+  args.E = d.E, args.copies = d.copies, args.rank = d.rank, args.node = d.node,
+  args.num_nodes = num_nodes;
   args.copies_EC = pointer<int32_t>(copies, d.E * d.copies, "copies");
   args.copies_E = pointer<int32_t>(num_copies, d.E, "num_copies");
   args.node_of_P = pointer<int32_t>(node_of, P, "node_of");
@@ -37,7 +43,8 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   args.slot = d.slot, args.format = d.format, args.slab_rows = slab_rows;
   args.epoch = static_cast<int32_t>(epoch), args.tag = static_cast<int32_t>(tag);
   args.own = reinterpret_cast<char*>(pointer<uint8_t>(own, slab_rows * d.slot.bytes, "own"));
-  args.sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (num_nodes - 1) * slab_rows * d.slot.bytes, "sent"));
+  args.sent = reinterpret_cast<char*>(
+      pointer<uint8_t>(sent, (num_nodes - 1) * slab_rows * d.slot.bytes, "sent"));
   args.slots_by_node = pointer<int32_t>(slots_of, args.T * num_nodes, "slots_of");
   args.rows_by_node = pointer<int32_t>(counts, num_nodes, "counts");
   args.needed = pointer<int32_t>(needed, 1, "needed");
@@ -46,14 +53,18 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   launch(x, args, cpu::rail_pack, &cuda::Api::rail_pack);
 }
 
-void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, int64_t slab_rows, int64_t node,
-              const MaybeTensor& missed, const MaybeTensor& latched, const MaybeTensor& noticed, const Tensor& y) {
-  STD_TORCH_CHECK(missed.has_value() == latched.has_value() && latched.has_value() == noticed.has_value(),
-                  "`missed`, `latched` and `noticed` go together");
+void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, int64_t slab_rows,
+              int64_t node, const MaybeTensor& missed, const MaybeTensor& latched,
+              const MaybeTensor& noticed, const Tensor& y) {
+  STD_TORCH_CHECK(
+      missed.has_value() == latched.has_value() && latched.has_value() == noticed.has_value(),
+      "`missed`, `latched` and `noticed` go together");
   STD_TORCH_CHECK(!noticed || !noticed->is_cuda(), "`noticed` must be on the host");
-  STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
-                  "y and the partial rows must be contiguous");
-  STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
+  STD_TORCH_CHECK(
+      y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
+      "y and the partial rows must be contiguous");
+  STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y),
+                  "partial rows must be like y");
   int64_t T = y.size(0), num_nodes = slots_of.size(1);
   RailSumArgs args{
       .own = own.data_ptr(),
@@ -74,9 +85,10 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
   launch(y, args, cpu::rail_sum, &cuda::Api::rail_sum);
 }
 
-void rail_mark(const Tensor& count, const Tensor& shown, const MaybeTensor& latched, const MaybeTensor& stop, bool ends,
-               const MaybeTensor& sent, int64_t slabs) {
-  STD_TORCH_CHECK(!shown.is_cuda() && !(stop && stop->is_cuda()), "`shown` and `stop` must be on the host");
+void rail_mark(const Tensor& count, const Tensor& shown, const MaybeTensor& latched,
+               const MaybeTensor& stop, bool ends, const MaybeTensor& sent, int64_t slabs) {
+  STD_TORCH_CHECK(!shown.is_cuda() && !(stop && stop->is_cuda()),
+                  "`shown` and `stop` must be on the host");
   STD_TORCH_CHECK(latched.has_value() == stop.has_value(), "`latched` and `stop` go together");
   int64_t slab_bytes = sent && slabs > 0 ? sent->numel() / slabs : 0;
   STD_TORCH_CHECK(!sent || slab_bytes >= 16, "a slab of `sent` must have 16 bytes");
@@ -93,13 +105,15 @@ void rail_mark(const Tensor& count, const Tensor& shown, const MaybeTensor& latc
   launch(count, args, &cuda::Api::rail_mark);
 }
 
-void rail_tags(const Tensor& received, int64_t slab_rows, const Tensor& descriptor, int64_t D, int64_t K, int64_t dtype,
-               int64_t epoch, const Tensor& differing) {
+void rail_tags(const Tensor& received, int64_t slab_rows, const Tensor& descriptor, int64_t D,
+               int64_t K, int64_t dtype, int64_t epoch, const Tensor& differing) {
   const RailDescriptor& d = parsed(descriptor);
   STD_TORCH_CHECK(!differing.is_cuda(), "`differing` must be on the host");
   int64_t slabs = d.num_nodes - 1, slab_bytes = slab_rows * d.slot.bytes;
   RailTagsArgs args{
-      .first_tag = reinterpret_cast<char*>(pointer<uint8_t>(received, slabs * slab_bytes, "received")) + d.slot.tag,
+      .first_tag =
+          reinterpret_cast<char*>(pointer<uint8_t>(received, slabs * slab_bytes, "received")) +
+          d.slot.tag,
       .slab_bytes = slab_bytes,
       .slabs = static_cast<int32_t>(slabs),
       .want = {static_cast<int32_t>(D), static_cast<int32_t>(K), static_cast<int32_t>(dtype),

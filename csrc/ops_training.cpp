@@ -1,4 +1,5 @@
-// The operators of training: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/native/ops.py.
+// The operators of training: they check and unwrap tensors, and launch. Schemas and fakes are in
+// epmoe/native/ops.py.
 #include <tuple>
 
 #include "cpu/stages.h"
@@ -8,8 +9,9 @@ namespace epmoe {
 namespace {
 
 WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const MaybeTensor& row_weights,
-                                      const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
-                                      bool interleaved, double limit, double alpha, double up_offset) {
+                                      const Tensor& expert_offsets,
+                                      const MaybeTensor& tokens_per_expert, bool interleaved,
+                                      double limit, double alpha, double up_offset) {
   check_rows(gate_up, "gate_up");
   Segments segments = segments_of(expert_offsets, std::nullopt);
   int64_t N = gate_up.size(0), F = gate_up.size(1) / 2;
@@ -22,7 +24,8 @@ WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const MaybeTensor& 
       .gate_up_stride = gate_up.stride(0),
       .row_weights_N = pointer<float>(row_weights, N, "row_weights"),
       .segments = segments,
-      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
+      .tokens_per_expert =
+          pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
       .N = N,
       .F = F,
       .interleaved = interleaved,
@@ -30,11 +33,11 @@ WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const MaybeTensor& 
   };
 }
 
-Tensor weighted_gates(const Tensor& gate_up, const MaybeTensor& row_weights, const Tensor& expert_offsets,
-                      const MaybeTensor& tokens_per_expert, bool interleaved, double limit, double alpha,
-                      double up_offset) {
-  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
-                                  up_offset);
+Tensor weighted_gates(const Tensor& gate_up, const MaybeTensor& row_weights,
+                      const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
+                      bool interleaved, double limit, double alpha, double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert,
+                                  interleaved, limit, alpha, up_offset);
   Tensor out = empty_like_device(gate_up, {args.N, args.F}, gate_up.scalar_type());
   args.out_NF = out.data_ptr();
   launch(gate_up, args, cpu::weighted_gates, &cuda::Api::weighted_gates);
@@ -42,11 +45,13 @@ Tensor weighted_gates(const Tensor& gate_up, const MaybeTensor& row_weights, con
 }
 
 std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Tensor& gate_up,
-                                                   const MaybeTensor& row_weights, const Tensor& expert_offsets,
-                                                   const MaybeTensor& tokens_per_expert, bool interleaved, double limit,
-                                                   double alpha, double up_offset) {
-  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
-                                  up_offset);
+                                                   const MaybeTensor& row_weights,
+                                                   const Tensor& expert_offsets,
+                                                   const MaybeTensor& tokens_per_expert,
+                                                   bool interleaved, double limit, double alpha,
+                                                   double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert,
+                                  interleaved, limit, alpha, up_offset);
   STD_TORCH_CHECK(is_whole(grad, gate_up.scalar_type(), {args.N, args.F}),
                   "grad must be contiguous [N, F] in the dtype of gate_up");
   Tensor grad_gate_up = empty_like_device(gate_up, {args.N, 2 * args.F}, gate_up.scalar_type());
@@ -62,17 +67,20 @@ constexpr WireTraits kPacked = wire(WireFormat::kPackedFp8);
 Tensor pack_fp8(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows) {
   check_rows(x, "x");
   int64_t T = x.size(0), D = x.size(1);
-  STD_TORCH_CHECK(dtype_of(x) != kPacked.element && D % kPacked.block == 0, "x must be no fp8, in whole blocks of 128");
+  STD_TORCH_CHECK(dtype_of(x) != kPacked.element && D % kPacked.block == 0,
+                  "x must be no fp8, in whole blocks of 128");
   Tensor packed = empty_like_device(x, {T, kPacked.packed_row_bytes(D)}, ScalarType::Float8_e4m3fn);
-  launch(x, quantize_args(x, num_tokens, num_rows, kPacked.block, packed), cpu::quantize, &cuda::Api::quantize);
+  launch(x, quantize_args(x, num_tokens, num_rows, kPacked.block, packed), cpu::quantize,
+         &cuda::Api::quantize);
   return packed;
 }
 
 Tensor unpack_fp8(const Tensor& packed, const Tensor& like, const Tensor& expert_offsets) {
-  STD_TORCH_CHECK(like.dim() == 2 && dtype_of(like) != DType::kFloat8E4M3, "like must be 2-D and no fp8");
+  STD_TORCH_CHECK(like.dim() == 2 && dtype_of(like) != DType::kFloat8E4M3,
+                  "like must be 2-D and no fp8");
   int64_t N = packed.size(0), D = like.size(1);
-  STD_TORCH_CHECK(is_whole(packed, ScalarType::Float8_e4m3fn, {N, kPacked.packed_row_bytes(D)}) && is_aligned(packed) &&
-                      D % kPacked.block == 0 && N <= INT32_MAX,
+  STD_TORCH_CHECK(is_whole(packed, ScalarType::Float8_e4m3fn, {N, kPacked.packed_row_bytes(D)}) &&
+                      is_aligned(packed) && D % kPacked.block == 0 && N <= INT32_MAX,
                   "packed must hold rows as pack_fp8 makes them, aligned to 16 bytes");
   Tensor rows = empty_like_device(like, {N, D}, like.scalar_type());
   UnpackArgs args{
@@ -94,7 +102,8 @@ Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const MaybeTensor
   int64_t N = rows.size(0), D = rows.size(1);
   STD_TORCH_CHECK(dtype_of(rows) != DType::kFloat8E4M3 && N <= INT32_MAX,
                   "rows must be float32, float16 or bfloat16, and fewer than 2^31");
-  STD_TORCH_CHECK(is_whole(grad, rows.scalar_type(), {N, D}), "grad must be contiguous [N, D] in the dtype of rows");
+  STD_TORCH_CHECK(is_whole(grad, rows.scalar_type(), {N, D}),
+                  "grad must be contiguous [N, D] in the dtype of rows");
   Tensor grad_weights = empty_like_device(rows, {N}, ScalarType::Float);
   WeightedRowsArgs args{
       .grad_ND = grad.data_ptr(),
@@ -103,7 +112,8 @@ Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const MaybeTensor
       .rows_stride = rows.stride(0),
       .row_weights_N = pointer<float>(row_weights, N, "row_weights"),
       .segments = segments,
-      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
+      .tokens_per_expert =
+          pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
       .N = N,
       .D = D,
       .grad_weights_N = static_cast<float*>(grad_weights.data_ptr()),
@@ -114,8 +124,9 @@ Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const MaybeTensor
 
 // Whether TMA can read the matrix: bf16, in lines of multiples of 16 bytes.
 void check_for_tma(const Tensor& matrix, const char* name) {
-  STD_TORCH_CHECK(matrix.scalar_type() == ScalarType::BFloat16 && matrix.size(-1) % 8 == 0 && is_aligned(matrix), name,
-                  " must be bfloat16 of multiples of 8, aligned to 16 bytes");
+  STD_TORCH_CHECK(matrix.scalar_type() == ScalarType::BFloat16 && matrix.size(-1) % 8 == 0 &&
+                      is_aligned(matrix),
+                  name, " must be bfloat16 of multiples of 8, aligned to 16 bytes");
 }
 
 GroupedGemmArgs grouped_gemm_args(const Tensor& rows, const Tensor& ends) {
@@ -131,7 +142,8 @@ GroupedGemmArgs grouped_gemm_args(const Tensor& rows, const Tensor& ends) {
   };
 }
 
-Tensor grouped_gemm(GroupedGemmArgs& args, const Tensor& rows, std::initializer_list<int64_t> shape) {
+Tensor grouped_gemm(GroupedGemmArgs& args, const Tensor& rows,
+                    std::initializer_list<int64_t> shape) {
   Tensor out = empty_like_device(rows, shape, ScalarType::BFloat16);
   args.out = out.data_ptr();
   launch(rows, args, args.weight_scales ? &cuda::Api::mxfp4_gemm : &cuda::Api::grouped_gemm);
@@ -141,29 +153,34 @@ Tensor grouped_gemm(GroupedGemmArgs& args, const Tensor& rows, std::initializer_
 Tensor hopper_gemm(const Tensor& rows, const Tensor& weights, const Tensor& ends) {
   GroupedGemmArgs args = grouped_gemm_args(rows, ends);
   check_for_tma(weights, "weights");
-  STD_TORCH_CHECK(
-      weights.dim() == 3 && weights.size(0) == args.e && weights.size(2) == args.k && weights.size(1) % 8 == 0,
-      "weights must be [e, multiple of 8, k]");
-  args.weights_enk = weights.data_ptr(), args.n = weights.size(1), args.transposed = !weights.is_contiguous();
+  STD_TORCH_CHECK(weights.dim() == 3 && weights.size(0) == args.e && weights.size(2) == args.k &&
+                      weights.size(1) % 8 == 0,
+                  "weights must be [e, multiple of 8, k]");
+  args.weights_enk = weights.data_ptr(), args.n = weights.size(1),
+  args.transposed = !weights.is_contiguous();
   STD_TORCH_CHECK(!args.transposed || (weights.stride(1) == 1 && weights.stride(2) == args.n &&
                                        (weights.stride(0) == args.n * args.k || args.e == 1)),
                   "weights must be contiguous, or transposed so");
   return grouped_gemm(args, rows, {args.N, args.n});
 }
 
-Tensor hopper_gemm_mxfp4(const Tensor& rows, const Tensor& codes, const Tensor& scales, const Tensor& ends) {
+Tensor hopper_gemm_mxfp4(const Tensor& rows, const Tensor& codes, const Tensor& scales,
+                         const Tensor& ends) {
   GroupedGemmArgs args = grouped_gemm_args(rows, ends);
-  args.weights_enk = codes.data_ptr(), args.n = codes.size(1), args.weight_scales = mxfp4_scales(codes, scales);
-  STD_TORCH_CHECK(codes.size(0) == args.e && 2 * codes.size(2) == args.k && args.n % 32 == 0 && args.k % 64 == 0 &&
-                      is_aligned(scales),
-                  "weights must be [e, multiple of 32, k], k a multiple of 64, and their scales aligned to 16 bytes");
+  args.weights_enk = codes.data_ptr(), args.n = codes.size(1),
+  args.weight_scales = mxfp4_scales(codes, scales);
+  STD_TORCH_CHECK(codes.size(0) == args.e && 2 * codes.size(2) == args.k && args.n % 32 == 0 &&
+                      args.k % 64 == 0 && is_aligned(scales),
+                  "weights must be [e, multiple of 32, k], k a multiple of 64, and their scales "
+                  "aligned to 16 bytes");
   return grouped_gemm(args, rows, {args.N, args.n});
 }
 
 Tensor hopper_gemm_weights(const Tensor& grad, const Tensor& rows, const Tensor& ends) {
   GroupedGemmArgs args = grouped_gemm_args(rows, ends);
   check_for_tma(grad, "grad");
-  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == args.N, "grad must be contiguous [N, n]");
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == args.N,
+                  "grad must be contiguous [N, n]");
   args.grad_Nn = grad.data_ptr(), args.n = grad.size(1);
   return grouped_gemm(args, rows, {args.e, args.n, args.k});
 }
@@ -183,7 +200,8 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   library.impl("hopper_gemm", TORCH_BOX(&hopper_gemm));
   library.impl("hopper_gemm_mxfp4", TORCH_BOX(&hopper_gemm_mxfp4));
   library.impl("hopper_gemm_weights", TORCH_BOX(&hopper_gemm_weights));
-  library.impl("weighted_rows_backward_", TORCH_BOX(&weighted_rows_backward));  // CPU: epmoe/native/ops.py
+  library.impl("weighted_rows_backward_",
+               TORCH_BOX(&weighted_rows_backward));  // CPU: epmoe/native/ops.py
 }
 
 }  // namespace epmoe

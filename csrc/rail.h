@@ -1,13 +1,14 @@
-// Arguments of the operators of the rail, the same for CPU and CUDA. A rail is the ranks of one local index, one on
-// each node. Letters as in args.h; a slab is what one node gets. The slab of this rank's own
-// node does not travel. Slabs of the other nodes lie behind one another, in the order of the nodes.
+// Arguments of the operators of the rail, the same for CPU and CUDA. A rail is the ranks of one
+// local index, one on each node. Letters as in args.h; a slab is what one node gets. The slab of
+// this rank's own node does not travel. Slabs of the other nodes lie behind one another, in the
+// order of the nodes.
 #pragma once
 #include "wire_format.h"
 
 namespace epmoe {
 
-// One slot: the row, its scales if the format has some, K ids, K weights, and the tag. Each part begins at a multiple
-// of 4 bytes.
+// One slot: the row, its scales if the format has some, K ids, K weights, and the tag. Each part
+// begins at a multiple of 4 bytes.
 struct RailSlot {
   int64_t bytes;    // between slots; a multiple of 16
   int64_t scales;   // offset in bytes, like the next three
@@ -16,8 +17,8 @@ struct RailSlot {
   int64_t tag;      // RailTag, which counts in the first slot of a slab only
 };
 
-// What the source says of its call: receivers compare it with their own. On GPUs, whose graphs replay a call in other
-// rounds, the length of a slab takes the place of the epoch.
+// What the source says of its call: receivers compare it with their own. On GPUs, whose graphs
+// replay a call in other rounds, the length of a slab takes the place of the epoch.
 struct RailTag {
   int32_t D, K;
   int32_t dtype;  // DType | the call's tag << 8
@@ -53,10 +54,11 @@ struct RailPackArgs {
   int32_t tag;             // of the call
   char* own;               // out: the slab of the own node
   char* sent;              // out: the slabs of the other nodes
-  int32_t* slots_by_node;  // out: [T, num_nodes] slot of token t in the slab of each node, -1 if it does not go there
+  int32_t* slots_by_node;  // out: [T, num_nodes] slot of token t in the slab of each node, -1 if it
+                           // does not go there
   int32_t* rows_by_node;   // out: [num_nodes] rows in each slab
-  int32_t* needed;         // out: the most rows that a node needed; never falls. On CUDA in host memory
-  int64_t* counters;       // kNumCounters, added to
+  int32_t* needed;    // out: the most rows that a node needed; never falls. On CUDA in host memory
+  int64_t* counters;  // kNumCounters, added to
   int64_t* rows_sent_by_node;  // added to
 };
 
@@ -80,18 +82,21 @@ constexpr int64_t kZeroSums = -1;
 struct RailStop {
   int64_t wanted;  // by the GPU
   int64_t done;    // by the host
-  int64_t cut;     // by the host, before it cuts the rail: from then on a transfer may end with leftovers
+  int64_t
+      cut;  // by the host, before it cuts the rail: from then on a transfer may end with leftovers
 };
 
 // CUDA only: counts transfers that have started, or that have ended.
 struct RailMarkArgs {
   int64_t* count;
   int64_t* shown;  // out: the count, in host memory
-  // Null, or not 0: this rank has failed. A start then waits for the host, and an end sets it after a cut.
+  // Null, or not 0: this rank has failed. A start then waits for the host, and an end sets it after
+  // a cut.
   int32_t* latched;
   RailStop* stop;  // with `latched`
   bool ends;
-  char* sent;  // at a start, null or partial rows in so many slabs, which become void if this rank has failed
+  char* sent;  // at a start, null or partial rows in so many slabs, which become void if this rank
+               // has failed
   int32_t slabs;
   int64_t slab_bytes;
 };
@@ -102,10 +107,12 @@ struct RailTagsArgs {
   int64_t slab_bytes;     // between tags
   int32_t slabs;
   RailTag want;
-  int64_t* differing;  // out, in host memory: the number + 1 of the first slab that differs, otherwise as it was
+  int64_t* differing;  // out, in host memory: the number + 1 of the first slab that differs,
+                       // otherwise as it was
 };
 
-// What all calls of one rank share, in a host tensor of int64 that `RailMemory` in epmoe/rail/memory.py writes.
+// What all calls of one rank share, in a host tensor of int64 that `RailMemory` in
+// epmoe/rail/memory.py writes.
 struct RailDescriptor {
   int64_t E, copies, rank, node, num_nodes;
   WireFormat format;

@@ -1,5 +1,6 @@
-// Scores and order-preserving keys of route, one text for CPU and CUDA: explicit fused multiply-adds, so that
-// both round alike. Everything else of this project compiles with contraction off.
+// Scores and order-preserving keys of route, one text for CPU and CUDA: explicit fused
+// multiply-adds, so that both round alike. Everything else of this project compiles with
+// contraction off.
 #pragma once
 #include <cmath>
 
@@ -26,16 +27,18 @@ EPMOE_HD float float_of(uint32_t bits) {
 EPMOE_HD bool is_finite(float value) { return (bits_of(value) & 0x7f800000u) != 0x7f800000u; }
 EPMOE_HD bool is_nan(float value) { return value != value; }
 
-// A key whose unsigned order is the order of the floats: NaN ranks with -Inf, -0 with +0. Never 0, which is
-// left to experts that are out of the choice. No branch: the GPU makes two instructions of the last line.
+// A key whose unsigned order is the order of the floats: NaN ranks with -Inf, -0 with +0. Never 0,
+// which is left to experts that are out of the choice. No branch: the GPU makes two instructions of
+// the last line.
 EPMOE_HD uint32_t order_key(float value) {
   uint32_t bits = bits_of(fmaxf(value + 0.0f, -INFINITY));
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// exp(x) for x <= 0, not NaN, within 1 ulp or so. x = n ln2 + r; n by adding a number whose last bit is worth 1, which
-// leaves n + 64 in the low bits; exp(r), |r| <= ln2/2, by a polynomial of degree 6 (minimax, 3e-9); 2^(n + 64) goes
-// into its exponent, and the last product brings denormal results to their place with one rounding.
+// exp(x) for x <= 0, not NaN, within 1 ulp or so. x = n ln2 + r; n by adding a number whose last
+// bit is worth 1, which leaves n + 64 in the low bits; exp(r), |r| <= ln2/2, by a polynomial of
+// degree 6 (minimax, 3e-9); 2^(n + 64) goes into its exponent, and the last product brings denormal
+// results to their place with one rounding.
 EPMOE_HD float exp_of_number(float x) {
   constexpr float kShift = 12582912.0f + 64.0f;  // 1.5 * 2^23
   float clamped = fmaxf(x, -104.0f);
@@ -66,9 +69,10 @@ EPMOE_HD float reciprocal(float d) {
 #endif
 }
 
-// 2^64 / (1 + exp(-x)) for x within the bounds below, outside of which a sigmoid is 0 or 1. Scaled, so that neither the
-// exponential, 2^-64 exp(-x), nor the result leaves the normal numbers. As above, but with degree 5 (minimax, 1.1e-7)
-// and one step for n ln2 (2e-9 n): within 5e-7 in all. A row has many of them, and a weight needs no more.
+// 2^64 / (1 + exp(-x)) for x within the bounds below, outside of which a sigmoid is 0 or 1. Scaled,
+// so that neither the exponential, 2^-64 exp(-x), nor the result leaves the normal numbers. As
+// above, but with degree 5 (minimax, 1.1e-7) and one step for n ln2 (2e-9 n): within 5e-7 in all. A
+// row has many of them, and a weight needs no more.
 constexpr float kLeastSigmoid = -104.0f, kFullSigmoid = 32.0f, kSigmoidScale = 0x1p-64f;
 EPMOE_HD float scaled_sigmoid(float x) {
   constexpr float kShift = 12582912.0f - 64.0f;  // 1.5 * 2^23

@@ -12,7 +12,9 @@ namespace epmoe {
 
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
 
-EPMOE_HD int64_t itemsize(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2; }
+EPMOE_HD int64_t itemsize(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
+}
 
 constexpr EPMOE_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -22,8 +24,8 @@ constexpr int64_t kScaleBlock = 128;
 constexpr int64_t kMxfp4Group = 32;
 constexpr float kFloat8Max = 448.0f;
 
-// The scale of a block whose largest finite magnitude is `largest`: largest / 448, and 1 if all values are 0. It is at
-// least 2^-126, so that dividing by it does not overflow.
+// The scale of a block whose largest finite magnitude is `largest`: largest / 448, and 1 if all
+// values are 0. It is at least 2^-126, so that dividing by it does not overflow.
 EPMOE_HD float scale_for(float largest) {
   float scale = largest / kFloat8Max;
   return largest > 0.0f ? (scale > 0x1p-126f ? scale : 0x1p-126f) : 1.0f;

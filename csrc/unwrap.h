@@ -1,6 +1,6 @@
-// From tensors to pointers, with the checks that keep a wrong call from becoming a wild pointer. Python checks what
-// users pass, and words those errors; a check that fails here shows a bug in this package. Of the headers, only this
-// one includes torch's.
+// From tensors to pointers, with the checks that keep a wrong call from becoming a wild pointer.
+// Python checks what users pass, and words those errors; a check that fails here shows a bug in
+// this package. Of the headers, only this one includes torch's.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -51,13 +51,16 @@ inline void check_rows(const Tensor& t, const char* name) {
 
 // Whether a tensor is contiguous, of this dtype and shape.
 inline bool is_whole(const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> shape) {
-  bool same = t.scalar_type() == dtype && t.is_contiguous() && t.dim() == static_cast<int64_t>(shape.size());
+  bool same = t.scalar_type() == dtype && t.is_contiguous() &&
+              t.dim() == static_cast<int64_t>(shape.size());
   for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == shape.begin()[i];
   return same;
 }
 
 // Whether a tensor begins where kernels read 16 bytes at once.
-inline bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
+inline bool is_aligned(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+}
 
 template <typename T>
 constexpr ScalarType kScalarType = std::is_same_v<T, int32_t>   ? ScalarType::Int
@@ -70,8 +73,9 @@ constexpr ScalarType kScalarType = std::is_same_v<T, int32_t>   ? ScalarType::In
 // The data of a contiguous tensor of T with at least `numel` elements.
 template <typename T>
 T* pointer(const Tensor& t, int64_t numel, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == kScalarType<T> && t.is_contiguous() && t.numel() >= numel, "`", name,
-                  "` must be contiguous, of the right dtype, with at least ", numel, " elements");
+  STD_TORCH_CHECK(t.scalar_type() == kScalarType<T> && t.is_contiguous() && t.numel() >= numel, "`",
+                  name, "` must be contiguous, of the right dtype, with at least ", numel,
+                  " elements");
   return static_cast<T*>(t.data_ptr());
 }
 
@@ -80,13 +84,16 @@ T* pointer(const MaybeTensor& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
 }
 
-// The scales of weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and [e, n, k / 32].
+// The scales of weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and
+// [e, n, k / 32].
 inline const uint8_t* mxfp4_scales(const Tensor& codes, const Tensor& scales) {
   int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
   STD_TORCH_CHECK(is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
-                      is_whole(scales, scales.scalar_type(), {e, n, k / kMxfp4Group}) && k % kMxfp4Group == 0 &&
-                      codes.element_size() == 1 && scales.element_size() == 1,
-                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with scales [e, n, k / 32]");
+                      is_whole(scales, scales.scalar_type(), {e, n, k / kMxfp4Group}) &&
+                      k % kMxfp4Group == 0 && codes.element_size() == 1 &&
+                      scales.element_size() == 1,
+                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with "
+                  "scales [e, n, k / 32]");
   return static_cast<const uint8_t*>(scales.data_ptr());
 }
 
@@ -105,9 +112,10 @@ inline Gating gating_of(double limit, double alpha, double up_offset) {
   return {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)};
 }
 
-// Quantizes x [T, D] into `q`, with a scale for each `block` elements of a row, or one for all: see QuantizeArgs.
-inline QuantizeArgs quantize_args(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows, int64_t block,
-                                  const Tensor& q) {
+// Quantizes x [T, D] into `q`, with a scale for each `block` elements of a row, or one for all: see
+// QuantizeArgs.
+inline QuantizeArgs quantize_args(const Tensor& x, const MaybeTensor& num_tokens, int64_t num_rows,
+                                  int64_t block, const Tensor& q) {
   return {
       .x_TD = x.data_ptr(),
       .dtype = dtype_of(x),
@@ -121,21 +129,25 @@ inline QuantizeArgs quantize_args(const Tensor& x, const MaybeTensor& num_tokens
   };
 }
 
-// Puts the tokens of a call into DispatchArgs or RailPackArgs: x [T, D], ids and weights [T, K], and the scales of rows
-// that are in a format with scales already.
+// Puts the tokens of a call into DispatchArgs or RailPackArgs: x [T, D], ids and weights [T, K],
+// and the scales of rows that are in a format with scales already.
 template <typename Args>
-void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& weights, const MaybeTensor& scales,
-                 const MaybeTensor& num_tokens, int64_t num_rows, WireFormat format) {
+void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& weights,
+                 const MaybeTensor& scales, const MaybeTensor& num_tokens, int64_t num_rows,
+                 WireFormat format) {
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
-  args.T = x.size(0), args.D = x.size(1), args.K = static_cast<int32_t>(ids.size(1)), args.num_rows = num_rows;
+  args.T = x.size(0), args.D = x.size(1), args.K = static_cast<int32_t>(ids.size(1)),
+  args.num_rows = num_rows;
   args.dtype = dtype_of(x), args.weights_dtype = dtype_of(weights), args.wide_ids = is_wide(ids);
-  STD_TORCH_CHECK(args.K >= 1 && ids.size(0) == args.T && weights.size(0) == args.T && weights.size(1) == args.K,
+  STD_TORCH_CHECK(args.K >= 1 && ids.size(0) == args.T && weights.size(0) == args.T &&
+                      weights.size(1) == args.K,
                   "x, ids and weights must fit one another");
   WireTraits traits = wire(format);
-  STD_TORCH_CHECK((traits.has_scales() && !traits.quantizes(args.dtype)) == scales.has_value(),
-                  "rows that are in a payload with scales already, and no others, come with scales");
+  STD_TORCH_CHECK(
+      (traits.has_scales() && !traits.quantizes(args.dtype)) == scales.has_value(),
+      "rows that are in a payload with scales already, and no others, come with scales");
   args.x_TD = x.data_ptr(), args.ids_TK = ids.data_ptr(), args.weights_TK = weights.data_ptr();
   args.x_stride_bytes = x.stride(0) * itemsize(args.dtype);
   args.ids_stride = ids.stride(0), args.weights_stride = weights.stride(0);
@@ -145,21 +157,25 @@ void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& w
   STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->size(0) == args.T &&
                       scales->size(1) == traits.num_scales(args.D),
                   "scales must be float32, one for each block of a row");
-  args.scales_TB = static_cast<const float*>(scales->data_ptr()), args.scales_stride = scales->stride(0);
+  args.scales_TB = static_cast<const float*>(scales->data_ptr()),
+  args.scales_stride = scales->stride(0);
 }
 
-// Calls `launch(api, stream)` with the current stream of the tensor's device. The device becomes the current one only
-// if it is not: to ask costs the host less than to set it.
+// Calls `launch(api, stream)` with the current stream of the tensor's device. The device becomes
+// the current one only if it is not: to ask costs the host less than to set it.
 template <typename F>
 void launch_on_device_of(const Tensor& t, F&& launch) {
   const cuda::Library& cuda = cuda::library();
-  auto check = [&](int error) { STD_TORCH_CHECK(error == 0, "CUDA: ", cuda.api->error_string(error)); };
+  auto check = [&](int error) {
+    STD_TORCH_CHECK(error == 0, "CUDA: ", cuda.api->error_string(error));
+  };
   int current = -1;
   check(cuda.api->current_device(&current));
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (current != t.get_device_index()) guard.emplace(t.get_device_index());
   cuda::Stream stream = nullptr;
-  STD_TORCH_CHECK(cuda.current_stream(t.get_device_index(), &stream) == 0, "torch has no current stream");
+  STD_TORCH_CHECK(cuda.current_stream(t.get_device_index(), &stream) == 0,
+                  "torch has no current stream");
   check(launch(*cuda.api, stream));
 }
 
@@ -169,16 +185,20 @@ using OnCuda = int (*cuda::Api::*)(const Args&, cuda::Stream);
 // Calls a function of the CUDA kernels.
 template <typename Args>
 void launch(const Tensor& like, const Args& args, OnCuda<Args> on_cuda) {
-  launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) { return (api.*on_cuda)(args, stream); });
+  launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) {
+    return (api.*on_cuda)(args, stream);
+  });
 }
 
 // Calls `on_cuda` for a tensor on a GPU, else `on_cpu`.
 template <typename Args>
-void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&), OnCuda<Args> on_cuda) {
+void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
+            OnCuda<Args> on_cuda) {
   like.is_cuda() ? launch(like, args, on_cuda) : on_cpu(args);
 }
 
-inline Tensor empty_like_device(const Tensor& t, std::initializer_list<int64_t> shape, ScalarType dtype) {
+inline Tensor empty_like_device(const Tensor& t, std::initializer_list<int64_t> shape,
+                                ScalarType dtype) {
   return torch::stable::new_empty(t, shape, dtype);
 }
 

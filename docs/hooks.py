@@ -1,4 +1,6 @@
-"""Hook of MkDocs: puts Typer's own description of every command where a page holds the marker below."""
+"""Hook of MkDocs: puts Typer's own description of every command where a page holds the marker
+below.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +19,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _commands() -> str:
     command = [sys.executable, "-m", "typer", "epmoe.cli", "utils", "docs", "--name", "epmoe"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return text[text.index("## ") :]  # from the first command on: the page itself says what comes before
+    return text[
+        text.index("## ") :
+    ]  # from the first command on: the page itself says what comes before

@@ -1,11 +1,14 @@
 """Expert parallelism for Mixture-of-Experts models: tokens to the ranks of their experts, and back.
 
-    logits [T,E] ─ route ─▶ ids,weights [T,K] ─ dispatch ─▶ rank-major rows [R,M,D] ─ permute ─▶ expert-major rows [N,D]
+    logits [T,E] ─ route ─▶ ids,weights [T,K] ─ dispatch ─▶ rank-major rows [R,M,D] ─ permute ─▶
+    expert-major rows [N,D]
                                                                                                         │ experts
-    y [T,D] ◀─ combine ── partial rows [R,M,D] ◀─ finalize ── expert-major outputs [N,D] ◀──────────────┘
+    y [T,D] ◀─ combine ── partial rows [R,M,D] ◀─ finalize ── expert-major outputs [N,D]
+    ◀──────────────┘
 
-T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden size. K: experts per token.
-E: logical experts. P: physical experts. e: physical experts of this rank. R: ranks. N: expert-major rows.
+T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden size. K: experts per
+token. E: logical experts. P: physical experts. e: physical experts of this rank. R: ranks. N:
+expert-major rows.
 """
 
 import os as _os
@@ -106,5 +109,6 @@ __all__ = [
     "zero_padding_rows_",
 ]
 
-if (_problem := _problem_with_torch(_torch.__version__)) and not _os.environ.get("EPMOE_UNTRIED_TORCH"):
+_problem = _problem_with_torch(_torch.__version__)
+if _problem and not _os.environ.get("EPMOE_UNTRIED_TORCH"):
     _warnings.warn(f"{_problem} (EPMOE_UNTRIED_TORCH=1 silences this)", stacklevel=2)

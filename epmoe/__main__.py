@@ -9,7 +9,9 @@ from epmoe.native.package import explain
 
 
 def main() -> None:
-    """Run the command line. Without the `cli` extra, print one sentence that names it and exit with code 2."""
+    """Run the command line. Without the `cli` extra, print one sentence that names it and exit with
+    code 2.
+    """
     try:
         from epmoe.cli import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,6 @@
-"""A whole MoE layer over an `ExpertParallel`: router, exchange and experts, for serving and for training."""
+"""A whole MoE layer over an `ExpertParallel`: router, exchange and experts, for serving and for
+training.
+"""
 
 from __future__ import annotations
 
@@ -45,42 +47,49 @@ from epmoe.training.route import counted
 
 
 class MoELayer(nn.Module):
-    """Router, exchange and experts of one layer. Any number of layers share one `ExpertParallel` and its windows.
+    """Router, exchange and experts of one layer. Any number of layers share one `ExpertParallel`
+    and its windows.
 
-    A call has gradients by torch's own rule: in grad mode, where x or a parameter requires grad. Any other call only
-    serves, with the same bits of y for the same GEMM. All ranks make the same kind of call. docs/training.md says what
-    calls with gradients need, and how experts train over several ranks.
+    A call has gradients by torch's own rule: in grad mode, where x or a parameter requires grad.
+    Any other call only serves, with the same bits of y for the same GEMM. All ranks make the same
+    kind of call. docs/training.md says what calls with gradients need, and how experts train over
+    several ranks.
 
-    Casts (`to`, `bfloat16`, `half`) reach the experts only, because the choice of experts needs the router's precision:
-    `router_weight`, `bias` and `logit_bias` keep their dtypes. Moves reach all. Logits are computed in the dtype of
-    `router_weight`, also under autocast. Under autocast, x in another dtype than the experts is cast, and y is cast
-    back; otherwise it is a TypeError. A deepcopy copies the weights and shares `ep`.
+    Casts (`to`, `bfloat16`, `half`) reach the experts only, because the choice of experts needs the
+    router's precision: `router_weight`, `bias` and `logit_bias` keep their dtypes. Moves reach all.
+    Logits are computed in the dtype of `router_weight`, also under autocast. Under autocast, x in
+    another dtype than the experts is cast, and y is cast back; otherwise it is a TypeError. A
+    deepcopy copies the weights and shares `ep`.
 
     Args:
         ep: the `ExpertParallel` whose ranks hold the experts.
         router_weight: fp32, fp16 or bf16 [E, D], of which the layer makes a parameter.
-        experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
-            None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
-        bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores for the choice of
-            experts only. `routing.selection_bias` asks for it.
-        logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as gpt-oss's router does.
-            `routing.logit_bias` asks for it.
-        shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU a call without
-            gradients runs it on a stream of its own, at the same time as the exchange and the routed experts.
-        layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
-            is the `tag` of the layer's rounds, modulo 32768; by default, layers of an `ep` number themselves in the
-            order in which they are made, which must be the same on all ranks.
+        experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an
+            fp8 payload, otherwise None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
+        bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores
+            for the choice of experts only. `routing.selection_bias` asks for it.
+        logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as
+            gpt-oss's router does. `routing.logit_bias` asks for it.
+        shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a
+            GPU a call without gradients runs it on a stream of its own, at the same time as the
+            exchange and the routed experts.
+        layer_id: the number by which compiled and exported programs name the layer, by default the
+            first free one. It is the `tag` of the layer's rounds, modulo 32768; by default, layers
+            of an `ep` number themselves in the order in which they are made, which must be the same
+            on all ranks.
         num_rows: the rows of a call with gradients, see `TrainingExchange.dispatch`.
-        exchange: carries calls with gradients over `ep`; by default the layer makes a `TrainingExchange`.
-        adapters: how many LoRA adapters of the experts there is room for. The layer then only serves, and its
-            parameters do not require grad. `capacity.extra_bytes` is at least 4, for the adapter of each token.
+        exchange: carries calls with gradients over `ep`; by default the layer makes a
+            `TrainingExchange`.
+        adapters: how many LoRA adapters of the experts there is room for. The layer then only
+            serves, and its parameters do not require grad. `capacity.extra_bytes` is at least 4,
+            for the adapter of each token.
         adapter_rank: the largest rank of an adapter.
 
     Raises:
         TypeError: an argument has another type or dtype.
-        ValueError: `router_weight`, `bias` or `experts` has another shape than the config says; the experts compute
-            something else than its section `experts` says; own experts that train are not spread; or `layer_id` or its
-            tag is that of another layer.
+        ValueError: `router_weight`, `bias` or `experts` has another shape than the config says; the
+            experts compute something else than its section `experts` says; own experts that train
+            are not spread; or `layer_id` or its tag is that of another layer.
     """
 
     bias: Tensor | None
@@ -108,14 +117,19 @@ class MoELayer(nn.Module):
             raise TypeError(f"`ep` must be an ExpertParallel, got {describe(ep)}")
         _check_router(ep.config, router_weight, bias, logit_bias)
         if not callable(experts):
-            raise TypeError(f"`experts` must be callable on (rows, expert_offsets, scales), got {describe(experts)}")
+            raise TypeError(
+                "`experts` must be callable on (rows, expert_offsets, scales), got "
+                f"{describe(experts)}"
+            )
         ours = experts if isinstance(experts, GroupedExperts) else None
         if ours is not None:
             _check_experts(ep, ours, router_weight)
         if shared is not None and not callable(shared):
             raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
         if exchange is not None and not isinstance(exchange, TrainingExchange):
-            raise TypeError(f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}")
+            raise TypeError(
+                f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}"
+            )
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
         held = None if adapters is None else _adapters_of(ep, experts, adapters, adapter_rank)
@@ -132,7 +146,9 @@ class MoELayer(nn.Module):
         self.recorders: list[Callable[[Routes], object]] = []
         """Are called with the `Routes` of each call, before dispatch."""
         self.contexts = 0
-        """How many `replay` and `adapters_of` give this layer something, or gave it in a graph that still lives."""
+        """How many `replay` and `adapters_of` give this layer something, or gave it in a graph that
+        still lives.
+        """
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
@@ -146,12 +162,18 @@ class MoELayer(nn.Module):
             spread(ours, ep)
         elif ours is None and (trained := unspread(ep, experts)):
             raise ValueError(
-                f"`experts` must be spread, since `{trained[0]}` requires grad: `epmoe.training.spread(experts, ep)` "
+                f"`experts` must be spread, since `{trained[0]}` requires grad: "
+                "`epmoe.training.spread(experts, ep)` "
                 "tells torch's tools that ranks have different experts"
             )
         widest = ep.config.model.torch_dtype
-        self._dtypes_of_config = [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
-        self._dtype: torch.dtype | None = None  # of x in the last call, where the experts do not say
+        self._dtypes_of_config = [
+            widest,
+            *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize),
+        ]
+        self._dtype: torch.dtype | None = (
+            None  # of x in the last call, where the experts do not say
+        )
         self._router_dtype = router_weight.dtype
         self.router_weight = parameter(router_weight)
         self.register_buffer("bias", None if bias is None else bias.float())
@@ -165,23 +187,34 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_full(
-        cls, ep: ExpertParallel, router_weight: Tensor, w_gate_up: Tensor, w_down: Tensor, **options: Any
+        cls,
+        ep: ExpertParallel,
+        router_weight: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        **options: Any,
     ) -> Self:
-        """A layer from the weights of all E logical experts, of which it copies this rank's to the device of `ep`.
+        """A layer from the weights of all E logical experts, of which it copies this rank's to the
+        device of `ep`.
 
-        Arguments and errors are those of `MoELayer` and `GroupedExperts`; tensors may be on any device. `router_weight`
-        is [E, D], `w_gate_up` [E, 2F, D] and `w_down` [E, D, F]. These two, scales and biases have a row for each of
-        the E experts, otherwise it is a ValueError. What the experts compute is by default as in the config. The layer
-        has the experts of the placement, with copies.
+        Arguments and errors are those of `MoELayer` and `GroupedExperts`; tensors may be on any
+        device. `router_weight` is [E, D], `w_gate_up` [E, 2F, D] and `w_down` [E, D, F]. These two,
+        scales and biases have a row for each of the E experts, otherwise it is a ValueError. What
+        the experts compute is by default as in the config. The layer has the experts of the
+        placement, with copies.
         """
         E = ep.placement.num_experts
-        of_layer = {name: _on(ep.device, value) for name, value in _taken_for_layer(options).items()}
+        of_layer = {
+            name: _on(ep.device, value) for name, value in _taken_for_layer(options).items()
+        }
         held = _held(ep, of_layer.get("layer_id"))
         full = {"w_gate_up": w_gate_up, "w_down": w_down} | ep.config.experts.options | options
         for name, value in full.items():
             if isinstance(value, Tensor):
                 if value.shape[:1] != (E,):
-                    raise ValueError(f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}")
+                    raise ValueError(
+                        f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}"
+                    )
                 full[name] = take_rows(value, held).to(ep.device)
         return cls(ep, _on(ep.device, router_weight), GroupedExperts(**full), **of_layer)
 
@@ -196,46 +229,62 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own experts only.
+        """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own
+        experts only.
 
-        Shared experts are not read: load their module as the model does, and give it as `shared`. A layer that trains
-        needs a `dtype` where the checkpoint has fp8 or MXFP4 experts. Errors are those of `MoELayer`, `GroupedExperts`
-        and `SafetensorsFolder`.
+        Shared experts are not read: load their module as the model does, and give it as `shared`. A
+        layer that trains needs a `dtype` where the checkpoint has fp8 or MXFP4 experts. Errors are
+        those of `MoELayer`, `GroupedExperts` and `SafetensorsFolder`.
 
         Args:
             ep: see `MoELayer`.
             folder: with the checkpoint.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
-            dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for masters. None: as there.
-            options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
-                compute is by default as in the config.
+            dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for
+                masters. None: as there.
+            options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or
+                `gemm`. What the experts compute is by default as in the config.
 
         Returns:
             The layer on the device of `ep`, in the dtypes of the checkpoint, or as asked for.
         """
-        router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
+        router: dict[str, Any] = {
+            name: _on(ep.device, value) for name, value in folder.router(block).items()
+        }
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and router[name] is not None:
                 router[name] = router[name].to(router_dtype)
         of_layer = _taken_for_layer(options)
-        held: dict[str, Any] = folder.experts(block, _held(ep, of_layer.get("layer_id")), ep.device, dtype)
-        return cls(ep, experts=GroupedExperts(**held | ep.config.experts.options | options), **router | of_layer)
+        held: dict[str, Any] = folder.experts(
+            block, _held(ep, of_layer.get("layer_id")), ep.device, dtype
+        )
+        return cls(
+            ep,
+            experts=GroupedExperts(**held | ep.config.experts.options | options),
+            **router | of_layer,
+        )
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
         """`epmoe.checkpoint.full_state_dict` of this layer: all E logical experts. Collective."""
         return state_dicts.full_state_dict(self, cpu_offload=cpu_offload)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """`epmoe.checkpoint.load_full_state_dict` of this layer: takes this rank's experts of all E."""
+        """`epmoe.checkpoint.load_full_state_dict` of this layer: takes this rank's experts of all
+        E.
+        """
         state_dicts.load_full_state_dict(self, state_dict)
 
     def get_extra_state(self) -> Tensor:
-        """int32 [e], or [E] of DTensors, a part of `state_dict`: the logical experts that the state dict holds."""
+        """int32 [e], or [E] of DTensors, a part of `state_dict`: the logical experts that the state
+        dict holds.
+        """
         return torch.tensor(self._held, dtype=torch.int32, device=self.router_weight.device)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raises ValueError where a state dict is loaded that holds other experts than those of this rank."""
+        """Raises ValueError where a state dict is loaded that holds other experts than those of
+        this rank.
+        """
         if not state.is_meta:
             state_dicts.check_held(state, self.ep, self._held)
 
@@ -249,48 +298,73 @@ class MoELayer(nn.Module):
     def load_adapter(
         self, number: int, folder: str | os.PathLike[str], block: str, *, experts_only: bool = False
     ) -> None:
-        """Read a LoRA adapter that PEFT has saved, and make it the one with this number. Collective.
+        """Read a LoRA adapter that PEFT has saved, and make it the one with this number.
+        Collective.
 
-        Each rank reads all of the block, and keeps what its experts have. No adapter changes on any rank unless all
-        have read the same. docs/serving.md says what happens to adapters when experts move or the group changes.
+        Each rank reads all of the block, and keeps what its experts have. No adapter changes on any
+        rank unless all have read the same. docs/serving.md says what happens to adapters when
+        experts move or the group changes.
 
         Args:
             number: from 0 to `adapters` − 1, as `adapter_ids` name it.
-            folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`, whose `target_parameters` are the
-                experts' `gate_up_proj`, `down_proj` or both, or which names the modules of single experts.
+            folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`, whose
+                `target_parameters` are the experts' `gate_up_proj`, `down_proj` or both, or which
+                names the modules of single experts.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             experts_only: see `epmoe.checkpoint.load_adapter`.
 
         Raises:
             ValueError: on all ranks, if on one of them the layer has no room for adapters, or what
-                `epmoe.checkpoint.load_adapter` and `ExpertAdapters.put_local` raise; or ranks have another adapter.
+                `epmoe.checkpoint.load_adapter` and `ExpertAdapters.put_local` raise; or ranks have
+                another adapter.
             EPStateError: experts are moving on a rank.
             RuntimeError: another thread is in a call of the `ExpertParallel` of a rank.
-            EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
+            EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
+                them.
         """
         self._put_adapter(
-            "load_adapter", number, block,
-            lambda sizes, interleaved: read_adapter(folder, block, sizes, interleaved, experts_only),
-        )  # fmt: skip
+            "load_adapter",
+            number,
+            block,
+            lambda sizes, interleaved: read_adapter(
+                folder, block, sizes, interleaved, experts_only
+            ),
+        )
 
     def put_adapter(self, number: int, adapter: LoRA | None) -> None:
-        """Make an adapter of your own, of all E logical experts and the same on all ranks, the one with this number;
-        None takes that away. Collective. Raises what `load_adapter` does, and TypeError for a factor that is no float
-        tensor."""
-        self._put_adapter("put_adapter", number, "", lambda sizes, _: StoredAdapter.given(adapter, sizes))
+        """Make an adapter of your own, of all E logical experts and the same on all ranks, the one
+        with this number; None takes that away. Collective. Raises what `load_adapter` does, and
+        TypeError for a factor that is no float tensor.
+        """
+        self._put_adapter(
+            "put_adapter", number, "", lambda sizes, _: StoredAdapter.given(adapter, sizes)
+        )
 
     def _put_adapter(
-        self, call: str, number: int, block: str, read: Callable[[tuple[int, int, int, int], bool], StoredAdapter]
+        self,
+        call: str,
+        number: int,
+        block: str,
+        read: Callable[[tuple[int, int, int, int], bool], StoredAdapter],
     ) -> None:
-        adapters, experts, changes = self.adapters, self.experts, False
+        adapters = self.adapters
+        experts = self.experts
+        changes = False
 
         def put(room: ExpertAdapters, stored: StoredAdapter) -> None:
             nonlocal changes
-            mine = room.checked(number, stored.of([max(x, 0) for x in self.ep.logical_experts(self.tag)]))
+            mine = room.checked(
+                number, stored.of([max(x, 0) for x in self.ep.logical_experts(self.tag)])
+            )
             _check_same(
-                peers, tag=self.tag, number=number, block=block, adapters=room.count, adapter_rank=room.rank,
+                peers,
+                tag=self.tag,
+                number=number,
+                block=block,
+                adapters=room.count,
+                adapter_rank=room.rank,
                 digest=stored.digest,
-            )  # fmt: skip
+            )
             changes = True
             if stored.is_none:
                 room.clear_local(number)
@@ -300,12 +374,18 @@ class MoELayer(nn.Module):
         try:
             with naming(call, [self.ep]), (peers := peers_of(self.ep)).together():
                 if adapters is None or not isinstance(experts, GroupedExperts):
-                    raise ValueError("`adapters` must be given to the layer, which has no room for any")
+                    raise ValueError(
+                        "`adapters` must be given to the layer, which has no room for any"
+                    )
                 _, D, width = plain_shape(experts.w_down)
-                stored = read((self.ep.config.model.num_experts, D, 2 * width, width), experts.interleaved)
+                stored = read(
+                    (self.ep.config.model.num_experts, D, 2 * width, width), experts.interleaved
+                )
                 self.ep.exchange.run(partial(put, adapters, stored))
         except BaseException as error:
-            if adapters is not None and (changes or isinstance(error, EPTimeoutError)):  # others may have it
+            if adapters is not None and (
+                changes or isinstance(error, EPTimeoutError)
+            ):  # others may have it
                 adapters.lose(number)
             raise
 
@@ -318,19 +398,22 @@ class MoELayer(nn.Module):
         return_routing: bool = False,
         adapter_ids: Tensor | None = None,
     ) -> Any:
-        """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
+        """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and
+        dtype.
 
         Collective: every rank calls, also without tokens.
 
         Args:
             x: tokens in the dtype of the experts.
-            num_tokens: rows at and past it are padding and yield zeros: an int or an int32 scalar tensor on the device.
-                With [B, T, D] it counts rows [B·T, D].
-            routing: ids int32 or int64 [T, K] and weights [T, K] in place of the router's, such as those of a rollout.
-                The weights may require grad; None: the router's own, of these experts.
+            num_tokens: rows at and past it are padding and yield zeros: an int or an int32 scalar
+                tensor on the device. With [B, T, D] it counts rows [B·T, D].
+            routing: ids int32 or int64 [T, K] and weights [T, K] in place of the router's, such as
+                those of a rollout. The weights may require grad; None: the router's own, of these
+                experts.
             return_routing: whether to return `Routes`, too; eager calls only.
-            adapter_ids: int16, int32 or int64 [T] or [B, T], the adapter of each token, in a layer with `adapters`. −1,
-                as any number that is no adapter's, means none, which is the default for all tokens.
+            adapter_ids: int16, int32 or int64 [T] or [B, T], the adapter of each token, in a layer
+                with `adapters`. −1, as any number that is no adapter's, means none, which is the
+                default for all tokens.
 
         Returns:
             y, or y and the `Routes`.
@@ -341,18 +424,25 @@ class MoELayer(nn.Module):
             ValueError: x does not fit the config.
             RuntimeError: something requires grad in grad mode, but this layer only serves.
 
-        An exception, also one of the experts or of a refused argument, gives the round up on this rank. The other ranks
-        get an EPAbortedError that names it, or sums without its experts (`exchange.on_abort`), and none of them waits.
+        An exception, also one of the experts or of a refused argument, gives the round up on this
+        rank. The other ranks get an EPAbortedError that names it, or sums without its experts
+        (`exchange.on_abort`), and none of them waits.
         """
         compiles = torch.compiler.is_compiling()
         if compiles and return_routing:
-            raise ValueError("`return_routing` needs an eager call: an operator of a graph returns y only")
+            raise ValueError(
+                "`return_routing` needs an eager call: an operator of a graph returns y only"
+            )
         if compiles and self.contexts:
             from epmoe.training.between_graphs import between_graphs
 
-            return between_graphs(self.forward, x, num_tokens, routing=routing, adapter_ids=adapter_ids)
+            return between_graphs(
+                self.forward, x, num_tokens, routing=routing, adapter_ids=adapter_ids
+            )
         if torch.is_grad_enabled() and self._has_gradients(x):
-            if compiles and (self.num_rows == "exact" or not fits_graphs()):  # whose rows inductor could not count
+            if compiles and (
+                self.num_rows == "exact" or not fits_graphs()
+            ):  # whose rows inductor could not count
                 from epmoe.training.between_graphs import between_graphs
 
                 y, routes = between_graphs(self._with_gradients, x, num_tokens, routing)
@@ -361,7 +451,9 @@ class MoELayer(nn.Module):
         elif compiles:
             y = opaque.moe(self, *self._routed(x, routing), num_tokens, adapter_ids)
         else:
-            with self.ep.giving_up(self.tag, partial(self._shape, x, None if routing is None else routing[0])):
+            with self.ep.giving_up(
+                self.tag, partial(self._shape, x, None if routing is None else routing[0])
+            ):
                 if self.contexts:
                     routing, adapter_ids = self._given(x, routing, adapter_ids)
                 y, routes = self._serve(*self._routed(x, routing), num_tokens, adapter_ids)
@@ -372,7 +464,9 @@ class MoELayer(nn.Module):
         return (y, routes) if return_routing else y
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`. They have gradients by torch's own rule."""
+        """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`. They have gradients by
+        torch's own rule.
+        """
         with without_autocast(x.device):
             if self._invariant:
                 return router_logits(x, self.router_weight, self.logit_bias, invariant=True)
@@ -386,12 +480,15 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         extra: Tensor | None = None,
     ) -> Tensor:
-        """The layer behind its router, without gradients: tokens [T, D] → y [T, D] in the dtype of x. Collective.
+        """The layer behind its router, without gradients: tokens [T, D] → y [T, D] in the dtype of
+        x. Collective.
 
-        `routing` has logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K] with these
-        weights [T, K]. Other arguments and errors are those of `forward`.
+        `routing` has logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise
+        ids [T, K] with these weights [T, K]. Other arguments and errors are those of `forward`.
         """
-        with self.ep.giving_up(self.tag, partial(self._shape, x_TD, None if weights_TK is None else routing)):
+        with self.ep.giving_up(
+            self.tag, partial(self._shape, x_TD, None if weights_TK is None else routing)
+        ):
             return self._serve(x_TD, routing, weights_TK, num_tokens, extra)[0]
 
     def _serve(
@@ -418,9 +515,15 @@ class MoELayer(nn.Module):
             record(self.recorders, routes)
         start = None if shared_experts is None else record_point(x_TD.device)
         d = self.ep.dispatch(
-            x_TD, ids_TK, weights_TK, num_tokens=num_tokens, tag=self.tag,
-            apply_router_weight_on_input=self._on_input, aligned=self._aligned, extra=extra,
-        )  # fmt: skip
+            x_TD,
+            ids_TK,
+            weights_TK,
+            num_tokens=num_tokens,
+            tag=self.tag,
+            apply_router_weight_on_input=self._on_input,
+            aligned=self._aligned,
+            extra=extra,
+        )
         # Not before dispatch, whose blocks get multiprocessors first.
         shared = None if shared_experts is None else SideStream(start, shared_experts, x_TD)
         segments: dict[str, Any] = {}
@@ -438,25 +541,34 @@ class MoELayer(nn.Module):
         return y_TD, routes
 
     def _with_gradients(
-        self, x: Tensor, num_tokens: int | Tensor | None, routing: tuple[Tensor, Tensor | None] | None
+        self,
+        x: Tensor,
+        num_tokens: int | Tensor | None,
+        routing: tuple[Tensor, Tensor | None] | None,
     ) -> tuple[Tensor, Routes]:
-        exchange, on_input = self._exchange, self._on_input
+        exchange = self._exchange
+        on_input = self._on_input
         if exchange is None:
             raise RuntimeError(
-                f"this MoELayer only serves, but x or a parameter requires grad: run under torch.inference_mode() or "
+                "this MoELayer only serves, but x or a parameter requires grad: run under "
+                "torch.inference_mode() or "
                 f"torch.no_grad(); {self._why_no_gradients}"
             )
         # Where GroupedExperts multiply gradients, nobody keeps their outputs.
         grouped = isinstance(self.experts, GroupedExperts)
         weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
         given_TK, weights_TK = (None, None) if routing is None else routing
-        with exchange.giving_up(self.tag, weights_on, partial(self._shape, x, given_TK, trains=True)):
+        with exchange.giving_up(
+            self.tag, weights_on, partial(self._shape, x, given_TK, trains=True)
+        ):
             refuse_tangents(x, self.router_weight)
             check_spread(self.ep, self.experts)
             if self.router_weight.dtype != self._router_dtype:
                 raise TypeError(
-                    f"`router_weight` must be {dtype_name(self._router_dtype)}, as the layer was made, got "
-                    f"{dtype_name(self.router_weight.dtype)}: FSDP's mixed precision casts it, and the choice of "
+                    f"`router_weight` must be {dtype_name(self._router_dtype)}, as the layer was "
+                    "made, got "
+                    f"{dtype_name(self.router_weight.dtype)}: FSDP's mixed precision casts it, and "
+                    "the choice of "
                     "experts needs its precision; `epmoe.training.fully_shard` leaves it as it is"
                 )
             x_TD = self._checked(x)
@@ -466,17 +578,31 @@ class MoELayer(nn.Module):
                 given_TK, weights_TK = (None, None) if routing is None else routing
             if routing is None or weights_TK is None:
                 with without_autocast(x.device):
-                    logits_TE = router_logits(x_TD, self.router_weight, self.logit_bias, invariant=self._invariant)
+                    logits_TE = router_logits(
+                        x_TD, self.router_weight, self.logit_bias, invariant=self._invariant
+                    )
                 ids_TK, weights_TK = counted(
-                    exchange.number, logits_TE, ids=given_TK, bias=self.bias, num_tokens=num_tokens, **self._routing
+                    exchange.number,
+                    logits_TE,
+                    ids=given_TK,
+                    bias=self.bias,
+                    num_tokens=num_tokens,
+                    **self._routing,
                 )
-                sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)  # as in serving; they have no gradients either
+                sent_TK = ids_TK.masked_fill(
+                    weights_TK == 0, -1
+                )  # as in serving; they have no gradients either
             else:
                 ids_TK = sent_TK = routing[0]
             routed = exchange.dispatch(
-                x_TD, sent_TK, weights_TK, weights_on=weights_on, num_rows=self.num_rows, num_tokens=num_tokens,
+                x_TD,
+                sent_TK,
+                weights_TK,
+                weights_on=weights_on,
+                num_rows=self.num_rows,
+                num_tokens=num_tokens,
                 tag=self.tag,
-            )  # fmt: skip
+            )
             routes = Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
             if self.recorders:
                 record(self.recorders, routes)
@@ -484,12 +610,16 @@ class MoELayer(nn.Module):
             of_both = {"row_weights": routed.row_weights} if weights_on == "both" else {}
             if on_input and routed.row_weights is not None:
                 rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
-            y_TD = exchange.combine(self.experts(rows_ND, routed.expert_offsets, None, **of_both), routed)
+            y_TD = exchange.combine(
+                self.experts(rows_ND, routed.expert_offsets, None, **of_both), routed
+            )
         if self.shared is not None:
             if num_tokens is None:
                 y_TD = y_TD + self.shared(x_TD)
             else:
-                padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]  # it may hold anything
+                padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[
+                    :, None
+                ]  # it may hold anything
                 y_TD = (y_TD + self.shared(x_TD.masked_fill(padding, 0))).masked_fill(padding, 0)
         if self._propagates and logits_TE is not None:
             y_TD = y_TD.masked_fill(self._undefined(ids_TK, logits_TE), torch.nan)
@@ -500,18 +630,31 @@ class MoELayer(nn.Module):
         return repr(self.ep)
 
     def _has_gradients(self, x: object) -> bool:
-        """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by their parameters."""
-        return getattr(x, "requires_grad", False) or any(value.requires_grad for value in self.parameters())
+        """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by
+        their parameters.
+        """
+        return getattr(x, "requires_grad", False) or any(
+            value.requires_grad for value in self.parameters()
+        )
 
     def _shape(self, x: object, ids: object, trains: bool = False) -> RoundShape:
         """That of a round whose x, and `ids` if they are given, are not known to fit."""
-        model, extra = self.ep.config.model, None if self.adapters is None else Extra(torch.int32, ())
+        model = self.ep.config.model
+        extra = None if self.adapters is None else Extra(torch.int32, ())
         most = model.num_experts_per_tok
-        top_k = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 and 1 <= ids.shape[1] <= most else most
+        top_k = (
+            ids.shape[1]
+            if isinstance(ids, Tensor) and ids.dim() == 2 and 1 <= ids.shape[1] <= most
+            else most
+        )
         return RoundShape(
-            model.hidden_size, top_k, self._dtype_of(x), weight_rows=self._on_input,
-            aligned=self._aligned and not trains, extra=extra,
-        )  # fmt: skip
+            model.hidden_size,
+            top_k,
+            self._dtype_of(x),
+            weight_rows=self._on_input,
+            aligned=self._aligned and not trains,
+            extra=extra,
+        )
 
     def _given(
         self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None, adapter_ids: Tensor | None
@@ -522,13 +665,17 @@ class MoELayer(nn.Module):
     def _adapters_of_tokens(self, x_TD: Tensor, adapter_ids: Tensor | None) -> Tensor:
         """int32 [T]. Raises what `forward` does."""
         if self.adapters is None:
-            raise ValueError("`adapter_ids` must be None, since the layer was made without `adapters`")
+            raise ValueError(
+                "`adapter_ids` must be None, since the layer was made without `adapters`"
+            )
         if adapter_ids is not None and (lost := self.adapters.lost):
             raise EPStateError(
-                f"adapter(s) {sorted(lost)} are not whole any more, since the group has changed or a call has failed: "
+                f"adapter(s) {sorted(lost)} are not whole any more, since the group has changed or "
+                "a call has failed: "
                 "load them again on all ranks, or clear them"
             )
-        T, device = len(x_TD), x_TD.device
+        T = len(x_TD)
+        device = x_TD.device
         if adapter_ids is None:
             return torch.full((T,), NO_ADAPTER, dtype=torch.int32, device=device)
         if isinstance(adapter_ids, Tensor):
@@ -542,7 +689,9 @@ class MoELayer(nn.Module):
         experts = self.experts
         return isinstance(experts, GroupedExperts) and experts.alignment > 1
 
-    def _routed(self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _routed(
+        self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] and its logits [T, E], or the given routing."""
         x_TD = self._checked(x)
         if routing is None:
@@ -553,21 +702,31 @@ class MoELayer(nn.Module):
         return x_TD, ids, weights
 
     def _checked(self, x: Tensor) -> Tensor:
-        """x as [T, D] in the dtype of the experts. Raises what `forward` does before anything is sent."""
+        """x as [T, D] in the dtype of the experts. Raises what `forward` does before anything is
+        sent.
+        """
         model = self.ep.config.model
         device = self.ep.device
         experts = self.experts
         ours = experts if isinstance(experts, GroupedExperts) else None
-        needs_blocks = ours is not None and (ours.is_fp8 or ours.batch_invariant)  # others take torch's GEMM instead
+        needs_blocks = ours is not None and (
+            ours.is_fp8 or ours.batch_invariant
+        )  # others take torch's GEMM instead
         if ours is not None and needs_blocks and self.ep.config.alignment % ours.alignment:
             raise ValueError(
                 f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
-                f"{self.ep.config.alignment}: the experts' GEMM, {ours.gemm}, takes segments that start there"
+                f"{self.ep.config.alignment}: the experts' GEMM, {ours.gemm}, takes segments that "
+                "start there"
             )
         D = model.hidden_size
         dtypes = self._dtypes()
         fits = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] == D
-        casts = fits and x.dtype not in dtypes and x.dtype in FLOATS and torch.is_autocast_enabled(device.type)
+        casts = (
+            fits
+            and x.dtype not in dtypes
+            and x.dtype in FLOATS
+            and torch.is_autocast_enabled(device.type)
+        )
         if not fits or x.dtype not in dtypes and not casts:
             names = " or ".join(dtype_name(dtype) for dtype in dtypes)
             error = ValueError if isinstance(x, Tensor) and x.dtype in dtypes else TypeError
@@ -575,10 +734,16 @@ class MoELayer(nn.Module):
             raise error(f"`x` must be {names} [T, {D}] or [B, T, {D}], got {describe(x)}{why}")
         if x.device != device:
             raise ValueError(f"`x` must be on {device}, got {x.device}")
-        if (where := self.router_weight.device) != device:
-            raise ValueError(f"`router_weight` must be on {device}, got {where}: move the layer with `.to`")
+        where = self.router_weight.device
+        if where != device:
+            raise ValueError(
+                f"`router_weight` must be on {device}, got {where}: move the layer with `.to`"
+            )
         if ours is not None and (where := ours.w_down.device) != device:
-            raise ValueError(f"`experts` must be on {device}, got {where}: move the layer with `.to` or `.to_empty`")
+            raise ValueError(
+                f"`experts` must be on {device}, got {where}: move the layer with `.to` or "
+                "`.to_empty`"
+            )
         x_TD = x.flatten(0, -2)
         if casts:
             x_TD = x_TD.to(dtypes[0])
@@ -593,20 +758,29 @@ class MoELayer(nn.Module):
         return [experts.dtype] if isinstance(experts, GroupedExperts) else self._dtypes_of_config
 
     def _dtype_of(self, x: object) -> torch.dtype:
-        """The dtype of the tokens that the other ranks bring to this layer's round. x may be wrong."""
+        """The dtype of the tokens that the other ranks bring to this layer's round. x
+        may be wrong.
+        """
         dtypes = self._dtypes()
         return x.dtype if isinstance(x, Tensor) and x.dtype in dtypes else self._dtype or dtypes[0]
 
     def _undefined(self, ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
         """bool [T, 1]: real tokens whose scores are undefined."""
         real = ids_TK[:, :1] < self.ep.config.model.num_experts  # padding has the id E
-        largest = logits_TE.detach().amax(1, keepdim=True)  # NaN where any is; −Inf alone costs an expert only itself
+        largest = logits_TE.detach().amax(
+            1, keepdim=True
+        )  # NaN where any is; −Inf alone costs an expert only itself
         is_sigmoid = self.ep.config.routing.scoring == "sigmoid"
         return real & (largest.isnan() if is_sigmoid else ~largest.isfinite())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name in ("router_weight", "bias", "logit_bias"):  # keep their dtypes, also with assign=True
-            own, given = getattr(self, name), state_dict.get(prefix + name)
+        for name in (
+            "router_weight",
+            "bias",
+            "logit_bias",
+        ):  # keep their dtypes, also with assign=True
+            own = getattr(self, name)
+            given = state_dict.get(prefix + name)
             if own is not None and isinstance(given, Tensor):
                 state_dict[prefix + name] = given.to(own.dtype)
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -625,7 +799,9 @@ class MoELayer(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.__new__(type(self))
-        memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {id(self): twin}
+        memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {
+            id(self): twin
+        }
         twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorders": [], "contexts": 0}, memo))
         twin.layer_id = opaque.register(twin)
         twin.tag = self.ep.new_tag(owner=twin)
@@ -640,7 +816,9 @@ class MoELayer(nn.Module):
             self.ep.live.weights[self.tag] = _weights_of(self)
 
 
-_ADAPTERS_ONLY_SERVE = "layers with `adapters` have no gradients; PEFT trains adapters of `GroupedExperts` itself"
+_ADAPTERS_ONLY_SERVE = (
+    "layers with `adapters` have no gradients; PEFT trains adapters of `GroupedExperts` itself"
+)
 
 
 def _taken_for_layer(options: dict[str, Any]) -> dict[str, Any]:
@@ -650,11 +828,15 @@ def _taken_for_layer(options: dict[str, Any]) -> dict[str, Any]:
 
 def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
     """Whether these experts may train. Tensors of inference mode only serve."""
-    plain = experts.dtype in FLOATS and not experts.is_quantized and not experts.w_down.is_inference()
+    plain = (
+        experts.dtype in FLOATS and not experts.is_quantized and not experts.w_down.is_inference()
+    )
     return plain and problem_with(ep) is None
 
 
-def _check_router(config: EPConfig, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None) -> None:
+def _check_router(
+    config: EPConfig, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None
+) -> None:
     E = config.model.num_experts
     want = (E, config.model.hidden_size)
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
@@ -664,36 +846,56 @@ def _check_router(config: EPConfig, weight: Tensor, bias: Tensor | None, logit_b
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (E,))
     elif config.routing.selection_bias:
-        raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
+        raise ValueError(
+            "`bias` must be given, since `routing.selection_bias` says that the router has one"
+        )
     if logit_bias is not None:
         check_tensor("logit_bias", logit_bias, (weight.dtype,), (E,), weight.device)
     elif config.routing.logit_bias:
-        raise ValueError("`logit_bias` must be given, since `routing.logit_bias` says that the logits have one")
+        raise ValueError(
+            "`logit_bias` must be given, since `routing.logit_bias` says that the logits have one"
+        )
 
 
 def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: Tensor) -> None:
-    """Raises ValueError unless the experts are those of this rank and compute what the config says."""
+    """Raises ValueError unless the experts are those of this rank and compute what the
+    config says.
+    """
     E, D = router_weight.shape
     config = ep.config.experts
-    if (got := local_view(experts.w_down.detach()).shape[:2]) != (ep.num_local_experts, D):
+    got = local_view(experts.w_down.detach()).shape[:2]
+    if got != (ep.num_local_experts, D):
         held = f"the {ep.num_local_experts} of this rank, with D={D}"
         raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
     usual = type(config)().options
     for name, wanted in config.options.items():
         if wanted not in (usual[name], value := getattr(experts, name)):
-            raise ValueError(f"`experts` must have {name}={wanted}, as `experts.{name}` says, got {name}={value}")
+            raise ValueError(
+                f"`experts` must have {name}={wanted}, as `experts.{name}` says, got {name}={value}"
+            )
     if config.biases and (experts.gate_up_bias is None or experts.down_bias is None):
-        raise ValueError("`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says")
-    if experts.batch_invariant and ep.device.type == "cpu" and (why := place_matters(router_weight.dtype, E, D)):
+        raise ValueError(
+            "`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says"
+        )
+    if (
+        experts.batch_invariant
+        and ep.device.type == "cpu"
+        and (why := place_matters(router_weight.dtype, E, D))
+    ):
         raise ValueError(f"`experts` must not be batch_invariant with this router: {why}")
 
 
 def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> ExpertAdapters:
     """Room for adapters. Raises ValueError where there can be none."""
     if not isinstance(experts, GroupedExperts):
-        raise ValueError(f"`experts` must be GroupedExperts with `adapters`, got {describe(experts)}")
-    if (room := ep.config.capacity.extra_bytes) < (needed := torch.int32.itemsize):
-        raise ValueError(f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {room}")
+        raise ValueError(
+            f"`experts` must be GroupedExperts with `adapters`, got {describe(experts)}"
+        )
+    room = ep.config.capacity.extra_bytes
+    if room < (needed := torch.int32.itemsize):
+        raise ValueError(
+            f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {room}"
+        )
     if ep.config.experts.weights_on_input:
         raise ValueError("`experts.weights_on_input` must be unset with `adapters`")
     return ExpertAdapters(experts, count, rank)
@@ -703,15 +905,19 @@ def _check_same(peers: Peers, **mine: object) -> None:
     """Raises ValueError on all ranks unless they are about to take the same adapter. Collective."""
     first, *others = peers.all_gather(mine)
     for rank, theirs in enumerate(others, 1):
-        if odd := [name for name in first if theirs[name] != first[name]]:
+        odd = [name for name in first if theirs[name] != first[name]]
+        if odd:
             raise ValueError(
-                f"all ranks must take the same adapter, but `{odd[0]}` is {first[odd[0]]!r} on rank 0 and "
+                f"all ranks must take the same adapter, but `{odd[0]}` is {first[odd[0]]!r} on "
+                "rank 0 and "
                 f"{theirs[odd[0]]!r} on rank {rank}"
             )
 
 
 def _weights_of(layer: MoELayer) -> SlotWeights:
-    """The function that `ExpertParallel.replace` takes as `weights`. It does not keep the layer alive."""
+    """The function that `ExpertParallel.replace` takes as `weights`. It does not keep the layer
+    alive.
+    """
     reference = weakref.ref(layer)
 
     def weights(tag: int, local: int) -> list[Tensor]:
@@ -726,7 +932,9 @@ def _weights_of(layer: MoELayer) -> SlotWeights:
 
 
 def _held(ep: ExpertParallel, layer_id: int | None) -> list[int]:
-    """The logical experts to load for a layer that is about to be made. An empty slot gets any: nobody uses it."""
+    """The logical experts to load for a layer that is about to be made. An empty slot gets any:
+    nobody uses it.
+    """
     # The constructor refuses what is no int.
     tag = layer_id & constant("kMaxTag") if isinstance(layer_id, int) else ep.next_tag
     return [max(expert, 0) for expert in ep.logical_experts(tag)]

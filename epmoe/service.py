@@ -1,4 +1,6 @@
-"""ExpertParallel: owns the windows, placement and memory plan of one group, and offers the stages over them."""
+"""ExpertParallel: owns the windows, placement and memory plan of one group, and offers the stages
+over them.
+"""
 
 from __future__ import annotations
 
@@ -52,23 +54,29 @@ _Result = TypeVar("_Result")
 class ExpertParallel(HoldsWindows):
     """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
-    It serves one thread at a time: a call during the call of another thread raises RuntimeError and harms no round of
-    it, which a Python without the GIL does not promise. `health`, `memory_plan` and `repr` may be called at any time.
-    It cannot be pickled or copied. In a forked child every call raises RuntimeError, and `close` does nothing.
+    It serves one thread at a time: a call during the call of another thread raises RuntimeError and
+    harms no round of it, which a Python without the GIL does not promise. `health`, `memory_plan`
+    and `repr` may be called at any time. It cannot be pickled or copied. In a forked child every
+    call raises RuntimeError, and `close` does nothing.
 
     Args:
-        config: the same on all ranks; or the path of its file or the name of a ready one, for `EPConfig.load`.
-        group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world. Without
-            torch.distributed this process is a group of one. Or a mesh whose last dimension, "ep", is the group, and
-            whose other dimensions have replicas of the experts: see docs/training.md, "Replicas".
-        device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current GPU.
+        config: the same on all ranks; or the path of its file or the name of a ready one, for
+            `EPConfig.load`.
+        group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default
+            the world. Without torch.distributed this process is a group of one. Or a mesh whose
+            last dimension, "ep", is the group, and whose other dimensions have replicas of the
+            experts: see docs/training.md, "Replicas".
+        device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current
+            GPU.
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: the config does not fit the group or differs between ranks, or the group has no CPU backend.
+        ValueError: the config does not fit the group or differs between ranks, or the group has no
+            CPU backend.
         EPOpenError: ranks ended, or did not come within `exchange.warmup_timeout_s`. It names them.
         MemoryError: the windows do not fit, on any rank.
-        RuntimeError: the ranks or their GPUs cannot reach each other's memory; or another rank has failed otherwise.
+        RuntimeError: the ranks or their GPUs cannot reach each other's memory; or another rank has
+            failed otherwise.
         ConfigError: the file of the config is missing or wrong.
         BuildError: the native library does not build.
     """
@@ -101,8 +109,12 @@ class ExpertParallel(HoldsWindows):
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
-    _asleep: tuple[dist.ProcessGroup | DeviceMesh | None] | None = None  # the group, while it sleeps
-    _joining: int = 0  # the thread that is in `alone`: it has the turn also while there is no exchange
+    _asleep: tuple[dist.ProcessGroup | DeviceMesh | None] | None = (
+        None  # the group, while it sleeps
+    )
+    _joining: int = (
+        0  # the thread that is in `alone`: it has the turn also while there is no exchange
+    )
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def __init__(
@@ -113,11 +125,17 @@ class ExpertParallel(HoldsWindows):
     ):
         config = config_of(config)
         self.device = device_of(config, device)
-        with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
-            self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/native/opaque.py
+        with torch.inference_mode(
+            False
+        ):  # otherwise graphs outside inference mode could not take it
+            self.order = torch.zeros(
+                1, dtype=torch.uint8, device=self.device
+            )  # see epmoe/native/opaque.py
         self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
-        self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
+        self._tags: dict[
+            int, weakref.ref[object] | None
+        ] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
         self.followers = WeakSet()
         self._addresses = addresses_on(self.device)
@@ -129,18 +147,24 @@ class ExpertParallel(HoldsWindows):
         self._mesh = group if isinstance(group, DeviceMesh) else None
 
     def survivors(self) -> list[int]:
-        """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
+        """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits
+        for no rank.
 
-        They ascend, and are numbered in the group so far until `resume` has returned. After an `EPTimeoutError` reports
-        of others may still arrive: ask again before each try to form a group. A rank that was slow misses itself then.
+        They ascend, and are numbered in the group so far until `resume` has returned. After an
+        `EPTimeoutError` reports of others may still arrive: ask again before each try to form a
+        group. A rank that was slow misses itself then.
         """
         if self._exchange is not None:
             self._missing = self._exchange.missing()
         ended = self.ended()
-        return [rank for rank in range(self.size) if not self._missing >> rank & 1 and rank not in ended]
+        return [
+            rank for rank in range(self.size) if not self._missing >> rank & 1 and rank not in ended
+        ]
 
     def ended(self) -> list[int]:
-        """Ranks whose processes have ended, as far as this machine sees it; numbered like `survivors`."""
+        """Ranks whose processes have ended, as far as this machine sees it; numbered like
+        `survivors`.
+        """
         if self._exchange is not None:
             self._dead = self._exchange.dead()
         return [rank for rank in range(self.size) if self._dead >> rank & 1]
@@ -152,33 +176,42 @@ class ExpertParallel(HoldsWindows):
         *,
         spread_lost: bool = False,
     ) -> tuple[Move, ...]:
-        """Go on in another group: after a failure without the dead ranks, or between any two rounds with more ranks.
+        """Go on in another group: after a failure without the dead ranks, or between any two rounds
+        with more ranks.
 
-        Collective over the new group: every rank resumes, or, if it is new, makes an `ExpertParallel(config, group)`
-        with the `config.with_placement(placement)` of the others. Layers that hold this object go on with it. `health`
-        and the numbers of rounds begin again. Earlier handles and their tensors must not be used any more; CUDA graphs
-        may, see `capture_is_valid`. docs/recovery.md shows how a host uses it.
+        Collective over the new group: every rank resumes, or, if it is new, makes an
+        `ExpertParallel(config, group)` with the `config.with_placement(placement)` of the others.
+        Layers that hold this object go on with it. `health` and the numbers of rounds begin again.
+        Earlier handles and their tensors must not be used any more; CUDA graphs may, see
+        `capture_is_valid`. docs/recovery.md shows how a host uses it.
 
         Args:
-            group: what the constructor takes, with any ranks of the group so far and any new ones, in any order.
-            placement: the same on all ranks. By default each expert and copy stays on its rank, without the ranks that
-                are gone; see `Placement.without`. With `placement.live` ranks then keep their slots, new ranks have
-                empty ones, and the only placement to give is `config.of_size(R).place_experts()`: slots begin again.
-            spread_lost: the same on all ranks that resume. Without a placement, experts of which no copy is left go to
-                the ranks with the fewest experts; with `placement.live` ranks get more slots where these are too few.
+            group: what the constructor takes, with any ranks of the group so far and any new ones,
+                in any order.
+            placement: the same on all ranks. By default each expert and copy stays on its rank,
+                without the ranks that are gone; see `Placement.without`. With `placement.live`
+                ranks then keep their slots, new ranks have empty ones, and the only placement to
+                give is `config.of_size(R).place_experts()`: slots begin again.
+            spread_lost: the same on all ranks that resume. Without a placement, experts of which no
+                copy is left go to the ranks with the fewest experts; with `placement.live` ranks
+                get more slots where these are too few.
 
         Returns:
-            The experts of this rank whose weights are not where `placement` has them: the caller moves or loads these.
-            After `sleep(free)` that is all of them: only `wake` restores weights.
+            The experts of this rank whose weights are not where `placement` has them: the caller
+            moves or loads these. After `sleep(free)` that is all of them: only `wake` restores
+            weights.
 
         Raises:
             TypeError: an argument has another type.
-            ValueError: on all ranks, if placement or config differ or do not fit the group, or if logical experts have
-                no copy left, without `spread_lost`. Nothing has changed then, and the group is still good.
+            ValueError: on all ranks, if placement or config differ or do not fit the group, or if
+                logical experts have no copy left, without `spread_lost`. Nothing has changed then,
+                and the group is still good.
             RuntimeError: this process is a fork of the one that made this object.
-            EPResumeError: a rank died or did not arrive within `exchange.warmup_timeout_s`. `resume` may be called
-                again with another group; until then, this object may be closed.
-            MemoryError: the windows do not fit. This object is closed, and `resume` may be called again.
+            EPResumeError: a rank died or did not arrive within `exchange.warmup_timeout_s`.
+                `resume` may be called again with another group; until then, this object may be
+                closed.
+            MemoryError: the windows do not fit. This object is closed, and `resume` may be called
+                again.
         """
         return self.alone(partial(self.go_on, group, placement, spread_lost))
 
@@ -191,24 +224,33 @@ class ExpertParallel(HoldsWindows):
     ) -> tuple[Move, ...]:
         """`resume`, within `alone`.
 
-        `confirm` is called once the windows are open, with a function that returns the ranks that are missing by then,
-        as a mask. Where it returns False, this rank raises as if another had not arrived.
+        `confirm` is called once the windows are open, with a function that returns the ranks that
+        are missing by then, as a mask. Where it returns False, this rank raises as if another had
+        not arrived.
         """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
-        keeps, held = placement is None, None
+        keeps = placement is None
+        held = None
         config = self.config if placement is None else self.config.with_placement(placement)
         if keeps and self.live is not None:
-            held = (self.live.held if self._has_weights else torch.full_like(self.live.held, EMPTY)).tolist()
+            held = (
+                self.live.held if self._has_weights else torch.full_like(self.live.held, EMPTY)
+            ).tolist()
             config = self.config.of_size(peers.size)
         said = config.model_dump_json(), self.origin, self.generation, self.rank
-        request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost, seat=self._seat)
-        old, mine = self.placement, self.rank if self._has_weights else None
+        request = JoinRequest(
+            *said, keeps=keeps, held=held, spread_lost=keeps and spread_lost, seat=self._seat
+        )
+        old = self.placement
+        mine = self.rank if self._has_weights else None
         ranks = [mine if rank == peers.rank else None for rank in range(peers.size)]
         try:
-            if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
+            if not device_ends(
+                self.device, timeout_s
+            ):  # a kernel that still runs must keep its windows
                 raise TimeoutError("the GPU has not finished its work")
             with torch.device("cpu"):
                 self._join(peers, config, request, confirm)
@@ -223,15 +265,16 @@ class ExpertParallel(HoldsWindows):
         return old.moves(self.placement, ranks)[self.rank]
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
-        """Return the result of `call`, during which this thread has the turn. Another thread that calls meanwhile gets
-        the RuntimeError; so does who enters during its call, or in a fork.
+        """Return the result of `call`, during which this thread has the turn. Another thread that
+        calls meanwhile gets the RuntimeError; so does who enters during its call, or in a fork.
 
-        A collective call of several steps holds its turn so from its start on, also over windows that it opens. A
-        context manager would not do, see `takes_turn`.
+        A collective call of several steps holds its turn so from its start on, also over windows
+        that it opens. A context manager would not do, see `takes_turn`.
         """
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
-        generation, caller = self.generation, get_ident()
+        generation = self.generation
+        caller = get_ident()
         outer = 0 if self._exchange is None else self._exchange.enter()
         if self._exchange is None and self._joining not in (0, caller):
             raise RuntimeError(ANOTHER_THREAD)
@@ -239,32 +282,41 @@ class ExpertParallel(HoldsWindows):
         try:
             return call()
         except BaseException:
-            if self.generation != generation:  # nobody has learned what to load, or it is not loaded
+            if (
+                self.generation != generation
+            ):  # nobody has learned what to load, or it is not loaded
                 self.lose_weights()
             raise
         finally:
             self._joining = joining
-            if self._exchange is not None:  # a signal handler's caller has no turn in windows that it did not see open
+            if (
+                self._exchange is not None
+            ):  # a signal handler's caller has no turn in windows that it did not see open
                 self._exchange.thread = outer if self.generation == generation else 0
 
     def lose_weights(self) -> None:
-        """Leave, since weights are not where `placement` has them: no round is to run on them. The waits of the others
-        end at once. This rank may go on in another group, and then all its experts are among the moves."""
+        """Leave, since weights are not where `placement` has them: no round is to run on them. The
+        waits of the others end at once. This rank may go on in another group, and then all its
+        experts are among the moves.
+        """
         self._has_weights, self._asleep = False, None
         if self._exchange is not None:
             self._exchange.end_waits()
         self._leave()
 
     def close(self) -> None:
-        """Release the windows and the group. Handles of earlier rounds, and their tensors, must not be used any more.
+        """Release the windows and the group. Handles of earlier rounds, and their tensors, must not
+        be used any more.
 
-        With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
-        `rank`, `size`, `survivors` and `resume` still work.
+        With a round open, the waits of the other ranks end at once, with an EPTimeoutError that
+        names this rank. `rank`, `size`, `survivors` and `resume` still work.
         """
         self._leave()
         self._asleep = None
         caller = get_ident()
-        if self._owner is None and self._exchange is None and self._joining in (0, caller):  # no other thread maps it
+        if (
+            self._owner is None and self._exchange is None and self._joining in (0, caller)
+        ):  # no other thread maps it
             joining, self._joining = self._joining, caller
             try:
                 self._addresses.unmap_scratch()
@@ -279,7 +331,9 @@ class ExpertParallel(HoldsWindows):
         try:
             if self.live is not None:
                 self.live.close()
-            self.group = self._mesh = None  # what outlives `destroy_process_group` may end the interpreter by SIGABRT
+            self.group = self._mesh = (
+                None  # what outlives `destroy_process_group` may end the interpreter by SIGABRT
+            )
             if exchange is not None:
                 if exchange.rounds.state != CLOSED:
                     exchange.end_waits()
@@ -290,12 +344,14 @@ class ExpertParallel(HoldsWindows):
             raise
 
     def sleep(self, free: Callable[[], object] | None = None) -> None:
-        """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank calls it.
+        """Give the memory of windows and scratch back, between two rounds, until `wake`. Every rank
+        calls it.
 
-        It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA graphs stay; until then
-        no graph may be replayed, and handles of earlier rounds, and their tensors, must not be used any more. All calls
-        but `wake`, `resume` and `close` raise EPStateError. `free` is called once nothing runs on the GPU any more: it
-        may free weights. Raises EPStateError where a round is open or this object is closed, and what `check` and
+        It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA
+        graphs stay; until then no graph may be replayed, and handles of earlier rounds, and their
+        tensors, must not be used any more. All calls but `wake`, `resume` and `close` raise
+        EPStateError. `free` is called once nothing runs on the GPU any more: it may free weights.
+        Raises EPStateError where a round is open or this object is closed, and what `check` and
         `free` do; then it is awake.
         """
         self.alone(partial(self._sleep, free))
@@ -317,20 +373,25 @@ class ExpertParallel(HoldsWindows):
             self._addresses.unmap_scratch()
 
     def wake(self, restore: Callable[[], object] = lambda: None) -> None:
-        """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared. Collective.
+        """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared.
+        Collective.
 
-        CUDA graphs of the group are valid; `restore` puts weights that have gone where they were. No other thread gets
-        its turn before. Rounds and `health` begin again, and `generation` is another one.
+        CUDA graphs of the group are valid; `restore` puts weights that have gone where they were.
+        No other thread gets its turn before. Rounds and `health` begin again, and `generation` is
+        another one.
 
-        Raises EPStateError where this object does not sleep, and what `resume` does where a rank has died or the memory
-        has gone to others: it may be called again then. Where `restore` raises, this object is closed: waits of the
-        other ranks end at once, and `resume` has all experts of this rank among its moves.
+        Raises EPStateError where this object does not sleep, and what `resume` does where a rank
+        has died or the memory has gone to others: it may be called again then. Where `restore`
+        raises, this object is closed: waits of the other ranks end at once, and `resume` has all
+        experts of this rank among its moves.
         """
         if self._asleep is None:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
         self.alone(partial(self._wake, *self._asleep, restore))
 
-    def _wake(self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object]) -> None:
+    def _wake(
+        self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object]
+    ) -> None:
         has_weights = self._has_weights
         try:
             self._has_weights = True  # once `restore` has returned
@@ -348,35 +409,45 @@ class ExpertParallel(HoldsWindows):
         return self._asleep is not None
 
     def capture_is_valid(self, generation: int) -> bool:
-        """Whether a CUDA graph that was captured in this generation may be replayed in the present one.
+        """Whether a CUDA graph that was captured in this generation may be replayed in the present
+        one.
 
-        It may where this rank has the same number, and the group the same size and placement of experts as then, also
-        if other ranks have come and gone meanwhile; over one node. With `topology.max_ranks` groups of all sizes up to
-        it will do whose ranks have as many slots. A replay of any other graph of an earlier group does nothing: y is
-        zeros, and the next `poll` raises EPStateError.
+        It may where this rank has the same number, and the group the same size and placement of
+        experts as then, also if other ranks have come and gone meanwhile; over one node. With
+        `topology.max_ranks` groups of all sizes up to it will do whose ranks have as many slots. A
+        replay of any other graph of an earlier group does nothing: y is zeros, and the next `poll`
+        raises EPStateError.
         """
         now = self._layouts.get(self.generation)
-        return self._exchange is not None and now is not None and self._layouts.get(generation) == now
+        return (
+            self._exchange is not None and now is not None and self._layouts.get(generation) == now
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close. After an exception the waits of the other ranks end at once, also where no round is open here."""
+        """Close. After an exception the waits of the other ranks end at once, also where no round
+        is open here.
+        """
         if kind is not None and self._exchange is not None:
             self._exchange.end_waits()
         self.close()
 
     @property
     def exchange(self) -> Exchange:
-        """What carries the rounds, for integrations of a host. Raises EPStateError once this object is closed."""
+        """What carries the rounds, for integrations of a host. Raises EPStateError once this object
+        is closed.
+        """
         if self._exchange is None:
             raise EPStateError(self._why_unusable())
         return self._exchange
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of experts that train, whose last dimension, "ep", is the group; None without a group."""
+        """The mesh of experts that train, whose last dimension, "ep", is the group; None without a
+        group.
+        """
         if self.group is None:
             return None
         if self._mesh is None:
@@ -390,28 +461,42 @@ class ExpertParallel(HoldsWindows):
 
     @property
     def expert_map(self) -> Tensor:
-        """int32: for each id in `recv.ids`, its index among this rank's experts, −1 for an expert of another rank.
+        """int32: for each id in `recv.ids`, its index among this rank's experts, −1 for an expert
+        of another rank.
 
-        With one node these ids are physical experts. With several, they number the physical experts of this node.
+        With one node these ids are physical experts. With several, they number the physical experts
+        of this node.
         """
         return self.exchange.views["table.expert_map"]
 
-    def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
-        """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K].
+    def route(
+        self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None
+    ) -> Routing:
+        """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32
+        [T, K].
 
         Raises ValueError without `bias` where `routing.selection_bias` is set.
         """
         if bias is None and self._needs_bias:
-            raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
-        exchange, model = self.exchange, self.config.model
+            raise ValueError(
+                "`bias` must be given, since `routing.selection_bias` says that the router has one"
+            )
+        exchange = self.exchange
+        model = self.config.model
         shape: tuple[int, ...] = getattr(logits, "shape", ())
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
-        counters, options = exchange.views["health.counters"], self._routing
+        counters = exchange.views["health.counters"]
+        options = self._routing
         outer = exchange.enter()  # in place: `run` would cost each layer 0.3 µs
         try:
             return route(
-                logits, model.num_experts_per_tok, bias=bias, num_tokens=num_tokens, counters=counters, **options
+                logits,
+                model.num_experts_per_tok,
+                bias=bias,
+                num_tokens=num_tokens,
+                counters=counters,
+                **options,
             )
         finally:
             exchange.thread = outer
@@ -430,30 +515,39 @@ class ExpertParallel(HoldsWindows):
         aligned: bool = False,
         extra: Tensor | None = None,
     ) -> Dispatched:
-        """Send each token once to each rank that holds one of its experts: see docs/design.md, "dispatch".
+        """Send each token once to each rank that holds one of its experts: see docs/design.md,
+        "dispatch".
 
-        Collective: every rank calls, also with T = 0. On a GPU the host does not wait for the device, so an
-        EPMismatchError, EPOrderError or EPTimeoutError may come from a later call.
+        Collective: every rank calls, also with T = 0. On a GPU the host does not wait for the
+        device, so an EPMismatchError, EPOrderError or EPTimeoutError may come from a later call.
 
         Args:
-            x: [T, D] fp32, fp16 or bf16, 0 ≤ T ≤ M. D and dtype may be smaller than the config's but are equal on all
-                ranks. With `scales`, fp8 e4m3; then combine takes and returns rows in the config's dtype.
-            ids: int32 or int64 [T, K], logical experts. −1, E and any other id out of range mean "no expert".
-            weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
-            scales: fp32 [T, D/128] of rows that are already quantized, if `exchange.payload` is fp8. D must be a
-                multiple of 128.
-            num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding and are not sent.
-            layout: "expert" for expert-major rows, "rank" for one slab of rows for each source rank.
-            apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x, an fp32 product
-                rounded once to x's dtype, or with an fp8 payload its scales are. combine then adds without weights.
-            tag: a number for the layer, from 0 to 32767, which every rank checks: ranks in different layers get an
-                error in place of one another's rows. A CUDA graph keeps the tag of its capture. With `placement.live`
-                from 1 to `placement.layers`: it chooses the layer's table.
-            aligned: each expert's segment starts at a multiple of `Dispatched.alignment` rows, as GEMMs over blocks of
-                rows want it; equal on all ranks. Without effect where `capacity.alignment` is set, which holds anyway.
-            extra: [T, …] of any dtype: up to `capacity.extra_bytes` bytes a token, which arrive bit by bit as
-                `Dispatched.extra` or `recv.extra`. Dtype and shape behind T are equal on all ranks. Not with
-                `apply_router_weight_on_input`.
+            x: [T, D] fp32, fp16 or bf16, 0 ≤ T ≤ M. D and dtype may be smaller than the config's
+                but are equal on all ranks. With `scales`, fp8 e4m3; then combine takes and returns
+                rows in the config's dtype.
+            ids: int32 or int64 [T, K], logical experts. −1, E and any other id out of range mean
+                "no expert".
+            weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf
+                count as 0.
+            scales: fp32 [T, D/128] of rows that are already quantized, if `exchange.payload` is
+                fp8. D must be a multiple of 128.
+            num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding
+                and are not sent.
+            layout: "expert" for expert-major rows, "rank" for one slab of rows for each source
+                rank.
+            apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x,
+                an fp32 product rounded once to x's dtype, or with an fp8 payload its scales are.
+                combine then adds without weights.
+            tag: a number for the layer, from 0 to 32767, which every rank checks: ranks in
+                different layers get an error in place of one another's rows. A CUDA graph keeps the
+                tag of its capture. With `placement.live` from 1 to `placement.layers`: it chooses
+                the layer's table.
+            aligned: each expert's segment starts at a multiple of `Dispatched.alignment` rows, as
+                GEMMs over blocks of rows want it; equal on all ranks. Without effect where
+                `capacity.alignment` is set, which holds anyway.
+            extra: [T, …] of any dtype: up to `capacity.extra_bytes` bytes a token, which arrive bit
+                by bit as `Dispatched.extra` or `recv.extra`. Dtype and shape behind T are equal on
+                all ranks. Not with `apply_router_weight_on_input`.
 
         Returns:
             The open round, valid until combine, combine_partial or combine_send is called.
@@ -461,11 +555,24 @@ class ExpertParallel(HoldsWindows):
         Raises:
             TypeError: an argument has another type or dtype; nothing was sent.
             ValueError: an argument has another value, shape or device; nothing was sent.
-            RuntimeError: a round is still open, an input requires grad in grad mode, or this object is closed.
+            RuntimeError: a round is still open, an input requires grad in grad mode, or this object
+                is closed.
             EPMismatchError: the calls of the ranks did not match.
-            EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
+            EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and
+                leaves the round open.
         """
-        given = x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra
+        given = (
+            x,
+            ids,
+            weights,
+            scales,
+            num_tokens,
+            layout,
+            apply_router_weight_on_input,
+            tag,
+            aligned,
+            extra,
+        )
         return self.exchange.dispatch(new_call(given))
 
     def dispatch_send(
@@ -482,31 +589,49 @@ class ExpertParallel(HoldsWindows):
         aligned: bool = False,
         extra: Tensor | None = None,
     ) -> Sent:
-        """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
+        """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank
+        (see `abort`).
 
-        Returns the open round, for `dispatch_recv`. No argument, `num_tokens` included, may be overwritten before
-        `dispatch_recv` has returned.
+        Returns the open round, for `dispatch_recv`. No argument, `num_tokens` included, may be
+        overwritten before `dispatch_recv` has returned.
         """
-        given = x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, tag, aligned, extra
+        given = (
+            x,
+            ids,
+            weights,
+            scales,
+            num_tokens,
+            layout,
+            apply_router_weight_on_input,
+            tag,
+            aligned,
+            extra,
+        )
         return self.exchange.dispatch_send(new_call(given))
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """The receive phase of `dispatch`: waits for every rank's tokens, and returns the round as `dispatch` does.
+        """The receive phase of `dispatch`: waits for every rank's tokens, and returns the round as
+        `dispatch` does.
 
-        Raises `dispatch`'s EPMismatchError and EPTimeoutError, and ValueError where `sent` belongs to another round, or
-        was received before.
+        Raises `dispatch`'s EPMismatchError and EPTimeoutError, and ValueError where `sent` belongs
+        to another round, or was received before.
         """
         return self.exchange.dispatch_recv(sent)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
+    def combine(
+        self, expert_rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+    ) -> Tensor:
         """The weighted sum over each token's experts, from expert-major outputs. Collective.
 
-        The sum is fp32, over ranks in rank order: bitwise the same on every run. Padded rows of y are zeros.
+        The sum is fp32, over ranks in rank order: bitwise the same on every run. Padded rows of y
+        are zeros.
 
         Args:
-            expert_rows: [N, D] in the dtype of x, in the order of `dispatched.rows`; N ≥ expert_offsets[e].
+            expert_rows: [N, D] in the dtype of x, in the order of `dispatched.rows`; N ≥
+                expert_offsets[e].
             dispatched: the open round, of layout="expert".
-            out: y itself, contiguous [T, D] in the dtype of x and aligned to 16 bytes; a new tensor by default.
+            out: y itself, contiguous [T, D] in the dtype of x and aligned to 16 bytes; a new tensor
+                by default.
 
         Returns:
             y [T, D] in the dtype of x.
@@ -518,55 +643,68 @@ class ExpertParallel(HoldsWindows):
         """
         return self.exchange.combine("expert", expert_rows, dispatched, out)
 
-    def combine_partial(self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
-        """`combine` for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over this
-        rank's experts."""
+    def combine_partial(
+        self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+    ) -> Tensor:
+        """`combine` for layout="rank": from rows [R, M, D] that a fused MoE has already weighted
+        and summed over this rank's experts.
+        """
         return self.exchange.combine("rank", partial, dispatched, out)
 
-    def combine_send(self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> None:
+    def combine_send(
+        self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+    ) -> None:
         """The send phase of `combine`, with its arguments and errors: sends, and waits for no rank.
 
-        `rows` are expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
-        `combine_recv` returns `out`.
+        `rows` are expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of
+        `combine_partial`. `combine_recv` returns `out`.
         """
         self.exchange.combine_send(rows, dispatched, out)
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """The receive phase of `combine`: waits for every rank's rows, and returns y [T, D] in the dtype of x.
+        """The receive phase of `combine`: waits for every rank's rows, and returns y [T, D] in the
+        dtype of x.
 
-        Raises `combine`'s EPTimeoutError, EPOverflowError and EPAbortedError, and ValueError where `dispatched` is not
-        the round that combine_send was given.
+        Raises `combine`'s EPTimeoutError, EPOverflowError and EPAbortedError, and ValueError where
+        `dispatched` is not the round that combine_send was given.
         """
         return self.exchange.combine_recv(dispatched)
 
     def abort(self, dispatched: Sent | Dispatched | None = None) -> None:
-        """Close a round that an exception left open, between any two calls. Collective: every rank aborts or combines.
+        """Close a round that an exception left open, between any two calls. Collective: every rank
+        aborts or combines.
 
-        This rank sends no rows; the other ranks get sums without its experts. It allocates nothing and waits for no
-        rank, so it also works after an out-of-memory error and in a signal handler. On the CPU the next dispatch or
-        dispatch_send waits instead, until all ranks have ended the round.
+        This rank sends no rows; the other ranks get sums without its experts. It allocates nothing
+        and waits for no rank, so it also works after an out-of-memory error and in a signal
+        handler. On the CPU the next dispatch or dispatch_send waits instead, until all ranks have
+        ended the round.
 
-        `dispatched` is what the round's last call returned, or after combine_send what that was given: ValueError for
-        any other handle, and EPMismatchError, EPTimeoutError, EPOverflowError or EPAbortedError as in `poll`. None
-        closes whatever round is open, unless it is another thread's, and raises nothing.
+        `dispatched` is what the round's last call returned, or after combine_send what that was
+        given: ValueError for any other handle, and EPMismatchError, EPTimeoutError, EPOverflowError
+        or EPAbortedError as in `poll`. None closes whatever round is open, unless it is another
+        thread's, and raises nothing.
         """
         if dispatched is not None or self._exchange is not None:
             self.exchange.abort(dispatched)
 
     def skip(self, shape: RoundShape | None = None, *, tag: int = 0) -> None:
-        """Take part in a round without tokens, and abort it: for a rank that raised before it called dispatch.
+        """Take part in a round without tokens, and abort it: for a rank that raised before it
+        called dispatch.
 
-        Collective: it takes the place of dispatch and combine. The other ranks get through the round and learn that
-        this rank has aborted it. It waits for no rank, except after a round that was aborted. `shape` and `tag` are
-        those of dispatch on the other ranks; the shape is by default `last_shape`.
+        Collective: it takes the place of dispatch and combine. The other ranks get through the
+        round and learn that this rank has aborted it. It waits for no rank, except after a round
+        that was aborted. `shape` and `tag` are those of dispatch on the other ranks; the shape is
+        by default `last_shape`.
 
-        Raises what `dispatch` does for arguments and earlier calls, and RuntimeError where a round is open (`abort`
-        closes it), this object is closed, or another thread has the round.
+        Raises what `dispatch` does for arguments and earlier calls, and RuntimeError where a round
+        is open (`abort` closes it), this object is closed, or another thread has the round.
         """
         exchange = self.exchange
         if exchange.rounds.is_of_another():
             raise EPStateError("another thread has the round, so this one has none to skip")
-        exchange.abort(exchange.dispatch_send(exchange.templates.no_tokens(shape or self.last_shape, tag)))
+        exchange.abort(
+            exchange.dispatch_send(exchange.templates.no_tokens(shape or self.last_shape, tag))
+        )
 
     @property
     def last_shape(self) -> RoundShape:
@@ -577,9 +715,11 @@ class ExpertParallel(HoldsWindows):
     def giving_up(
         self, tag: int, shape: Callable[[], RoundShape | None] = lambda: None
     ) -> AbstractContextManager[None]:
-        """Within it a caller takes part in one round. An exception aborts the round, whether it was opened or not.
+        """Within it a caller takes part in one round. An exception aborts the round, whether it was
+        opened or not.
 
-        It raises nothing of the exchange in its place. `tag` and what `shape` returns are arguments of `skip`.
+        It raises nothing of the exchange in its place. `tag` and what `shape` returns are arguments
+        of `skip`.
         """
         exchange = self.exchange
 
@@ -590,37 +730,46 @@ class ExpertParallel(HoldsWindows):
         return exchange.giving_up(skip)
 
     def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
-        """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows, and no more. On one
-        node it chooses the GEMM: a rank with few tokens cannot know that another brings many.
+        """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows,
+        and no more. On one node it chooses the GEMM: a rank with few tokens cannot know that
+        another brings many.
 
-        All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`, and this rank's own
-        T. A CUDA graph keeps the number of its capture. Raises RuntimeError within what torch.compile traces, and in a
-        closed object.
+        All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`,
+        and this rank's own T. A CUDA graph keeps the number of its capture. Raises RuntimeError
+        within what torch.compile traces, and in a closed object.
         """
         if torch.compiler.is_compiling():
-            raise RuntimeError("`at_most` must be outside of what torch.compile traces: call the compiled model in it")
+            raise RuntimeError(
+                "`at_most` must be outside of what torch.compile traces: call the compiled model "
+                "in it"
+            )
         return self.exchange.at_most(tokens)
 
     def new_tag(self, tag: int | None = None, owner: object = None) -> int:
-        """A tag for one more layer, which no other layer of this object has. All ranks take the same ones.
+        """A tag for one more layer, which no other layer of this object has. All ranks take the
+        same ones.
 
-        `tag` is from 0 to 32767, by default `next_tag`. `owner` gives it back when it is gone; None: nobody does.
-        Raises ValueError where another layer has the tag, or there is no further number.
+        `tag` is from 0 to 32767, by default `next_tag`. `owner` gives it back when it is gone;
+        None: nobody does. Raises ValueError where another layer has the tag, or there is no further
+        number.
         """
         if tag is None:
             tag = self._last_tag = self.next_tag
         elif tag in self._tags and ((ref := self._tags[tag]) is None or ref() is not None):
             raise ValueError(
-                f"tag {tag} must belong to one layer, but another one of this ExpertParallel has it: the tag is "
-                f"`layer_id` modulo {constant('kMaxTag') + 1}, or by default the next number that is free"
+                f"tag {tag} must belong to one layer, but another one of this ExpertParallel has "
+                "it: the tag is "
+                f"`layer_id` modulo {constant('kMaxTag') + 1}, or by default the next number that "
+                "is free"
             )
         self._tags[tag] = None if owner is None else weakref.ref(owner)
         return tag
 
     @property
     def next_tag(self) -> int:
-        """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody has had. Raises
-        ValueError where there is none."""
+        """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody
+        has had. Raises ValueError where there is none.
+        """
         tag = self._last_tag + 1
         while tag in self._tags:
             tag += 1
@@ -630,55 +779,70 @@ class ExpertParallel(HoldsWindows):
 
     @property
     def slots(self) -> Tensor:
-        """int32 [layers, P], with `placement.live`, a copy: the logical expert in each slot, or −1. Rank r has slots
-        r·S to (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
+        """int32 [layers, P], with `placement.live`, a copy: the logical expert in each slot, or −1.
+        Rank r has slots r·S to (r + 1)·S − 1. Raises EPStateError without `placement.live`.
+        """
         return self._moving.slots.clone()
 
     def save_slots(self, path: str | os.PathLike[str]) -> None:
-        """Write `slots` to a JSON file, in one step: with `placement.slots` a later job begins with them. All ranks
-        have the same between two moves, so one rank calls it. Raises EPStateError without `placement.live`."""
+        """Write `slots` to a JSON file, in one step: with `placement.slots` a later job begins with
+        them. All ranks have the same between two moves, so one rank calls it. Raises EPStateError
+        without `placement.live`.
+        """
         write_slots(path, self._moving.slots)
 
     @takes_turn_of_exchange
-    def replace(self, slots: Tensor, weights: SlotWeights | None = None, *, loads: Tensor | None = None) -> Moves:
-        """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.
+    def replace(
+        self, slots: Tensor, weights: SlotWeights | None = None, *, loads: Tensor | None = None
+    ) -> Moves:
+        """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of
+        CUDA graphs.
 
-        Every rank calls it with the same arguments, at its own time, and then `poll` between rounds, which takes the
-        moves further. No rank waits for another. While an expert moves, its other copies do its work.
+        Every rank calls it with the same arguments, at its own time, and then `poll` between
+        rounds, which takes the moves further. No rank waits for another. While an expert moves, its
+        other copies do its work.
 
         Args:
-            slots: int32 or int64 [layers, P], the expert that each slot is to hold, or −1. Every expert has a slot, and
-                at most one on a rank. Experts that stay on their rank stay in their slot, whichever this names.
-            weights: takes a tag and the index of a local slot, and returns the tensors that hold the slot's weights,
-                always the same ones: without gaps, on the device of `ep`, and with the same sizes and order in memory
-                for all slots of a layer, on all ranks. By default those of the `MoELayer` with this tag.
-            loads: [layers, E], by which copies share their experts' tokens; see `share`. By default the last ones.
+            slots: int32 or int64 [layers, P], the expert that each slot is to hold, or −1. Every
+                expert has a slot, and at most one on a rank. Experts that stay on their rank stay
+                in their slot, whichever this names.
+            weights: takes a tag and the index of a local slot, and returns the tensors that hold
+                the slot's weights, always the same ones: without gaps, on the device of `ep`, and
+                with the same sizes and order in memory for all slots of a layer, on all ranks. By
+                default those of the `MoELayer` with this tag.
+            loads: [layers, E], by which copies share their experts' tokens; see `share`. By default
+                the last ones.
 
         Returns:
             The moves: `done`, `cancel()`, `waits_for()`, `stalls`.
 
         Raises:
             EPStateError: without `placement.live`, or other moves are not done.
-            ValueError: an argument does not fit, or experts without a second copy are to change places where no slot is
-                free. Nothing has begun then, nor where `weights` raises, and the other ranks drop this call.
-            EPRefusedError: from a later `poll`, where another rank raised here or was given other arguments. No expert
-                has moved on any rank, and all ranks may call again.
+            ValueError: an argument does not fit, or experts without a second copy are to change
+                places where no slot is free. Nothing has begun then, nor where `weights` raises,
+                and the other ranks drop this call.
+            EPRefusedError: from a later `poll`, where another rank raised here or was given other
+                arguments. No expert has moved on any rank, and all ranks may call again.
         """
         return self._moving.replace(slots, weights, loads)
 
     @takes_turn_of_exchange
     def share(self, loads: Tensor) -> None:
-        """Divide the tokens of experts among their copies by these loads [layers, E], from a later `poll` on.
+        """Divide the tokens of experts among their copies by these loads [layers, E], from a later
+        `poll` on.
 
-        Nothing moves. Ranks may call it at different times; with the same loads, shares are balanced.
+        Nothing moves. Ranks may call it at different times; with the same loads, shares are
+        balanced.
         """
         self._moving.share(loads)
 
     @takes_turn_of_exchange
     def loads(self) -> Tensor:
-        """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the start or `resume`.
+        """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the
+        start or `resume`.
 
-        It sends this rank's counts to all ranks and waits for none, so those of others are of their own last calls.
+        It sends this rank's counts to all ranks and waits for none, so those of others are of their
+        own last calls.
         """
         self._moving.send_loads()
         self._moving.mail.flush()
@@ -686,23 +850,28 @@ class ExpertParallel(HoldsWindows):
 
     @takes_turn_of_exchange
     def apply(self, timeout_s: float | None = None) -> None:
-        """Wait until all moves are done and all shares in use. Collective: all ranks call it between the same rounds.
+        """Wait until all moves are done and all shares in use. Collective: all ranks call it
+        between the same rounds.
 
-        From then on all ranks choose by the same tables, so that y has the same bits on every run. Raises
-        EPTimeoutError after `timeout_s`, by default the deadline of a round, or once a rank has ended. If the ranks
-        that it names are only late, rounds go on, and `apply` may be called again.
+        From then on all ranks choose by the same tables, so that y has the same bits on every run.
+        Raises EPTimeoutError after `timeout_s`, by default the deadline of a round, or once a rank
+        has ended. If the ranks that it names are only late, rounds go on, and `apply` may be called
+        again.
         """
         self._moving.finish(timeout_s)
 
     def logical_experts(self, tag: int = 0) -> list[int]:
-        """The logical experts of this rank's local experts, with `placement.live` those of the layer `tag` now, where
-        −1 is an empty slot. Raises EPStateError while experts move."""
+        """The logical experts of this rank's local experts, with `placement.live` those of the
+        layer `tag` now, where −1 is an empty slot. Raises EPStateError while experts move.
+        """
         if self.live is None:
             return self.placement.logical_experts(self.rank)
         return self.live.experts(tag)
 
     def holder(self, expert: int, tag: int = 0) -> tuple[int, int]:
-        """A rank that holds a logical expert, the same on all ranks, and its index there; `tag` as above."""
+        """A rank that holds a logical expert, the same on all ranks, and its index there; `tag` as
+        above.
+        """
         if self.live is None:
             return self.placement.owner(expert), self.placement.local_index[expert]
         return self.live.holder(tag, expert)
@@ -712,18 +881,26 @@ class ExpertParallel(HoldsWindows):
         return self.exchange.plan
 
     def health(self, wait: bool = True) -> Health:
-        """Counts since the start, on this rank, which never fall. Any thread may read them; not during the capture of a
-        CUDA graph. On a GPU it first waits for the current stream. With `wait=False` it waits for no kernel and delays
-        none, so the counts of kernels under way are partial."""
-        health, live = self.exchange.health(wait), self.live
-        return health if live is None else dataclasses.replace(health, refused_plans=live.refused_plans)
+        """Counts since the start, on this rank, which never fall. Any thread may read them; not
+        during the capture of a CUDA graph. On a GPU it first waits for the current stream. With
+        `wait=False` it waits for no kernel and delays none, so the counts of kernels under way are
+        partial.
+        """
+        health = self.exchange.health(wait)
+        live = self.live
+        return (
+            health
+            if live is None
+            else dataclasses.replace(health, refused_plans=live.refused_plans)
+        )
 
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits, and does not stop the device.
 
-        With `placement.live` it also takes moves and shares further: call it between the rounds, on the stream of their
-        replays if they are replays. Every call looks by itself, but the replay of a CUDA graph is no call: after a
-        timeout all replays yield zeros, so poll at every step. A replay that is still running shows in a later poll.
+        With `placement.live` it also takes moves and shares further: call it between the rounds, on
+        the stream of their replays if they are replays. Every call looks by itself, but the replay
+        of a CUDA graph is no call: after a timeout all replays yield zeros, so poll at every step.
+        A replay that is still running shows in a later poll.
 
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
@@ -738,16 +915,24 @@ class ExpertParallel(HoldsWindows):
 
     @takes_turn_of_exchange
     def check(self, timeout_s: float | None = None) -> None:
-        """Wait for everything that has been launched on the device, then `poll`. A failure that a kernel reports
-        meanwhile is raised at once, and EPTimeoutError where the device did not end within `timeout_s` seconds; None:
-        there is no limit."""
+        """Wait for everything that has been launched on the device, then `poll`. A failure that a
+        kernel reports meanwhile is raised at once, and EPTimeoutError where the device did not end
+        within `timeout_s` seconds; None: there is no limit.
+        """
         self.exchange.wait_for_device(timeout_s)
         self.poll()
 
-    def _join(self, peers: Peers, config: EPConfig, request: JoinRequest, confirm: Confirm = lambda _: True) -> None:
-        """Become a rank of a group, whose turn this thread has; see `resume`. Collective; where a step fails on one
-        rank, all raise. The windows of the group so far are released once all ranks are able to join: both might not
-        fit."""
+    def _join(
+        self,
+        peers: Peers,
+        config: EPConfig,
+        request: JoinRequest,
+        confirm: Confirm = lambda _: True,
+    ) -> None:
+        """Become a rank of a group, whose turn this thread has; see `resume`. Collective; where a
+        step fails on one rank, all raise. The windows of the group so far are released once all
+        ranks are able to join: both might not fit.
+        """
         exchange: Exchange | None = None
         try:
             with opening(peers) as agreed:
@@ -757,25 +942,35 @@ class ExpertParallel(HoldsWindows):
                 agreed.reach(peers, request)
                 if agreed.former is not None and not config.placement.live:
                     gone = set(range(config.topology.ep_size)).difference(agreed.former)
-                    placement = config.place_experts().without(gone, spread_lost=request.spread_lost)
+                    placement = config.place_experts().without(
+                        gone, spread_lost=request.spread_lost
+                    )
                     config = config.with_placement(placement)
                 check_size(config, peers)
                 spread_lost = any(one.spread_lost for one in agreed.requests)
-                slots = agree_on_slots(config, [one.held for one in agreed.requests], peers.rank, first, spread_lost)
+                slots = agree_on_slots(
+                    config, [one.held for one in agreed.requests], peers.rank, first, spread_lost
+                )
                 device_of(config, self.device)
                 placement = config.place_experts()
                 prepare(config, self.device)
                 # All can now: whoever resumes releases the old windows.
                 holds = peers.all_gather(self._keeps_weights(config, placement, slots, peers.rank))
                 self._leave()
-                with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
+                with torch.inference_mode(
+                    False
+                ):  # otherwise the buffers could not be written outside inference mode
                     seats = agreed.seats(config)
                     exchange = open_exchange(config, peers, seats, self._addresses, agreed.name)
             opened = exchange
             if not confirm(lambda: opened.missing() | opened.dead()):
                 raise RuntimeError("the group was not confirmed")
             self.config, self.placement = config, placement
-            self.origin, self.generation, self._seat = agreed.origin, agreed.generation, seats.of_ranks[peers.rank]
+            self.origin, self.generation, self._seat = (
+                agreed.origin,
+                agreed.generation,
+                seats.of_ranks[peers.rank],
+            )
             self.processes = [one.process for one in agreed.requests]
             self.group, self.rank, self.size = peers.group, peers.rank, peers.size
             exchange.thread = get_ident()
@@ -796,11 +991,17 @@ class ExpertParallel(HoldsWindows):
                 self._addresses.unmap_windows()
             raise
 
-    def _keeps_weights(self, config: EPConfig, placement: Placement, slots: Table | None, rank: int) -> bool:
-        """Whether this rank has the weights of each expert that it is to hold in the next group, in the same slot."""
+    def _keeps_weights(
+        self, config: EPConfig, placement: Placement, slots: Table | None, rank: int
+    ) -> bool:
+        """Whether this rank has the weights of each expert that it is to hold in the next group, in
+        the same slot.
+        """
         if not self._has_weights or config.placement.live and slots is None:
             return False  # slots begin again, or nothing was loaded into them
-        wanted = [placement.logical_experts(rank)] if slots is None else slots_of(slots, rank, config)
+        wanted = (
+            [placement.logical_experts(rank)] if slots is None else slots_of(slots, rank, config)
+        )
         before: Placement | None = getattr(self, "placement", None)
         had = [[] for _ in wanted] if before is None else [before.logical_experts(self.rank)]
         if self.live is not None:
@@ -809,14 +1010,21 @@ class ExpertParallel(HoldsWindows):
 
     def _why_unusable(self) -> str:
         if self._owner is None:
-            return "this ExpertParallel sleeps: call `wake`" if self.asleep else "this ExpertParallel is closed"
+            return (
+                "this ExpertParallel sleeps: call `wake`"
+                if self.asleep
+                else "this ExpertParallel is closed"
+            )
         return (
-            f"this ExpertParallel belongs to process {self._owner}, of which this process is a fork: each process "
+            f"this ExpertParallel belongs to process {self._owner}, of which this process is a "
+            "fork: each process "
             "makes its own"
         )
 
     def _disown(self) -> None:
-        """In a forked child: drop the windows of the parent, and destroy nothing that the parent's threads use."""
+        """In a forked child: drop the windows of the parent, and destroy nothing that the parent's
+        threads use.
+        """
         if self._owner is None:
             self._owner = os.getppid()
         if self.live is not None:
@@ -837,30 +1045,53 @@ class ExpertParallel(HoldsWindows):
         return self.live
 
     def __repr__(self) -> str:
-        model, M = self.config.model, self.config.capacity.max_num_tokens_per_rank
-        shape = f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} {model.dtype}, M={M}"
+        model = self.config.model
+        M = self.config.capacity.max_num_tokens_per_rank
+        shape = (
+            f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} "
+            f"{model.dtype}, M={M}"
+        )
         exchange = self._exchange
-        closed = "asleep" if self.asleep else "closed" if self._owner is None else f"of process {self._owner}"
+        closed = (
+            "asleep"
+            if self.asleep
+            else "closed"
+            if self._owner is None
+            else f"of process {self._owner}"
+        )
         state = closed if exchange is None else exchange.rounds.describe(exchange.rounds.count)
-        where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
+        where = f"rank {self.rank} of {self.size}" + (
+            f", generation {self.generation}" if self.generation else ""
+        )
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"
 
 
 def _lacking(wanted: Table, had: Table) -> tuple[Move, ...]:
     """The experts that slots are to hold, and that they do not hold yet."""
     layers = enumerate(zip(wanted, had, strict=True), 1)
-    lacking = ((i, x, tag) for tag, (experts, held) in layers for i, x in enumerate(experts) if held[i : i + 1] != [x])
+    lacking = (
+        (i, x, tag)
+        for tag, (experts, held) in layers
+        for i, x in enumerate(experts)
+        if held[i : i + 1] != [x]
+    )
     return tuple(Move(i, expert, None, tag) for i, expert, tag in lacking if expert != EMPTY)
 
 
 def join_group(
-    store: Store, *, device: torch.device | str | None = None, timeout_s: float = 300.0, backend: str = "gloo"
+    store: Store,
+    *,
+    device: torch.device | str | None = None,
+    timeout_s: float = 300.0,
+    backend: str = "gloo",
 ) -> ExpertParallel:
-    """A new rank of a group whose ranks call `recover`, with the same `store` and `backend`. It waits for them.
+    """A new rank of a group whose ranks call `recover`, with the same `store` and `backend`. It
+    waits for them.
 
-    All local experts of the ExpertParallel, on `device`, are to be loaded: `ep.logical_experts(tag)` says which they
-    are, with `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or
-    `Balancer`. Raises TimeoutError where nobody has taken this rank in within `timeout_s` seconds.
+    All local experts of the ExpertParallel, on `device`, are to be loaded:
+    `ep.logical_experts(tag)` says which they are, with `placement.live` in each layer. Experts that
+    the others still hold move to it by `ep.replace` or `Balancer`. Raises TimeoutError where nobody
+    has taken this rank in within `timeout_s` seconds.
     """
     on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
     load(torch.device("cuda" if on_gpu else "cpu"))
@@ -890,18 +1121,20 @@ def resize(
     timeout_s: float = 300.0,
     backend: str = "gloo",
 ) -> bool:
-    """Grow or shrink the group between two rounds. Every rank of the group calls it, with the same arguments.
+    """Grow or shrink the group between two rounds. Every rank of the group calls it, with the same
+    arguments.
 
-    To grow, new processes call `join_group`, best before the ranks call this: the ranks wait for them meanwhile. With
-    `placement.live` their slots are empty, and `Balancer` or `ep.replace` fills them. To shrink, the ranks from `size`
-    on leave. With `placement.live` moves that are under way end first, and experts whose copies all leave move to the
-    ranks that stay. Where these have too few slots for all experts, or a rank dies, `load_weights` gets the moves
-    instead.
+    To grow, new processes call `join_group`, best before the ranks call this: the ranks wait for
+    them meanwhile. With `placement.live` their slots are empty, and `Balancer` or `ep.replace`
+    fills them. To shrink, the ranks from `size` on leave. With `placement.live` moves that are
+    under way end first, and experts whose copies all leave move to the ranks that stay. Where these
+    have too few slots for all experts, or a rank dies, `load_weights` gets the moves instead.
 
     Args:
         ep: the ExpertParallel that is to have another size.
         store: that of `recover`, like `load_weights`, `timeout_s` and `backend`.
-        size: ranks that the group is to have. It has fewer where new ranks do not come within `wait_s`.
+        size: ranks that the group is to have. It has fewer where new ranks do not come within
+            `wait_s`.
         load_weights: gets the moves of this rank.
         balancer: that of `ep`, if it has one.
         weights: that of `ExpertParallel.replace`.
@@ -910,7 +1143,8 @@ def resize(
         backend: of the process group.
 
     Returns:
-        Whether this rank is in the group. On a rank that has left, `ep` is closed and its process may end.
+        Whether this rank is in the group. On a rank that has left, `ep` is closed and its process
+        may end.
 
     Raises:
         ValueError: `size` is not positive; and what `recover` and `ExpertParallel.replace` raise.
@@ -929,15 +1163,22 @@ def resize(
     return ep.alone(within)
 
 
-def _hand_over(ep: ExpertParallel, size: int, balancer: Balancer | None, weights: SlotWeights | None) -> None:
-    """Experts that only ranks from `size` on hold move to the others, as far as these have slots."""
+def _hand_over(
+    ep: ExpertParallel, size: int, balancer: Balancer | None, weights: SlotWeights | None
+) -> None:
+    """Experts that only ranks from `size` on hold move to the others, as far as these
+    have slots.
+    """
     settle = ep.apply if balancer is None else balancer.finish
     with suppress(EPTimeoutError):  # others may have come further: the group changes all the same
         settle()
-        slots, S = ep.slots, ep.num_local_experts
+        slots = ep.slots
+        S = ep.num_local_experts
         if size * S >= ep.config.model.num_experts:
             stay = [[layer[r * S : (r + 1) * S] for layer in slots.tolist()] for r in range(size)]
-            slots.fill_(EMPTY)[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
+            slots.fill_(EMPTY)[:, : size * S] = torch.tensor(
+                keep_slots(ep.config, stay, spread_lost=True)
+            )
             ep.replace(slots, weights)
             ep.apply()
 
@@ -950,4 +1191,6 @@ def _disown_all() -> None:
         ep._disown()
 
 
-os.register_at_fork(after_in_child=_disown_all)  # calls need not ask for the process, which would cost each of them
+os.register_at_fork(
+    after_in_child=_disown_all
+)  # calls need not ask for the process, which would cost each of them

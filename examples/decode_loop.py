@@ -1,4 +1,5 @@
-"""A decode loop: on a GPU one CUDA graph is captured, replayed at each step and polled; on CPUs the layer is called.
+"""A decode loop: on a GPU one CUDA graph is captured, replayed at each step and polled; on CPUs the
+layer is called.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/decode_loop.py
 Prints, on rank 0: "8 steps of 1 to 4 tokens".
@@ -9,7 +10,11 @@ import torch.distributed as dist
 
 import epmoe
 
-E, K, D, F, T = 8, 2, 64, 128, 4
+E = 8
+K = 2
+D = 64
+F = 128
+T = 4
 
 
 def main():
@@ -18,13 +23,24 @@ def main():
         torch.cuda.set_device(dist.get_rank())
     dtype = torch.bfloat16 if gpu else torch.float32
     config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": str(dtype).split(".")[1]},
+        model={
+            "num_experts": E,
+            "num_experts_per_tok": K,
+            "hidden_size": D,
+            "dtype": str(dtype).split(".")[1],
+        },
         topology={"ep_size": dist.get_world_size()},
         capacity={"max_num_tokens_per_rank": T},
     )
-    with epmoe.ExpertParallel(config, device="cuda" if gpu else "cpu") as ep, torch.inference_mode():
-        e, like = ep.num_local_experts, {"device": ep.device, "dtype": dtype}
-        experts = epmoe.GroupedExperts(torch.randn(e, 2 * F, D, **like) / 8, torch.randn(e, D, F, **like) / 11)
+    with (
+        epmoe.ExpertParallel(config, device="cuda" if gpu else "cpu") as ep,
+        torch.inference_mode(),
+    ):
+        e = ep.num_local_experts
+        like = {"device": ep.device, "dtype": dtype}
+        experts = epmoe.GroupedExperts(
+            torch.randn(e, 2 * F, D, **like) / 8, torch.randn(e, D, F, **like) / 11
+        )
         torch.manual_seed(0)  # the router's weights are equal on all ranks
         layer = epmoe.MoELayer(ep, torch.randn(E, D, **like), experts)
         x = torch.zeros(T, D, **like)

@@ -1,10 +1,11 @@
-"""From a Hugging Face checkpoint to text: MoELayers take the place of the MoE blocks, over any number of ranks.
+"""From a Hugging Face checkpoint to text: MoELayers take the place of the MoE blocks, over any
+number of ranks.
 
 Run: torchrun --standalone --nproc-per-node 4 examples/generate.py FOLDER [save SAVED | load SAVED]
-FOLDER is a local checkpoint, with its tokenizer, of Qwen3-MoE, DeepSeek-V3 or another model whose MoE blocks have a
-router, experts and perhaps `shared_experts`. Each rank reads its own experts only, and has a prompt of its own. SAVED
-is a folder of torch.distributed.checkpoint: any number of ranks loads what any other number has saved.
-Prints, on rank 0: the prompt and what follows it.
+FOLDER is a local checkpoint, with its tokenizer, of Qwen3-MoE, DeepSeek-V3 or another model whose
+MoE blocks have a router, experts and perhaps `shared_experts`. Each rank reads its own experts
+only, and has a prompt of its own. SAVED is a folder of torch.distributed.checkpoint: any number of
+ranks loads what any other number has saved. Prints, on rank 0: the prompt and what follows it.
 """
 
 import sys
@@ -15,7 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import epmoe
 
-PROMPTS = ["Why is the sky blue?", "A fox", "To bake good bread you need", "Once upon a time, in a village"]
+PROMPTS = [
+    "Why is the sky blue?",
+    "A fox",
+    "To bake good bread you need",
+    "Once upon a time, in a village",
+]
 
 
 def load_model(path, ep, dtype=None):
@@ -24,10 +30,15 @@ def load_model(path, ep, dtype=None):
 
 def load_dense(path):
     """The model without its routers and experts, which stay on the meta device."""
-    folder, config = epmoe.SafetensorsFolder(path), AutoConfig.from_pretrained(path)
+    folder = epmoe.SafetensorsFolder(path)
+    config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):  # without weights
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    dense = {name: folder[name] for name in model.state_dict() if name in folder and ".experts." not in name}
+    dense = {
+        name: folder[name]
+        for name in model.state_dict()
+        if name in folder and ".experts." not in name
+    }
     model.load_state_dict(dense, strict=False, assign=True)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has no weights to load
@@ -35,7 +46,9 @@ def load_dense(path):
 
 
 def with_layers(model, path, ep, dtype=None):
-    """Put a MoELayer in place of each MoE block, with experts in `dtype`, by default that of the checkpoint."""
+    """Put a MoELayer in place of each MoE block, with experts in `dtype`, by default that of the
+    checkpoint.
+    """
     folder = epmoe.SafetensorsFolder(path)
     for name, block in list(model.named_modules()):
         if hasattr(block, "experts"):
@@ -48,14 +61,18 @@ def with_layers(model, path, ep, dtype=None):
 
 
 def main(path, action=None, saved=None):
-    config = epmoe.EPConfig.from_hf(path, ep_size=dist.get_world_size(), capacity={"max_num_tokens_per_rank": 256})
+    config = epmoe.EPConfig.from_hf(
+        path, ep_size=dist.get_world_size(), capacity={"max_num_tokens_per_rank": 256}
+    )
     with epmoe.ExpertParallel(config) as ep, torch.inference_mode():
         model = load_model(path, ep)
         if action is not None:
             {"save": epmoe.checkpoint.save, "load": epmoe.checkpoint.load}[action](model, saved)
         tokenizer = AutoTokenizer.from_pretrained(path)
         prompt = tokenizer(PROMPTS[ep.rank % len(PROMPTS)], return_tensors="pt").to(ep.device)
-        tokens = model.generate(**prompt, max_new_tokens=16, do_sample=False, synced_gpus=ep.size > 1)
+        tokens = model.generate(
+            **prompt, max_new_tokens=16, do_sample=False, synced_gpus=ep.size > 1
+        )
         if ep.rank == 0:
             print(tokenizer.decode(tokens[0]))
 

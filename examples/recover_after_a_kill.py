@@ -1,4 +1,5 @@
-"""Rank 1 of three is killed, two go on, and a new rank joins. Run: python examples/recover_after_a_kill.py
+"""Rank 1 of three is killed, two go on, and a new rank joins. Run: python
+examples/recover_after_a_kill.py
 
 torchrun ends all ranks when one dies, so this file starts its ranks itself: what a supervisor does.
 Prints: "3 ranks play", "2 ranks play", "3 ranks play", each from rank 0.
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 import epmoe
 
-E, D = 6, 64
+E = 6
+D = 64
 
 
 def config():
@@ -27,11 +29,14 @@ def config():
 
 
 def load(moves):
-    """Here the experts return their input. A service copies rows, and reads what has no `source` from a checkpoint."""
+    """Here the experts return their input. A service copies rows, and reads what has no `source`
+    from a checkpoint.
+    """
 
 
 def play(ep, rounds):
-    x, weights = torch.full((4, D), 1.0 + ep.rank), torch.full((4, 2), 0.5)
+    x = torch.full((4, D), 1.0 + ep.rank)
+    weights = torch.full((4, 2), 0.5)
     for i in range(rounds):
         ids = (torch.arange(8).view(4, 2) + i) % E
         d = ep.dispatch(x, ids, weights)
@@ -51,7 +56,9 @@ def run(seat, folder, port):
         play(ep, 10)
         if seat == 1:
             signal.raise_signal(signal.SIGKILL)
-        with contextlib.suppress(epmoe.EPTimeoutError):  # go on outside: the exception holds the old windows
+        with contextlib.suppress(
+            epmoe.EPTimeoutError
+        ):  # go on outside: the exception holds the old windows
             play(ep, 1_000_000)
         epmoe.recover(ep, folder, load)
         play(ep, 10)

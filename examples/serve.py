@@ -1,19 +1,25 @@
-"""An HTTP server over an MoE model on several ranks, which balances, outlives a rank, and changes its size.
+"""An HTTP server over an MoE model on several ranks, which balances, outlives a rank, and changes
+its size.
 
-Run: python examples/serve.py [--ranks 4] [--port 8000] [--model FOLDER]     after: pip install '.[serve]'
+Run: python examples/serve.py [--ranks 4] [--port 8000] [--model FOLDER]     after: pip install
+'.[serve]'
     curl localhost:8000/generate -d '{"prompt": [3, 14, 15], "max_tokens": 9}'   # {"tokens": [...]}
-    curl -N localhost:8000/generate -d '{"prompt": [3], "max_tokens": 9, "stream": true}'   # an event for each token
-    curl localhost:8000/scale -d '{"ranks": 3}'
-    curl localhost:8000/health, /ready, /ranks, /metrics   # /ranks is what `http_sd_configs` of Prometheus reads
+    curl -N localhost:8000/generate -d '{"prompt": [3], "max_tokens": 9, "stream": true}'   # an
+    event for each token curl localhost:8000/scale -d '{"ranks": 3}'
+    curl localhost:8000/health, /ready, /ranks, /metrics   # /ranks is what `http_sd_configs` of
+    Prometheus reads
 
-FOLDER is a checkpoint as examples/generate.py takes it. Without one, a small model with random weights is served.
+FOLDER is a checkpoint as examples/generate.py takes it. Without one, a small model with random
+weights is served.
 
     serve.py         HTTP: checks requests, and turns them into answers and events
-    serve_front.py   the rest of this process: queues requests, orders steps, replaces ranks that die
-    serve_rank.py    a process of its own for each rank: the model, its steps, `epmoe.recover`, `epmoe.resize`
+    serve_front.py   the rest of this process: queues requests, orders steps, replaces ranks that
+    die serve_rank.py    a process of its own for each rank: the model, its steps, `epmoe.recover`,
+    `epmoe.resize`
 
-A request stays on one rank, and each step yields one token of each request. Requests of a rank that dies are answered
-with status 503, all others go on, and a new process takes its place. The server ends with its last rank.
+A request stays on one rank, and each step yields one token of each request. Requests of a rank that
+dies are answered with status 503, all others go on, and a new process takes its place. The server
+ends with its last rank.
 """
 
 import argparse
@@ -65,19 +71,34 @@ class Web:
     LATE = 408, {"error": "the request has not ended in its time"}
 
     def __init__(self, front, most_requests=MOST_REQUESTS):
-        self.front, self.most_requests = front, most_requests
-        self.answers = Counter("serve_answers", "Answers by HTTP status", ["status"], registry=front.metrics)
+        self.front = front
+        self.most_requests = most_requests
+        self.answers = Counter(
+            "serve_answers", "Answers by HTTP status", ["status"], registry=front.metrics
+        )
 
     def application(self):
         handlers = {
             ValidationError: self.invalid,
             TimeoutError: lambda request, error: self.reply(*self.LATE),
-            ClientDisconnect: lambda request, error: self.reply(400, {"error": "the client has gone"}),
-            HTTPException: lambda request, error: self.reply(error.status_code, {"error": error.detail}, error.headers),
+            ClientDisconnect: lambda request, error: self.reply(
+                400, {"error": "the client has gone"}
+            ),
+            HTTPException: lambda request, error: self.reply(
+                error.status_code, {"error": error.detail}, error.headers
+            ),
         }
-        routes = [Route(f"/{call.__name__}", call, methods=["POST"]) for call in (self.generate, self.scale)]
-        routes += [Route(f"/{call.__name__}", call) for call in (self.health, self.ready, self.ranks, self.metrics)]
-        application = Starlette(routes=routes, exception_handlers=handlers, max_body_size=MOST_BYTES)
+        routes = [
+            Route(f"/{call.__name__}", call, methods=["POST"])
+            for call in (self.generate, self.scale)
+        ]
+        routes += [
+            Route(f"/{call.__name__}", call)
+            for call in (self.health, self.ready, self.ranks, self.metrics)
+        ]
+        application = Starlette(
+            routes=routes, exception_handlers=handlers, max_body_size=MOST_BYTES
+        )
         application.router.redirect_slashes = False
         return application
 
@@ -87,10 +108,14 @@ class Web:
 
     def invalid(self, request, error):
         found = error.errors(include_url=False, include_context=False, include_input=False)[:3]
-        return self.reply(400, {"error": "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)})
+        return self.reply(
+            400, {"error": "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)}
+        )
 
     async def generate(self, request):
-        front, loop, tokens = self.front, asyncio.get_running_loop(), asyncio.Queue()
+        front = self.front
+        loop = asyncio.get_running_loop()
+        tokens = asyncio.Queue()
         body = Generate.model_validate_json(await asyncio.wait_for(request.body(), TIMEOUT_S))
         if max(body.prompt) >= (vocabulary := front.served.vocabulary):
             return self.reply(400, {"error": f"prompt: tokens are below {vocabulary}"})
@@ -110,8 +135,11 @@ class Web:
         if body.stream:
             events = self.events(future, tokens, loop.time() + body.timeout_s)
             return StreamingResponse(events, media_type="text/event-stream")
-        answer, gone = asyncio.wrap_future(future), asyncio.create_task(disconnected(request))
-        await asyncio.wait([answer, gone], timeout=body.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        answer = asyncio.wrap_future(future)
+        gone = asyncio.create_task(disconnected(request))
+        await asyncio.wait(
+            [answer, gone], timeout=body.timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         gone.cancel()
         status, content = answer.result() if answer.done() else self.LATE
         answer.cancel()  # its rank computes no further tokens for it
@@ -121,7 +149,9 @@ class Web:
         """Server-sent events: one for each token, and a last one of the type "end" or "error"."""
         try:
             while True:
-                token = await asyncio.wait_for(tokens.get(), deadline - asyncio.get_running_loop().time())
+                token = await asyncio.wait_for(
+                    tokens.get(), deadline - asyncio.get_running_loop().time()
+                )
                 if token is None:
                     break
                 yield f"data: {json.dumps({'token': token})}\n\n"
@@ -150,7 +180,10 @@ class Web:
 
     async def ranks(self, request):
         members = [*self.front.members]  # which another thread changes
-        found = [(f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)}) for m in members]
+        found = [
+            (f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)})
+            for m in members
+        ]
         return JSONResponse([{"targets": [target], "labels": labels} for target, labels in found])
 
     async def metrics(self, request):
@@ -167,7 +200,9 @@ def main():
     parser.add_argument("--ranks", type=int, default=4, choices=range(1, MOST_RANKS + 1))
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", metavar="FOLDER")
-    parser.add_argument("--requests", type=int, default=MOST_REQUESTS, help="at once; further ones get status 429")
+    parser.add_argument(
+        "--requests", type=int, default=MOST_REQUESTS, help="at once; further ones get status 429"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     served = SMALL if arguments.model is None else Served.checkpoint(arguments.model)
@@ -175,7 +210,9 @@ def main():
         front = Front(folder, arguments.ranks, served)
         options = {"port": arguments.port, "log_config": None, "access_log": False}
         application = Web(front, arguments.requests).application()
-        server = uvicorn.Server(uvicorn.Config(application, timeout_graceful_shutdown=int(LATE_S), **options))
+        server = uvicorn.Server(
+            uvicorn.Config(application, timeout_graceful_shutdown=int(LATE_S), **options)
+        )
 
         def run():
             try:
@@ -185,7 +222,9 @@ def main():
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn calls it, once requests have ended
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit()
+        )  # uvicorn calls it, once requests have ended
         try:
             server.run()
         finally:

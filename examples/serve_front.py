@@ -1,4 +1,5 @@
-"""The front of examples/serve.py: it starts a process for each rank, and orders what all of them do next.
+"""The front of examples/serve.py: it starts a process for each rank, and orders what all of them do
+next.
 
 That is a step, or another group: after a death, and where the group is to have another size.
 """
@@ -23,8 +24,14 @@ from serve_rank import BATCH, SMALL, run_rank
 import epmoe
 
 START_S = 600.0  # of the first group, whose ranks may read a checkpoint
-ANSWER_S, LATE_S = 60.0, 5.0  # a rank is killed that does not answer, or is later than others that have lost a round
-TRIES, PAUSE_S = 3, 1.0  # a new rank is killed that was not taken in; no rank starts so soon after one that died new
+ANSWER_S, LATE_S = (
+    60.0,
+    5.0,
+)  # a rank is killed that does not answer, or is later than others that have lost a round
+TRIES, PAUSE_S = (
+    3,
+    1.0,
+)  # a new rank is killed that was not taken in; no rank starts so soon after one that died new
 
 log = logging.getLogger("serve")
 context = multiprocessing.get_context("forkserver")  # a new rank takes no seconds to import torch
@@ -38,7 +45,9 @@ class Request:
     tokens: list[int]  # of the prompt, and behind it those that were generated
     left: int  # tokens to be generated
     hear: Callable[[int], object]  # gets each token
-    future: Future = field(default_factory=Future)  # of (HTTP status, answer); cancelled if the client waits no more
+    future: Future = field(
+        default_factory=Future
+    )  # of (HTTP status, answer); cancelled if the client waits no more
 
 
 @dataclass(eq=False)
@@ -55,11 +64,16 @@ class Member:
     ended: list[int] = field(default_factory=list)  # requests, as the rank does not know yet
 
     def __str__(self):
-        return f"process {self.process.pid}, {'a new rank' if self.rank is None else f'rank {self.rank}'},"
+        return (
+            f"process {self.process.pid}, "
+            f"{'a new rank' if self.rank is None else f'rank {self.rank}'},"
+        )
 
 
 class Front:
-    """Queues requests, orders steps, and replaces ranks that die. `run` is called on a thread of its own."""
+    """Queues requests, orders steps, and replaces ranks that die. `run` is called on a thread of
+    its own.
+    """
 
     def __init__(self, folder, size, served=SMALL):
         context.set_forkserver_preload([*served.modules])
@@ -68,15 +82,25 @@ class Front:
         Path(folder, "port").write_text(str(self.store.port))
         self.queue, self.open, self.ready, self.over = queue.SimpleQueue(), set(), False, ""
         self.bell = os.eventfd(0)
-        self.members, self.new, self.broken, self.last, self.next_start = [], [], False, time.monotonic(), 0.0
+        self.members, self.new, self.broken, self.last, self.next_start = (
+            [],
+            [],
+            False,
+            time.monotonic(),
+            0.0,
+        )
         self.metrics = CollectorRegistry()
         gauge = partial(Gauge, registry=self.metrics)
         self.gap = gauge("serve_longest_gap_seconds", "Longest time between two complete steps")
         gauge("serve_ranks", "Ranks in the group").set_function(lambda: len(self.members))
-        gauge("serve_open_requests", "Requests without an answer").set_function(lambda: len(self.open))
+        gauge("serve_open_requests", "Requests without an answer").set_function(
+            lambda: len(self.open)
+        )
 
     def submit(self, tokens, left, hear=lambda token: None):
-        """A request's future of (HTTP status, answer). Any thread may call it, and `scale` and `close`."""
+        """A request's future of (HTTP status, answer). Any thread may call it, and `scale` and
+        `close`.
+        """
         request = Request(next(self.numbers), tokens, left, hear)
         self.open.add(request)
         self.queue.put(request)
@@ -155,11 +179,14 @@ class Front:
         for member in asked:
             with suppress(OSError):
                 member.pipe.send((order, *arguments(member)))
-        answers, silent, deadline = [], {member.pipe: member for member in asked}, time.monotonic() + ANSWER_S
+        answers = []
+        silent = {member.pipe: member for member in asked}
+        deadline = time.monotonic() + ANSWER_S
         while silent:
             for pipe in (spoken := wait(list(silent), max(0.0, deadline - time.monotonic()))):
                 member = silent.pop(pipe)
-                if (answer := self.hear(member)) is not None:
+                answer = self.hear(member)
+                if answer is not None:
                     answers.append((member, answer))
                     if answer[0] == "lost":  # all ranks that live hear of it at the same time
                         deadline = min(deadline, time.monotonic() + LATE_S)
@@ -170,39 +197,55 @@ class Front:
         return answers
 
     def take_in(self, size, wait_s=ANSWER_S):
-        """Wait until the group has `size` members: a new rank speaks as soon as it is one of them."""
+        """Wait until the group has `size` members: a new rank speaks as soon as it is
+        one of them.
+        """
         deadline = time.monotonic() + wait_s
         while len(self.members) < size and self.new and time.monotonic() < deadline:
             self.hear_new()
         self.broken = len(self.members) < size
-        self.members = sorted(self.members, key=lambda member: member.rank)  # a list that is sorted looks empty
+        self.members = sorted(
+            self.members, key=lambda member: member.rank
+        )  # a list that is sorted looks empty
         log.info("the group has %d rank(s)", len(self.members))
 
     def regroup(self, order, *arguments):
-        self.broken, most = False, 0
+        self.broken = False
+        most = 0
         for member, (rank, size) in self.ask(order, lambda member: arguments):
             if size:
-                member.rank, most = rank, size
+                member.rank = rank
+                most = size
             else:
                 log.info("%s has left", member)
                 self.members.remove(member)
                 for request in member.requests.values():
                     self.queue.put(request)
-        self.take_in(most, 2.0 if self.broken else ANSWER_S)  # one that died meanwhile may be counted in the size
+        self.take_in(
+            most, 2.0 if self.broken else ANSWER_S
+        )  # one that died meanwhile may be counted in the size
         for member in [member for member in self.new if member.ready]:
             member.tries += 1
             if member.tries == TRIES:
                 self.bury(member, "was not taken in")
         if self.members and not self.broken:
-            self.step()  # the group may have to change again at once, and no gap is to last for two changes
+            # the group may have to change again at once, and no gap is to last for two changes
+            self.step()
 
     def assign(self):
-        """The tokens of requests that begin now, by rank and number: each goes to the rank with the fewest."""
+        """The tokens of requests that begin now, by rank and number: each goes to the rank with the
+        fewest.
+        """
         for member in self.members:
-            for request in [request for request in member.requests.values() if request.future.cancelled()]:
+            for request in [
+                request for request in member.requests.values() if request.future.cancelled()
+            ]:
                 self.end(member, request)
         begin = {member: {} for member in self.members}
-        while len((member := min(self.members, key=lambda member: len(member.requests))).requests) < BATCH:
+        while (
+            len((member := min(self.members, key=lambda member: len(member.requests))).requests)
+            < BATCH
+        ):
             try:
                 request = self.queue.get_nowait()
             except queue.Empty:
@@ -222,7 +265,9 @@ class Front:
         for member in self.members:
             member.ended = []
         complete = False
-        for member, (outcome, tokens, errors) in self.ask("step", lambda member: (begin[member], ended[member])):
+        for member, (outcome, tokens, errors) in self.ask(
+            "step", lambda member: (begin[member], ended[member])
+        ):
             self.broken |= outcome == "lost"
             complete |= outcome == "complete"
             for number, token in tokens.items():
@@ -243,7 +288,10 @@ class Front:
         for rank in range(self.size):
             self.start(rank)
         deadline = time.monotonic() + START_S
-        while len(self.members) < self.size == len(self.members) + len(self.new) and time.monotonic() < deadline:
+        while (
+            len(self.members) < self.size == len(self.members) + len(self.new)
+            and time.monotonic() < deadline
+        ):
             self.hear_new()
         if len(self.members) < self.size:
             return  # torch waits for the rank that has died
@@ -251,19 +299,30 @@ class Front:
         self.ready = True
         while self.members and self.size:
             asked = not self.queue.empty() or any(member.requests for member in self.members)
-            changes = self.broken or any(member.ready for member in self.new) or len(self.members) > self.size
-            pause = 0.0 if asked or changes else max(0.0, self.next_start - time.monotonic()) or None
+            changes = (
+                self.broken
+                or any(member.ready for member in self.new)
+                or len(self.members) > self.size
+            )
+            pause = (
+                0.0 if asked or changes else max(0.0, self.next_start - time.monotonic()) or None
+            )
             spoken = wait([self.bell, *[m.pipe for m in (*self.members, *self.new)]], pause)
             if not asked:
                 self.last = time.monotonic()
             if self.bell in spoken:
                 os.eventfd_read(self.bell)
             for member in [*self.members, *self.new]:
-                if member.pipe in spoken:  # a new rank is ready; any other that nobody has asked has died
+                if (
+                    member.pipe in spoken
+                ):  # a new rank is ready; any other that nobody has asked has died
                     self.hear(member)
             while len(self.members) + len(self.new) > self.size and self.new:
                 self.bury(self.new[-1], "is not needed any more")
-            while len(self.members) + len(self.new) < self.size and time.monotonic() >= self.next_start:
+            while (
+                len(self.members) + len(self.new) < self.size
+                and time.monotonic() >= self.next_start
+            ):
                 self.start()
             came = sum(member.ready for member in self.new)
             if self.broken:
@@ -274,11 +333,16 @@ class Front:
                 self.step()
 
     def run(self):
-        """Serve until `close`, or until no rank is left. Then every request has its answer, and no rank remains."""
+        """Serve until `close`, or until no rank is left. Then every request has its answer, and no
+        rank remains.
+        """
         try:
             self.serve()
         finally:
-            self.ready, self.over = False, "no rank is left" if self.size else "the service has ended"
+            self.ready, self.over = (
+                False,
+                "no rank is left" if self.size else "the service has ended",
+            )
             log.log(logging.ERROR if self.size else logging.INFO, self.over)
             for member in (*self.members, *self.new):
                 member.process.kill()

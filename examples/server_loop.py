@@ -1,4 +1,5 @@
-"""A server loop in which a request of rank 1 raises: its round is given up on all ranks, and the next one is served.
+"""A server loop in which a request of rank 1 raises: its round is given up on all ranks, and the
+next one is served.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/server_loop.py
 Prints, on rank 0: "step 1: dropped, rank(s) [1] gave it up" and "served steps [0, 2]".
@@ -9,7 +10,11 @@ import torch.distributed as dist
 
 import epmoe
 
-E, K, D, T, TAG = 8, 2, 64, 4, 1
+E = 8
+K = 2
+D = 64
+T = 4
+TAG = 1
 
 
 def prepare(rank, step):
@@ -27,7 +32,8 @@ def main():
     )
     served = []
     with epmoe.ExpertParallel(config) as ep:
-        ids, weights = torch.arange(T * K).view(T, K) % E, torch.full((T, K), 1 / K)
+        ids = torch.arange(T * K).view(T, K) % E
+        weights = torch.full((T, K), 1 / K)
         for step in range(3):
             try:
                 with ep.giving_up(TAG):  # an exception inside takes this rank's place in the round

@@ -1,4 +1,5 @@
-"""Two nodes of two ranks, all on this machine: rows cross nodes by gloo (on GPUs by NCCL), as over a network.
+"""Two nodes of two ranks, all on this machine: rows cross nodes by gloo (on GPUs by NCCL), as over
+a network.
 
 Run: torchrun --standalone --nproc-per-node 4 examples/several_nodes.py
 Prints, on rank 0: "2 nodes of 2 ranks: y is x".
@@ -9,7 +10,10 @@ import torch.distributed as dist
 
 import epmoe
 
-E, K, D, T = 8, 2, 64, 16
+E = 8
+K = 2
+D = 64
+T = 16
 
 
 def main():
@@ -20,11 +24,16 @@ def main():
         capacity={"max_num_tokens_per_rank": T},
     )
     with epmoe.ExpertParallel(config) as ep:
-        x, ids = torch.full((T, D), 1.0 + ep.rank), torch.arange(T * K).view(T, K) % E
+        x = torch.full((T, D), 1.0 + ep.rank)
+        ids = torch.arange(T * K).view(T, K) % E
         d = ep.dispatch(x, ids, torch.full((T, K), 1 / K))
-        assert torch.equal(ep.combine(d.rows, d), x)  # experts that return their input; weights sum to 1
+        assert torch.equal(
+            ep.combine(d.rows, d), x
+        )  # experts that return their input; weights sum to 1
         if ep.rank == 0:
-            print(f"{config.topology.num_nodes} nodes of {config.topology.ranks_here} ranks: y is x")
+            print(
+                f"{config.topology.num_nodes} nodes of {config.topology.ranks_here} ranks: y is x"
+            )
     dist.destroy_process_group()
 
 

@@ -1,9 +1,11 @@
-"""A transformer with MoE layers trains over any number of ranks, with the losses and norms of one process.
+"""A transformer with MoE layers trains over any number of ranks, with the losses and norms of one
+process.
 
-Run: torchrun --standalone --nproc-per-node 4 examples/train.py [--parallel ddp|fsdp] [--checkpoint-activations]
-[--replicas N] [--steps N] [--save FOLDER] [--resume FOLDER] [--from-hf FOLDER]
-Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. With --replicas 2, two halves of
-the ranks have all experts each. A step has the same tokens on 1 to 8 ranks. A run that 4 ranks have saved goes on over
+Run: torchrun --standalone --nproc-per-node 4 examples/train.py [--parallel ddp|fsdp]
+[--checkpoint-activations] [--replicas N] [--steps N] [--save FOLDER] [--resume FOLDER] [--from-hf
+FOLDER] Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. With
+--replicas 2, two halves of the ranks have all experts each. A step has the same tokens on 1 to 8
+ranks. A run that 4 ranks have saved goes on over
 3. The FOLDER of --from-hf is a local checkpoint, which
 generate.py takes as well, to fine-tune in place of the small model below.
 Prints, on rank 0: the loss and the norm of the gradients of each step.
@@ -24,9 +26,23 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts
 
-E, K, D, WIDTH, HEADS, BLOCKS, VOCABULARY = 8, 2, 32, 32, 4, 2, 64
-MICRO_BATCHES, SEQUENCES, LENGTH = 2, 8, 16  # micro-batches of a step, their sequences over all ranks, tokens of each
-LEARNING_RATE, MAX_NORM, BALANCE, Z, BIAS_RATE = 5e-3, 0.3, 1e-2, 1e-3, 1e-3
+E = 8
+K = 2
+D = 32
+WIDTH = 32
+HEADS = 4
+BLOCKS = 2
+VOCABULARY = 64
+MICRO_BATCHES, SEQUENCES, LENGTH = (
+    2,
+    8,
+    16,
+)  # micro-batches of a step, their sequences over all ranks, tokens of each
+LEARNING_RATE = 5e-3
+MAX_NORM = 0.3
+BALANCE = 1e-2
+Z = 1e-3
+BIAS_RATE = 1e-3
 
 
 def drawn(*shape):
@@ -38,12 +54,18 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
         self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
-        router, gate_up, down = drawn(E, D), drawn(E, 2 * WIDTH, D), drawn(E, D, WIDTH)
-        self.moe = epmoe.MoELayer.from_full(ep, router, gate_up, down, bias=torch.zeros(E))  # keeps this rank's experts
+        router = drawn(E, D)
+        gate_up = drawn(E, 2 * WIDTH, D)
+        down = drawn(E, D, WIDTH)
+        self.moe = epmoe.MoELayer.from_full(
+            ep, router, gate_up, down, bias=torch.zeros(E)
+        )  # keeps this rank's experts
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.moe(self.norm2(x))
 
 
@@ -67,7 +89,8 @@ def configured(from_hf, replicas):
     if from_hf:
         return epmoe.EPConfig.from_hf(from_hf, ep_size=size // replicas, capacity=capacity)
     model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
-    topology, routing = {"ep_size": size // replicas}, {"renormalize": True}
+    topology = {"ep_size": size // replicas}
+    routing = {"renormalize": True}
     return epmoe.EPConfig(model=model, topology=topology, capacity=capacity, routing=routing)
 
 
@@ -80,7 +103,9 @@ def built(ep, from_hf):
         model.config.use_cache = False  # which a block that is computed again would fill twice
     else:
         model = Transformer(ep).to(ep.device)
-    model.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=ep.device))  # goes into checkpoints
+    model.register_buffer(
+        "steps", torch.zeros((), dtype=torch.int64, device=ep.device)
+    )  # goes into checkpoints
     return model
 
 
@@ -105,7 +130,9 @@ def accumulating(model, last):
 
 
 def sequences(number):
-    """This rank's tokens of a micro-batch. Each sequence has a stride of its own, which the model has to find."""
+    """This rank's tokens of a micro-batch. Each sequence has a stride of its own, which the model
+    has to find.
+    """
     generator = torch.Generator().manual_seed(number)
     first = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=generator)
     stride = torch.randint(1, 8, (SEQUENCES, 1), generator=generator)
@@ -135,7 +162,8 @@ def auxiliary_loss(routes, counts):
 
 def train_step(model, optimizer, layers, step):
     """The loss and the norm of gradients, over all tokens of the step."""
-    loss_sum, counts_sum = 0, 0
+    loss_sum = 0
+    counts_sum = 0
     for micro in range(MICRO_BATCHES):
         tokens = sequences(step * MICRO_BATCHES + micro).to(layers[0].ep.device)
         with accumulating(model, last=micro == MICRO_BATCHES - 1):
@@ -144,15 +172,22 @@ def train_step(model, optimizer, layers, step):
             logits = getattr(output, "logits", output)  # transformers' models return more
             routes = [calls[0] for calls in record.values()]
             counts = count_tokens(layers, routes)
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + auxiliary_loss(routes, counts)
-            loss = loss * len(tokens) * dist.get_world_size() / SEQUENCES  # the mean over ranks is that of all tokens
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + auxiliary_loss(
+                routes, counts
+            )
+            loss = (
+                loss * len(tokens) * dist.get_world_size() / SEQUENCES
+            )  # the mean over ranks is that of all tokens
             (loss / MICRO_BATCHES).backward()
-        loss_sum, counts_sum = loss_sum + loss.detach(), counts_sum + counts
+        loss_sum = loss_sum + loss.detach()
+        counts_sum = counts_sum + counts
     norm = clip_grad_norm_(model, MAX_NORM)  # of all ranks' experts
     optimizer.step()
     optimizer.zero_grad()
     for layer, tokens in zip(layers, counts_sum, strict=True):
-        if layer.bias is not None:  # balance without a loss: experts with few tokens are chosen more often
+        if (
+            layer.bias is not None
+        ):  # balance without a loss: experts with few tokens are chosen more often
             layer.bias += BIAS_RATE * (tokens.mean() - tokens).sign()
     dist.all_reduce(loss_sum)
     return loss_sum.item() / MICRO_BATCHES / dist.get_world_size(), norm.item()
@@ -168,12 +203,16 @@ def main(words=None):
         parser.add_argument(folder)
     arguments = parser.parse_args(words)
     replicas = arguments.replicas
-    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "ep"))
+    mesh = init_device_mesh(
+        "cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "ep")
+    )
     with epmoe.ExpertParallel(configured(arguments.from_hf, replicas), mesh) as ep:
         model = built(ep, arguments.from_hf)
-        layers, steps = [module for module in model.modules() if isinstance(module, epmoe.MoELayer)], model.steps
+        layers = [module for module in model.modules() if isinstance(module, epmoe.MoELayer)]
+        steps = model.steps
         model = wrapped(model, arguments.parallel, arguments.checkpoint_activations)
-        # With eps=1e-8 the sign of a gradient that is all but zero, a matter of rounding, would move a weight.
+        # With eps=1e-8 the sign of a gradient that is all but zero, a matter of rounding, would
+        # move a weight.
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-6)
         if arguments.resume:
             epmoe.checkpoint.load(model, arguments.resume, optimizer)

@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 import epmoe
 
-E, K, D, T = 8, 2, 64, 16
+E = 8
+K = 2
+D = 64
+T = 16
 
 
 def main():

@@ -1,4 +1,6 @@
-"""Adapters of experts for the tests: their factors, folders as PEFT writes them, and the layer of merged weights."""
+"""Adapters of experts for the tests: their factors, folders as PEFT writes them, and the layer of
+merged weights.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,18 @@ def save(
     others: Factors | None = None,
     **config: object,
 ) -> None:
-    """A folder as PEFT's `save_pretrained` writes it. The wrapper of `gate_up_proj` is inside that of `down_proj`."""
+    """A folder as PEFT's `save_pretrained` writes it. The wrapper of `gate_up_proj` is inside that
+    of `down_proj`.
+    """
     from safetensors.torch import save_file
 
-    inner = {"gate_up": "experts.base_layer" if "down.lora_A" in factors else "experts", "down": "experts"}
+    inner = {
+        "gate_up": "experts.base_layer" if "down.lora_A" in factors else "experts",
+        "down": "experts",
+    }
     names = {
-        key: f"base_model.model.{block}.{inner[key.partition('.')[0]]}.{key.rpartition('.')[2]}" for key in factors
+        key: f"base_model.model.{block}.{inner[key.partition('.')[0]]}.{key.rpartition('.')[2]}"
+        for key in factors
     }
     path.mkdir(exist_ok=True)
     tensors = {f"{names[key]}.weight": factors[key].to(dtype) for key in factors} | (others or {})
@@ -65,7 +73,9 @@ def save(
     (path / "adapter_config.json").write_text(json.dumps(usual | config))
 
 
-def save_single(path: Path, factors: Factors, block: str, names: tuple[str, str, str], experts: int) -> None:
+def save_single(
+    path: Path, factors: Factors, block: str, names: tuple[str, str, str], experts: int
+) -> None:
     """The same adapter by modules of single experts: gate and up have the same a."""
     from safetensors.torch import save_file
 
@@ -76,16 +86,24 @@ def save_single(path: Path, factors: Factors, block: str, names: tuple[str, str,
         pairs = [(a_up, half) for half in b_up.chunk(2)] + [(a_down, b_down)]
         for name, pair in zip(names, pairs, strict=True):
             for end, factor in zip("AB", pair, strict=True):
-                tensors[f"base_model.model.{block}.experts.{x}.{name}.lora_{end}.weight"] = factor.contiguous().clone()
+                tensors[f"base_model.model.{block}.experts.{x}.{name}.lora_{end}.weight"] = (
+                    factor.contiguous().clone()
+                )
     path.mkdir(exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, "r": 4}))
+    (path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "lora_alpha": 8, "r": 4})
+    )
 
 
 def merged_reference(
-    x: Tensor, ids: Tensor, weights: Tensor, base: tuple[Tensor, Tensor], adapters: dict[int, tuple[Factors, float]],
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    base: tuple[Tensor, Tensor],
+    adapters: dict[int, tuple[Factors, float]],
     adapter_ids: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """y [T, D] in fp64: each token through the experts into which its adapter is merged."""
     y = torch.zeros(x.shape, dtype=torch.float64)
     for number in adapter_ids.unique().tolist():
@@ -94,7 +112,9 @@ def merged_reference(
             factors, scaling = adapters[number]
             pairs = zip(experts, ("gate_up", "down"), strict=True)
             experts = [
-                weight + delta(factors, name, len(weight), scaling) if f"{name}.lora_A" in factors else weight
+                weight + delta(factors, name, len(weight), scaling)
+                if f"{name}.lora_A" in factors
+                else weight
                 for weight, name in pairs
             ]
         mine = adapter_ids == number
@@ -103,8 +123,9 @@ def merged_reference(
 
 
 class LowRank(nn.Module):
-    """A parametrization as PEFT registers it: it adds b · a to the weights [E, n, k] of all experts. The factors belong
-    to another module."""
+    """A parametrization as PEFT registers it: it adds b · a to the weights [E, n, k] of all
+    experts. The factors belong to another module.
+    """
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         super().__init__()
@@ -121,7 +142,10 @@ def parametrize(module: nn.Module, *names: str, rank: int = 2) -> list[Tensor]:
     for name in names:
         weight = getattr(module, name)
         E, n, k = weight.shape
-        pair = [(randn(E, *s, seed=sum(s)).to(weight) / 4).requires_grad_() for s in ((rank, k), (n, rank))]
+        pair = [
+            (randn(E, *s, seed=sum(s)).to(weight) / 4).requires_grad_()
+            for s in ((rank, k), (n, rank))
+        ]
         nn.utils.parametrize.register_parametrization(module, name, LowRank(*pair))
         factors += pair
     return factors

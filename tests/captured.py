@@ -20,7 +20,9 @@ from epmoe.native import ops
 
 
 class Captured:
-    """A round of each layer, with the addresses of the group that captured it. `rows` [L, slots, D] are weights."""
+    """A round of each layer, with the addresses of the group that captured it. `rows` [L, slots, D]
+    are weights.
+    """
 
     def __init__(self, ep: ExpertParallel, tags: Sequence[int], rows: Tensor) -> None:
         """For the other ranks these are rounds like all others."""
@@ -44,7 +46,9 @@ class Captured:
         for tag, d, y, rows_SD in zip(self.tags, self.rounds, self.sums, self.rows, strict=True):
             memory = *self.memory, d.sent.descriptor
             ep.exchange.rounds.progress.tag = tag
-            ep.exchange.launch(ops.dispatch, (*self.inputs, None, None, d.num_tokens, *memory), DISPATCHED)
+            ep.exchange.launch(
+                ops.dispatch, (*self.inputs, None, None, d.num_tokens, *memory), DISPATCHED
+            )
             ep.exchange.launch(ops.combine, (y, times_slots(d, rows_SD), *memory), CLOSED)
 
     def assert_right(self, ep: ExpertParallel) -> None:
@@ -53,8 +57,9 @@ class Captured:
             assert_y(y / 2.0**tag, ep.config, self.tokens)
 
     def is_outdated(self, ep: ExpertParallel) -> bool:
-        """Whether a replay is to be told. Where this rank's window has another place, nobody may: our experts read all
-        rows, also those of no token."""
+        """Whether a replay is to be told. Where this rank's window has another place, nobody may:
+        our experts read all rows, also those of no token.
+        """
         lies_there = self.memory[0].data_ptr() == ep.exchange.memory[0].data_ptr()
         return self.graph is not None and lies_there and not ep.capture_is_valid(self.generation)
 
@@ -70,7 +75,8 @@ class Captured:
         ep.poll()
 
     def _play(self, ep: ExpertParallel) -> None:
-        self.rounds, self.sums = [], []
+        self.rounds = []
+        self.sums = []
         for tag, rows_SD in zip(self.tags, self.rows, strict=True):
             d = ep.dispatch(*self.inputs, tag=tag)
             self.rounds.append(d)

@@ -1,4 +1,5 @@
-"""The `device` fixture: a test runs on the CPU and on CUDA. CUDA cases have the mark `gpu` and a skip reason.
+"""The `device` fixture: a test runs on the CPU and on CUDA. CUDA cases have the mark `gpu` and a
+skip reason.
 
 At the end, a line for each reason says how many tests it skipped.
 """
@@ -51,7 +52,9 @@ def serving() -> Iterator[None]:
 
 @pytest.fixture
 def forget_graphs() -> Iterator[None]:
-    """What torch.compile has compiled and counted so far, for tests of compiled code, which run without grad."""
+    """What torch.compile has compiled and counted so far, for tests of compiled code, which run
+    without grad.
+    """
     import torch._dynamo as dynamo
 
     dynamo.reset()

@@ -1,4 +1,5 @@
-"""examples/serve.py, of which ranks kill themselves in a state that the first argument names; see `STATES`.
+"""examples/serve.py, of which ranks kill themselves in a state that the first argument names; see
+`STATES`.
 
 In the state "raises" they live: the model raises where a prompt begins with the token POISON.
 """
@@ -27,9 +28,14 @@ STEP = 10  # in which a rank dies first
 POISON = 13
 
 
-def patch(owner, name: str, dies: int | Callable[..., bool], behind: bool = False, number=signal.SIGKILL) -> None:
-    """This process kills itself in a call, at its begin or `behind` it: in the n-th one, or where `dies` says so."""
-    original, calls = getattr(owner, name), count(1)
+def patch(
+    owner, name: str, dies: int | Callable[..., bool], behind: bool = False, number=signal.SIGKILL
+) -> None:
+    """This process kills itself in a call, at its begin or `behind` it: in the n-th one, or where
+    `dies` says so.
+    """
+    original = getattr(owner, name)
+    calls = count(1)
 
     def patched(*arguments, **options):
         result = original(*arguments, **options) if behind else None
@@ -58,8 +64,9 @@ def step_ends(**options) -> None:
     patch(serve_rank.Rank, "step", STEP, **options)
 
 
-# By state, what the first ones to die do, and what a first new rank, or another old one does while a new one joins. A
-# new rank opens a group of one before it joins. An old one has opened its first group, and that of `recover`.
+# By state, what the first ones to die do, and what a first new rank, or another old one does while
+# a new one joins. A new rank opens a group of one before it joins. An old one has opened its first
+# group, and that of `recover`.
 STATES = {
     "before": (step_ends, None, None),
     "in": (lambda: patch(epmoe.GroupedExperts, "forward", serve_rank.BLOCKS * STEP), None, None),
@@ -93,8 +100,10 @@ class Poison:
 
     def __init__(self) -> None:
         self.attentions_left = 0
-        self.embedding, self.attention = F.embedding, F.scaled_dot_product_attention
-        F.embedding, F.scaled_dot_product_attention = self.look, self.attend
+        self.embedding = F.embedding
+        self.attention = F.scaled_dot_product_attention
+        F.embedding = self.look
+        F.scaled_dot_product_attention = self.attend
 
     def look(self, tokens: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
         if (tokens[..., 0] == POISON).any():

@@ -1,5 +1,6 @@
-"""Experts and rows for the tests of GroupedExperts: bf16, fp8, MXFP4 and gpt-oss's, with gaps of NaN between
-segments."""
+"""Experts and rows for the tests of GroupedExperts: bf16, fp8, MXFP4 and gpt-oss's, with gaps of
+NaN between segments.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ import epmoe
 from epmoe.local.reference import swiglu_reference
 from epmoe.local.weight_formats import dequantize_weights
 
-E, D, F, BLOCK = 4, 256, 128, 128
-FP8, BF16, MXFP4 = torch.float8_e4m3fn, torch.bfloat16, torch.float4_e2m1fn_x2
+E = 4
+D = 256
+F = 128
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+BF16 = torch.bfloat16
+MXFP4 = torch.float4_e2m1fn_x2
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 # Segments at multiples of 128, of 3, 0, 130 and 128 rows; the last 128 rows belong to nobody.
-OFFSETS, TOKENS, N = [0, 128, 128, 384, 512], [3, 0, 130, 128], 640
+OFFSETS = [0, 128, 128, 384, 512]
+TOKENS = [3, 0, 130, 128]
+N = 640
 
 
 def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,20 +35,29 @@ def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scales[:, :, None, :, None]).view(e, n, k).to(FP8), scales
 
 
-def random_mxfp4(e: int, n: int, k: int, *, seed: int, scales: tuple[int, int] = (-3, 2)) -> tuple[Tensor, Tensor]:
+def random_mxfp4(
+    e: int, n: int, k: int, *, seed: int, scales: tuple[int, int] = (-3, 2)
+) -> tuple[Tensor, Tensor]:
     """Codes [e, n, k/2] and scales [e, n, k/32]: powers of two in a range, over about √k."""
     generator = torch.Generator().manual_seed(seed)
     one = 127 - round(torch.tensor(k).log2().item() / 2)
     codes = torch.randint(256, (e, n, k // 2), generator=generator, dtype=torch.uint8)
     powers = torch.randint(
-        one + scales[0], one + scales[1] + 1, (e, n, k // 32), generator=generator, dtype=torch.uint8
+        one + scales[0],
+        one + scales[1] + 1,
+        (e, n, k // 32),
+        generator=generator,
+        dtype=torch.uint8,
     )
     return codes.view(MXFP4), powers.view(torch.float8_e8m0fnu)
 
 
-def weights(dtype: torch.dtype, device: torch.device, e: int = E, D: int = D, F: int = F) -> dict[str, Tensor]:
+def weights(
+    dtype: torch.dtype, device: torch.device, e: int = E, D: int = D, F: int = F
+) -> dict[str, Tensor]:
     """The arguments of GroupedExperts."""
-    gate_up, down = randn(e, 2 * F, D, seed=1) / D**0.5, randn(e, D, F, seed=2) / F**0.5
+    gate_up = randn(e, 2 * F, D, seed=1) / D**0.5
+    down = randn(e, D, F, seed=2) / F**0.5
     given = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
     if dtype == FP8:
         given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
@@ -71,16 +88,21 @@ def inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def want(experts: epmoe.GroupedExperts, rows: Tensor) -> Tensor:
     """The real rows of the output in fp64."""
-    gate_up, down = experts.w_gate_up.data, experts.w_down.data
+    gate_up = experts.w_gate_up.data
+    down = experts.w_down.data
     if experts.is_quantized:
         gate_up = dequantize_weights(gate_up, experts.gate_up_scales, torch.float64)
         down = dequantize_weights(down, experts.down_scales, torch.float64)
     expert = swiglu_reference(gate_up.cpu(), down.cpu())
     starts = zip(OFFSETS, TOKENS, strict=False)
-    return torch.cat([expert(rows[start : start + n].cpu(), i) for i, (start, n) in enumerate(starts)])
+    return torch.cat(
+        [expert(rows[start : start + n].cpu(), i) for i, (start, n) in enumerate(starts)]
+    )
 
 
-def assert_right(experts: epmoe.GroupedExperts, slack: float = 4, **call: Tensor | int | None) -> None:
+def assert_right(
+    experts: epmoe.GroupedExperts, slack: float = 4, **call: Tensor | int | None
+) -> None:
     rows, offsets = inputs(experts.dtype, experts.w_down.device)
     out = experts(rows, offsets, **call)
     assert out.shape == (N, D) and out.dtype == experts.dtype
@@ -88,14 +110,18 @@ def assert_right(experts: epmoe.GroupedExperts, slack: float = 4, **call: Tensor
     assert_close(out[real], want(experts, rows), slack=slack)
 
 
-def gpt_oss(dtype: torch.dtype, device: torch.device) -> tuple[torch.nn.Module, epmoe.GroupedExperts]:
+def gpt_oss(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[torch.nn.Module, epmoe.GroupedExperts]:
     """transformers' experts, and ours with the same weights."""
     transformers = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     config = transformers.GptOssConfig(num_local_experts=E, hidden_size=D, intermediate_size=F)
     config._experts_implementation = "eager"
     theirs = transformers.GptOssExperts(config)
     for seed, parameter in enumerate(theirs.parameters()):
-        parameter.data = randn(*parameter.shape, seed=seed).mul_(2 / D**0.5 if parameter.dim() == 3 else 4)
+        parameter.data = randn(*parameter.shape, seed=seed).mul_(
+            2 / D**0.5 if parameter.dim() == 3 else 4
+        )
     theirs = theirs.to(device, dtype)
     ours = epmoe.GroupedExperts(
         theirs.gate_up_proj.transpose(1, 2),

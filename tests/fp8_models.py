@@ -1,4 +1,6 @@
-"""A tiny Qwen3-MoE with fp8 experts in a checkpoint as Qwen and DeepSeek have it, loaded by transformers."""
+"""A tiny Qwen3-MoE with fp8 experts in a checkpoint as Qwen and DeepSeek have it, loaded by
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,21 @@ from epmoe.local.stage import Stage
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 """F and D in whole blocks."""
 PLAIN = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
-"""Modules that stay as they are: transformers' fp8 kernel for them is downloaded, and needs a GPU."""
+"""Modules that stay as they are: transformers' fp8 kernel for them is downloaded, and
+needs a GPU.
+"""
 
 
 @contextmanager
 def saved(**quantization: object) -> Iterator[Path]:
-    """The folder of the checkpoint; keys replace those of its `quantization_config`. All ranks get the same folder."""
-    keys = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]} | quantization
+    """The folder of the checkpoint; keys replace those of its `quantization_config`. All ranks get
+    the same folder.
+    """
+    keys = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    } | quantization
     with pytest.MonkeyPatch.context() as patch:
         for key, value in SHAPE.items():
             patch.setitem(demo.MODELS["qwen3_moe"], key, value)
@@ -70,7 +80,9 @@ def dequantized(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def calls_of_experts() -> Iterator[list[tuple]]:
-    """The calls of the experts stage inside: the weights, the rows, their scales and the segments."""
+    """The calls of the experts stage inside: the weights, the rows, their scales and
+    the segments.
+    """
     calls: list[tuple] = []
     serve = Stage.serve
 

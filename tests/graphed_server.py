@@ -17,15 +17,20 @@ from torch import Tensor
 import epmoe
 
 SIZES = (1, 2, serve_rank.BATCH)  # of batches with a graph
-original_configured, original_run_rank = serve_rank.configured, serve_rank.run_rank
+original_configured = serve_rank.configured
+original_run_rank = serve_rank.run_rank
 
 
 class Experts(epmoe.GroupedExperts):
     """In fp32 for graphs: every row meets every expert. Tokens then agree with those of a CPU."""
 
-    def forward(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None = None, **_: object) -> Tensor:
+    def forward(
+        self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None = None, **_: object
+    ) -> Tensor:
         row = torch.arange(len(rows_ND), device=rows_ND.device)
-        expert = torch.searchsorted(expert_offsets[1:].long(), row, right=True).clamp(max=len(self.w_down) - 1)
+        expert = torch.searchsorted(expert_offsets[1:].long(), row, right=True).clamp(
+            max=len(self.w_down) - 1
+        )
         gate, up = torch.einsum("nd,efd->enf", rows_ND, self.w_gate_up).chunk(2, dim=-1)
         all_outputs = torch.einsum("enf,edf->end", torch.nn.functional.silu(gate) * up, self.w_down)
         return all_outputs[expert, row]
@@ -35,7 +40,10 @@ class Graph:
     """The captured step of a batch of up to `size` requests."""
 
     def __init__(self, model: Model, size: int, tokens: Tensor, ends: Tensor) -> None:
-        self.size, self.device, self.tokens, self.ends = size, model.ep.device, tokens, ends
+        self.size = size
+        self.device = model.ep.device
+        self.tokens = tokens
+        self.ends = ends
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.next = model.compute(self.tokens, self.ends)
@@ -43,7 +51,9 @@ class Graph:
     def replay(self, batch: list[list[int]]) -> Tensor:
         rows = [[*tokens, *[0] * serve_rank.LENGTH][: serve_rank.LENGTH] for tokens in batch]
         ends = [len(tokens) - 1 for tokens in batch]
-        self.tokens[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, serve_rank.LENGTH).to(self.device)
+        self.tokens[: len(rows)] = (
+            torch.tensor(rows, dtype=torch.int64).view(-1, serve_rank.LENGTH).to(self.device)
+        )
         self.ends[: len(rows)] = torch.tensor(ends, dtype=torch.int64).to(self.device)
         self.graph.replay()
         return self.next[: len(rows)]
@@ -60,8 +70,12 @@ class Model(serve_rank.Model):
     def forward(self, batch: list[list[int]]) -> list[int]:
         generation = self.ep.generation
         if generation not in self.kept:
-            good = next((graphs for group, graphs in self.kept.items() if self.ep.capture_is_valid(group)), None)
-            # Some ranks may have graphs of a group like this one. The others' captures begin with rounds, so all play.
+            good = next(
+                (graphs for group, graphs in self.kept.items() if self.ep.capture_is_valid(group)),
+                None,
+            )
+            # Some ranks may have graphs of a group like this one. The others' captures begin with
+            # rounds, so all play.
             rounds = [self.run(size) for size in SIZES]
             self.kept[generation] = good or [Graph(self, *one) for one in rounds]
             if good is None:
@@ -87,9 +101,12 @@ class Model(serve_rank.Model):
 
     @torch.no_grad()
     def load(self, moves: tuple[epmoe.Move, ...]) -> None:
-        """In place where the slots are as many as before: graphs hold the addresses of the weights."""
+        """In place where the slots are as many as before: graphs hold the addresses of
+        the weights.
+        """
         for block, (_, gate_up, down) in zip(self.blocks, self.full, strict=True):
-            held, device = self.ep.logical_experts(block.moe.tag), self.ep.device
+            held = self.ep.logical_experts(block.moe.tag)
+            device = self.ep.device
             experts = block.moe.experts
             if not isinstance(experts, Experts) or len(held) != len(experts.w_down):
                 block.moe.experts = Experts(gate_up[held].to(device), down[held].to(device))
@@ -103,12 +120,16 @@ def configured(size: int, served: serve_rank.Served = serve_rank.SMALL) -> epmoe
     config = original_configured(size, served).model_dump()
     config["topology"]["max_ranks"] = size
     fewest = max(1, size - 1)  # slots are as many with a rank less
-    config["placement"]["slots_per_rank"] = max(config["placement"]["slots_per_rank"], -(-served.experts // fewest))
+    config["placement"]["slots_per_rank"] = max(
+        config["placement"]["slots_per_rank"], -(-served.experts // fewest)
+    )
     return epmoe.EPConfig(**config | {"exchange": {"transport": "nvlink", **deadlines}})
 
 
 def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -> None:
-    """A rank takes the first GPU that no other process has; the lock of a process that dies is free at once."""
+    """A rank takes the first GPU that no other process has; the lock of a process that dies is free
+    at once.
+    """
     for place in count():
         lock = os.open(Path(folder) / f"gpu-{place}", os.O_CREAT)
         with suppress(BlockingIOError):
@@ -116,7 +137,8 @@ def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -
             break
     torch.cuda.set_device(place % torch.cuda.device_count())
     torch.cuda.synchronize()
-    serve_rank.configured, serve_rank.Model = configured, Model
+    serve_rank.configured = configured
+    serve_rank.Model = Model
     original_run_rank(pipe, folder, rank, size, *options)
 
 

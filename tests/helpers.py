@@ -1,4 +1,6 @@
-"""Helpers that several test files share: random inputs, comparisons, and builds without one guard."""
+"""Helpers that several test files share: random inputs, comparisons, and builds
+without one guard.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,24 @@ import epmoe
 from epmoe.native.build import build
 
 ROOT = Path(__file__).parent.parent
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
-RANKS_SHARE_GPUS = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
-ON_GPUS = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
+NO_CUDA = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch finds no CUDA device here"
+)
+RANKS_SHARE_GPUS = (
+    torch.cuda.is_available()
+    and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
+)
+ON_GPUS = pytest.mark.parametrize(
+    "device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])]
+)
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 WEIGHT_TOLERANCE = 2e-6
 """Relative error of a routing weight against fp64."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Error of a sum that is sent in this dtype, relative to max(1, the largest |value| of the reference)."""
+"""Error of a sum that is sent in this dtype, relative to max(1, the largest |value| of the
+reference).
+"""
 
 
 def slow(*values: object):
@@ -53,7 +64,9 @@ def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Uniform random bit patterns: about 1 value in 256 (bf16, fp32) or 32 (fp16) is NaN or Inf."""
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     info = torch.iinfo(bits)
-    return torch.randint(info.min, info.max + 1, shape, dtype=bits, generator=generator(seed)).view(dtype)
+    return torch.randint(info.min, info.max + 1, shape, dtype=bits, generator=generator(seed)).view(
+        dtype
+    )
 
 
 def distinct_ids(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
@@ -70,8 +83,11 @@ def listening(processes: Iterable[int]) -> set[str]:
                 sockets.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
     found = set[str]()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for _, local, _, state, *rest in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
-            words, listens = bytes.fromhex(local.partition(":")[0]), state == "0A"
+        for _, local, _, state, *rest in map(
+            str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        ):
+            words = bytes.fromhex(local.partition(":")[0])
+            listens = state == "0A"
             if listens and rest[5] in sockets:
                 bytes_ = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 found.add(socket.inet_ntop(family, bytes_))
@@ -88,7 +104,9 @@ def poison_(x: Tensor) -> Tensor:
     return x
 
 
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None, slack: float = 1.0) -> None:
+def assert_close(
+    got: Tensor, want: Tensor, dtype: torch.dtype | None = None, slack: float = 1.0
+) -> None:
     """`got` agrees with the fp64 `want` as closely as `dtype` (default: that of `got`) allows."""
     assert got.shape == want.shape
     if want.numel() == 0:
@@ -109,7 +127,9 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def captured(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A function that replays a call, and what the call returns, which each replay writes. It is called once before."""
+    """A function that replays a call, and what the call returns, which each replay writes. It is
+    called once before.
+    """
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -124,23 +144,42 @@ def build_without(*guards: str) -> str:
 
 
 def alone(
-    experts: int = 8, top_k: int = 2, hidden: int = 64, dtype: str = "float32", max_tokens: int = 4, **sections: dict
+    experts: int = 8,
+    top_k: int = 2,
+    hidden: int = 64,
+    dtype: str = "float32",
+    max_tokens: int = 4,
+    **sections: dict,
 ) -> epmoe.EPConfig:
-    """A config of one rank; `sections` replace or extend those that follow from the other arguments."""
+    """A config of one rank; `sections` replace or extend those that follow from the other
+    arguments.
+    """
     config = {
-        "model": {"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
+        "model": {
+            "num_experts": experts,
+            "num_experts_per_tok": top_k,
+            "hidden_size": hidden,
+            "dtype": dtype,
+        },
         "topology": {"ep_size": 1},
         "capacity": {"max_num_tokens_per_rank": max_tokens},
     }
-    return epmoe.EPConfig(**config | {name: config.get(name, {}) | keys for name, keys in sections.items()})
+    return epmoe.EPConfig(
+        **config | {name: config.get(name, {}) | keys for name, keys in sections.items()}
+    )
 
 
 def full_layer(
     ep: epmoe.ExpertParallel, seed: int = 0, bias: bool = False, **options: object
 ) -> tuple[epmoe.MoELayer, tuple[Tensor, Tensor]]:
     """A layer with this rank's experts, of an inner size of 24, and all experts' weights."""
-    E, D, F, dtype = ep.config.model.num_experts, ep.config.model.hidden_size, 24, ep.config.model.torch_dtype
-    router, up, down = (randn(*s, seed=seed + i) for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F))))
+    E = ep.config.model.num_experts
+    D = ep.config.model.hidden_size
+    F = 24
+    dtype = ep.config.model.torch_dtype
+    router, up, down = (
+        randn(*s, seed=seed + i) for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F)))
+    )
     weights = (up / D**0.5).to(dtype), (down / F**0.5).to(dtype)
     held = ep.placement.logical_experts(ep.rank)
     experts = epmoe.GroupedExperts(*(w[held].to(ep.device) for w in weights))
@@ -149,9 +188,13 @@ def full_layer(
 
 
 def continued(
-    model: Callable[[list[list[int]]], list[int]], asked: Sequence[tuple[list[int], int]], batch: int
+    model: Callable[[list[list[int]]], list[int]],
+    asked: Sequence[tuple[list[int], int]],
+    batch: int,
 ) -> list[list[int]]:
-    """Prompts, and behind each as many tokens as it asks for. `model` continues up to `batch` sequences by one."""
+    """Prompts, and behind each as many tokens as it asks for. `model` continues up to `batch`
+    sequences by one.
+    """
     sequences = [list(prompt) for prompt, _ in asked]
     left = [most for _, most in asked]
     while now := [i for i, most in enumerate(left) if most][:batch]:
@@ -162,19 +205,44 @@ def continued(
 
 
 TINY_MODEL = {
-    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0, "initializer_range": 0.2,
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
-    "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0,
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "moe_layer_start_index": 0,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
     "num_mtp_layers": 0,
-}  # fmt: skip
-"""Sizes of small models of transformers, under the names of all MoE types: a config takes those it knows."""
+}
+"""Sizes of small models of transformers, under the names of all MoE types: a config takes those it
+knows.
+"""
 
 
-def tiny_model(model_type: str, path: Path, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
-    """A small model of transformers, whose biases are drawn, saved at a path. `changes` replace values of
-    `TINY_MODEL`."""
+def tiny_model(
+    model_type: str, path: Path, dtype: torch.dtype = torch.float32, **changes: object
+) -> torch.nn.Module:
+    """A small model of transformers, whose biases are drawn, saved at a path. `changes` replace
+    values of `TINY_MODEL`.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if model_type not in CONFIG_MAPPING:
@@ -195,10 +263,13 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def stopped_at(step: int, files: Container[str | None], call: Callable[[], object]) -> Iterator[SimpleNamespace]:
+def stopped_at(
+    step: int, files: Container[str | None], call: Callable[[], object]
+) -> Iterator[SimpleNamespace]:
     """Makes a call once this many steps have run in these files; `came` says whether so many did.
 
-    Steps are where CPython runs signal handlers and other threads: the start of a function, and the end of one in C.
+    Steps are where CPython runs signal handlers and other threads: the start of a function, and the
+    end of one in C.
     """
     found = SimpleNamespace(left=step, came=False)
 
@@ -230,5 +301,8 @@ def interrupted_at(step: int, files: Container[str | None]) -> Iterator[SimpleNa
 
 def refuse_another_thread(call: Callable[[], object]) -> None:
     """Another thread makes a call while this one is in one, and is refused."""
-    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="another thread is in a call"):
+    with (
+        ThreadPoolExecutor(1) as other,
+        pytest.raises(RuntimeError, match="another thread is in a call"),
+    ):
         other.submit(call).result()

@@ -1,7 +1,7 @@
 """A host of ranks that resume: it starts processes, and says what each of them runs, step by step.
 
-Ranks have the weights of their experts as rows, which multiply tokens. Experts stay where they are (`staying`), or move
-(`moving`).
+Ranks have the weights of their experts as rows, which multiply tokens. Experts stay where they are
+(`staying`), or move (`moving`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,15 @@ FORM_S = 60.0  # the deadline of a process group
 
 
 class Host:
-    """Processes by number, of which each runs one function at a time: `function(state, *arguments)`."""
+    """Processes by number, of which each runs one function at a time: `function(state,
+    *arguments)`.
+    """
 
     def __init__(self, folder: Path, device: torch.device):
-        self.folder, self.device, self.processes, self.pipes = folder, device, {}, {}
+        self.folder = folder
+        self.device = device
+        self.processes = {}
+        self.pipes = {}
         self.groups = self.arrivals = 0
 
     def __enter__(self) -> Self:
@@ -60,7 +65,9 @@ class Host:
     def spawn(self, *names: int) -> None:
         for name in names:
             self.pipes[name], theirs = context.Pipe()
-            self.processes[name] = context.Process(target=_serve, args=(name, self.device, theirs), daemon=True)
+            self.processes[name] = context.Process(
+                target=_serve, args=(name, self.device, theirs), daemon=True
+            )
             self.processes[name].start()
             theirs.close()
 
@@ -96,10 +103,16 @@ class Host:
     def form(self, names: list[int]) -> None:
         """A process group over a file."""
         self.groups += 1
-        assert self.do(names, form, self.folder / f"group-{self.groups}", names) == [None] * len(names)
+        assert self.do(names, form, self.folder / f"group-{self.groups}", names) == [None] * len(
+            names
+        )
 
-    def form_at(self, names: list[int], host: int | None = None, address: str = "127.0.0.1") -> None:
-        """A process group over a store that the first rank hosts, or the process `host` at its address."""
+    def form_at(
+        self, names: list[int], host: int | None = None, address: str = "127.0.0.1"
+    ) -> None:
+        """A process group over a store that the first rank hosts, or the process `host` at its
+        address.
+        """
         (port,) = self.do([names[0] if host is None else host], host_store, address)
         assert self.do(names, form_at, address, port, names) == [None] * len(names)
 
@@ -119,8 +132,12 @@ class Host:
         while new and not root.read(f"arrivals/{self.arrivals}"):
             time.sleep(0.01)
 
-    def take_in(self, names: list[int], new: list[int], function: Callable, *arguments: object) -> list[list]:
-        """New ranks join, while the others call a function. Returns what it returns, and the experts of the new."""
+    def take_in(
+        self, names: list[int], new: list[int], function: Callable, *arguments: object
+    ) -> list[list]:
+        """New ranks join, while the others call a function. Returns what it returns, and the
+        experts of the new.
+        """
         self.spawn(*new)
         self.start(new, come, self.folder)
         self.wait_for_arrivals(len(new))
@@ -190,12 +207,28 @@ def spread(ranks: int, copies: int) -> Placement:
 
 
 def moving(
-    ranks: int, slots: int = S, file: Path | None = None, seats: int | None = None, timeout_s: float = FORM_S
+    ranks: int,
+    slots: int = S,
+    file: Path | None = None,
+    seats: int | None = None,
+    timeout_s: float = FORM_S,
 ) -> epmoe.EPConfig:
-    placement = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "slots": file and str(file)}
+    placement = {
+        "live": True,
+        "slots_per_rank": slots,
+        "layers": L,
+        "staging_mb": 1,
+        "slots": file and str(file),
+    }
     exchange = {"warmup_timeout_s": FORM_S}
     return make_config(
-        ranks, experts=E, top_k=2, timeout_s=timeout_s, placement=placement, exchange=exchange, max_ranks=seats
+        ranks,
+        experts=E,
+        top_k=2,
+        timeout_s=timeout_s,
+        placement=placement,
+        exchange=exchange,
+        max_ranks=seats,
     )
 
 
@@ -210,9 +243,19 @@ def create(state, config: epmoe.EPConfig) -> None:
 
 def start(state, ep: epmoe.ExpertParallel) -> None:
     """This rank has the weights that `ep` says are its own: `rows` [L, slots, D]."""
-    state.ep, state.rows = ep, torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size)
-    state.captured, state.gone = list[Captured](), -1  # the memory of groups up to this generation has gone
-    held = [(slot, expert, tag) for tag in tags(ep) for slot, expert in enumerate(ep.logical_experts(tag))]
+    state.ep, state.rows = (
+        ep,
+        torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size),
+    )
+    state.captured, state.gone = (
+        list[Captured](),
+        -1,
+    )  # the memory of groups up to this generation has gone
+    held = [
+        (slot, expert, tag)
+        for tag in tags(ep)
+        for slot, expert in enumerate(ep.logical_experts(tag))
+    ]
     take(state, [Move(slot, expert, None, tag) for slot, expert, tag in held if expert != EMPTY])
     if ep.config.placement.live:
         state.balancer = epmoe.Balancer(ep, every=3, weights=partial(weights, state))
@@ -244,15 +287,26 @@ def weights(state, tag: int, slot: int) -> list[torch.Tensor]:
 
 
 def take(state, moves: Iterable[Move], loaded: list[tuple[int, int]] | None = None) -> None:
-    """Brings the weights where they belong. `loaded` gets (tag, expert) of what is read; what no slot holds is NaN."""
-    ep, before = state.ep, state.rows
-    state.rows = rows = torch.full((len(before), ep.num_local_experts, before.shape[2]), torch.nan, device=ep.device)
+    """Brings the weights where they belong. `loaded` gets (tag, expert) of what is read; what no
+    slot holds is NaN.
+    """
+    ep = state.ep
+    before = state.rows
+    state.rows = rows = torch.full(
+        (len(before), ep.num_local_experts, before.shape[2]), torch.nan, device=ep.device
+    )
     stay = min(before.shape[1], rows.shape[1])
     rows[:, :stay] = before[:, :stay]
     for slot, logical, source, tag in moves:
-        assert ep.logical_experts(tag)[slot] == logical and (tag in tags(ep)) and (source is None or not tag)
+        assert (
+            ep.logical_experts(tag)[slot] == logical
+            and (tag in tags(ep))
+            and (source is None or not tag)
+        )
         layer = max(tag - 1, 0)
-        rows[layer, slot] = read(ep.config, tag, logical) if source is None else before[layer, source]
+        rows[layer, slot] = (
+            read(ep.config, tag, logical) if source is None else before[layer, source]
+        )
         if source is None and loaded is not None:
             loaded.append((tag, logical))
     for layer, tag in enumerate(tags(ep)):
@@ -266,7 +320,9 @@ def resume(state, placement: Placement | None = None, spread_lost: bool = False)
     return [tuple(move[:3]) for move in moves]
 
 
-def go_on(state, folder: Path, min_ranks: int = 1, last_call_s: float = 10.0) -> list[tuple[int, int]]:
+def go_on(
+    state, folder: Path, min_ranks: int = 1, last_call_s: float = 10.0
+) -> list[tuple[int, int]]:
     """Recovers. Returns (tag, expert) of what had to be loaded."""
     loaded = list[tuple[int, int]]()
     load = partial(take, state, loaded=loaded)
@@ -274,13 +330,17 @@ def go_on(state, folder: Path, min_ranks: int = 1, last_call_s: float = 10.0) ->
     return loaded
 
 
-def resize(state, folder: Path, size: int, wait_s: float = 20.0, balanced: bool = False) -> list | bool:
+def resize(
+    state, folder: Path, size: int, wait_s: float = 20.0, balanced: bool = False
+) -> list | bool:
     """(tag, expert) of what had to be loaded; False on a rank that has left."""
     loaded = list[tuple[int, int]]()
     options = {"weights": partial(weights, state)} if state.ep.config.placement.live else {}
     if balanced:
         options["balancer"] = state.balancer
-    stays = epmoe.resize(state.ep, folder, size, partial(take, state, loaded=loaded), wait_s=wait_s, **options)
+    stays = epmoe.resize(
+        state.ep, folder, size, partial(take, state, loaded=loaded), wait_s=wait_s, **options
+    )
     return stays and loaded
 
 
@@ -292,7 +352,9 @@ def sleep(state, *free: Callable[[], object]) -> int:
 
 
 def play(state, rounds: int = 2 * L) -> str:
-    """Rounds by calls, and by a replay. What this rank has captured in other groups does nothing."""
+    """Rounds by calls, and by a replay. What this rank has captured in other groups
+    does nothing.
+    """
     ep = state.ep
     for seed in range(rounds):
         play_round(state, seed)
@@ -304,7 +366,9 @@ def play(state, rounds: int = 2 * L) -> str:
 
 
 def replay(state) -> None:
-    """A round of each layer, as this rank has captured it in a group like this one; otherwise it captures it now."""
+    """A round of each layer, as this rank has captured it in a group like this one; otherwise it
+    captures it now.
+    """
     ep = state.ep
     if ep.exchange.layout is None:  # over several nodes
         return play_round(state, 0)
@@ -324,7 +388,9 @@ def play_round(
     before_combine: Callable[[], None] = lambda: None,
     but: Callable[[Tokens], Tokens] = lambda tokens: tokens,
 ) -> None:
-    """A round that agrees with the dense layer, by the weights that this rank holds, `but` for some pairs."""
+    """A round that agrees with the dense layer, by the weights that this rank holds, `but` for some
+    pairs.
+    """
     ep = state.ep
     layer = seed % len(state.rows)
     tag = tags(ep)[layer]
@@ -338,8 +404,9 @@ def play_round(
 
 
 def check_stream(ep: epmoe.ExpertParallel) -> None:
-    """Checks as `ep.check` does, but waits for the current stream only: another kernel may hold the GPU. Experts that
-    move get no further."""
+    """Checks as `ep.check` does, but waits for the current stream only: another kernel may hold the
+    GPU. Experts that move get no further.
+    """
     if ep.device.type == "cuda":
         ended = torch.cuda.Event()
         ended.record()
@@ -359,13 +426,16 @@ def play_until_timeout(state) -> list[int]:
 
 
 def lose(host: Host, names: list[int], victim: int, number: int = signal.SIGKILL) -> list[int]:
-    """One process of a group dies or stops. Returns the others, which play until they time out, name it, and see who
-    is left."""
+    """One process of a group dies or stops. Returns the others, which play until they time out,
+    name it, and see who is left.
+    """
     alive = [name for name in names if name != victim]
     host.start(alive, play_until_timeout)
     host.signal(victim, number)
     assert host.results(alive) == [[names.index(victim)]] * len(alive)
-    assert host.do(alive, survivors) == [[r for r, name in enumerate(names) if name != victim]] * len(alive)
+    assert host.do(alive, survivors) == [
+        [r for r, name in enumerate(names) if name != victim]
+    ] * len(alive)
     return alive
 
 
@@ -425,7 +495,9 @@ REACHED = {
 
 
 def begin_to_move(host: Host, names: list[int], stage: str, who: int) -> None:
-    """Each rank is to hold the experts after those that it holds, until process `who` has reached a stage."""
+    """Each rank is to hold the experts after those that it holds, until process `who` has reached a
+    stage.
+    """
     host.succeed(names, rotate)
     deadline = time.monotonic() + SOON_S
     while not REACHED[stage](*host.succeed(names, poll)[names.index(who)]):

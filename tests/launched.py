@@ -1,7 +1,7 @@
 """Runs programs in child processes.
 
-An interpreter takes seconds to import torch. Most children are therefore forked from a server that has imported it, and
-what else takes long. `run` starts a command as a shell does.
+An interpreter takes seconds to import torch. Most children are therefore forked from a server that
+has imported it, and what else takes long. `run` starts a command as a shell does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint.state_dict", "pytest", "yaml", "epmoe"])
+context.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "pytest", "yaml", "epmoe"]
+)
 
 
 def start_server() -> None:
@@ -33,7 +35,9 @@ def start_server() -> None:
 
 
 def run_python(*program: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python PROGRAM` in the root of the repository: `-c` and code, `-m` and a module, or a script."""
+    """Runs `python PROGRAM` in the root of the repository: `-c` and code, `-m` and a module, or a
+    script.
+    """
     words = [*map(str, program)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -43,7 +47,9 @@ def run_python(*program: object, **variables: str) -> subprocess.CompletedProces
         if child.exitcode is None:
             child.kill()
             raise subprocess.TimeoutExpired(words, TIMEOUT_S)
-        return subprocess.CompletedProcess(words, child.exitcode, *(file.read_text() for file in files))
+        return subprocess.CompletedProcess(
+            words, child.exitcode, *(file.read_text() for file in files)
+        )
 
 
 def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
@@ -56,12 +62,17 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     arguments = [words, os.environ | {"COLUMNS": "120"}]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            launch(ranks, _execute, arguments, folder, Std.ALL, start_method="forkserver", look_s=0.05)
+            launch(
+                ranks, _execute, arguments, folder, Std.ALL, start_method="forkserver", look_s=0.05
+            )
         except ChildFailedError as error:
             code = 1
             failures = str(error)
         stdout, stderr = (
-            "".join(path.read_text() for path in sorted(Path(folder).glob(f"*/attempt_0/*/{stream}.log")))
+            "".join(
+                path.read_text()
+                for path in sorted(Path(folder).glob(f"*/attempt_0/*/{stream}.log"))
+            )
             for stream in ("stdout", "stderr")
         )
     return subprocess.CompletedProcess(words, code, stdout, stderr + failures)
@@ -73,12 +84,18 @@ def run_fresh(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | variables
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    environment = (
+        os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | variables
+    )
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
 
 
 def run_two_ranks(script: str, store: Path, *arguments: object) -> None:
-    """Runs `python -c SCRIPT RANK STORE ARGUMENTS` for two ranks. Both must end well, as interpreters of users do."""
+    """Runs `python -c SCRIPT RANK STORE ARGUMENTS` for two ranks. Both must end well, as
+    interpreters of users do.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = []
     try:

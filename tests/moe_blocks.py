@@ -1,4 +1,6 @@
-"""MoE blocks of transformers with tiny random configurations, and the `MoELayer`s that must equal them."""
+"""MoE blocks of transformers with tiny random configurations, and the `MoELayer`s that must equal
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import epmoe
 from epmoe.config.from_hf import MODEL_TYPES
 
-T, E, K, D, F = 40, 16, 4, 64, 48
+T = 40
+E = 16
+K = 4
+D = 64
+F = 48
 BLOCK = "model.layers.3."
 SHAPE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E),
@@ -29,10 +35,16 @@ SHAPE = {
     **{"hidden_size": D, "dtype": "float32"},
     **{"n_group": 4, "num_expert_group": 4, "topk_group": 2},
     **dict.fromkeys(
-        ("routed_scaling_factor", "router_scaling_factor", "route_scale", "moe_routed_scaling_factor",
-         "moe_router_scaling_factor"), 2.5,
+        (
+            "routed_scaling_factor",
+            "router_scaling_factor",
+            "route_scale",
+            "moe_routed_scaling_factor",
+            "moe_router_scaling_factor",
+        ),
+        2.5,
     ),
-}  # fmt: skip
+}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 _GROUPED_OR_NOT = [{"topk_method": "group_limited_greedy"}, {"topk_method": "greedy"}]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -40,7 +52,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "unlimited_ocr_text": [keys | _HEADS for keys in _GROUPED_OR_NOT],
     "axk2": [{"n_group": None, "topk_group": None}],
     "cohere2_moe": [
-        {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
+        {
+            "expert_selection_fn": "sigmoid",
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+        },
         {"expert_selection_fn": "softmax", "num_shared_experts": 0},
     ],
     "dots1": [{"n_shared_experts": 1}],
@@ -48,13 +64,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "lfm2_moe": [{"use_expert_bias": True}, {"use_expert_bias": False}],
 }
 ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Model types of checkpoints with code of their own, and the type by which transformers reads them."""
+"""Model types of checkpoints with code of their own, and the type by which
+transformers reads them.
+"""
 _FOLDERS = {"sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe"}
 """Where transformers has the code of a type whose folder has none."""
 
 
 def tiny(model_type: str, **keys: Any) -> Any:
-    """A configuration of transformers, in which the width of the experts is F and other widths are not."""
+    """A configuration of transformers, in which the width of the experts is F and other widths are
+    not.
+    """
     model_type = ALIASES.get(model_type, model_type)
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
@@ -63,20 +83,28 @@ def tiny(model_type: str, **keys: Any) -> Any:
     widths = {"intermediate_size": F}
     if hasattr(default, "moe_intermediate_size"):
         widths = {"intermediate_size": 2 * F, "moe_intermediate_size": F}
-    return made(**{key: value for key, value in (SHAPE | widths).items() if hasattr(default, key)} | keys)
+    return made(
+        **{key: value for key, value in (SHAPE | widths).items() if hasattr(default, key)} | keys
+    )
 
 
 def variants(model_type: str, act: str | None = None) -> Iterator[Any]:
     """`tiny`, renormalised and not where the model type has both."""
     default = tiny(model_type, **VARIANTS.get(model_type, [{}])[0])
-    name = next((key for key in ("hidden_act", "activation_function") if hasattr(default, key)), None)
+    name = next(
+        (key for key in ("hidden_act", "activation_function") if hasattr(default, key)), None
+    )
     acts = {} if act is None or name is None else {name: act}
     for keys in VARIANTS.get(model_type, [{}]):
-        norm = next((key for key in ("moe_renormalize", "norm_topk_prob") if hasattr(default, key)), None)
+        norm = next(
+            (key for key in ("moe_renormalize", "norm_topk_prob") if hasattr(default, key)), None
+        )
         if norm is None or "topk_method" in keys:  # of which False alone is known
             yield tiny(model_type, **keys, **acts)
         else:
-            yield from (tiny(model_type, **keys, **acts, **{norm: value}) for value in (True, False))
+            yield from (
+                tiny(model_type, **keys, **acts, **{norm: value}) for value in (True, False)
+            )
 
 
 def block_of(config: Any) -> nn.Module:
@@ -87,12 +115,21 @@ def block_of(config: Any) -> nn.Module:
     lines = text.splitlines()
     found = {
         node.name: getattr(module, node.name)
-        for node in ast.parse(text).body  # `inspect.getsource` of each class would parse the module as often
+        for node in ast.parse(
+            text
+        ).body  # `inspect.getsource` of each class would parse the module as often
         if isinstance(node, ast.ClassDef) and not re.search("MoA|Attention", node.name)
-        if re.search(r"self\.experts = |self\.input_linear = JetMoe", "\n".join(lines[node.lineno : node.end_lineno]))
+        if re.search(
+            r"self\.experts = |self\.input_linear = JetMoe",
+            "\n".join(lines[node.lineno : node.end_lineno]),
+        )
     }
     if len(found) > 1:
-        prefix = type(config).__name__.removesuffix("Config").replace("OmniMoeText", "OmniMoeThinkerText")
+        prefix = (
+            type(config)
+            .__name__.removesuffix("Config")
+            .replace("OmniMoeText", "OmniMoeThinkerText")
+        )
         found = {name: made for name, made in found.items() if name.startswith(prefix)}
     (made,) = found.values()
     config._experts_implementation = "eager"
@@ -105,13 +142,24 @@ def block_of(config: Any) -> nn.Module:
 
 def router_weight(block: nn.Module) -> nn.Parameter:
     """[E, D], the only one of this shape."""
-    found, *_ = (weight for name, weight in block.named_parameters() if re.search("^(gate|router)", name))
+    found, *_ = (
+        weight for name, weight in block.named_parameters() if re.search("^(gate|router)", name)
+    )
     return found
 
 
 def beside(block: nn.Module) -> tuple[str, Callable[[Tensor], Tensor] | None]:
-    """What a block adds to the routed experts of tokens [T, D]: what it is called, and the function."""
-    name = next((name for name in ("shared_experts", "shared_expert", "shared_mlp") if hasattr(block, name)), None)
+    """What a block adds to the routed experts of tokens [T, D]: what it is called, and the
+    function.
+    """
+    name = next(
+        (
+            name
+            for name in ("shared_experts", "shared_expert", "shared_mlp")
+            if hasattr(block, name)
+        ),
+        None,
+    )
     shared = None if name is None else getattr(block, name)
     if shared is None:
         return "", None
@@ -123,9 +171,11 @@ def beside(block: nn.Module) -> tuple[str, Callable[[Tensor], Tensor] | None]:
 
 def behind(block: nn.Module) -> tuple[str, Callable[[Tensor], Tensor]]:
     """What a block does to the sum: what it is called, and the function."""
-    if norm := getattr(block, "post_mlp_layernorm", None):
+    norm = getattr(block, "post_mlp_layernorm", None)
+    if norm:
         return "`post_mlp_layernorm`", norm
-    if isinstance(bias := getattr(block, "bias", None), Tensor):
+    bias = getattr(block, "bias", None)
+    if isinstance(bias, Tensor):
         return "`bias`", lambda y: y + bias
     return "", lambda y: y
 
@@ -137,13 +187,18 @@ def outputs(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def as_saved(block: nn.Module, model_type: str) -> dict[str, Tensor]:
-    """The block's tensors by the names that a checkpoint has, which transformers turns into those of its modules."""
+    """The block's tensors by the names that a checkpoint has, which transformers turns into those
+    of its modules.
+    """
     rules = get_checkpoint_conversion_mapping(model_type) or []
     targets = " ".join(rule.target_patterns[0] for rule in rules)
-    place = next((place for place in ("feed_forward.", "block_sparse_moe.") if place in targets), "mlp.")
+    place = next(
+        (place for place in ("feed_forward.", "block_sparse_moe.") if place in targets), "mlp."
+    )
     saved = {BLOCK + place + name: tensor for name, tensor in block.state_dict().items()}
     for rule in reversed(rules):
-        theirs, ours = rule.source_patterns, rule.target_patterns[0]
+        theirs = rule.source_patterns
+        ours = rule.target_patterns[0]
         for name in list(saved):
             where = name.find(plain := ours.replace("\\", ""))
             if where < 0 or not re.fullmatch(r"[\w.*]+", "".join(theirs).replace("\\", "") + plain):
@@ -156,7 +211,9 @@ def as_saved(block: nn.Module, model_type: str) -> dict[str, Tensor]:
                 continue
             for source, part in zip(theirs, tensor.chunk(len(theirs), 1), strict=True):
                 for number, of_one in enumerate(part):
-                    saved[name.replace(plain, source.replace("\\", "").replace("*", str(number)))] = of_one
+                    saved[
+                        name.replace(plain, source.replace("\\", "").replace("*", str(number)))
+                    ] = of_one
     return {name: tensor.contiguous().clone() for name, tensor in saved.items()}
 
 
@@ -169,28 +226,49 @@ def save(block: nn.Module, model_type: str, folder: Path) -> str:
 
 
 def types_with_experts() -> dict[str, str]:
-    """The model types of transformers whose configurations have keys with experts, with the classes of these."""
+    """The model types of transformers whose configurations have keys with experts, with the classes
+    of these.
+    """
     found = {}
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/configuration_*.py")):
         for made in ast.parse(file.read_text(encoding="utf-8")).body:
             body = made.body if isinstance(made, ast.ClassDef) else []
             fields = [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
-            names = [ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign) and
-                     node.targets[0].id == "model_type"]  # fmt: skip
+            names = [
+                ast.literal_eval(node.value)
+                for node in body
+                if isinstance(node, ast.Assign) and node.targets[0].id == "model_type"
+            ]
             if any("expert" in key for key in fields):
                 found[next(iter(names), file.parent.name)] = made.name
     return found
 
 
 def table() -> str:
-    """The table of docs/models.md: what the rows of `from_hf` say, and what blocks of transformers have."""
-    columns = "model type", "router", "experts", "beside them", "tensors of a checkpoint", "serves", "trains"
+    """The table of docs/models.md: what the rows of `from_hf` say, and what blocks of transformers
+    have.
+    """
+    columns = (
+        "model type",
+        "router",
+        "experts",
+        "beside them",
+        "tensors of a checkpoint",
+        "serves",
+        "trains",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for model_type in sorted(MODEL_TYPES):
         configs = [epmoe.EPConfig.from_hf(hf, ep_size=1) for hf in variants(model_type)]
         block = block_of(next(variants(model_type)))
-        saved = " ".join(name for name in as_saved(block, ALIASES.get(model_type, model_type)) if "shared" not in name)
-        (tensor, *_) = re.findall(r"(?:experts\.(?:0\.)?)?(?:gate_up_proj|gate_proj|w1|fc1|input_linear)\b", saved)
+        saved = " ".join(
+            name
+            for name in as_saved(block, ALIASES.get(model_type, model_type))
+            if "shared" not in name
+        )
+        (tensor, *_) = re.findall(
+            r"(?:experts\.(?:0\.)?)?(?:gate_up_proj|gate_proj|w1|fc1|input_linear)\b", saved
+        )
         parts = [part for part in (beside(block)[0], behind(block)[0]) if part]
         cells = (
             _router([config.routing for config in configs]),
@@ -211,7 +289,9 @@ def _router(routings: list[epmoe.config.config.RoutingConfig]) -> str:
         "bias": [routing.selection_bias for routing in routings],
         "bias of logits": [routing.logit_bias for routing in routings],
     }
-    words += [name if all(given) else f"{name} if set" for name, given in flags.items() if any(given)]
+    words += [
+        name if all(given) else f"{name} if set" for name, given in flags.items() if any(given)
+    ]
     epsilon = max(routing.renormalize_epsilon for routing in routings)
     return ", ".join([*words, *([f"ε {epsilon:.0e}"] if epsilon else [])])
 

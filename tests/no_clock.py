@@ -1,4 +1,6 @@
-"""Hypothesis where a machine may stop for seconds: the same examples in each run, however long drawing them takes."""
+"""Hypothesis where a machine may stop for seconds: the same examples in each run, however long
+drawing them takes.
+"""
 
 from __future__ import annotations
 

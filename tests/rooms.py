@@ -1,4 +1,6 @@
-"""Prints the rooms of the house with their lines and ceilings, those of CONTRIBUTING.md. Fails above a ceiling."""
+"""Prints the rooms of the house with their lines and ceilings, those of CONTRIBUTING.md. Fails
+above a ceiling.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def ceilings() -> dict[str, int]:
 def lines_of(paths: str) -> int:
     found = [ROOT / path for path in paths.split(", ")]
     files = [file for path in found for file in ([path] if path.is_file() else path.rglob("*"))]
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files if file.suffix in SUFFIXES)
+    return sum(
+        len(file.read_text(encoding="utf-8").splitlines())
+        for file in files
+        if file.suffix in SUFFIXES
+    )
 
 
 def main() -> int:
@@ -29,7 +35,9 @@ def main() -> int:
     for paths, ceiling in ceilings().items():
         lines = lines_of(paths)
         above += lines > ceiling
-        print(f"{paths:<40} {lines:>7,} of {ceiling:>7,}{' is too much' if lines > ceiling else ''}")
+        print(
+            f"{paths:<40} {lines:>7,} of {ceiling:>7,}{' is too much' if lines > ceiling else ''}"
+        )
     return above
 
 

@@ -2,9 +2,10 @@
 
 `python -m sanitizer "few rows"` runs the named parts only.
 
-It comes with the CUDA toolkit: it is on the PATH, or in CUDA_HOME/bin. A part runs a few small rounds, since every
-access costs up to 100 times as much. initcheck runs where one process writes all that its kernels read, and, since it
-follows bulk copies (TMA) from CUDA 13.1 on only, where no kernel writes by them or all was written before.
+It comes with the CUDA toolkit: it is on the PATH, or in CUDA_HOME/bin. A part runs a few small
+rounds, since every access costs up to 100 times as much. initcheck runs where one process writes
+all that its kernels read, and, since it follows bulk copies (TMA) from CUDA 13.1 on only, where no
+kernel writes by them or all was written before.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ ROOT = Path(__file__).parent.parent
 TOOL = shutil.which("compute-sanitizer") or shutil.which(
     "compute-sanitizer", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
 )
-SOURCES = [str(ROOT), str(ROOT / "tests" / "distributed"), str(ROOT / "tests")]  # two files are named test_moves.py
+SOURCES = [
+    str(ROOT),
+    str(ROOT / "tests" / "distributed"),
+    str(ROOT / "tests"),
+]  # two files are named test_moves.py
 TIMEOUT_S = 200.0
-# The local pipeline with duplicate, foreign and invalid ids and with stale rows. Unwritten memory holds the largest
-# integer or NaN. Every tensor is a separate allocation.
+# The local pipeline with duplicate, foreign and invalid ids and with stale rows. Unwritten memory
+# holds the largest integer or NaN. Every tensor is a separate allocation.
 LOCAL = """
 import torch, epmoe
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -48,7 +53,8 @@ for T in (200, 288):
     torch.cuda.synchronize()
 print("done")
 """
-# The kernels for experts with few rows, also where there are many, with NaN around the rows; of MXFP4 also the GEMM.
+# The kernels for experts with few rows, also where there are many, with NaN around the rows; of
+# MXFP4 also the GEMM.
 FEW_ROWS = """
 import sys, torch
 sys.modules["deep_gemm"] = None  # it writes by TMA
@@ -77,7 +83,8 @@ for payload in ("auto", "fp8"):
         assert torch.equal(y[:, 0].cpu(), got.slots_of.ge(0).sum(1).float())
 print("done")
 """
-# The parts below get their rank, a store, the number of ranks and the device. They run on CPUs, too.
+# The parts below get their rank, a store, the number of ranks and the device. They run on CPUs,
+# too.
 BEGIN = """
 import sys, torch, torch.distributed as dist
 rank, store, size, device = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), torch.device(sys.argv[4])
@@ -124,7 +131,8 @@ for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
                 ep.sleep()
                 ep.wake()
 {END}"""
-# Experts that move between rounds, also to other seats, until drawn tables are in use on both ranks.
+# Experts that move between rounds, also to other seats, until drawn tables are in use on both
+# ranks.
 MOVES = f"""{BEGIN}
 from exchanges import make_config
 from test_moves import D, E, K, L, M, begin, play, slots_of
@@ -164,7 +172,8 @@ with epmoe.ExpertParallel(config, device=device) as ep, folder, torch.inference_
         assert torch.equal(served(x), Model(ep, version)(x))
     receiver.close()
 {END}"""
-# Training: the GEMMs of Hopper, the activation, gradients of rows, rows packed as fp8, and the router in one order.
+# Training: the GEMMs of Hopper, the activation, gradients of rows, rows packed as fp8, and the
+# router in one order.
 TRAINING = f"""{BEGIN}
 from helpers import randn
 from test_hopper_gemm import Case
@@ -205,13 +214,17 @@ def sanitize(
     caching: bool = False,
     device: str = "cuda",
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs the script on each rank under a tool of compute-sanitizer, which exits with 3 where it finds an error; None:
-    under no tool.
+    """Runs the script on each rank under a tool of compute-sanitizer, which exits with 3 where it
+    finds an error; None: under no tool.
 
-    Without `caching` every tensor is an allocation of its own, whose end the tool sees, and no graph can be captured.
+    Without `caching` every tensor is an allocation of its own, whose end the tool sees, and no
+    graph can be captured.
     """
     library = library or os.environ.get("EPMOE_LIBRARY") or str(build())  # not under the tool
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, *sys.path]), "EPMOE_LIBRARY": library}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*SOURCES, *sys.path]),
+        "EPMOE_LIBRARY": library,
+    }
     if not caching:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command: list[str] = []
@@ -222,7 +235,16 @@ def sanitize(
         command += ["--report-api-errors", "no"]
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        program = [*command, sys.executable, "-c", script, str(rank), f"{folder}/store", str(ranks), device]
+        program = [
+            *command,
+            sys.executable,
+            "-c",
+            script,
+            str(rank),
+            f"{folder}/store",
+            str(ranks),
+            device,
+        ]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             program, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -262,11 +284,14 @@ def main() -> int:
             runs = sanitize(tool, script, ranks=ranks)
             counts = [errors_of(run) for run in runs]
             total = None if None in counts else sum(counts)
-            errors, took = "no end" if total is None else total, time.monotonic() - started
+            errors = "no end" if total is None else total
+            took = time.monotonic() - started
             print(f"{tool:12}{part:16}{ranks:5}{errors:>8}{took:7.0f}", flush=True)
             if total != 0:
                 for rank, run in enumerate(runs):
-                    failed.append(f"{tool}, {part}, rank {rank}:\n{run.stdout[-3000:]}\n{run.stderr[-2000:]}")
+                    failed.append(
+                        f"{tool}, {part}, rank {rank}:\n{run.stdout[-3000:]}\n{run.stderr[-2000:]}"
+                    )
     print(*failed, sep="\n", end="\n" if failed else "")
     return bool(failed)
 

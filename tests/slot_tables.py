@@ -1,4 +1,6 @@
-"""Drawn tables of slots, and experts that multiply rows by their gains, for tests of experts that move."""
+"""Drawn tables of slots, and experts that multiply rows by their gains, for tests of experts that
+move.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,29 @@ from epmoe.live.layout import EMPTY
 
 
 def draw_slots(
-    seed: int | random.Random, layers: int, experts: int, ranks: int, S: int, *, least: int = 1, most: int = 4,
+    seed: int | random.Random,
+    layers: int,
+    experts: int,
+    ranks: int,
+    S: int,
+    *,
+    least: int = 1,
+    most: int = 4,
     free: int = 0,
-) -> Tensor:  # fmt: skip
-    """int32 [layers, P]: every expert has `least` to `most` copies, no rank has two; `free` slots or more are empty."""
-    draw, tables = random.Random(seed) if isinstance(seed, int) else seed, []
+) -> Tensor:
+    """int32 [layers, P]: every expert has `least` to `most` copies, no rank has two; `free` slots
+    or more are empty.
+    """
+    draw = random.Random(seed) if isinstance(seed, int) else seed
+    tables = []
     for _ in range(layers):
         held: list[list[int]] = [[] for _ in range(ranks)]
         for expert in draw.sample(range(experts), experts):
             # Several copies find ranks only where ranks stay even.
-            places = sorted(range(ranks), key=lambda r: (len(held[r]) == S, least > 1 and len(held[r]), draw.random()))
+            places = sorted(
+                range(ranks),
+                key=lambda r: (len(held[r]) == S, least > 1 and len(held[r]), draw.random()),
+            )
             for rank in places[:least]:
                 held[rank].append(expert)
         for expert in draw.choices(range(experts), k=max(0, ranks * S - least * experts - free)):
@@ -41,13 +56,17 @@ def draw_slots(
 def times_slots(d: Dispatched, gains_SD: Tensor) -> Tensor:
     """Each row times the gains of its slot; rows of no slot are NaN."""
     numbers = torch.arange(len(d.rows), dtype=torch.int32, device=d.rows.device)
-    slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(max=len(gains_SD) - 1)
+    slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(
+        max=len(gains_SD) - 1
+    )
     return torch.where(numbers[:, None] < d.expert_offsets[-1], d.rows * gains_SD[slot], torch.nan)
 
 
 def weighted_sum(x: Tensor, ids: Tensor, weights: Tensor, gains_ED: Tensor) -> Tensor:
     """What combine gives for experts that multiply by their gains, float64 [T, D]."""
-    return (x.double()[:, None] * gains_ED.double()[ids.long()] * weights.double()[:, :, None]).sum(1)
+    return (x.double()[:, None] * gains_ED.double()[ids.long()] * weights.double()[:, :, None]).sum(
+        1
+    )
 
 
 class Slots:
@@ -78,9 +97,15 @@ class Slots:
         return [self.rows[tag - 1, local], self.data[tag - 1, local]]
 
     def check(self) -> None:
-        """Each slot has the weights of the expert that it holds. What holds none may hold anything."""
+        """Each slot has the weights of the expert that it holds. What holds none may
+        hold anything.
+        """
         for layer, local, expert in self.held():
-            assert torch.equal(self.rows[layer, local].cpu(), self.gain(layer, expert)), (layer, local, expert)
+            assert torch.equal(self.rows[layer, local].cpu(), self.gain(layer, expert)), (
+                layer,
+                local,
+                expert,
+            )
             assert (self.data[layer, local] == expert).all(), (layer, local, expert)
         self.rows[(self.ep.live.held == EMPTY).to(self.ep.device)] = torch.nan
 
@@ -89,5 +114,7 @@ class Slots:
 
     def want(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         """The sums of a round, float64 [T, D]."""
-        gains = torch.stack([self.gain(layer, expert) for expert in range(self.ep.config.model.num_experts)])
+        gains = torch.stack(
+            [self.gain(layer, expert) for expert in range(self.ep.config.model.num_experts)]
+        )
         return weighted_sum(x, ids, weights, gains)

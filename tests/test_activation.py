@@ -1,4 +1,6 @@
-"""The gated activation between the experts' GEMMs: right, and rows past the last segment are left alone."""
+"""The gated activation between the experts' GEMMs: right, and rows past the last segment are left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ class Gating(NamedTuple):
     up_offset: float = 0.0
 
 
-SWIGLU, GPT_OSS = Gating(), Gating(True, 7.0, 1.702, 1.0)
+SWIGLU = Gating()
+GPT_OSS = Gating(True, 7.0, 1.702, 1.0)
 
 
-def inputs(F: int, dtype: torch.dtype, device: torch.device, biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def inputs(
+    F: int, dtype: torch.dtype, device: torch.device, biased: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """gate_up, far beyond any limit and NaN past the last segment; expert_offsets; bias."""
     gate_up = poison_(torch.empty(N, 2 * F, dtype=dtype))
     gate_up[: OFFSETS[-1]] = randn(OFFSETS[-1], 2 * F, dtype=dtype) * 5
@@ -35,8 +40,12 @@ def inputs(F: int, dtype: torch.dtype, device: torch.device, biased: bool) -> tu
     return gate_up.to(device), torch.tensor(OFFSETS, dtype=torch.int32, device=device), bias
 
 
-def gated(gate_up: Tensor, offsets: Tensor, bias: Tensor | None, *options: object) -> tuple[Tensor, Tensor]:
-    """Outputs and their scales, [N, F] and [N, B]; options: a `Gating`, whether to quantize, and tokens_per_expert."""
+def gated(
+    gate_up: Tensor, offsets: Tensor, bias: Tensor | None, *options: object
+) -> tuple[Tensor, Tensor]:
+    """Outputs and their scales, [N, F] and [N, B]; options: a `Gating`, whether to quantize, and
+    tokens_per_expert.
+    """
     *options, tokens = options if isinstance(options[-1], Tensor) else (*options, None)
     out, scales = ops.gated_activation(gate_up, offsets, tokens, bias, *options)
     assert scales.shape[1] % 4 == 0
@@ -47,9 +56,12 @@ def reference(gate_up: Tensor, bias: Tensor | None, gating: Gating) -> Tensor:
     """The real rows in fp64."""
     real = gate_up[: OFFSETS[-1]].double()
     if bias is not None:
-        real = real + bias.double().repeat_interleave(torch.tensor(OFFSETS).diff().to(bias.device), 0)
+        real = real + bias.double().repeat_interleave(
+            torch.tensor(OFFSETS).diff().to(bias.device), 0
+        )
     gate, up = (real[:, ::2], real[:, 1::2]) if gating.interleaved else real.chunk(2, 1)
-    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    gate = gate.clamp(max=gating.limit)
+    up = up.clamp(-gating.limit, gating.limit)
     return gate * torch.sigmoid(gating.alpha * gate) * (up + gating.up_offset)
 
 
@@ -76,10 +88,13 @@ def test_quantized(device, dtype, gating, F):
         q, scales = gated(gate_up, offsets, bias, *gating, True)
     blocks = -(-F // 128)
     assert q.dtype == torch.float8_e4m3fn and q.shape == (N, F) and scales.shape == (N, blocks)
-    real, want = OFFSETS[-1], reference(gate_up, bias, gating)
+    real = OFFSETS[-1]
+    want = reference(gate_up, bias, gating)
     amax = torch.stack([block.abs().amax(1) for block in want.split(128, 1)], 1)
     torch.testing.assert_close(scales[:real].double(), amax / 448, rtol=3e-6, atol=0)
-    step = (want.abs() * 2**-4).maximum(scales[:real].double().repeat_interleave(128, 1)[:, :F] * 2**-10)
+    step = (want.abs() * 2**-4).maximum(
+        scales[:real].double().repeat_interleave(128, 1)[:, :F] * 2**-10
+    )
     got = q[:real].double() * scales[:real].double().repeat_interleave(128, 1)[:, :F]
     assert ((got - want).abs() <= step * 1.001).all()
     assert scales[real:].isnan().all(), "rows past the last segment are not written"
@@ -108,7 +123,9 @@ def test_strides_and_addresses_that_no_vector_fits(device, quantize):
     for given in ((gate_up, bias), (beside[:, 1:257], bias)):
         got = gated(given[0], offsets, given[1], *GPT_OSS, quantize)
         want = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
-        assert all(torch.equal(a[:real].float(), b[:real].float()) for a, b in zip(got, want, strict=True))
+        assert all(
+            torch.equal(a[:real].float(), b[:real].float()) for a, b in zip(got, want, strict=True)
+        )
 
 
 @pytest.mark.parametrize("quantize", [False, True])
@@ -116,7 +133,9 @@ def test_strides_and_addresses_that_no_vector_fits(device, quantize):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gaps_are_neither_read_nor_written(device, dtype, F, quantize):
     gate_up, offsets, bias = inputs(F, dtype, device, biased=True)
-    tokens = torch.tensor([2, 0, 67, 10**6], dtype=torch.int32, device=device)  # the last is clamped to its segment
+    tokens = torch.tensor(
+        [2, 0, 67, 10**6], dtype=torch.int32, device=device
+    )  # the last is clamped to its segment
     want = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
     gate_up[2] = math.nan
     with poisoned_memory():
@@ -133,16 +152,23 @@ def test_scales_by_block(device, B):
     scales = poison_(torch.empty(N, B))
     real = [0, 1, *range(3, 70), *range(70, 73)]
     scales[real] = torch.rand(len(real), B)
-    offsets, tokens = (torch.tensor(v, dtype=torch.int32, device=device) for v in (OFFSETS, [2, 0, 67, 3]))
+    offsets, tokens = (
+        torch.tensor(v, dtype=torch.int32, device=device) for v in (OFFSETS, [2, 0, 67, 3])
+    )
     given = torch.zeros(N, B + 3, device=device)[:, :B].copy_(scales)  # with a stride of its own
     with poisoned_memory():
         out = ops.scales_by_block(given, offsets, tokens)
     assert out.shape == (B, 92) and out.stride() == (92, 1)
-    assert torch.equal(out.t()[:N].nan_to_num(-1), scales.nan_to_num(-1).to(device)) and out[:, N:].isnan().all()
+    assert (
+        torch.equal(out.t()[:N].nan_to_num(-1), scales.nan_to_num(-1).to(device))
+        and out[:, N:].isnan().all()
+    )
     whole = ops.scales_by_block(given, offsets, None)
     assert torch.equal(whole.t()[: OFFSETS[-1]].nan_to_num(-1), given[: OFFSETS[-1]].nan_to_num(-1))
     assert ops.scales_by_block(given[:0], offsets, tokens).shape == (B, 0)
-    torch.library.opcheck(ops.scales_by_block, (torch.rand(8, B, device=device), offsets.clamp(max=8), None))
+    torch.library.opcheck(
+        ops.scales_by_block, (torch.rand(8, B, device=device), offsets.clamp(max=8), None)
+    )
 
 
 @pytest.mark.parametrize("last", [-5, 0, N, 10**6])
@@ -159,7 +185,10 @@ def test_a_wild_end_is_clamped(device, last):
 @pytest.mark.parametrize("biased", [False, True])
 def test_opcheck(device, biased, quantize):
     gate_up, offsets, bias = inputs(96, torch.float32, device, biased)
-    real, offsets = gate_up[:72].contiguous(), offsets.clamp(max=72)  # opcheck compares all rows and columns
+    real, offsets = (
+        gate_up[:72].contiguous(),
+        offsets.clamp(max=72),
+    )  # opcheck compares all rows and columns
     torch.library.opcheck(ops.gated_activation, (real, offsets, None, bias, *GPT_OSS, quantize))
 
 
@@ -177,12 +206,16 @@ def test_a_replay_takes_the_offsets_of_its_time(device, quantize):
         replay()
         want = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
         for a, b in zip(got, want, strict=True):
-            assert torch.equal(a[: ends[-1]].float(), b[: ends[-1]].float()) and a[ends[-1] :].float().isnan().all()
+            assert (
+                torch.equal(a[: ends[-1]].float(), b[: ends[-1]].float())
+                and a[ends[-1] :].float().isnan().all()
+            )
 
 
 @ON_GPUS
 def test_more_than_2_to_the_31_elements(device):
-    rows, F = 270_000, 4096
+    rows = 270_000
+    F = 4096
     gate_up = torch.empty(rows, 2 * F, dtype=torch.bfloat16, device=device).normal_()
     offsets = torch.tensor([0, 7, rows], dtype=torch.int32, device=device)
     out, _ = gated(gate_up, offsets, None, *SWIGLU, False)

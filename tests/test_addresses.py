@@ -1,4 +1,6 @@
-"""Addresses of windows: they stay while groups come and go, and nothing that is gone is seen behind them."""
+"""Addresses of windows: they stay while groups come and go, and nothing that is gone is seen behind
+them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_memory_that_is_still_read_stays_mapped(addresses, monkeypatch):
     with pytest.raises(TimeoutError):
         places.unmap()
     monkeypatch.undo()
-    assert places.mapped and addresses.windows(1, NBYTES) is not places, "nobody gets these addresses"
+    assert places.mapped and addresses.windows(1, NBYTES) is not places, (
+        "nobody gets these addresses"
+    )
 
 
 def test_addresses_that_there_are_not(addresses):

@@ -1,4 +1,6 @@
-"""Plans of placements: moves that can be carried out, shares that are the best, quotas that keep to the shares."""
+"""Plans of placements: moves that can be carried out, shares that are the best, quotas that keep to
+the shares.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def draw(seed: int) -> tuple[Tensor, Tensor, int]:
     R = rng.randint(1, 6)
     E = rng.randint(1, 14)
     S = -(-E // R) + rng.randint(0, 3)
-    loads = torch.tensor([rng.choice([0.0, rng.random(), 10 * rng.random() ** 6]) for _ in range(E)])
+    loads = torch.tensor(
+        [rng.choice([0.0, rng.random(), 10 * rng.random() ** 6]) for _ in range(E)]
+    )
     held: list[list[int]] = [[] for _ in range(R)]
     for x in range(E):
         rng.choice([on for on in held if len(on) < S]).append(x)
@@ -49,11 +53,15 @@ def draw(seed: int) -> tuple[Tensor, Tensor, int]:
 
 
 def least_of_the_busiest(loads: list[float], slots: Tensor, R: int) -> float:
-    """The least load of the busiest rank. Ranks that alone have an expert take all of its load (Hall's theorem)."""
+    """The least load of the busiest rank. Ranks that alone have an expert take all of its load
+    (Hall's theorem).
+    """
     on = slots.view(R, -1).tolist()
     ranks_of = [{rank for rank in range(R) if x in on[rank]} for x in range(len(loads))]
     some = [set(ranks) for n in range(R) for ranks in itertools.combinations(range(R), n + 1)]
-    theirs = [sum(load for load, of in zip(loads, ranks_of, strict=True) if of <= ranks) for ranks in some]
+    theirs = [
+        sum(load for load, of in zip(loads, ranks_of, strict=True) if of <= ranks) for ranks in some
+    ]
     return max(load / len(ranks) for load, ranks in zip(theirs, some, strict=True))
 
 
@@ -77,14 +85,18 @@ def test_shares_are_the_best_for_the_busiest_rank(seed):
         if load == 0:
             assert shares[slots == x].unique().numel() == 1
     busiest = float(rank_loads(loads, slots, shares, R).max())
-    assert busiest == pytest.approx(least_of_the_busiest(loads.tolist(), slots, R), rel=1e-3, abs=1e-6)
+    assert busiest == pytest.approx(
+        least_of_the_busiest(loads.tolist(), slots, R), rel=1e-3, abs=1e-6
+    )
 
 
 def test_shares_make_all_ranks_as_equal_as_they_can_be():
     """Not only the busiest one: here rank 0 has too much, and the others still share evenly."""
     loads = torch.tensor([10.0, 3.0, 1.0, 0.0])
     slots = torch.tensor([0, -1, 1, 3, 1, 2], dtype=torch.int32)
-    assert rank_loads(loads, slots, shares_of(loads, slots, 3), 3).tolist() == pytest.approx([10, 2, 2])
+    assert rank_loads(loads, slots, shares_of(loads, slots, 3), 3).tolist() == pytest.approx(
+        [10, 2, 2]
+    )
 
 
 @pytest.mark.parametrize("max_moves", [0, 1, 2, 50])
@@ -93,7 +105,8 @@ def test_moves_can_be_made_one_after_another(seed, max_moves):
     loads, slots, R = draw(seed)
     most = random.Random(seed).randint(1, R)
     plan = epmoe.balance(loads, slots, ep_size=R, max_moves=max_moves, most_copies=most)
-    now, S = slots.tolist(), len(slots) // R
+    now = slots.tolist()
+    S = len(slots) // R
     before = {x: now.count(x) for x in range(len(loads))}
     for layer, expert, slot, dropped in plan.moves:
         assert layer == 0 and now[slot] == dropped
@@ -123,22 +136,30 @@ def test_fresh_has_every_expert_and_none_twice_on_a_rank(slots_per_rank, ranks_p
 
 
 def busiest_of_eplb(loads: list[float], R: int, S: int) -> float:
-    """The load of the busiest rank where copies split loads evenly, and two of an expert may lie on a rank."""
+    """The load of the busiest rank where copies split loads evenly, and two of an expert may lie on
+    a rank.
+    """
     copies = [1] * len(loads)
     for _ in range(R * S - len(loads)):
         copies[max(range(len(loads)), key=lambda x: loads[x] / copies[x])] += 1
     ranks: list[list[float]] = [[] for _ in range(R)]
-    for load in sorted((loads[x] / n for x, n in enumerate(copies) for _ in range(n)), reverse=True):
+    for load in sorted(
+        (loads[x] / n for x, n in enumerate(copies) for _ in range(n)), reverse=True
+    ):
         min((rank for rank in ranks if len(rank) < S), key=sum).append(load)
     return max(map(sum, ranks))
 
 
 def test_a_fresh_table_wants_its_shares():
-    """By `shares_of` the busiest rank has at most what it has by EPLB. With even shares it may have more."""
+    """By `shares_of` the busiest rank has at most what it has by EPLB. With even shares it may have
+    more.
+    """
     even = []
     for i, (R, spare, power) in enumerate(itertools.product((2, 4, 8), (1, 2, 4), (1, 3, 8, 8))):
         E = 16 << i % 3
-        loads = torch.rand(E, generator=torch.Generator().manual_seed(i), dtype=torch.float64) ** power
+        loads = (
+            torch.rand(E, generator=torch.Generator().manual_seed(i), dtype=torch.float64) ** power
+        )
         slots = fresh(loads, R, E // R + spare)
         busiest = busiest_of_eplb(loads.tolist(), R, E // R + spare)
         assert rank_loads(loads, slots, shares_of(loads, slots, R), R).max() <= busiest * (1 + 1e-9)
@@ -156,11 +177,15 @@ def test_layers_are_independent_and_plans_repeat():
     for i in range(4):
         alone = epmoe.balance(loads[i], slots[i].long(), ep_size=4)
         assert torch.equal(alone.slots, plan.slots[i])
-        assert [move[1:] for move in alone.moves] == [move[1:] for move in plan.moves if move.layer == i]
+        assert [move[1:] for move in alone.moves] == [
+            move[1:] for move in plan.moves if move.layer == i
+        ]
 
 
 def parts_of(entries: Tensor, slots: Tensor) -> Tensor:
-    """[E, P] the part of one source's tokens that each slot gets, from a table of quotas [E, width]."""
+    """[E, P] the part of one source's tokens that each slot gets, from a table of quotas [E,
+    width].
+    """
     parts = torch.zeros(len(entries), len(slots), dtype=torch.float64)
     for x, row in enumerate(entries.long().bitwise_and(0xFFFFFFFF).tolist()):
         begin = 0
@@ -174,22 +199,39 @@ def parts_of(entries: Tensor, slots: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_quotas_of_all_sources_add_up_to_the_shares(seed):
-    """With few tokens all sources take one copy of each expert, and the busiest rank has as few as possible."""
+    """With few tokens all sources take one copy of each expert, and the busiest rank has as few as
+    possible.
+    """
     loads, slots, R = draw(seed)
-    E, P, S = len(loads), len(slots), len(slots) // R
-    shares, most = shares_of(loads, slots, R), int(slots[slots >= 0].bincount().max())
-    total, ones = torch.zeros(E, P, dtype=torch.float64), []
+    E = len(loads)
+    P = len(slots)
+    S = len(slots) // R
+    shares = shares_of(loads, slots, R)
+    most = int(slots[slots >= 0].bincount().max())
+    total = torch.zeros(E, P, dtype=torch.float64)
+    ones = []
     for source in range(R):
-        (few, many), *none = tables.tables(slots[None], loads[None].double(), source, R, most, most + seed % 2)
-        assert not none and few.dtype == torch.int32 and few.shape == many.shape == (E, most + seed % 2)
+        (few, many), *none = tables.tables(
+            slots[None], loads[None].double(), source, R, most, most + seed % 2
+        )
+        assert (
+            not none
+            and few.dtype == torch.int32
+            and few.shape == many.shape == (E, most + seed % 2)
+        )
         ones.append(parts_of(few, slots))
         mine = parts_of(many, slots)
         total += mine / R
         for p in range(source * S, (source + 1) * S):  # the own copy comes first, up to its share
-            if (x := int(slots[p])) >= 0:
-                assert float(mine[x, p]) == pytest.approx(min(1, float(shares[p]) * R), abs=1 / NUMBERS)
+            x = int(slots[p])
+            if x >= 0:
+                assert float(mine[x, p]) == pytest.approx(
+                    min(1, float(shares[p]) * R), abs=1 / NUMBERS
+                )
     torch.testing.assert_close(total.sum(dim=0), shares, rtol=0, atol=1 / NUMBERS)
-    assert all(torch.equal(one, ones[0]) for one in ones) and (ones[0].count_nonzero(dim=1) == 1).all()
+    assert (
+        all(torch.equal(one, ones[0]) for one in ones) and (ones[0].count_nonzero(dim=1) == 1).all()
+    )
     most = int((ones[0].argmax(dim=1) // S).bincount().max())
     assert most == math.ceil(least_of_the_busiest([1.0] * E, slots, R) - 1e-9)
 
@@ -197,7 +239,8 @@ def test_quotas_of_all_sources_add_up_to_the_shares(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_quotas_in_seats_name_the_same_copies(seed):
     loads, slots, R = draw(seed)
-    S, most = len(slots) // R, int(slots[slots >= 0].bincount().max())
+    S = len(slots) // R
+    most = int(slots[slots >= 0].bincount().max())
     seats = random.Random(seed).sample(range(R + 2), R)
     seated = (torch.tensor(seats)[:, None] * S + torch.arange(S)).flatten()
     by_seat = slots.new_full(((R + 2) * S,), -1).index_copy(0, seated, slots)
@@ -209,14 +252,24 @@ def test_quotas_in_seats_name_the_same_copies(seed):
 def drifted(ranks: int, spare: int, step: float, seed: int) -> tuple[Tensor, Tensor]:
     """Zipf loads of 256 experts whose order has drifted, and slots that fitted the loads before."""
     generator = torch.Generator().manual_seed(seed)
-    before, after = (torch.log1p(torch.randperm(256, generator=generator).double()) for _ in range(2))
-    then, now = ((1.0 + torch.lerp(before, after, at).argsort().argsort()) ** -ZIPF for at in (0.0, step))
+    before, after = (
+        torch.log1p(torch.randperm(256, generator=generator).double()) for _ in range(2)
+    )
+    then, now = (
+        (1.0 + torch.lerp(before, after, at).argsort().argsort()) ** -ZIPF for at in (0.0, step)
+    )
     return now, fresh(then, ranks, (256 + spare) // ranks)
 
 
 @pytest.mark.parametrize(
     ("ranks", "spare", "most", "moves"),
-    [(8, 8, 1.03, 0.1), (8, 32, 1.03, 0.1), (16, 16, 1.03, 0.1), (32, 32, 1.03, 0.15), (64, 64, 1.04, 0.25)],
+    [
+        (8, 8, 1.03, 0.1),
+        (8, 32, 1.03, 0.1),
+        (16, 16, 1.03, 0.1),
+        (32, 32, 1.03, 0.15),
+        (64, 64, 1.04, 0.25),
+    ],
 )
 def test_few_moves_are_enough(ranks, spare, most, moves):
     """Even where the order of the experts is another one altogether (step 1)."""
@@ -229,7 +282,9 @@ def test_few_moves_are_enough(ranks, spare, most, moves):
             target = fresh(loads, ranks, len(slots) // ranks)
             kept = (target.view(ranks, -1, 1) == slots.view(ranks, 1, -1)).any(dim=2)
             assert plan.balance_after[0] <= most and len(plan.moves) <= moves * int((~kept).sum())
-            assert seconds < 1  # of this thread alone, and far from the 5 ms that it takes: machines of tests are busy
+            assert (
+                seconds < 1
+            )  # of this thread alone, and far from the 5 ms that it takes: machines of tests are busy
 
 
 def popularity(kind: str | float, E: int, seed: int) -> Tensor:
@@ -242,14 +297,24 @@ def popularity(kind: str | float, E: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["uniform", 0.5, 1.0])
 @pytest.mark.parametrize(
-    ("ranks", "slots_per_rank", "E"), [(144, 2, 256), (128, 3, 256), (96, 3, 256), (72, 4, 256), (64, 4, 192)]
+    ("ranks", "slots_per_rank", "E"),
+    [(144, 2, 256), (128, 3, 256), (96, 3, 256), (72, 4, 256), (64, 4, 192)],
 )
 def test_plans_one_after_another_lead_as_far_as_a_fresh_table(ranks, slots_per_rank, E, kind):
-    """Few slots a rank, of which few are free: most steps are exchanges. Each plan of 64 moves, as a `Balancer` makes
-    them by default, is better than the last one, until the goal is reached or what `fresh` reaches, within 4 %."""
-    limits = {"ep_size": ranks, "most_copies": ranks, "goal": GOAL, "max_moves": MAX_MOVES, "least_gain": LEAST_GAIN}
+    """Few slots a rank, of which few are free: most steps are exchanges. Each plan of 64 moves, as
+    a `Balancer` makes them by default, is better than the last one, until the goal is reached or
+    what `fresh` reaches, within 4 %.
+    """
+    limits = {
+        "ep_size": ranks,
+        "most_copies": ranks,
+        "goal": GOAL,
+        "max_moves": MAX_MOVES,
+        "least_gain": LEAST_GAIN,
+    }
     for seed in range(2):
-        loads, slots = popularity(kind, E, seed), torch.arange(ranks * slots_per_rank).int() % E
+        loads = popularity(kind, E, seed)
+        slots = torch.arange(ranks * slots_per_rank).int() % E
         enough = max(1.03, 1.04 * busiest(loads, fresh(loads, ranks, slots_per_rank), ranks))
         ends = [busiest(loads, slots, ranks)]
         while ends[-1] > enough:
@@ -261,17 +326,28 @@ def test_plans_one_after_another_lead_as_far_as_a_fresh_table(ranks, slots_per_r
 
 def test_layers_that_gain_too_little_keep_their_slots():
     """Both layers would gain, but none as much as is asked for, in all or for each move."""
-    loads, slots = torch.arange(16).expand(2, 16).double(), (torch.arange(18) % 16).int().expand(2, -1)
+    loads = torch.arange(16).expand(2, 16).double()
+    slots = (torch.arange(18) % 16).int().expand(2, -1)
     limits = {"ep_size": 2, "most_copies": 2, "goal": 1.0, "max_moves": 8, "least_gain": 0.0}
     plan = few_moves(loads, slots, **limits)
-    assert plan.moves and plan.balance_after < plan.balance_before and not torch.equal(plan.slots, slots)
+    assert (
+        plan.moves
+        and plan.balance_after < plan.balance_before
+        and not torch.equal(plan.slots, slots)
+    )
     for strict in ({"least_gain": 9.0}, {"goal": 9.0}):
         found = few_moves(loads, slots, **limits | strict)
-        assert torch.equal(found.slots, slots) and not found.moves and found.balance_after == plan.balance_before
+        assert (
+            torch.equal(found.slots, slots)
+            and not found.moves
+            and found.balance_after == plan.balance_before
+        )
 
 
 def test_a_fresh_placement_is_approached_where_no_move_helps():
-    """With one spare slot, swaps go through it, many of which raise no load but help only together."""
+    """With one spare slot, swaps go through it, many of which raise no load but help
+    only together.
+    """
     missed = 0
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
@@ -295,7 +371,12 @@ def test_drifting_popularity():
 
 
 SIZES = {
-    "model": {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 32},
+    "model": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+    },
     "topology": {"ep_size": 2},
     "capacity": {"max_num_tokens_per_rank": 4},
     "placement": {"num_redundant_experts": 2},
@@ -316,7 +397,8 @@ LOADS = [[1.0] * 8, [1, 1, 9, 9, 9, 1, 1, 1]]
 
 @pytest.mark.parametrize("suffix", [".json", ".pt", ".npy"])
 def test_the_command_prints_the_plan(command, suffix):
-    loads, path = torch.tensor(LOADS), Path("loads").with_suffix(suffix)
+    loads = torch.tensor(LOADS)
+    path = Path("loads").with_suffix(suffix)
     if suffix == ".json":
         path.write_text(json.dumps(LOADS))
     elif suffix == ".pt":
@@ -327,9 +409,14 @@ def test_the_command_prints_the_plan(command, suffix):
     assert result.exit_code == 0, result.output
     plan = epmoe.balance(loads, (torch.arange(10) % 8).expand(2, -1), ep_size=2)
     assert json.loads(Path("slots.json").read_text()) == {"slots": plan.slots.tolist()}
-    assert f"{plan.balance_before[1]:.3f}" in result.output and f"{plan.balance_after[1]:.3f}" in result.output
+    assert (
+        f"{plan.balance_before[1]:.3f}" in result.output
+        and f"{plan.balance_after[1]:.3f}" in result.output
+    )
     volume = len(plan.moves) * 3  # KiB: 3 · 16 · 32 numbers of 2 bytes
-    assert plan.moves and f"{len(plan.moves)} moves of 3.0 KiB, {volume}.0 KiB in all" in result.output
+    assert (
+        plan.moves and f"{len(plan.moves)} moves of 3.0 KiB, {volume}.0 KiB in all" in result.output
+    )
 
 
 def test_the_command_goes_on_from_a_file_of_slots(command):
@@ -340,7 +427,9 @@ def test_the_command_goes_on_from_a_file_of_slots(command):
     assert command("--loads", "loads.json", "--out", "first.json").exit_code == 0
     config = SIZES | {"placement": placement | {"slots": "first.json"}}
     Path("sizes.json").write_text(json.dumps(config))
-    assert {"slots": read_slots(epmoe.EPConfig(**config))} == json.loads(Path("first.json").read_text())
+    assert {"slots": read_slots(epmoe.EPConfig(**config))} == json.loads(
+        Path("first.json").read_text()
+    )
     result = command("--loads", "loads.json", "--out", "second.json")
     assert result.exit_code == 0 and "0 moves" in result.output, result.output
     assert Path("second.json").read_text() == Path("first.json").read_text()
@@ -355,7 +444,11 @@ def test_the_command_says_that_no_slot_is_free(command, placement):
     Path("loads.json").write_text(json.dumps(LOADS[1]))
     shown = command("--loads", "loads.json").output
     key = "slots_per_rank" if placement else "num_redundant_experts"
-    assert "0 moves" in shown and "No slot is free" in shown and f"`placement.{key}` gives more slots" in shown
+    assert (
+        "0 moves" in shown
+        and "No slot is free" in shown
+        and f"`placement.{key}` gives more slots" in shown
+    )
     assert "Load of each expert, [layers, E] or [E]: a JSON list" in command("--help").output
 
 

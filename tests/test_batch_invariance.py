@@ -1,4 +1,6 @@
-"""`batch_invariant` experts and layers of one rank, and where the mode is refused; more ranks: tests/distributed."""
+"""`batch_invariant` experts and layers of one rank, and where the mode is refused; more ranks:
+tests/distributed.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,12 @@ def test_gradients_and_the_bits_of_serving(dtype):
 def test_a_layer_and_its_router(trained):
     """Bits of logits and y, compiled or eager, with gradients or without."""
     config = invariant(alone(E, 2, D, max_tokens=40, routing={"logit_bias": True}))
-    gate_up, down = randn(E, 2 * F, D, seed=1), randn(E, D, F, seed=2)
+    gate_up = randn(E, 2 * F, D, seed=1)
+    down = randn(E, D, F, seed=2)
     with epmoe.ExpertParallel(config, device=CPU) as ep, torch.set_grad_enabled(trained):
-        layer = epmoe.MoELayer.from_full(ep, randn(E, D, seed=3), gate_up, down, logit_bias=randn(E, seed=4))
+        layer = epmoe.MoELayer.from_full(
+            ep, randn(E, D, seed=3), gate_up, down, logit_bias=randn(E, seed=4)
+        )
         x = randn(40, D, seed=5)
         y = layer(x)
         assert y.requires_grad == trained
@@ -84,21 +89,34 @@ def test_a_layer_and_its_router(trained):
 
 
 def test_what_cannot_promise_it_is_refused(monkeypatch):
-    """No GEMM for these weights: of float64, or on a CPU whose products depend on the place of a row."""
-    gate_up, down = torch.zeros(E, 2 * F, D), torch.zeros(E, D, F)
-    with pytest.raises(ValueError, match="`batch_invariant` must be False for these experts: .*float64"):
+    """No GEMM for these weights: of float64, or on a CPU whose products depend on the place of a
+    row.
+    """
+    gate_up = torch.zeros(E, 2 * F, D)
+    down = torch.zeros(E, D, F)
+    with pytest.raises(
+        ValueError, match="`batch_invariant` must be False for these experts: .*float64"
+    ):
         epmoe.GroupedExperts(gate_up.double(), down.double(), batch_invariant=True)
     problem = Blocks().problem_with(SimpleNamespace(), SimpleNamespace(device=torch.device("cuda")))
     assert "torch's GEMMs on cuda choose the order of sums by the number of rows" in str(problem)
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     monkeypatch.setattr(blocks, "place_matters", blocks.place_matters.__wrapped__)
-    with pytest.raises(ValueError, match=rf"torch's product of \[{ROWS}, {D}\] and \[{D}, {2 * F}\].*other bits"):
+    with pytest.raises(
+        ValueError, match=rf"torch's product of \[{ROWS}, {D}\] and \[{D}, {2 * F}\].*other bits"
+    ):
         choose("auto", gate_up, down, batch_invariant=True)
     assert choose("auto", gate_up, down) == ("torch",)
 
 
-@pytest.mark.parametrize("placement", [{"num_redundant_experts": 2}, {"live": True, "slots_per_rank": 8}])
+@pytest.mark.parametrize(
+    "placement", [{"num_redundant_experts": 2}, {"live": True, "slots_per_rank": 8}]
+)
 def test_copies_are_refused(placement):
-    """Which copy of an expert a token takes depends on its place in the batch, and with it the order of its sum."""
-    with pytest.raises(ValueError, match=r"`experts.batch_invariant` must be false where experts have copies"):
+    """Which copy of an expert a token takes depends on its place in the batch, and with it the
+    order of its sum.
+    """
+    with pytest.raises(
+        ValueError, match=r"`experts.batch_invariant` must be false where experts have copies"
+    ):
         invariant(alone(placement=placement))

@@ -1,4 +1,6 @@
-"""The timing of GPUs, on a CPU that stands for one: which rounds are played, and that wrong outputs are found."""
+"""The timing of GPUs, on a CPU that stands for one: which rounds are played, and that wrong outputs
+are found.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from epmoe.bench import timing
 from epmoe.bench.sides import Calls
 
-OUT_US, BACK_US = 200, 50
+OUT_US = 200
+BACK_US = 50
 
 
 class Clock:
@@ -44,7 +47,9 @@ class Event:
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """The world of one rank, whose graphs call again what they have captured. Yields how long the GPU slept, in ms."""
+    """The world of one rank, whose graphs call again what they have captured. Yields how long the
+    GPU slept, in ms.
+    """
 
     def captured(body):
         handle, came_back = body()
@@ -57,14 +62,18 @@ def gpu(monkeypatch, tmp_path):
         return SimpleNamespace(replay=replay), (handle, came_back)
 
     def stamp(events, external=False):
-        full = external and len(events) == 1 + 2 * timing.ROUNDS  # a replay records the events of its graph again
+        full = (
+            external and len(events) == 1 + 2 * timing.ROUNDS
+        )  # a replay records the events of its graph again
         events.append(events.pop(0) if full else Event(True))
         events[-1].record()
 
     slept: list[float] = []
     for name in ("synchronize", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append(cycles / timing.SLEEP_CYCLES))
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: slept.append(cycles / timing.SLEEP_CYCLES)
+    )
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timing, "captured", captured)
     monkeypatch.setattr(timing, "_stamp", stamp)
@@ -95,7 +104,8 @@ def test_a_round_and_its_ways(gpu):
     played: list[str] = []
     times = timing.measure(side(played), 3, dist.group.WORLD)
     assert times == pytest.approx((OUT_US, BACK_US, OUT_US + BACK_US))
-    alignments, graphs = 2 * 3, 2 * (1 + 3)
+    alignments = 2 * 3
+    graphs = 2 * (1 + 3)
     assert gpu == [1] * alignments and played == ["out", "back"] * (1 + alignments + 10 * graphs)
 
 
@@ -109,7 +119,9 @@ def test_both_ways_of_a_pass_with_several_outputs(gpu, how):
             timing.ways_us(side([], lambda rows: [rows, rows + next(wrong)]), 1, dist.group.WORLD)
 
 
-@pytest.mark.parametrize(("how", "rounds"), [("captured", 1 + 5 * 4 + 3), ("eager", 5 * 3 + 3), ("cpu", 5 * 3)])
+@pytest.mark.parametrize(
+    ("how", "rounds"), [("captured", 1 + 5 * 4 + 3), ("eager", 5 * 3 + 3), ("cpu", 5 * 3)]
+)
 def test_rounds_alone(gpu, how, rounds):
     played: list[str] = []
     us = timing.round_us(side(played, head_start_ms=5), 3, dist.group.WORLD, rounds=5, how=how)
@@ -119,7 +131,10 @@ def test_rounds_alone(gpu, how, rounds):
 
 def test_sides_that_take_turns(gpu):
     played: list[str] = []
-    calls = [Calls(name, partial(lambda name: played.append(name) or torch.ones(1), name)) for name in "ab"]
+    calls = [
+        Calls(name, partial(lambda name: played.append(name) or torch.ones(1), name))
+        for name in "ab"
+    ]
     timing.rounds_in_turns(calls, 3, dist.group.WORLD, rounds=2)
     assert played == [*"ab", *"aabb", *"aaabbb" * 3] and gpu == [1] * 6
 
@@ -141,12 +156,16 @@ def test_outputs_that_differ(gpu, exact):
     with pytest.raises(RuntimeError, match="a side: the outputs of a replayed round differ"):
         timing.round_us(side([], lambda rows: rows + next(wrong), exact=exact), 1, dist.group.WORLD)
     with pytest.raises(RuntimeError, match="a side: the outputs of two eager rounds differ"):
-        timing.measure_eager(side([], lambda rows: rows + next(wrong), exact=exact), 1, dist.group.WORLD)
+        timing.measure_eager(
+            side([], lambda rows: rows + next(wrong), exact=exact), 1, dist.group.WORLD
+        )
 
 
 def test_outputs_are_poisoned(gpu, monkeypatch):
     """A graph that writes nothing leaves NaN."""
-    monkeypatch.setattr(timing, "captured", lambda body: (SimpleNamespace(replay=lambda: None), body()))
+    monkeypatch.setattr(
+        timing, "captured", lambda body: (SimpleNamespace(replay=lambda: None), body())
+    )
     for measure in (timing.measure, timing.round_us):
         with pytest.raises(RuntimeError, match="the outputs of a replayed round differ"):
             measure(side([]), 1, dist.group.WORLD)
@@ -159,7 +178,9 @@ def test_rows_in_another_order(gpu):
     def out() -> torch.Tensor:
         return torch.arange(5.0).roll(next(turns))
 
-    one = Calls("a peer", out, lambda rows: rows.sum(0, keepdim=True), lambda rows: [rows], exact=False)
+    one = Calls(
+        "a peer", out, lambda rows: rows.sum(0, keepdim=True), lambda rows: [rows], exact=False
+    )
     timing.measure(one, 2, dist.group.WORLD)
     with pytest.raises(RuntimeError, match="a peer: the outputs"):
         timing.measure(Calls("a peer", out, one.back, one.arrived), 2, dist.group.WORLD)

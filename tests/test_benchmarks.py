@@ -1,4 +1,6 @@
-"""BENCHMARKS.md, its plots and README's table are what the JSON files of benchmarks/ render to, in a schema."""
+"""BENCHMARKS.md, its plots and README's table are what the JSON files of benchmarks/ render to, in
+a schema.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,41 @@ FILES = sorted(FOLDER.glob("*.json"))
 
 
 def test_what_is_committed_is_what_the_files_render_to(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for folder in (first, second):
         render.write(folder)
     for file in (render.README, render.MARKDOWN):
         text = (first / file).read_text(encoding="utf-8")
         assert (ROOT / file).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
     best = re.findall(r"^\| (\d+) \|.*\*\*[\d.]+\*\*", render.readme(), re.MULTILINE)
-    assert list(map(int, best)) == [1, 16, 64, 128, 512, 4096], "README's table, with the best in bold"
+    assert list(map(int, best)) == [1, 16, 64, 128, 512, 4096], (
+        "README's table, with the best in bold"
+    )
     for plot in render.PLOTS.values():
         drawn = (first / plot.file).read_bytes()
-        assert f"({plot.file})" in text and drawn == (second / plot.file).read_bytes() and len(drawn) < 200_000
+        assert (
+            f"({plot.file})" in text
+            and drawn == (second / plot.file).read_bytes()
+            and len(drawn) < 200_000
+        )
         assert (ROOT / plot.file).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_result_says_where_it_comes_from(path):
-    result, content = read(path), json.loads(path.read_text(encoding="utf-8"))
+    result = read(path)
+    content = json.loads(path.read_text(encoding="utf-8"))
     assert content["commit"] and content["command"]
     text = render.markdown([[result]])
-    for fact in (result.title, result.machine, str(result.date), result.commit, result.torch, result.command):
+    for fact in (
+        result.title,
+        result.machine,
+        str(result.date),
+        result.commit,
+        result.torch,
+        result.command,
+    ):
         assert fact in text
     assert any(column.unit for column in result.columns) and result.rows
 
@@ -56,7 +73,9 @@ def test_a_result_says_where_it_comes_from(path):
     ],
 )
 def test_a_miss_stays_visible(limit, measured, row):
-    asked = Asked(what="a round", limit=limit, asked=(2, 3), measured=measured, unit="µs", bound_by="the wire")
+    asked = Asked(
+        what="a round", limit=limit, asked=(2, 3), measured=measured, unit="µs", bound_by="the wire"
+    )
     text = render.markdown([[load()[0].model_copy(update={"asked": (asked,)})]])
     assert f"Of 1 targets of these results {int(row is None)} were reached" in text
     assert row in text if row else "| a round" not in text
@@ -72,10 +91,16 @@ def test_the_page_is_short_and_names_every_result():
 
 
 def test_results_of_several_models_share_a_table():
-    models = [result for result in load() if result.title == "Two H100: a whole layer, windows of M = 4096"]
+    models = [
+        result
+        for result in load()
+        if result.title == "Two H100: a whole layer, windows of M = 4096"
+    ]
     text = render.markdown([models])
     assert text.count("| model |") == 1 and len(models) == 3
-    assert all(result.command in text and f"| {result.model} | **epmoe** |" in text for result in models)
+    assert all(
+        result.command in text and f"| {result.model} | **epmoe** |" in text for result in models
+    )
     assert "| gpt-oss-120b | **epmoe** | bf16, MXFP4 | 46.4 | – | – | – | 343 |" in text
     detail = next(row for result in models for row in result.rows if row.detail)
     assert f"| {detail.cells[0]} | {detail.cells[1]} | {detail.cells[2]} |" not in text
@@ -103,7 +128,11 @@ def test_a_file_that_does_not_fit_is_refused(change, message):
 
 
 def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
-    sample = Sample(EPConfig(model=MODEL, topology={"ep_size": 2}, capacity={"max_num_tokens_per_rank": 16}), 0, 16)
+    sample = Sample(
+        EPConfig(model=MODEL, topology={"ep_size": 2}, capacity={"max_num_tokens_per_rank": 16}),
+        0,
+        16,
+    )
     measured = [
         gpu.result(sample, side, gpu.Payload.PLAIN, Times(4.0, 5.0, us), 8.0) | {"tokens": T}
         for T in (1, 16)
@@ -112,20 +141,31 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
     ]
     report = gpu.report(measured, {"DeepEP, plain": "needs deep_ep"})
     report.write_json(
-        tmp_path / "figures.json", facts("gpu", sample.config, "uniform", 3) | {"command": "epmoe bench x"}
+        tmp_path / "figures.json",
+        facts("gpu", sample.config, "uniform", 3) | {"command": "epmoe bench x"},
     )
-    (tmp_path / "result.json").write_text(json.dumps({"title": "Two cards: the exchange", "notes": []}))
-    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "figures.json"), str(tmp_path / "result.json"), "round"])
+    (tmp_path / "result.json").write_text(
+        json.dumps({"title": "Two cards: the exchange", "notes": []})
+    )
+    monkeypatch.setattr(
+        "sys.argv", ["", str(tmp_path / "figures.json"), str(tmp_path / "result.json"), "round"]
+    )
     results.main()
     result = read(tmp_path / "result.json")
     assert (result.title, result.notes) == ("Two cards: the exchange", ())
     text = render.markdown([[result]])
-    assert "| side | payload | what | T = 1, µs |" not in text and "| side | payload | what | T = 1 | 16 |" in text
+    assert (
+        "| side | payload | what | T = 1, µs |" not in text
+        and "| side | payload | what | T = 1 | 16 |" in text
+    )
     assert "| fused | plain | round | 9.9 | 100 |\n| floor | plain | round | – | 8.0 |" in text
 
 
 @pytest.mark.parametrize(
-    ("shape", "chosen"),  # R, E, K, D, F, T; what the library of the wheel gave to its compiler and to the launch
+    (
+        "shape",
+        "chosen",
+    ),  # R, E, K, D, F, T; what the library of the wheel gave to its compiler and to the launch
     [
         ((2, 128, 8, 2048, 768, 16), (64, 64, 0, 0, 4, 202712, 0, 0, 1, 1)),
         ((2, 256, 8, 7168, 2048, 512), (64, 8, 0, 0, 4, 214208, 0, 1, 0, 0)),
@@ -134,6 +174,17 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
     ],
 )
 def test_mega_moe_is_launched_as_its_wheel_launches_it(shape, chosen):
-    names = "TILE_M WAVE LAG RING_TOKENS STAGES SHARED_BYTES STORES EARLY_COMBINE COUNTS EARLY".split()  # noqa: SIM905
+    names = [
+        "TILE_M",
+        "WAVE",
+        "LAG",
+        "RING_TOKENS",
+        "STAGES",
+        "SHARED_BYTES",
+        "STORES",
+        "EARLY_COMBINE",
+        "COUNTS",
+        "EARLY",
+    ]  # noqa: SIM905
     constants = Kernel(*shape).constants
     assert tuple(constants[name] for name in names) == chosen

@@ -1,4 +1,6 @@
-"""The board of ranks: its folder, signs of life, and who is missing. Nobody has to believe the words of others."""
+"""The board of ranks: its folder, signs of life, and who is missing. Nobody has to believe the
+words of others.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from epmoe.group.board import Board, Meeting, Presence, Sign, sign_of_life
 from epmoe.group.deaths import has_ended, name_of_process
 from epmoe.group.store import OutlivingStore
 
-RANKS, RANK, SIZE = [0, 2, 4], 2, 6
+RANKS = [0, 2, 4]
+RANK = 2
+SIZE = 6
 OTHERS = [0, 4]
 
 
@@ -55,7 +59,9 @@ def test_only_ranks_of_the_group_count(store, words, missing):
 
 @pytest.mark.usefixtures("store")
 def test_a_rank_that_has_succeeded_is_not_missing():
-    """The last step of an attempt may fail on some ranks only. Successes of earlier attempts do not count."""
+    """The last step of an attempt may fail on some ranks only. Successes of earlier attempts do not
+    count.
+    """
     board.RollCall(RANKS, 4, SIZE, "x", "first").succeed()
     board.RollCall(RANKS, 0, SIZE, "x", "second").succeed()
     assert board.RollCall(RANKS, RANK, SIZE, "x", "second").missing([]) == [4]
@@ -81,13 +87,24 @@ def ended() -> str:
 def test_the_end_of_a_process_is_seen_by_its_name(ended):
     assert has_ended(ended) and not has_ended(name_of_process())
     place, _, number = ended.rpartition("/")
-    for name in (f"x{place}/{number}", f"/{number}", "", "/", number, f"{place}/-1", f"{place}/{10**20}", f"{place}/x"):
+    for name in (
+        f"x{place}/{number}",
+        f"/{number}",
+        "",
+        "/",
+        number,
+        f"{place}/-1",
+        f"{place}/{10**20}",
+        f"{place}/x",
+    ):
         assert not has_ended(name)
 
 
 @pytest.mark.usefixtures("store")
 def test_a_rank_whose_process_has_ended_is_missing_at_once(monkeypatch, ended):
-    """Also where a rank that lives has not noticed yet: it may learn of the failure by the leaving of this one only."""
+    """Also where a rank that lives has not noticed yet: it may learn of the failure by the leaving
+    of this one only.
+    """
     for rank, name in ((0, name_of_process()), (4, ended)):
         monkeypatch.setattr(board, "name_of_process", lambda name=name: name)
         board.RollCall(RANKS, rank, SIZE, "x").arrive()
@@ -106,7 +123,9 @@ def write_for_ever(folder: Path, word: str) -> None:
 @pytest.mark.parametrize("repeats", [20, long(300)])
 def test_a_rank_that_is_killed_leaves_no_half_word(tmp_path, repeats):
     """Which would stop all ranks that read it."""
-    board, fork, draw = Board(OutlivingStore(tmp_path), "first"), multiprocessing.get_context("fork"), random.Random(0)
+    board = Board(OutlivingStore(tmp_path), "first")
+    fork = multiprocessing.get_context("fork")
+    draw = random.Random(0)
     for _ in range(repeats):
         child = fork.Process(target=write_for_ever, args=(tmp_path, "word"))
         child.start()
@@ -119,9 +138,16 @@ def test_a_rank_that_is_killed_leaves_no_half_word(tmp_path, repeats):
 
 
 def test_the_first_word_stays(tmp_path):
-    for store in (OutlivingStore(tmp_path), dist.HashStore(), dist.TCPStore("localhost", 0, is_master=True)):
+    for store in (
+        OutlivingStore(tmp_path),
+        dist.HashStore(),
+        dist.TCPStore("localhost", 0, is_master=True),
+    ):
         board = Board(store, "x/y/1")
-        assert board.read("key") == "" and board.settle("key", "one") == board.settle("key", "two") == "one"
+        assert (
+            board.read("key") == ""
+            and board.settle("key", "one") == board.settle("key", "two") == "one"
+        )
         board.write("key", "three")
         assert board.read("key") == store.get("x/y/1/key").decode() == "three"
 
@@ -153,7 +179,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path, which):
         os.chown(folder / which, 54321, -1)
     else:
         folder.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"belongs to user 54321|can be written by every user"):
+    with pytest.raises(
+        PermissionError, match=r"belongs to user 54321|can be written by every user"
+    ):
         OutlivingStore(folder)
 
 
@@ -172,7 +200,9 @@ def test_a_word_that_is_no_decision_is_named(tmp_path, word):
 
 
 def test_silence_is_counted_in_looks(monkeypatch):
-    """A rank that was stopped for an hour itself has not heard that another one was silent for an hour."""
+    """A rank that was stopped for an hour itself has not heard that another one was silent for an
+    hour.
+    """
     times = iter([3600.0, 3600.1, 3600.2])
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
     sign = Sign("word", 0.0)
@@ -207,11 +237,14 @@ def test_a_rank_whose_process_has_ended_is_lost_at_once(ended):
 
 
 def test_a_process_that_computes_and_has_not_called_is_waited_for():
-    """It may import for seconds. One that hangs is given up, and in the end one that never calls."""
+    """It may import for seconds. One that hangs is given up, and in the end one that
+    never calls.
+    """
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         name = f"{name_of_process().rpartition('/')[0]}/{process.pid}"
-        meeting, last_call_s = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name]), 0.5
+        meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
+        last_call_s = 0.5
         wait(lambda: meeting.lost(0, last_call_s))
         assert meeting.signs[0].waited_s > 4 * last_call_s > meeting.signs[0].silent_s
         process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""The build of the native library: what makes it anew, what it is compiled for, and what a user reads when it fails."""
+"""The build of the native library: what makes it anew, what it is compiled for, and what a user
+reads when it fails.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ SOURCES = {
     "cuda/hopper/gemm.cu": '#include "types.h"\n',
 }
 EDIT = "// edited\n"
-# A compiler that writes its command line, and the source that it compiles. A real one tells what the source includes.
+# A compiler that writes its command line, and the source that it compiles. A real one tells what
+# the source includes.
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && exec {cat} "$0.version"
 words="${{0##*/}} $*"
@@ -59,7 +62,8 @@ class Toolchain:
             (self.bin / tool).chmod(0o755)
         self.meanwhile("")
         self.commands()
-        if ninja := shutil.which("ninja"):
+        ninja = shutil.which("ninja")
+        if ninja:
             (self.bin / "ninja").symlink_to(ninja)
         self.reset()
 
@@ -97,7 +101,9 @@ class Toolchain:
 
 
 @pytest.fixture
-def toolchain(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Toolchain:
+def toolchain(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Toolchain:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0")  # as `make wheel`
     made = Toolchain(tmp_path_factory.mktemp("toolchain"))
@@ -132,7 +138,10 @@ EVERYTHING = every(".cpp", ".cu")
         (lambda tools, to: tools.edit("cuda/local/permute.cu", EDIT), ["cuda/local/permute.cu"]),
         (lambda tools, to: tools.edit("cuda/local/segments.cuh", EDIT), ["cuda/local/permute.cu"]),
         (lambda tools, to: tools.edit("cpu/convert.h", EDIT), ["cpu/route.cpp"]),
-        (lambda tools, to: tools.edit("types.h", EDIT), ["cpu/route.cpp", "cuda/hopper/gemm.cu", "ops.cpp"]),
+        (
+            lambda tools, to: tools.edit("types.h", EDIT),
+            ["cpu/route.cpp", "cuda/hopper/gemm.cu", "ops.cpp"],
+        ),
         (lambda tools, to: to.setattr(torch, "__version__", "2.99.0"), every(".cpp")),
         (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "9.0"), EVERYTHING),
         (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX"), EVERYTHING),
@@ -147,7 +156,9 @@ EVERYTHING = every(".cpp", ".cu")
     ],
 )
 def test_a_change_compiles_what_it_reaches(change, compiled, toolchain, tmp_path):
-    """Whatever the times of the files are: the objects of the other sources are those of the last build."""
+    """Whatever the times of the files are: the objects of the other sources are those of the last
+    build.
+    """
     first = build.build(tmp_path, portable=True)
     assert toolchain.compiled() == EVERYTHING
     with pytest.MonkeyPatch.context() as to:
@@ -161,7 +172,10 @@ def test_a_change_compiles_what_it_reaches(change, compiled, toolchain, tmp_path
 
 @pytest.mark.parametrize(
     ("guard", "source"),
-    [("EPMOE_MUTATE_ROUTE_CLAMP", "cpu/route.cpp"), ("EPMOE_MUTATE_SORT_GUARD", "cuda/local/permute.cu")],
+    [
+        ("EPMOE_MUTATE_ROUTE_CLAMP", "cpu/route.cpp"),
+        ("EPMOE_MUTATE_SORT_GUARD", "cuda/local/permute.cu"),
+    ],
 )
 def test_a_library_without_one_guard_compiles_one_source(guard, source, toolchain, tmp_path):
     whole = build.build(tmp_path, portable=True)
@@ -192,12 +206,16 @@ def test_an_edit_during_a_build_reaches_no_compiler(toolchain, tmp_path):
 def test_a_file_that_is_gone_is_not_found_in_the_copy(toolchain, tmp_path):
     build.build(tmp_path, portable=True)
     (toolchain.csrc / "cpu" / "convert.h").unlink()
-    with pytest.raises(build.BuildError, match=r"(?s)did not compile:.*c\+\+ .*cpu/route\.cpp.*convert\.h"):
+    with pytest.raises(
+        build.BuildError, match=r"(?s)did not compile:.*c\+\+ .*cpu/route\.cpp.*convert\.h"
+    ):
         build.build(tmp_path, portable=True)
 
 
 def test_commands_find_the_torch_of_this_environment(toolchain, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "another place" / "torch" / "__init__.py"))
+    monkeypatch.setattr(
+        torch, "__file__", str(tmp_path / "another place" / "torch" / "__init__.py")
+    )
     build.build(tmp_path, portable=True)
     *compiles, link = (words for words in toolchain.commands() if words[0] == "c++")
     assert all("place/torch/include" in words for words in compiles) and "place/torch/lib" in link
@@ -214,7 +232,12 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
         assert ("-DEPMOE_MUTATE_SORT_GUARD" in words) == (words[-1] == "cuda/local/permute.cu")
         assert {word for word in words if "CUDA_NO" in word} == {
             f"-D__CUDA_NO_{name}__"
-            for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
+            for name in (
+                "HALF_OPERATORS",
+                "HALF_CONVERSIONS",
+                "BFLOAT16_CONVERSIONS",
+                "HALF2_OPERATORS",
+            )
         }
         hopper = "90a" if words[-1].startswith("cuda/hopper/") else "90"
         assert [word for word in words if word.startswith("-gencode")] == [
@@ -224,10 +247,14 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
         ]
         assert not [word for word in words if "torch" in word]
     (link,) = [words for words in commands if "-c" not in words]
-    assert "-cudart=static" in link and not [word for word in link if "torch" in word or "cudart=shared" in word]
+    assert "-cudart=static" in link and not [
+        word for word in link if "torch" in word or "cudart=shared" in word
+    ]
 
 
-def test_a_first_use_builds_for_the_gpus_that_torch_sees_and_says_so_once(toolchain, tmp_path, monkeypatch, capsys):
+def test_a_first_use_builds_for_the_gpus_that_torch_sees_and_says_so_once(
+    toolchain, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(build, "PROGRESS_S", 0.05)
     toolchain.meanwhile(f"{shutil.which('sleep', path=os.defpath)} 0.1")
     use_gpus(monkeypatch, (9, 0), (8, 0), (9, 0))
@@ -244,8 +271,12 @@ def test_a_first_use_builds_for_the_gpus_that_torch_sees_and_says_so_once(toolch
 
 
 @pytest.mark.parametrize("without", ["a GPU", "a new GPU", "nvcc", "CUDA in torch"])
-def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(without, toolchain, tmp_path, monkeypatch):
-    """A login node, a container or CI, where torch and nvcc may be those of the machines with GPUs."""
+def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(
+    without, toolchain, tmp_path, monkeypatch
+):
+    """A login node, a container or CI, where torch and nvcc may be those of the
+    machines with GPUs.
+    """
     use_gpus(monkeypatch, *{"a GPU": (), "a new GPU": ((7, 5),)}.get(without, ((9, 0),)))
     if without == "nvcc":
         (toolchain.bin / "nvcc").unlink()
@@ -257,7 +288,9 @@ def test_a_machine_without_a_gpu_for_the_kernels_has_those_of_the_cpu(without, t
     assert build.build(tmp_path).with_name(build.CUDA_LIBRARY).exists() == ("GPU" in without)
 
 
-def test_kernels_that_an_installation_without_gpus_lacks_are_built_at_first_use(toolchain, tmp_path, monkeypatch):
+def test_kernels_that_an_installation_without_gpus_lacks_are_built_at_first_use(
+    toolchain, tmp_path, monkeypatch
+):
     """Such as one in a container, which then starts on a machine with GPUs."""
     monkeypatch.delenv("EPMOE_LIBRARY", raising=False)
     monkeypatch.setattr(build, "AHEAD_OF_TIME", tmp_path / "libepmoe.so")
@@ -279,7 +312,9 @@ def test_kernels_that_an_installation_without_gpus_lacks_are_built_at_first_use(
         ("7.0 7.5", "epmoe needs GPUs of compute capability 8.0 or newer, got 7.0, 7.5"),
     ],
 )
-def test_an_architecture_list_that_cannot_be_used_is_named(listed, sentence, toolchain, tmp_path, monkeypatch):
+def test_an_architecture_list_that_cannot_be_used_is_named(
+    listed, sentence, toolchain, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     with pytest.raises(build.BuildError, match=re.escape(sentence)):
         build.build(tmp_path, portable=True)
@@ -288,7 +323,9 @@ def test_an_architecture_list_that_cannot_be_used_is_named(listed, sentence, too
 def test_without_a_compiler_the_message_names_one(toolchain, tmp_path):
     for tool in ("c++", "nvcc"):
         (toolchain.bin / tool).unlink()
-    with pytest.raises(build.BuildError, match=re.escape("`c++` is not on the PATH; install g++ ≥ 11 or set CXX")):
+    with pytest.raises(
+        build.BuildError, match=re.escape("`c++` is not on the PATH; install g++ ≥ 11 or set CXX")
+    ):
         build.build(tmp_path)
 
 
@@ -299,7 +336,9 @@ def test_without_ninja_the_message_names_it(toolchain, tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["target"])
-    with pytest.raises(build.BuildError, match=re.escape("with ninja, which is missing: pip install 'ninja>=1.11'")):
+    with pytest.raises(
+        build.BuildError, match=re.escape("with ninja, which is missing: pip install 'ninja>=1.11'")
+    ):
         build.build(tmp_path / "cache")
     (tmp_path / "target" / "bin").mkdir(parents=True)
     (tmp_path / "target" / "bin" / "ninja").symlink_to(ninja)
@@ -308,7 +347,9 @@ def test_without_ninja_the_message_names_it(toolchain, tmp_path, monkeypatch):
 
 def test_an_error_of_the_compiler_is_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "cat")  # it knows none of the options
-    with pytest.raises(build.BuildError, match=r"did not compile:\n(.|\n)* cat -std=c\+\+20 (.|\n)*\ncat: "):
+    with pytest.raises(
+        build.BuildError, match=r"did not compile:\n(.|\n)* cat -std=c\+\+20 (.|\n)*\ncat: "
+    ):
         build.build(tmp_path)
 
 
@@ -322,7 +363,10 @@ def test_a_build_that_was_killed_goes_on(toolchain, tmp_path):
     os.kill(builder, signal.SIGKILL)
     os.waitpid(builder, 0)
     library = build.build(tmp_path, portable=True)
-    assert sorted(path.name for path in library.parent.iterdir()) == ["libepmoe.so", build.CUDA_LIBRARY]
+    assert sorted(path.name for path in library.parent.iterdir()) == [
+        "libepmoe.so",
+        build.CUDA_LIBRARY,
+    ]
     assert toolchain.compiled() == EVERYTHING
 
 
@@ -344,7 +388,8 @@ def test_of_several_processes_one_builds(toolchain, tmp_path):
 
 def in_a_child(cache: Path) -> int:
     """A process that builds; exits with 0 if that succeeds."""
-    if child := os.fork():
+    child = os.fork()
+    if child:
         return child
     try:
         build.build(cache, portable=True)
@@ -366,7 +411,9 @@ def test_a_build_of_another_process_is_waited_for(toolchain, tmp_path, monkeypat
 
 def test_a_cache_that_cannot_be_written_names_the_variable(toolchain, monkeypatch):
     monkeypatch.setenv("EPMOE_CACHE_DIR", "/dev/null")
-    with pytest.raises(build.BuildError, match="set EPMOE_CACHE_DIR to a folder that can be written"):
+    with pytest.raises(
+        build.BuildError, match="set EPMOE_CACHE_DIR to a folder that can be written"
+    ):
         build.build()
 
 
@@ -397,7 +444,13 @@ def test_the_cache_is_for_its_user_alone(cache, umask):
     assert build.build(portable=True) == library
 
 
-PLACES = ["epmoe", "epmoe/KEY", "epmoe/NINJA", "epmoe/KEY/libepmoe.so", "epmoe/KEY/libepmoe_cuda.so"]
+PLACES = [
+    "epmoe",
+    "epmoe/KEY",
+    "epmoe/NINJA",
+    "epmoe/KEY/libepmoe.so",
+    "epmoe/KEY/libepmoe_cuda.so",
+]
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
@@ -412,7 +465,10 @@ def place_of(which: str, library: Path) -> Path:
     ("which", "who"),
     [
         *((which, "can be written by every user") for which in ("", *PLACES)),
-        *(pytest.param(which, "can be written by group 54321", marks=NEEDS_ROOT) for which in ("", *PLACES)),
+        *(
+            pytest.param(which, "can be written by group 54321", marks=NEEDS_ROOT)
+            for which in ("", *PLACES)
+        ),
         *(pytest.param(which, "belongs to user 54321", marks=NEEDS_ROOT) for which in PLACES),
     ],
 )
@@ -485,15 +541,24 @@ def test_the_lock_is_no_link(cache, tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "is_tried"),
-    [("2.10.1", False), ("2.11.0+cu130", True), ("2.14.1+cu130", True), ("2.15.0a0+git1", False), ("3.0.0", False)],
+    [
+        ("2.10.1", False),
+        ("2.11.0+cu130", True),
+        ("2.14.1+cu130", True),
+        ("2.15.0a0+git1", False),
+        ("3.0.0", False),
+    ],
 )
 def test_a_torch_that_was_never_tried_is_said_to_be(version, is_tried):
-    sentence = f"this epmoe was tried with torch 2.11 to 2.14 (2.12 untested); this is torch {version}"
+    sentence = (
+        f"this epmoe was tried with torch 2.11 to 2.14 (2.12 untested); this is torch {version}"
+    )
     assert build.problem_with_torch(version) == (None if is_tried else sentence)
 
 
 NEWER_TORCH = (
-    "import torch; torch.__version__ = '2.15.0'; from epmoe.native import ops; ops.route; ops.permute; print('ok')"
+    "import torch; torch.__version__ = '2.15.0'; from epmoe.native import ops; "
+    "ops.route; ops.permute; print('ok')"
 )
 
 
@@ -511,10 +576,17 @@ def new_python(*program: object, **variables: str) -> subprocess.CompletedProces
 def test_a_newer_torch_is_one_warning():
     run = new_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
     assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
-    assert run.stderr.count("was tried with torch 2.11 to 2.14 (2.12 untested); this is torch 2.15.0") == 1
-    run = new_python("-c", "import torch; torch.__version__ = '2.15.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
+    assert (
+        run.stderr.count("was tried with torch 2.11 to 2.14 (2.12 untested); this is torch 2.15.0")
+        == 1
+    )
+    run = new_python(
+        "-c", "import torch; torch.__version__ = '2.15.0'; import epmoe", EPMOE_UNTRIED_TORCH=""
+    )
     assert run.stderr.count("this is torch 2.15.0 (EPMOE_UNTRIED_TORCH=1 silences this)") == 1
-    silenced = new_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1")
+    silenced = new_python(
+        "-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1"
+    )
     assert (silenced.returncode, silenced.stdout, silenced.stderr) == (0, "ok\n", "")
 
 
@@ -522,16 +594,24 @@ def test_a_library_that_does_not_load_is_one_sentence(tmp_path):
     (tmp_path / "libepmoe.so").write_text("no library")
     run = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"))
     last = run.stderr.splitlines()[-1]
-    assert last.startswith(f"epmoe.native.build.BuildError: the native library does not load: {tmp_path}/libepmoe.so: ")
+    assert last.startswith(
+        f"epmoe.native.build.BuildError: the native library does not load: {tmp_path}/libepmoe.so: "
+    )
     assert "file too short" in last
     assert last.endswith("; this is torch 2.15.0")
 
 
 def test_missing_cuda_kernels_are_one_sentence(tmp_path):
     shutil.copy(native_library(), tmp_path)  # alone
-    run = run_python("-c", "from epmoe.native import ops; ops.load_cuda()", EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"))
+    run = run_python(
+        "-c",
+        "from epmoe.native import ops; ops.load_cuda()",
+        EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"),
+    )
     last = run.stderr.splitlines()[-1]
-    assert last.startswith(f"RuntimeError: this installation of epmoe has no CUDA kernels ({tmp_path}/libepmoe_cuda.so")
+    assert last.startswith(
+        f"RuntimeError: this installation of epmoe has no CUDA kernels ({tmp_path}/libepmoe_cuda.so"
+    )
     assert last.endswith("put nvcc on the PATH and start again")
 
 

@@ -1,7 +1,8 @@
-"""The failure chain: stale rows → NaN logits → duplicate ids → unwritten map entries → out-of-bounds reads.
+"""The failure chain: stale rows → NaN logits → duplicate ids → unwritten map entries →
+out-of-bounds reads.
 
-Each of three guards breaks one link. A build without one guard fails that guard's own tests, and the guard of the next
-link still keeps the real rows exact.
+Each of three guards breaks one link. A build without one guard fails that guard's own tests, and
+the guard of the next link still keeps the real rows exact.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ from launched import run_python
 import epmoe
 from epmoe.local.reference import moe_reference, route_reference
 
-E, K, D = 128, 8, 64
+E = 128
+K = 8
+D = 64
 
 
 @pytest.mark.parametrize(("tokens", "real"), [(128, 1), (257, 4), (1024, 1), (1024, 4)])
 def test_stale_rows_never_reach_real_ones(device, tokens, real):
     """Real rows stay exact in a batch padded for graph replay, even without `num_tokens`."""
-    x, logits = poison_(torch.empty(tokens, D)), poison_(torch.empty(tokens, E))
+    x = poison_(torch.empty(tokens, D))
+    logits = poison_(torch.empty(tokens, E))
     where = torch.randperm(tokens, generator=generator(0))[:real]
     x[where], logits[where] = randn(real, D), randn(real, E, seed=1) * 3
-    x, logits, where = x.to(device), logits.to(device), where.to(device)
+    x = x.to(device)
+    logits = logits.to(device)
+    where = where.to(device)
     local = torch.arange(E, dtype=torch.int32, device=device)
     with poisoned_memory():
         routing = epmoe.route(logits, K)
@@ -35,8 +41,11 @@ def test_stale_rows_never_reach_real_ones(device, tokens, real):
 
 def test_invalid_and_zero_weight_pairs_contribute_nothing():
     """Also to the reference, with which layers are compared."""
-    ids, weights = torch.tensor([[0, 1, 2, -1]]), torch.tensor([[2.0, torch.nan, 0.0, 1.0]])
-    y = moe_reference(torch.ones(1, 4), ids, weights, lambda rows, i: rows * (torch.nan if i else 3.0))
+    ids = torch.tensor([[0, 1, 2, -1]])
+    weights = torch.tensor([[2.0, torch.nan, 0.0, 1.0]])
+    y = moe_reference(
+        torch.ones(1, 4), ids, weights, lambda rows, i: rows * (torch.nan if i else 3.0)
+    )
     assert y.tolist() == [[6.0] * 4]
 
 
@@ -44,11 +53,17 @@ def test_invalid_and_zero_weight_pairs_contribute_nothing():
 LINKS = {
     "EPMOE_MUTATE_ROUTE_CLAMP": (
         ["route.py::test_poisoned_rows", "route.py::test_random_bits"],
-        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_end_to_end"],
+        [
+            "chain.py::test_stale_rows_never_reach_real_ones",
+            "finalize.py::test_duplicate_ids_end_to_end",
+        ],
     ),
     "EPMOE_MUTATE_SORT_GUARD": (
         ["permute.py::test_by_hand", "permute.py::test_ids_out_of_range_are_skipped"],
-        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_end_to_end"],
+        [
+            "chain.py::test_stale_rows_never_reach_real_ones",
+            "finalize.py::test_duplicate_ids_end_to_end",
+        ],
     ),
     "EPMOE_MUTATE_FINALIZE_GUARD": (
         ["finalize.py::test_row_indices_out_of_range_are_skipped"],
@@ -63,7 +78,9 @@ def test_a_build_without_one_guard_fails(guard):
     """The build fails the guard's own tests and passes the tests of the next link."""
     failing, holding = ([f"tests/test_{name}" for name in names] for names in LINKS[guard])
     options = ["-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-k", "not cuda"]
-    run = run_python("-m", "pytest", *options, *failing, *holding, EPMOE_LIBRARY=build_without(guard))
+    run = run_python(
+        "-m", "pytest", *options, *failing, *holding, EPMOE_LIBRARY=build_without(guard)
+    )
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
     for test in failing:
         assert f"FAILED {test}" in run.stdout, f"{test} passes without the guard\n{run.stdout}"

@@ -1,4 +1,6 @@
-"""`epmoe run --model PATH`: a local checkpoint of any architecture whose experts transformers can hand to `epmoe`."""
+"""`epmoe run --model PATH`: a local checkpoint of any architecture whose experts transformers can
+hand to `epmoe`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ARCHITECTURES = "olmoe", "granitemoe", "glm4_moe"
 
 def saved(architecture: str, folder: Path) -> Path:
     """A new checkpoint in `folder`, in bf16 as most are, without a tokenizer."""
-    tiny_model(architecture, folder, torch.bfloat16, vocab_size=240, initializer_range=0.1, eos_token_id=7)
+    tiny_model(
+        architecture, folder, torch.bfloat16, vocab_size=240, initializer_range=0.1, eos_token_id=7
+    )
     return folder
 
 
@@ -38,12 +42,16 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_checkpoint_of_any_architecture_generates_the_tokens_of_one_process(architecture, tmp_path):
+def test_a_checkpoint_of_any_architecture_generates_the_tokens_of_one_process(
+    architecture, tmp_path
+):
     result = demo.run_model(str(saved(architecture, tmp_path / architecture)), max_new_tokens=4)
     assert result.name == architecture
     assert result.passed
     assert len(result.load) == 8
-    assert [len(text.split()) for _, text in result.texts] == [4]  # without a tokenizer, ids; also after an end of text
+    assert [len(text.split()) for _, text in result.texts] == [
+        4
+    ]  # without a tokenizer, ids; also after an end of text
 
 
 def test_a_checkpoint_brings_its_tokenizer(olmoe, tmp_path):
@@ -59,9 +67,15 @@ def test_too_large_a_checkpoint_is_refused_before_it_is_loaded(olmoe, monkeypatc
     config = EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")
     models.check_models(config, [str(olmoe)])
     monkeypatch.setattr(checkpoint, "available_memory_bytes", lambda: 2**10)
-    for plan, times in ({"layers.*": "ep_router"}, 1), (None, config.topology.ep_size):  # ranks have all weights each
+    for plan, times in (
+        ({"layers.*": "ep_router"}, 1),
+        (None, config.topology.ep_size),
+    ):  # ranks have all weights each
         monkeypatch.setattr(OlmoeForCausalLM, "ep_plan", plan, raising=False)
-        needs = f"my-olmoe: OlmoeForCausalLM needs {human_bytes(4 * weights * times)} in fp32, .* 1.0 KiB available"
+        needs = (
+            f"my-olmoe: OlmoeForCausalLM needs {human_bytes(4 * weights * times)} in fp32, .* "
+            "1.0 KiB available"
+        )
         with pytest.raises(UserError, match=needs):
             models.check_models(config, [str(olmoe)])
 
@@ -69,11 +83,22 @@ def test_too_large_a_checkpoint_is_refused_before_it_is_loaded(olmoe, monkeypatc
 @pytest.mark.long
 @pytest.mark.slow
 def test_run_takes_a_folder_beside_names(olmoe, tmp_path):
-    """A user types it: two ranks with a share of the weights each; the demonstration says that it means nothing."""
+    """A user types it: two ranks with a share of the weights each; the demonstration says that it
+    means nothing.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     command = [sys.executable, "-m", "epmoe", "run", "cpu_demo", "--nproc", "2", "--steps", "3"]
-    options = ["--model", "./my-olmoe", "--model", "mixtral", "--report", str(tmp_path / "report.html")]
-    run = subprocess.run([*command, *options], cwd=olmoe.parent, env=environment, capture_output=True, text=True)
+    options = [
+        "--model",
+        "./my-olmoe",
+        "--model",
+        "mixtral",
+        "--report",
+        str(tmp_path / "report.html"),
+    ]
+    run = subprocess.run(
+        [*command, *options], cwd=olmoe.parent, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     said = " ".join(run.stdout.split())
     assert "mixtral: the weights are random and the models tiny" in said

@@ -1,4 +1,6 @@
-"""A process that dies in any write of a checkpoint leaves the old or the new one. What cannot be loaded is named."""
+"""A process that dies in any write of a checkpoint leaves the old or the new one. What cannot be
+loaded is named.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,23 @@ from torch import nn
 import epmoe
 from epmoe import checkpoint
 
-E, D, F = 4, 32, 16
+E = 4
+D = 32
+F = 16
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
-"""Audit events around each write: a file is opened before it is written, and again to wait for the disk."""
+"""Audit events around each write: a file is opened before it is written, and again to wait for the
+disk.
+"""
 
 
 def make_layer(size: int = 1, experts: int = E, width: int = F) -> epmoe.MoELayer:
     config = epmoe.EPConfig(
-        model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
+        model={
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "hidden_size": D,
+            "dtype": "float32",
+        },
         topology={"ep_size": size},
         capacity={"max_num_tokens_per_rank": 8},
         exchange={"timeout_s": 2.0, "warmup_timeout_s": 3.0},
@@ -76,7 +87,8 @@ def die_at(number: int) -> None:
 
 def fork(call: Callable[[], object], number: int = 0) -> int:
     """Starts a fork that does the call, and dies at its change of a number."""
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         code = 1
         try:
             if number:
@@ -128,7 +140,10 @@ def test_a_death_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, bef
         if ended:
             break
     assert set(found) == {1.0, 2.0} and found == sorted(found) and len(found) > 10
-    assert [file.name.partition("-")[0] for file in sorted(folder.iterdir())] == [".metadata", "shards"]
+    assert [file.name.partition("-")[0] for file in sorted(folder.iterdir())] == [
+        ".metadata",
+        "shards",
+    ]
 
 
 def save_with_another(store: Path, rank: int, folder: Path) -> None:
@@ -138,16 +153,26 @@ def save_with_another(store: Path, rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("victim", [slow(0), 1])
 def test_a_rank_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, victim):
-    """The other rank waits for it until the deadline: four pairs of ranks at a time, each with a folder of its own."""
-    layer, found, ended = make_layer(), [], False
+    """The other rank waits for it until the deadline: four pairs of ranks at a time, each with a
+    folder of its own.
+    """
+    layer = make_layer()
+    found = []
+    ended = False
     checkpoint.save(fill(layer, 1.0), tmp_path / "saved")
     for first in itertools.count(1, 4):
         pairs = []
         for number in range(first, first + 4):
-            folder, store = tmp_path / f"saved-{number}", tmp_path / f"store-{number}"
+            folder = tmp_path / f"saved-{number}"
+            store = tmp_path / f"store-{number}"
             shutil.copytree(tmp_path / "saved", folder)
             save = partial(save_with_another, store, folder=folder)
-            pairs.append((folder, [fork(partial(save, rank), number * (rank == victim)) for rank in range(2)]))
+            pairs.append(
+                (
+                    folder,
+                    [fork(partial(save, rank), number * (rank == victim)) for rank in range(2)],
+                )
+            )
         for folder, ranks in pairs:
             ended |= not [died(rank) for rank in ranks][victim]
             found.append(loaded(layer, folder))
@@ -160,9 +185,16 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
     layer = make_layer()
     checkpoint.save(fill(layer, 1.0), tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with largest_file(4096), pytest.raises(RuntimeError, match=f"^{tmp_path}: cannot be saved: ") as raised:
+    with (
+        largest_file(4096),
+        pytest.raises(RuntimeError, match=f"^{tmp_path}: cannot be saved: ") as raised,
+    ):
         checkpoint.save(fill(layer, 2.0), tmp_path)
-    assert "\n" not in str(raised.value) and loaded(layer, tmp_path) == 1.0 and sorted(tmp_path.rglob("*")) == before
+    assert (
+        "\n" not in str(raised.value)
+        and loaded(layer, tmp_path) == 1.0
+        and sorted(tmp_path.rglob("*")) == before
+    )
 
 
 class Wide(nn.Module):
@@ -170,7 +202,8 @@ class Wide(nn.Module):
 
     def __init__(self, layer: epmoe.MoELayer):
         super().__init__()
-        self.ep, self.experts = layer.ep, layer.experts
+        self.ep = layer.ep
+        self.experts = layer.experts
 
 
 def test_what_a_folder_cannot_give_is_named(tmp_path):

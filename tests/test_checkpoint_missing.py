@@ -1,4 +1,6 @@
-"""Ranks that stay away from a checkpoint, or die in it: the others raise an error that names them."""
+"""Ranks that stay away from a checkpoint, or die in it: the others raise an error that
+names them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,21 @@ from epmoe.checkpoint import state_dicts
 from epmoe.group.collective import all_ranks, together
 from epmoe.training.models import expert_parallels
 
-E, D, F, WAIT_S = 6, 32, 16, SHORT_S
+E = 6
+D = 32
+F = 16
+WAIT_S = SHORT_S
 
 
 def create_layer(state) -> None:
     ep = state.ep
-    shorter = ep.config.exchange.model_copy(update={"warmup_timeout_s": WAIT_S})  # the start may take longer
+    shorter = ep.config.exchange.model_copy(
+        update={"warmup_timeout_s": WAIT_S}
+    )  # the start may take longer
     ep.config = ep.config.model_copy(update={"exchange": shorter})
-    state.layer = epmoe.MoELayer.from_full(ep, randn(E, D), randn(E, 2 * F, D), randn(E, D, F)).requires_grad_(False)
+    state.layer = epmoe.MoELayer.from_full(
+        ep, randn(E, D), randn(E, 2 * F, D), randn(E, D, F)
+    ).requires_grad_(False)
 
 
 def run(state, what: str, folder: Path) -> tuple[float, list[int], str] | str:
@@ -70,17 +79,25 @@ def die_in_it(state, what: str, folder: Path) -> None:
 
 FAST = [("full", "dead"), ("offload", "away")]
 IN_CI = [("save", "away"), ("load", "dead")]
-CASES = [(what, how) for what in ("full", "offload", "save", "load") for how in ("late", "away", "dead")]
+CASES = [
+    (what, how) for what in ("full", "offload", "save", "load") for how in ("late", "away", "dead")
+]
 
 
 @pytest.mark.parametrize(
     ("what", "how"),
-    [*FAST, *(slow(*case) for case in IN_CI), *(long(*case) for case in CASES if case not in FAST + IN_CI)],
+    [
+        *FAST,
+        *(slow(*case) for case in IN_CI),
+        *(long(*case) for case in CASES if case not in FAST + IN_CI),
+    ],
 )
 def test_a_rank_that_stays_away_is_named(tmp_path, what, how):
     """late: from the beginning; away: once all have agreed to begin."""
     with Host(tmp_path, torch.device("cpu")) as host:
-        host.begin(make_config(3, experts=E, hidden=D, placement={"live": True, "slots_per_rank": 2}))
+        host.begin(
+            make_config(3, experts=E, hidden=D, placement={"live": True, "slots_per_rank": 2})
+        )
         host.succeed([0, 1, 2], create_layer)
         if what == "load":
             assert host.do([0, 1, 2], run, "save", tmp_path) == ["save has ended"] * 3
@@ -88,7 +105,9 @@ def test_a_rank_that_stays_away_is_named(tmp_path, what, how):
             host.start([2], agree, what)
         elif how == "dead":
             host.start([2], die_in_it, what, tmp_path)
-        waiting = [0] if what == "offload" and how != "late" else [0, 1]  # rank 1 sends, and has done its part
+        waiting = (
+            [0] if what == "offload" and how != "late" else [0, 1]
+        )  # rank 1 sends, and has done its part
         results = host.do([0, 1], run, what, tmp_path)
         for rank in waiting:
             assert not isinstance(results[rank], str), results

@@ -33,25 +33,40 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def epmoe(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "120"}
+    )
 
 
 def write(tmp_path: Path, **changes: dict) -> Path:
     sections = {
-        "model": {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
+        "model": {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "hidden_size": 64,
+            "dtype": "float32",
+        },
         "topology": {"ep_size": 2},
         "capacity": {"max_num_tokens_per_rank": 16},
     }
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({name: sections.get(name, {}) | changes.get(name, {}) for name in sections | changes}))
+    path.write_text(
+        json.dumps(
+            {name: sections.get(name, {}) | changes.get(name, {}) for name in sections | changes}
+        )
+    )
     return path
 
 
 def test_the_command_line_has_its_commands_a_schema_and_a_version() -> None:
     shown = epmoe("--help").output
-    assert all(command in shown for command in ("run", "plan", "balance", "doctor", "schema", "bench"))
+    assert all(
+        command in shown for command in ("run", "plan", "balance", "doctor", "schema", "bench")
+    )
     run = run_python("-m", "epmoe", "schema")
-    assert run.returncode == 0 and json.loads(run.stdout) == EPConfig.model_json_schema(), run.stderr
+    assert run.returncode == 0 and json.loads(run.stdout) == EPConfig.model_json_schema(), (
+        run.stderr
+    )
     assert epmoe("--version").output == f"epmoe {__version__}\n"
 
 
@@ -73,7 +88,9 @@ def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -
     plans = [MemoryPlan.build(EPConfig.load(path), rank) for rank in (0, 1)]
     assert [rank["total_bytes"] for rank in shown["ranks"]] == [plan.total_bytes for plan in plans]
     assert shown["node_bytes"] == sum(plan.total_bytes for plan in plans)
-    assert [b["nbytes"] for b in shown["ranks"][1]["buffers"]] == [b.nbytes for b in plans[1].buffers]
+    assert [b["nbytes"] for b in shown["ranks"][1]["buffers"]] == [
+        b.nbytes for b in plans[1].buffers
+    ]
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "doctor", "bench"])
@@ -84,7 +101,9 @@ def test_wrong_key_gives_one_message_and_exit_code_2(tmp_path: Path, command: st
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-def test_without_torchrun_a_command_starts_its_ranks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_a_command_starts_its_ranks(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = []
 
     def start(config: EPConfig, arguments: list[str]) -> int:
@@ -94,16 +113,26 @@ def test_without_torchrun_a_command_starts_its_ranks(command: str, monkeypatch: 
     monkeypatch.setattr(sys.modules[f"epmoe.cli.{command}"], "start_ranks", start)
     assert epmoe(command, DEMO).exit_code == 1
     assert epmoe(command, "cpu_demo", "--nproc", 2, "--tokens", 8).exit_code == 1
-    assert started == [(4, [command, str(DEMO)]), (2, [command, "cpu_demo", "--nproc", "2", "--tokens", "8"])]
+    assert started == [
+        (4, [command, str(DEMO)]),
+        (2, [command, "cpu_demo", "--nproc", "2", "--tokens", "8"]),
+    ]
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """This process is rank 0 of a launcher; the port is a free one."""
-    for variable, value in {"RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
+    for variable, value in {
+        "RANK": 0,
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+    }.items():
         monkeypatch.setenv(variable, str(value))
 
 
-@pytest.mark.parametrize(("command", "option"), [("run", []), ("bench", ["--nproc", "4"]), ("bench", ["--nproc=4"])])
+@pytest.mark.parametrize(
+    ("command", "option"), [("run", []), ("bench", ["--nproc", "4"]), ("bench", ["--nproc=4"])]
+)
 def test_wrong_number_of_processes_is_an_error(
     command: str, option: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +144,11 @@ def test_wrong_number_of_processes_is_an_error(
     assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
     torchrun, *arguments = shlex.split(result.output.splitlines()[-1])
     advised = parse_args(arguments)  # `--nproc` is ambiguous to torchrun without `--`
-    assert (torchrun, advised.training_script, advised.training_script_args) == ("torchrun", "epmoe", typed)
+    assert (torchrun, advised.training_script, advised.training_script_args) == (
+        "torchrun",
+        "epmoe",
+        typed,
+    )
     assert advised.standalone and advised.nproc_per_node == "4" and advised.module
     monkeypatch.setenv("EPMOE_TOPOLOGY__RANKS_PER_NODE", "2")
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
@@ -125,7 +158,9 @@ def test_wrong_number_of_processes_is_an_error(
 def test_a_full_disk_is_no_fault_of_the_library() -> None:
     command = [sys.executable, "-m", "epmoe", "run", DEMO]
     with Path("/dev/full").open("wb") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S
+        )
     assert (ended.returncode, ended.stderr) == (1, "epmoe: [Errno 28] No space left on device\n")
 
 
@@ -138,7 +173,9 @@ def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
     path = write(tmp_path, topology={"ep_size": 1})
     result = epmoe("run", path, "--steps", 1, "--tokens", 0)
     assert result.exit_code == 0, result.output
-    assert "nothing was checked: no rank brought tokens" in result.output and "✓" not in result.output
+    assert (
+        "nothing was checked: no rank brought tokens" in result.output and "✓" not in result.output
+    )
     result = epmoe("bench", path, "--repeats", 1, "--tokens", 0)
     assert result.exit_code == 0, result.output
     assert "T = 0: no tokens, so nothing was checked" in result.output
@@ -146,7 +183,9 @@ def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
     assert json.loads(result.stdout)["benchmark"] == "gloo", "the figures alone"
 
 
-def test_a_failed_check_is_exit_code_1(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_is_exit_code_1(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(simulated.TOLERANCE, "float32", 0.0)
     result = epmoe("run", write(tmp_path, topology={"ep_size": 1}), "--steps", 1)
     assert result.exit_code == 1 and "✗ error against the dense fp64 reference" in result.output
@@ -156,9 +195,13 @@ def test_a_benchmark_without_a_terminal_tells_of_each_case(
     one_rank: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, topology={"ep_size": 1}, model={"intermediate_size": 64})
-    result = epmoe("bench", path, "--layer", "--tokens", 1, "--tokens", 16, "--repeats", 1, "--json", "-")
+    result = epmoe(
+        "bench", path, "--layer", "--tokens", 1, "--tokens", 16, "--repeats", 1, "--json", "-"
+    )
     assert result.exit_code == 0, result.output
-    lines = re.findall(r"^ *[\d.]+ s  (\d+) tokens, plain: layer [\d.]+ µs, ", capfd.readouterr().err, re.MULTILINE)
+    lines = re.findall(
+        r"^ *[\d.]+ s  (\d+) tokens, plain: layer [\d.]+ µs, ", capfd.readouterr().err, re.MULTILINE
+    )
     assert lines == ["1", "16"]
     assert json.loads(result.stdout)["benchmark"] == "layer"
 
@@ -167,7 +210,12 @@ def test_a_benchmark_without_a_terminal_tells_of_each_case(
 def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -> None:
     sections = {"topology": {"ep_size": 1}, "model": {"hidden_size": 128, "dtype": "bfloat16"}}
     placement = {"strategy": "round_robin", "num_redundant_experts": 3}
-    path = write(tmp_path, **sections, placement=placement, exchange={"payload": payload, "combine_payload": payload})
+    path = write(
+        tmp_path,
+        **sections,
+        placement=placement,
+        exchange={"payload": payload, "combine_payload": payload},
+    )
     result = epmoe("run", path, "--steps", 2, "--tokens", 5)
     assert result.exit_code == 0 and "✓ error against" in result.output, result.output
     assert "travelled: 0 rows between ranks (0 B out, 0 B back); 10 stayed" in result.output
@@ -184,13 +232,19 @@ def test_the_commands_know_of_a_file_of_slots(one_rank: None, tmp_path: Path) ->
 
 
 def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # of the shell that started pytest
+    monkeypatch.setenv(
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1"
+    )  # of the shell that started pytest
     script = epmoe("--show-completion", "bash").output
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert "complete -o default -F _epmoe_completion epmoe" in script
 
     def completed(line: str) -> list[str]:
-        variables = {"_EPMOE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        variables = {
+            "_EPMOE_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(line.count(" ")),
+        }
         return CliRunner().invoke(app, env=variables, prog_name="epmoe").output.split()
 
     assert completed("epmoe ") == ["run", "plan", "balance", "doctor", "schema", "bench"]
@@ -200,14 +254,21 @@ def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-def test_nvlink_with_too_few_gpus_is_an_error(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvlink_with_too_few_gpus_is_an_error(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     result = epmoe(command, write(tmp_path, exchange={"transport": "nvlink"}))
     assert result.exit_code == 2
-    assert "wants a GPU for each of 2 ranks, and torch sees 1; EPMOE_EXCHANGE__TRANSPORT=shared_memory" in result.output
+    assert (
+        "wants a GPU for each of 2 ranks, and torch sees 1; EPMOE_EXCHANGE__TRANSPORT=shared_memory"
+        in result.output
+    )
     launched(monkeypatch, 4)  # on two nodes, of which torch sees one
-    two_nodes = write(tmp_path, topology={"ep_size": 4, "ranks_per_node": 2}, exchange={"transport": "nvlink"})
+    two_nodes = write(
+        tmp_path, topology={"ep_size": 4, "ranks_per_node": 2}, exchange={"transport": "nvlink"}
+    )
     assert "wants a GPU for each of 2 ranks, and torch sees 1" in epmoe(command, two_nodes).output
 
 
@@ -222,7 +283,9 @@ def test_model_option_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> Non
         models.run_models(EPConfig.load(DEMO), ["mixtral"], steps=1, seed=0)
 
 
-def test_a_table_in_a_file_has_all_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_in_a_file_has_all_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(console, "quiet", False)
     monkeypatch.setenv("COLUMNS", "40")
     cells = [f"a library {version}" for version in range(9)]
@@ -237,8 +300,18 @@ def test_human_readable_numbers() -> None:
     sizes = ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
     assert [human_bytes(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == sizes
     assert [human_seconds(s) for s in (2.5, 0.0123, 45e-6)] == ["2.5 s", "12.3 ms", "45 µs"]
-    assert [human_seconds(s) for s in (1234, 999.6e-6, 999.6e-3, 0)] == ["1,234 s", "1 ms", "1 s", "0 s"]
-    assert [human_seconds(s, zeros=True) for s in (2.5, 0.012, 0.1, 0)] == ["2.50 s", "12.0 ms", "100 ms", "0 s"]
+    assert [human_seconds(s) for s in (1234, 999.6e-6, 999.6e-3, 0)] == [
+        "1,234 s",
+        "1 ms",
+        "1 s",
+        "0 s",
+    ]
+    assert [human_seconds(s, zeros=True) for s in (2.5, 0.012, 0.1, 0)] == [
+        "2.50 s",
+        "12.0 ms",
+        "100 ms",
+        "0 s",
+    ]
     assert sparkline([0, 1, 4, 8]) == " ▁▄█"
     assert len(sparkline(range(100))) <= 24
     assert sparkline([]) == ""

@@ -1,4 +1,6 @@
-"""MoELayer and the local stages under torch.compile; over several ranks: tests/distributed/test_compile.py."""
+"""MoELayer and the local stages under torch.compile; over several ranks:
+tests/distributed/test_compile.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from torch import Tensor, nn
 import epmoe
 from epmoe import opaque
 
-E, D, K, M = 12, 64, 3, 40
+E = 12
+D = 64
+K = 3
+M = 40
 TOKENS = (7, 2, M, 3, 0, 1)
 GRAPHS = 3  # for T ≥ 2, 0 and 1
 
@@ -56,20 +61,27 @@ def compiles() -> int:
 def assert_same_bits(got: Tensor | tuple[Tensor, ...], want: Tensor | tuple[Tensor, ...]) -> None:
     assert type(got) is type(want)
     for g, w in zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]:
-        assert g.dtype == w.dtype and torch.equal(g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8))
+        assert g.dtype == w.dtype and torch.equal(
+            g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8)
+        )
 
 
 def real_tokens(kind: str, T: int, device: torch.device) -> int | Tensor:
     return T // 2 if kind == "int" else torch.tensor(T // 2, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize(("num_tokens", "dynamic"), [("int", True), ("tensor", True), ("tensor", None)])
+@pytest.mark.parametrize(
+    ("num_tokens", "dynamic"), [("int", True), ("tensor", True), ("tensor", None)]
+)
 def test_one_graph_serves_a_layer(ep, backend, num_tokens, dynamic):
-    """Without `dynamic`, torch takes the first T as static, and makes the second graph for any T ≥ 2."""
+    """Without `dynamic`, torch takes the first T as static, and makes the second graph for any T ≥
+    2.
+    """
     layer = make_layer(ep)
     step = compiled(layer, backend, dynamic)
     for seed, T in enumerate(TOKENS):
-        x, real = randn(T, D, seed=seed).to(ep.device), real_tokens(num_tokens, T, ep.device)
+        x = randn(T, D, seed=seed).to(ep.device)
+        real = real_tokens(num_tokens, T, ep.device)
         before = ep.health().rounds
         y = step(x, real)
         assert ep.health().rounds == before + 1
@@ -102,21 +114,31 @@ def stages(x: Tensor, logits: Tensor, n: int | Tensor | None) -> tuple[Tensor, .
     y = epmoe.finalize(permuted.rows * 2 + 1, permuted, routing.weights)
     wide = epmoe.route(logits, K, scoring="sigmoid", num_tokens=n, id_dtype=torch.int64)
     rest = epmoe.zero_padding_rows_(x.clone(), n), *epmoe.quantize_fp8(x, num_tokens=n)
-    return y * 0.5, permuted.expert_offsets, permuted.tokens_per_expert, permuted.row_of_pair, *wide, *rest
+    return (
+        y * 0.5,
+        permuted.expert_offsets,
+        permuted.tokens_per_expert,
+        permuted.row_of_pair,
+        *wide,
+        *rest,
+    )
 
 
 @pytest.mark.parametrize("num_tokens", ["int", "tensor"])
 def test_one_graph_serves_the_local_stages(device, backend, num_tokens):
     step = compiled(stages, backend)
     for seed, T in enumerate(TOKENS):
-        x, logits = randn(T, D, seed=seed).to(device), randn(T, E, seed=seed + 50).to(device)
+        x = randn(T, D, seed=seed).to(device)
+        logits = randn(T, E, seed=seed + 50).to(device)
         real = real_tokens(num_tokens, T, device)
         assert_same_bits(step(x, logits, real), stages(x, logits, real))
     assert compiles() <= GRAPHS + (num_tokens == "int")
 
 
 class Recorder(nn.Module):
-    """A layer whose experts note that they have run, and return the rows of the window themselves."""
+    """A layer whose experts note that they have run, and return the rows of the window
+    themselves.
+    """
 
     def __init__(self, ep: epmoe.ExpertParallel, names: str) -> None:
         super().__init__()
@@ -126,7 +148,9 @@ class Recorder(nn.Module):
             return lambda rows, expert_offsets, scales: self.ran.append(name) or rows
 
         router = randn(E, D).to(ep.device)
-        self.layers = nn.ModuleDict({name: epmoe.MoELayer(ep, router, experts_of(name)) for name in names})
+        self.layers = nn.ModuleDict(
+            {name: epmoe.MoELayer(ep, router, experts_of(name)) for name in names}
+        )
 
 
 def test_rounds_are_kept_and_keep_their_order(ep, backend):
@@ -157,7 +181,10 @@ def test_y_is_no_memory_of_the_window(ep, backend):
     model = Recorder(ep, "a")
     layer = model.layers["a"]
     step = compiled(lambda x: (layer(x) * 2 + 1, layer(x + 1)), backend)
-    want = [(layer(x) * 2 + 1, layer(x + 1)) for x in (randn(4, D, seed=s).to(ep.device) for s in range(3))]
+    want = [
+        (layer(x) * 2 + 1, layer(x + 1))
+        for x in (randn(4, D, seed=s).to(ep.device) for s in range(3))
+    ]
     got = [step(x) for x in (randn(4, D, seed=s).to(ep.device) for s in range(3))]
     for g, w in zip(got, want, strict=True):
         assert_same_bits(g, w)
@@ -168,7 +195,8 @@ def test_ids_and_weights_in_place_of_logits(ep, backend):
     layer = make_layer(ep)
     step = compiled(lambda x, ids, weights: opaque.moe(layer, x, ids, weights, None), backend)
     for T in TOKENS:
-        x, logits = randn(T, D, seed=T).to(ep.device), randn(T, E, seed=T + 50).to(ep.device)
+        x = randn(T, D, seed=T).to(ep.device)
+        logits = randn(T, E, seed=T + 50).to(ep.device)
         routing = ep.route(logits)
         assert_same_bits(step(x, *routing), layer.run(x, *routing, None))
     assert compiles() <= GRAPHS
@@ -176,7 +204,9 @@ def test_ids_and_weights_in_place_of_logits(ep, backend):
 
 @dynamo.config.patch(allow_unspec_int_on_nn_module=True)
 def test_one_graph_serves_all_layers(ep, backend):
-    """Layers that are compiled one by one share a graph, if dynamo may take ints of modules as symbols."""
+    """Layers that are compiled one by one share a graph, if dynamo may take ints of modules as
+    symbols.
+    """
     for layer in [make_layer(ep, seed=n) for n in range(10)]:
         x = randn(5, D).to(ep.device)
         assert_same_bits(compiled(layer, backend)(x), layer(x))
@@ -185,7 +215,8 @@ def test_one_graph_serves_all_layers(ep, backend):
 
 def test_weights_and_windows_change_below_the_graph(ep):
     """`load_state_dict` and `resume` need no new graph."""
-    layer, other = make_layer(ep), make_layer(ep, seed=9)
+    layer = make_layer(ep)
+    other = make_layer(ep, seed=9)
     step = compiled(layer, "aot_eager")
     x = randn(5, D).to(ep.device)
     assert_same_bits(step(x), layer(x))
@@ -209,7 +240,9 @@ def test_failures_come_out_of_the_graph(device, backend):
         step = compiled(epmoe.MoELayer(ep, randn(E, D).to(device), experts), backend)
         x = randn(2, D).to(device)
         y = step(x)
-        with pytest.raises(ValueError, match="x` has 41 tokens, but capacity.max_num_tokens_per_rank is 40"):
+        with pytest.raises(
+            ValueError, match="x` has 41 tokens, but capacity.max_num_tokens_per_rank is 40"
+        ):
             step(randn(M + 1, D).to(device))
         with pytest.raises(epmoe.EPOverflowError, match=f"needed {3 * K} expert-major rows"):
             step(randn(3, D).to(device))
@@ -225,7 +258,8 @@ def test_failures_come_out_of_the_graph(device, backend):
 def test_wrong_inputs_are_named_while_tracing(ep):
     step = compiled(make_layer(ep), "eager")
     words = r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got"
-    parts = r"`x` must be '.*'float32'.*' \[T, '.*'64'.*'\] or \[B, T, '.*'64'.*'\], got '"  # as torch 2.11 has them
+    # as torch 2.11 has them
+    parts = r"`x` must be '.*'float32'.*' \[T, '.*'64'.*'\] or \[B, T, '.*'64'.*'\], got '"
     for x in (randn(3, 32), randn(3, D).double()):
         with pytest.raises(dynamo.exc.Unsupported, match=f"{words}|{parts}"):
             step(x.to(ep.device))
@@ -235,10 +269,14 @@ def test_wrong_inputs_are_named_while_tracing(ep):
 
 @ON_GPUS
 def test_cuda_graph_trees(device):
-    """`mode="reduce-overhead"`: for each T a recorded CUDA graph, which is replayed from the third call on."""
+    """`mode="reduce-overhead"`: for each T a recorded CUDA graph, which is replayed from the third
+    call on.
+    """
     with epmoe.ExpertParallel(config("bfloat16"), device=device) as ep:
         model = nn.Sequential(make_layer(ep), make_layer(ep, seed=9))
-        assert model[0].experts.gemm != "loop", "a loop over the experts reads the offsets on the host"
+        assert model[0].experts.gemm != "loop", (
+            "a loop over the experts reads the offsets on the host"
+        )
         step = torch.compile(model, fullgraph=True, mode="reduce-overhead", dynamic=True)
         for n, T in enumerate((16, 16, 16, 5, 16, 5, 5, 16, 5, 1, 1, 1, 1)):
             x = randn(T, D, dtype=torch.bfloat16, seed=n).to(device)

@@ -45,7 +45,9 @@ def test_defaults():
     swiglu = {"interleaved": False, "limit": None, "alpha": 1.0, "up_offset": 0.0}
     assert config.experts.options == swiglu | {"batch_invariant": False}
     assert not config.experts.biases and not config.experts.weights_on_input
-    deadlines = [make(exchange={"timeout_s": seconds}).exchange.warmup_timeout_s for seconds in (9, 600)]
+    deadlines = [
+        make(exchange={"timeout_s": seconds}).exchange.warmup_timeout_s for seconds in (9, 600)
+    ]
     assert deadlines == [300, 600]
 
 
@@ -66,7 +68,12 @@ model = {num_experts = 16, num_experts_per_tok = 4, hidden_size = 64}
 [topology]
 ep_size = 4
 """
-FILES = {"c.yaml": YAML, "c.yml": YAML, "c.toml": TOML, "c.json": json.dumps({"model": MODEL, "topology": TOPOLOGY})}
+FILES = {
+    "c.yaml": YAML,
+    "c.yml": YAML,
+    "c.toml": TOML,
+    "c.json": json.dumps({"model": MODEL, "topology": TOPOLOGY}),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -82,30 +89,84 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"topology": {"ep_size": True}}, "`topology.ep_size` must be a valid integer, got True"),
         ({"topology": {"ep_size": 4.0}}, "`topology.ep_size` must be a valid integer, got 4.0"),
         ({"topology": {"ep_size": "4"}}, "`topology.ep_size` must be a valid integer, got '4'"),
-        ({"topology": {"ep_size": 1025}}, "`topology.ep_size` must be less than or equal to 1024, got 1025"),
-        ({"exchange": {"timeout_s": True}}, "`exchange.timeout_s` must be a valid number, got True"),
+        (
+            {"topology": {"ep_size": 1025}},
+            "`topology.ep_size` must be less than or equal to 1024, got 1025",
+        ),
+        (
+            {"exchange": {"timeout_s": True}},
+            "`exchange.timeout_s` must be a valid number, got True",
+        ),
         ({"exchange": {"timeout_s": float("inf")}}, "`exchange.timeout_s` must be a finite number"),
-        ({"exchange": {"timeout_s": 9, "warmup_timeout_s": 8}}, "`exchange.warmup_timeout_s` must be at least .* = 9"),
-        ({"exchange": {"payload": "fp8"}}, "`exchange.payload` must be auto where .* no multiple of 128"),
+        (
+            {"exchange": {"timeout_s": 9, "warmup_timeout_s": 8}},
+            "`exchange.warmup_timeout_s` must be at least .* = 9",
+        ),
+        (
+            {"exchange": {"payload": "fp8"}},
+            "`exchange.payload` must be auto where .* no multiple of 128",
+        ),
         ({"experts": {"limit": 0}}, "`experts.limit` must be greater than 0, got 0"),
         ({"experts": {"alpha": -1.0}}, "`experts.alpha` must be greater than 0, got -1.0"),
         ({"experts": {"up_offset": float("nan")}}, "`experts.up_offset` must be a finite number"),
         ({"experts": {"activation": "gelu"}}, "`experts.activation` is not a known key"),
-        ({"routing": {"scoring": "relu"}}, "`routing.scoring` must be 'softmax' or 'sigmoid', got 'relu'"),
-        ({"model": {"num_expert": 8}}, "`model.num_expert` is not a known key; did you mean `num_experts`?"),
-        ({"hardware": {"put_us": 30.0}}, "`hardware` is not a known key; use model, topology, .* exchange$"),
-        ({"model": {"num_experts_per_tok": 17}}, "`model.num_experts_per_tok` must be .* = 16, got 17"),
-        ({"model": {"hidden_size": 60}}, "`model.hidden_size` must be a multiple of 8, so that a bfloat16"),
-        ({"routing": {"num_expert_groups": 3}}, "`routing.num_expert_groups` must be a divisor .* = 16"),
-        ({"routing": {"num_expert_groups": 8}}, "`routing.top_groups` must be from 2 to 8, .* got 1"),
+        (
+            {"routing": {"scoring": "relu"}},
+            "`routing.scoring` must be 'softmax' or 'sigmoid', got 'relu'",
+        ),
+        (
+            {"model": {"num_expert": 8}},
+            "`model.num_expert` is not a known key; did you mean `num_experts`?",
+        ),
+        (
+            {"hardware": {"put_us": 30.0}},
+            "`hardware` is not a known key; use model, topology, .* exchange$",
+        ),
+        (
+            {"model": {"num_experts_per_tok": 17}},
+            "`model.num_experts_per_tok` must be .* = 16, got 17",
+        ),
+        (
+            {"model": {"hidden_size": 60}},
+            "`model.hidden_size` must be a multiple of 8, so that a bfloat16",
+        ),
+        (
+            {"routing": {"num_expert_groups": 3}},
+            "`routing.num_expert_groups` must be a divisor .* = 16",
+        ),
+        (
+            {"routing": {"num_expert_groups": 8}},
+            "`routing.top_groups` must be from 2 to 8, .* got 1",
+        ),
         ({"routing": {"top_groups": 2}}, "`routing.top_groups` must be from 1 to 1"),
-        ({"topology": {"ranks_per_node": 3}}, "`topology.ranks_per_node` must be a divisor of .* = 4, got 3"),
-        ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be at most 64 on one node, got 65"),
-        ({"topology": {"ep_size": 32, "ranks_per_node": 2}}, "`topology.ranks_per_node` .* every node owns an expert"),
-        ({"capacity": {"max_rows_per_node": 1025}}, "`capacity.max_rows_per_node` must be at most M = 1024 rows"),
-        ({"placement": {"strategy": "explicit"}}, "`placement.assignment` must be given .* 'explicit'.* none"),
-        ({"placement": {"assignment": [0] * 16}}, "`placement.assignment` must be given .* got 'linear' with one"),
-        ({"placement": {"strategy": "explicit", "assignment": [0]}}, "`placement.assignment` must be 16 .* 1"),
+        (
+            {"topology": {"ranks_per_node": 3}},
+            "`topology.ranks_per_node` must be a divisor of .* = 4, got 3",
+        ),
+        (
+            {"topology": {"ep_size": 65}},
+            "`topology.ep_size` must be at most 64 on one node, got 65",
+        ),
+        (
+            {"topology": {"ep_size": 32, "ranks_per_node": 2}},
+            "`topology.ranks_per_node` .* every node owns an expert",
+        ),
+        (
+            {"capacity": {"max_rows_per_node": 1025}},
+            "`capacity.max_rows_per_node` must be at most M = 1024 rows",
+        ),
+        (
+            {"placement": {"strategy": "explicit"}},
+            "`placement.assignment` must be given .* 'explicit'.* none",
+        ),
+        (
+            {"placement": {"assignment": [0] * 16}},
+            "`placement.assignment` must be given .* got 'linear' with one",
+        ),
+        (
+            {"placement": {"strategy": "explicit", "assignment": [0]}},
+            "`placement.assignment` must be 16 .* 1",
+        ),
         (
             {"placement": {"strategy": "explicit", "assignment": [0] * 15 + [4]}},
             r"`placement.assignment\[15\]` must be a rank from 0 to 3, got 4",
@@ -117,11 +178,19 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         (
             {"model": {"num_experts": 4096, "num_experts_per_tok": 4096}}
             | {"capacity": {"max_num_tokens_per_rank": 2**20}},
-            "`capacity.max_num_tokens_per_rank` must be at most 131039, as R·M·K rows are numbered in int32",
+            (
+                "`capacity.max_num_tokens_per_rank` must be at most 131039, as R·M·K rows are "
+                "numbered "
+                "in int32"
+            ),
         ),
         (
             {"capacity": {"alignment": 128, "max_expert_rows": 2**31 - 1}},
-            "`capacity.max_expert_rows` must be at most 2147483520, the largest .* alignment 128, got 2147483647",
+            (
+                "`capacity.max_expert_rows` must be at most 2147483520, the largest .* alignment "
+                "128, "
+                "got 2147483647"
+            ),
         ),
     ],
 )
@@ -146,7 +215,13 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("EPMOE_ROUTING__RENORMALIZE", "true")
     monkeypatch.setenv("EPMOE_PLACEMENT__STRATEGY", "explicit")
     monkeypatch.setenv("EPMOE_PLACEMENT__ASSIGNMENT", str([0, 1] * 8))
-    for variable in ("EPMOE_CACHE", "EPMOE_CACHE_DIR", "EPMOE_LIBRARY", "EPMOE_MODEL", "EPMOE_HOME"):
+    for variable in (
+        "EPMOE_CACHE",
+        "EPMOE_CACHE_DIR",
+        "EPMOE_LIBRARY",
+        "EPMOE_MODEL",
+        "EPMOE_HOME",
+    ):
         monkeypatch.setenv(variable, "no override")
     config = EPConfig.load(path)
     assert (config.topology.ep_size, config.routing.renormalize) == (2, True)
@@ -158,11 +233,27 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
     [
         ("EPMOE_TOPOLOGY__SIZE", "2", "EPMOE_TOPOLOGY__SIZE: `topology` has no key `size`"),
         ("EPMOE_TOPOLGY__EP_SIZE", "2", "EPMOE_TOPOLGY__EP_SIZE: no section `topolgy`"),
-        ("EPMOE_TOPOLOGY__EP_SIZE", "yes", "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE"),
+        (
+            "EPMOE_TOPOLOGY__EP_SIZE",
+            "yes",
+            "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE",
+        ),
         ("EPMOE_TOPOLOGY__EP_SIZE", "[", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: "),
-        ("EPMOE_TOPOLOGY__EP_SIZE", "*four", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: .* undefined alias"),
-        ("EPMOE_TOPOLOGY_EP_SIZE", "2", "EPMOE_TOPOLOGY_EP_SIZE: .* did you mean EPMOE_TOPOLOGY__EP_SIZE, with two"),
-        ("EPMOE_EXCHANGE_TIMEOUTS", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
+        (
+            "EPMOE_TOPOLOGY__EP_SIZE",
+            "*four",
+            "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: .* undefined alias",
+        ),
+        (
+            "EPMOE_TOPOLOGY_EP_SIZE",
+            "2",
+            "EPMOE_TOPOLOGY_EP_SIZE: .* did you mean EPMOE_TOPOLOGY__EP_SIZE, with two",
+        ),
+        (
+            "EPMOE_EXCHANGE_TIMEOUTS",
+            "2",
+            "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores",
+        ),
         ("EPMOE_TIMEOUT_S", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
     ],
 )
@@ -183,7 +274,10 @@ def test_a_ready_configuration_is_found_by_its_name(tmp_path, monkeypatch):
     write(tmp_path, YAML, "cpu_demo.yaml")
     assert (find_config("cpu_demo"), find_config("cpu_demo.yaml")) == (ready, Path("cpu_demo.yaml"))
     for load in (find_config, EPConfig.load, epmoe.ExpertParallel):
-        with pytest.raises(ConfigError, match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_d"):
+        with pytest.raises(
+            ConfigError,
+            match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_d",
+        ):
             load("cpu_dem")
     monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "1")
     with epmoe.ExpertParallel("cpu_demo") as ep:
@@ -191,7 +285,9 @@ def test_a_ready_configuration_is_found_by_its_name(tmp_path, monkeypatch):
 
 
 def test_ready_configs_are_those_of_the_package_if_it_has_some(tmp_path, monkeypatch):
-    """In a wheel they lie inside the package; a folder `configs` next to an installed package is somebody else's."""
+    """In a wheel they lie inside the package; a folder `configs` next to an installed package is
+    somebody else's.
+    """
     monkeypatch.setattr(config_file, "_PACKAGE", tmp_path / "epmoe")
     (tmp_path / "configs").mkdir()
     write(tmp_path / "configs", YAML, "beside.yaml")
@@ -212,13 +308,20 @@ def test_the_schema_documents_every_key():
 
 
 @NO_CLOCK
-@given(experts=st.integers(1, 64), top_k=st.integers(1, 64), groups=st.integers(1, 16), top_groups=st.integers(1, 16))
+@given(
+    experts=st.integers(1, 64),
+    top_k=st.integers(1, 64),
+    groups=st.integers(1, 16),
+    top_groups=st.integers(1, 16),
+)
 def test_config_is_accepted_exactly_if_routing_is_possible(experts, top_k, groups, top_groups):
     sections = {
         "model": {"num_experts": experts, "num_experts_per_tok": top_k},
         "routing": {"num_expert_groups": groups, "top_groups": top_groups},
     }
-    possible = experts % groups == 0 and top_groups <= groups and top_k <= top_groups * (experts // groups)
+    possible = (
+        experts % groups == 0 and top_groups <= groups and top_k <= top_groups * (experts // groups)
+    )
     if possible:
         make(**sections)
     else:
@@ -250,7 +353,12 @@ def test_a_ready_configuration_loads(name):
     """It gives each rank the same number of experts, and has its model's shape."""
     config = EPConfig.load(CONFIGS / f"{name}.yaml")
     model = config.model
-    shape = (config.topology.ep_size, model.num_experts, model.num_experts_per_tok, model.hidden_size)
+    shape = (
+        config.topology.ep_size,
+        model.num_experts,
+        model.num_experts_per_tok,
+        model.hidden_size,
+    )
     assert shape == SHAPES[name]
     placement = config.place_experts()
     assert {placement.num_local_experts(rank) for rank in range(shape[0])} == {shape[1] // shape[0]}
@@ -258,5 +366,9 @@ def test_a_ready_configuration_loads(name):
 
 def test_deepseek_routing():
     routing = EPConfig.load(CONFIGS / "h200x8_deepseek_v3.yaml").routing
-    assert (routing.scoring, routing.renormalize, routing.routed_scaling_factor) == ("sigmoid", True, 2.5)
+    assert (routing.scoring, routing.renormalize, routing.routed_scaling_factor) == (
+        "sigmoid",
+        True,
+        2.5,
+    )
     assert (routing.num_expert_groups, routing.top_groups) == (8, 4)

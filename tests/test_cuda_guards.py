@@ -1,8 +1,9 @@
 """The guards on a GPU.
 
-A build without one guard fails that guard's own tests. compute-sanitizer reports the illegal access that crashed
-servers only in a build without both guards: that of the sort and that of finalize. Under graph replay the whole chain
-of that incident runs, with all of its four guards out, and with each one of them back.
+A build without one guard fails that guard's own tests. compute-sanitizer reports the illegal access
+that crashed servers only in a build without both guards: that of the sort and that of finalize.
+Under graph replay the whole chain of that incident runs, with all of its four guards out, and with
+each one of them back.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ FAILING = {
     "EPMOE_MUTATE_SORT_GUARD": "permute.py::test_ids_out_of_range_are_skipped",
     "EPMOE_MUTATE_FINALIZE_GUARD": "finalize.py::test_row_indices_out_of_range_are_skipped",
 }
-# The ids that crashed servers. All of them are valid. Without its guard the sort leaves the map entries of duplicates
-# unwritten.
+# The ids that crashed servers. All of them are valid. Without its guard the sort leaves the map
+# entries of duplicates unwritten.
 DUPLICATES = """
 import torch, epmoe
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -38,8 +39,9 @@ for T in (200, 288):
     torch.cuda.synchronize()
 print("done")
 """
-# The incident: a replay pads the batch with stale rows, whose logits are NaN. A top-k that compares with NaN chooses
-# expert 0 K times. `GUARDS` holds what is in: the guards of the sort and of finalize are a matter of the library.
+# The incident: a replay pads the batch with stale rows, whose logits are NaN. A top-k that compares
+# with NaN chooses expert 0 K times. `GUARDS` holds what is in: the guards of the sort and of
+# finalize are a matter of the library.
 INCIDENT = """
 import torch, epmoe
 torch.use_deterministic_algorithms(True, warn_only=True)  # what uninitialised memory holds: the largest integer
@@ -90,14 +92,18 @@ def test_a_build_without_one_guard_fails(guard):
     test = f"tests/test_{FAILING[guard]}"
     options = ["-q", "-rA", "--tb=no", "-p", "no:cacheprovider", "-k", "cuda"]
     run = run_python("-m", "pytest", *options, test, EPMOE_LIBRARY=build_without(guard))
-    assert run.returncode == pytest.ExitCode.TESTS_FAILED and f"FAILED {test}" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED and f"FAILED {test}" in run.stdout, (
+        run.stdout + run.stderr
+    )
 
 
 @SANITIZER
 @pytest.mark.parametrize("tool", sanitizer.PARTS["local stages"][2])
 def test_sanitizer_reports_no_error_in_the_local_pipeline(tool):
     (run,) = sanitize(tool, sanitizer.LOCAL)
-    assert run.returncode == 0 and sanitizer.errors_of(run) == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert run.returncode == 0 and sanitizer.errors_of(run) == 0, (
+        run.stdout[-4000:] + run.stderr[-2000:]
+    )
 
 
 @SANITIZER
@@ -118,7 +124,9 @@ def test_illegal_access_only_without_both_guards(guards, illegal):
 @SANITIZER
 @pytest.mark.parametrize("back", [None, *GUARDS])
 def test_the_incident_under_graph_replay(back):
-    """With all four guards out the replay reads out of bounds, as it did in servers; with any one back it does not."""
+    """With all four guards out the replay reads out of bounds, as it did in servers; with any one
+    back it does not.
+    """
     out = {"full map": "EPMOE_MUTATE_SORT_GUARD", "finalize's check": "EPMOE_MUTATE_FINALIZE_GUARD"}
     library = build_without(*(symbol for guard, symbol in out.items() if guard != back))
     (run,) = sanitize("memcheck", INCIDENT.format(guards=[back]), library=library, caching=True)

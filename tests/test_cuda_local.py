@@ -34,7 +34,9 @@ def assert_same_permutation(x: Tensor, ids: Tensor, expert_map: Tensor, e: int, 
         counters = torch.zeros(8, dtype=torch.int64, device=device)
         moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
         with poisoned_memory():
-            got = epmoe.permute(x.to(device), ids.to(device), expert_map.to(device), e, counters=counters, **moved)
+            got = epmoe.permute(
+                x.to(device), ids.to(device), expert_map.to(device), e, counters=counters, **moved
+            )
         results.append((got, counters.cpu()))
     (want, counted), (got, counted_cuda) = results
     assert torch.equal(got.expert_offsets.cpu(), want.expert_offsets)
@@ -50,8 +52,11 @@ def assert_same_permutation(x: Tensor, ids: Tensor, expert_map: Tensor, e: int, 
 def test_route_agrees_with_the_cpu_for_every_number_of_experts(dtype, scoring):
     for E in range(1, 514):
         K = min(E, 1 + E % 32)
-        logits = torch.cat([randn(16, E, dtype=dtype, seed=E) * 3, random_bits(48, E, dtype=dtype, seed=E)])
-        want, got = epmoe.route(logits, K, scoring=scoring), epmoe.route(logits.cuda(), K, scoring=scoring)
+        logits = torch.cat(
+            [randn(16, E, dtype=dtype, seed=E) * 3, random_bits(48, E, dtype=dtype, seed=E)]
+        )
+        want = epmoe.route(logits, K, scoring=scoring)
+        got = epmoe.route(logits.cuda(), K, scoring=scoring)
         assert torch.equal(got.ids.cpu(), want.ids), (E, K)
         torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=2e-6, atol=1e-37)
 
@@ -62,15 +67,20 @@ def test_route_agrees_with_the_cpu_for_every_top_k(E):
         for dtype in FLOATS:
             logits = random_bits(40, E, dtype=dtype, seed=K)
             logits[:8] = randn(8, E, dtype=dtype, seed=K)
-            assert torch.equal(epmoe.route(logits.cuda(), K).ids.cpu(), epmoe.route(logits, K).ids), (K, dtype)
+            assert torch.equal(
+                epmoe.route(logits.cuda(), K).ids.cpu(), epmoe.route(logits, K).ids
+            ), (K, dtype)
 
 
 @pytest.mark.parametrize(
     ("E", "groups", "top_groups"), [(256, 8, 4), (256, 1, 1), (160, 8, 3), (96, 32, 5), (72, 9, 2)]
 )
 def test_biased_sigmoid_equals_the_cpu_bitwise(E, groups, top_groups):
-    """CPU and CUDA compute a sigmoid with the same operations. The keys are bitwise equal, and so are the ids."""
-    logits, bias = randn(4000, E) * 4, randn(E, seed=1) * 0.1
+    """CPU and CUDA compute a sigmoid with the same operations. The keys are bitwise equal, and so
+    are the ids.
+    """
+    logits = randn(4000, E) * 4
+    bias = randn(E, seed=1) * 0.1
     options = {"scoring": "sigmoid", "num_expert_groups": groups, "top_groups": top_groups}
     want = epmoe.route(logits, 8, bias=bias, **options)
     got = epmoe.route(logits.cuda(), 8, bias=bias.cuda(), **options)
@@ -79,7 +89,8 @@ def test_biased_sigmoid_equals_the_cpu_bitwise(E, groups, top_groups):
 
 def test_sigmoid_equals_the_cpu_bitwise():
     logits = random_bits(1 << 22, 1, dtype=torch.float32)
-    want, got = epmoe.route(logits, 1, scoring="sigmoid"), epmoe.route(logits.cuda(), 1, scoring="sigmoid")
+    want = epmoe.route(logits, 1, scoring="sigmoid")
+    got = epmoe.route(logits.cuda(), 1, scoring="sigmoid")
     assert torch.equal(got.weights.cpu().view(torch.int32), want.weights.view(torch.int32))
 
 
@@ -94,18 +105,33 @@ def test_permute_agrees_with_the_cpu(int64, alignment):
     for S in (0, 1, 2, 31, 256, 257, 300, 1024, 5000):
         for P, e, K in [(8, 8, 2), (256, 32, 8), (60, 7, 5), (3000, 2000, 3)]:
             expert_map = torch.full((P,), -1, dtype=torch.int32)
-            expert_map[torch.randperm(P, generator=generator(S))[:e]] = torch.arange(e, dtype=torch.int32)
-            ids = torch.randint(-2, P + 2, (S, K), generator=generator(S), dtype=torch.int64 if int64 else torch.int32)
+            expert_map[torch.randperm(P, generator=generator(S))[:e]] = torch.arange(
+                e, dtype=torch.int32
+            )
+            ids = torch.randint(
+                -2,
+                P + 2,
+                (S, K),
+                generator=generator(S),
+                dtype=torch.int64 if int64 else torch.int32,
+            )
             assert_same_permutation(randn(S, 24, seed=S), ids, expert_map, e, alignment=alignment)
-            assert_same_permutation(randn(S, 24, seed=S), ids, expert_map, e, alignment=alignment, max_rows=S * K // e)
+            assert_same_permutation(
+                randn(S, 24, seed=S), ids, expert_map, e, alignment=alignment, max_rows=S * K // e
+            )
 
 
-@pytest.mark.parametrize("counts", [[0], [7], [0, 0, 0], [128, 0, 5], [90, 400, 128, 1], [-3, 1 << 30, 64, 64]])
+@pytest.mark.parametrize(
+    "counts", [[0], [7], [0, 0, 0], [128, 0, 5], [90, 400, 128, 1], [-3, 1 << 30, 64, 64]]
+)
 @pytest.mark.parametrize("M", [16, 128, 300])
 def test_permute_and_finalize_agree_with_the_cpu_on_slabs(M, counts):
-    R, K, P = len(counts), 6, 64
+    R = len(counts)
+    K = 6
+    P = 64
     counts_R = torch.tensor(counts, dtype=torch.int32)
-    x, ids = randn(R * M, 72, dtype=torch.bfloat16), distinct_ids(R * M, P, K)
+    x = randn(R * M, 72, dtype=torch.bfloat16)
+    ids = distinct_ids(R * M, P, K)
     for r, count in enumerate(counts):
         poison_(x[r * M + max(count, 0) : (r + 1) * M])
     expert_map = torch.arange(P, dtype=torch.int32).where(torch.arange(P) < 40, -1)
@@ -113,7 +139,9 @@ def test_permute_and_finalize_agree_with_the_cpu_on_slabs(M, counts):
     weights = randn(R * M, K, seed=2)
     partials = []
     for device in ("cpu", "cuda"):
-        permuted = epmoe.permute(x.to(device), ids.to(device), expert_map.to(device), 40, counts_R=counts_R.to(device))
+        permuted = epmoe.permute(
+            x.to(device), ids.to(device), expert_map.to(device), 40, counts_R=counts_R.to(device)
+        )
         with poisoned_memory():
             partials.append(epmoe.finalize(permuted.rows, permuted, weights.to(device)).cpu())
     assert torch.equal(partials[0].view(torch.int16), partials[1].view(torch.int16))
@@ -153,11 +181,20 @@ class Layer:
         routing = epmoe.route(self.logits, 8, num_tokens=self.num_tokens, renormalize=True)
         permuted = epmoe.permute(self.x, routing.ids, self.expert_map, 128)
         y = epmoe.finalize(permuted.rows, permuted, routing.weights)
-        return routing, permuted, y, epmoe.quantize_fp8(y, granularity="tensor", num_tokens=self.num_tokens)
+        return (
+            routing,
+            permuted,
+            y,
+            epmoe.quantize_fp8(y, granularity="tensor", num_tokens=self.num_tokens),
+        )
 
     def check(self, real: int, y: Tensor, quantized: epmoe.Quantized) -> None:
         assert_close(y[:real], self.x[:real].double())
-        assert y[real:].eq(0).all() and quantized.scales.isfinite().all() and quantized.q[real:].float().eq(0).all()
+        assert (
+            y[real:].eq(0).all()
+            and quantized.scales.isfinite().all()
+            and quantized.q[real:].float().eq(0).all()
+        )
 
 
 @pytest.mark.parametrize("T", [1, 128, 256, 257, 1024])
@@ -175,7 +212,8 @@ def test_graph_replays_with_stale_rows(T):
 
 
 def test_the_current_stream_is_used():
-    layer, stream = Layer(512), torch.cuda.Stream()
+    layer = Layer(512)
+    stream = torch.cuda.Stream()
     layer.fill(0, 0)
     torch.cuda.synchronize()
     fresh = Layer(512)
@@ -192,7 +230,9 @@ def test_the_current_stream_is_used():
 
 def test_more_than_2_to_the_31_elements():
     """E = 256 and 300 000 rows of 7168 elements: offsets exceed 2³¹ elements and 2³² bytes."""
-    S, D, K = 37_500, 7168, 8
+    S = 37_500
+    D = 7168
+    K = 8
     x = torch.randint(-100, 100, (S, D), dtype=torch.int8, device="cuda").bfloat16()
     ids = torch.rand(S, 256, device="cuda").argsort(1)[:, :K].int()
     permuted = epmoe.permute(x, ids, torch.arange(256, dtype=torch.int32, device="cuda"), 256)
@@ -201,14 +241,19 @@ def test_more_than_2_to_the_31_elements():
     where = torch.empty_like(order).scatter_(0, order, torch.arange(S * K, device="cuda"))
     assert torch.equal(permuted.row_of_pair.flatten().long(), where)
     for begin in range(0, S * K, 50_000):
-        assert torch.equal(permuted.rows[begin : begin + 50_000], x[order[begin : begin + 50_000] // K])
+        assert torch.equal(
+            permuted.rows[begin : begin + 50_000], x[order[begin : begin + 50_000] // K]
+        )
     weights = torch.full((S, K), 0.125, device="cuda")
     assert torch.equal(epmoe.finalize(permuted.rows, permuted, weights), x)
 
 
 @pytest.mark.parametrize("K", [1, 7, 8, 9, 33, 40])
 def test_finalize_of_any_top_k(K):
-    rows, weights = randn(50, 264, dtype=torch.bfloat16).cuda(), randn(30, K, seed=1).cuda()
+    rows = randn(50, 264, dtype=torch.bfloat16).cuda()
+    weights = randn(30, K, seed=1).cuda()
     row_of_pair = torch.randint(-20, 50, (30, K), dtype=torch.int32, generator=generator(K)).cuda()
     permuted = epmoe.Permuted(rows, row_of_pair, row_of_pair, row_of_pair, None)
-    assert_close(epmoe.finalize(rows, permuted, weights), finalize_reference(rows, permuted, weights))
+    assert_close(
+        epmoe.finalize(rows, permuted, weights), finalize_reference(rows, permuted, weights)
+    )

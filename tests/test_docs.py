@@ -1,4 +1,5 @@
-"""The documents name what exists: links, files, tests and make targets; and their blocks of code run.
+"""The documents name what exists: links, files, tests and make targets; and their blocks of code
+run.
 
 Pages and their navigation: `make docs`.
 """
@@ -44,14 +45,21 @@ def prose_of(path: Path) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files_that_are_named_exist(name: str) -> None:
-    """`tests/test_X.py` and the like, with a letter or a name in place of the file's, are patterns and not files."""
+    """`tests/test_X.py` and the like, with a letter or a name in place of the file's, are patterns
+    and not files.
+    """
     for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(ROOT / name)):
-        assert link.startswith(("https://", "#")) or ((ROOT / name).parent / link.partition("#")[0]).exists(), link
+        assert (
+            link.startswith(("https://", "#"))
+            or ((ROOT / name).parent / link.partition("#")[0]).exists()
+        ), link
     for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)", prose_of(ROOT / name)):
         if not re.search(r"/(?:test_)?X\b", path) and not path.endswith("test_"):
             assert (ROOT / path).exists(), path
     if name != "CHANGELOG.md":
-        for path in re.findall(r"`([\w./-]+\.(?:py|cpp|h|cuh?|ya?ml|toml|txt|sh))`", prose_of(ROOT / name)):
+        for path in re.findall(
+            r"`([\w./-]+\.(?:py|cpp|h|cuh?|ya?ml|toml|txt|sh))`", prose_of(ROOT / name)
+        ):
             known = path in OTHERS or re.search(r"/(?:test_)?X\b", path)
             assert known or any(f"/{file}".endswith(f"/{path}") for file in tracked()), path
 
@@ -65,10 +73,14 @@ def test_the_functions_of_a_round_are_where_the_page_says() -> None:
             assert re.search(rf"\b{name}\b", text_of(ROOT / path)), f"{name} ({path})"
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/design.md", "docs/kernels.md", "docs/protocol.md"])
+@pytest.mark.parametrize(
+    "name", ["CONTRIBUTING.md", "docs/design.md", "docs/kernels.md", "docs/protocol.md"]
+)
 def test_names_of_the_code_exist(name: str) -> None:
     """Words in backticks that can only be names of the code: with an underscore or a capital."""
-    sources = [ROOT / path for path in tracked() if path.endswith((".py", ".h", ".cuh", ".cu", ".cpp"))]
+    sources = [
+        ROOT / path for path in tracked() if path.endswith((".py", ".h", ".cuh", ".cu", ".cpp"))
+    ]
     known = set(re.findall(r"\w+", " ".join([*tracked(), *map(text_of, sources)])))
     codes = [code for code in re.findall(r"`([^`\n]+)`", prose_of(ROOT / name)) if "/" not in code]
     names = {word for code in codes for word in re.findall(r"\b\w*[_A-Z]\w*", code)}
@@ -85,7 +97,11 @@ def known_tests() -> set[str]:
 def test_tests_and_targets_that_are_named_exist(name: str) -> None:
     text = text_of(ROOT / name)
     for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
-        functions = {node.name for node in ast.parse(text_of(ROOT / path)).body if isinstance(node, ast.FunctionDef)}
+        functions = {
+            node.name
+            for node in ast.parse(text_of(ROOT / path)).body
+            if isinstance(node, ast.FunctionDef)
+        }
         assert test in functions, f"{path}::{test}"
     assert set(re.findall(r"`(test_\w+)`", text)) <= known_tests()
     targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
@@ -100,15 +116,18 @@ def test_the_public_names_are_in_the_reference() -> None:
     assert set(epmoe.__all__) - {"__version__"} <= documented
 
 
-BLOCK = re.compile(r"(?:<!-- (?P<note>(?:(?!-->).)*?) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```", re.DOTALL)
+BLOCK = re.compile(
+    r"(?:<!-- (?P<note>(?:(?!-->).)*?) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
 class Block:
     """A block of code of a page. The comment in front of it, if any, is its note:
 
-    `not run: WHY`; `run by PATH::TEST`; `run: slow`; `run: long`; `setup: PYTHON`, which runs before it, or
-    `slow setup: PYTHON`. Without a note the block runs as it stands.
+    `not run: WHY`; `run by PATH::TEST`; `run: slow`; `run: long`; `setup: PYTHON`, which runs
+    before it, or `slow setup: PYTHON`. Without a note the block runs as it stands.
     """
 
     page: Path
@@ -134,7 +153,13 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     text = text_of(page)
     return [
-        Block(page, text.count("\n", 0, found.start("code")) + 1, found["language"], found["note"] or "", found["code"])
+        Block(
+            page,
+            text.count("\n", 0, found.start("code")) + 1,
+            found["language"],
+            found["note"] or "",
+            found["code"],
+        )
         for found in BLOCK.finditer(text)
     ]
 
@@ -154,7 +179,9 @@ def parameters(language: str) -> list[object]:
 def test_blocks_that_do_not_run_say_why() -> None:
     for block in BLOCKS:
         known = r"not run: \w.*|run by tests/\S+::\w+|run: (slow|long)|(slow )?setup:.*|"
-        assert re.fullmatch(known, block.note, re.DOTALL), f"{block.page.name}:{block.line}: {block.note}"
+        assert re.fullmatch(known, block.note, re.DOTALL), (
+            f"{block.page.name}:{block.line}: {block.note}"
+        )
         if block.note.startswith("run by "):
             path, test = block.note.removeprefix("run by ").split("::")
             assert f"def {test}(" in text_of(ROOT / path)
@@ -169,14 +196,26 @@ def example_names() -> Iterator[dict[str, object]]:
     model = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "float32"}
     config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
     experts = epmoe.GroupedExperts(torch.randn(8, 64, 128), torch.randn(8, 128, 32))
-    x, ids, weights = torch.randn(4, 128), torch.arange(8).view(4, 2), torch.full((4, 2), 0.5)
+    x = torch.randn(4, 128)
+    ids = torch.arange(8).view(4, 2)
+    weights = torch.full((4, 2), 0.5)
     with ExitStack() as stack, torch.inference_mode():
         ep = stack.enter_context(epmoe.ExpertParallel(config))
         layer = epmoe.MoELayer(ep, torch.randn(8, 128), experts)
         yield {
-            "torch": torch, "epmoe": epmoe, "config": config, "ep": ep, "layer": layer, "model": layer,
-            "experts": experts, "x": x, "ids": ids, "weights": weights, "layer_index": 3, "stack": stack,
-        }  # fmt: skip
+            "torch": torch,
+            "epmoe": epmoe,
+            "config": config,
+            "ep": ep,
+            "layer": layer,
+            "model": layer,
+            "experts": experts,
+            "x": x,
+            "ids": ids,
+            "weights": weights,
+            "layer_index": 3,
+            "stack": stack,
+        }
 
 
 @pytest.mark.parametrize("block", parameters("python"))
@@ -192,7 +231,9 @@ def test_a_block_of_bash_runs(block: Block) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from epmoe import EPConfig, MemoryPlan
 
     def mib(**values: object) -> float:
@@ -202,9 +243,15 @@ def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(monkeypatch: py
             plan = MemoryPlan.build(EPConfig.load(ROOT / "configs" / "h200x8_deepseek_v3.yaml"))
         return round(plan.total_bytes / 2**20, 1)
 
-    page, tokens = text_of(DOCS / "choosing.md"), "CAPACITY__MAX_NUM_TOKENS_PER_RANK"
-    header, row = (re.findall(rf"^\| {name} \|([\d.| ]+)\|$", page, re.MULTILINE)[0] for name in ("M", "MiB a rank"))
-    assert [mib(**{tokens: M.strip()}) for M in header.split("|")] == [float(figure) for figure in row.split("|")]
+    page = text_of(DOCS / "choosing.md")
+    tokens = "CAPACITY__MAX_NUM_TOKENS_PER_RANK"
+    header, row = (
+        re.findall(rf"^\| {name} \|([\d.| ]+)\|$", page, re.MULTILINE)[0]
+        for name in ("M", "MiB a rank")
+    )
+    assert [mib(**{tokens: M.strip()}) for M in header.split("|")] == [
+        float(figure) for figure in row.split("|")
+    ]
     for rows, figure in re.findall(r"^\| (\d+,\d+) \| .* \| ([\d.]+) \|$", page, re.MULTILINE):
         assert mib(CAPACITY__MAX_EXPERT_ROWS=rows.replace(",", "")) == float(figure)
     for M in (1024, 128):
@@ -213,4 +260,6 @@ def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(monkeypatch: py
         assert expected == [float(figure) for figure in row.split("|")]
     fp8 = {"EXCHANGE__PAYLOAD": "fp8"}
     for name, figure in re.findall(r"^\| (fp8 \w+(?: ways)?) \| ([\d.]+) \|$", page, re.MULTILINE):
-        assert mib(**fp8, **({"EXCHANGE__COMBINE_PAYLOAD": "fp8"} if name == "fp8 both ways" else {})) == float(figure)
+        assert mib(
+            **fp8, **({"EXCHANGE__COMBINE_PAYLOAD": "fp8"} if name == "fp8 both ways" else {})
+        ) == float(figure)

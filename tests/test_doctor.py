@@ -32,7 +32,10 @@ def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     result = epmoe("doctor", DEMO)
     assert result.exit_code == 1
-    assert f"{human_bytes(2 * some)} planned for 4 ranks; {human_bytes(some)} available" in result.output
+    assert (
+        f"{human_bytes(2 * some)} planned for 4 ranks; {human_bytes(some)} available"
+        in result.output
+    )
     assert "lower `capacity.max_num_tokens_per_rank`" in result.output
     assert "4 ranks on 2 cores: works, but they take turns" in result.output
 
@@ -43,7 +46,10 @@ def test_doctor_fails_where_there_are_no_windows(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(os, "memfd_create", refused)
     [finding] = [one for one in doctor_module.diagnose(None) if one.subject == "CPU windows"]
-    assert (finding.level, finding.detail) == ("fail", "memfd_create fails: Operation not permitted")
+    assert (finding.level, finding.detail) == (
+        "fail",
+        "memfd_create fails: Operation not permitted",
+    )
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
@@ -53,7 +59,9 @@ def test_doctor_counts_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert result.exit_code == 1
     (line,) = [line for line in result.output.splitlines() if "GPUs" in line]
     assert line.startswith("fail")
-    assert f"torch sees {gpus}, and `exchange.transport` nvlink wants one for each of 2 ranks" in line
+    assert (
+        f"torch sees {gpus}, and `exchange.transport` nvlink wants one for each of 2 ranks" in line
+    )
 
 
 def test_doctor_asks_for_no_compiler_where_the_library_is_prebuilt(

@@ -1,7 +1,8 @@
-"""Programmatic dependent launch: a kernel may start early only where its code waits for its predecessor.
+"""Programmatic dependent launch: a kernel may start early only where its code waits for its
+predecessor.
 
-Code for sm_80 does not wait. A GPU of sm_90 runs it too, compiled from its PTX, and must not start it early. Here the
-predecessor lets its successor start at once and writes x late.
+Code for sm_80 does not wait. A GPU of sm_90 runs it too, compiled from its PTX, and must not start
+it early. Here the predecessor lets its successor start at once and writes x late.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ pytestmark = [
     pytest.mark.gpu,
     NO_CUDA,
     pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU of sm_90"
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+        reason="needs a GPU of sm_90",
     ),
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
 ]
@@ -58,7 +60,8 @@ extern "C" int run_copy(const int* from, int* to, int n, void* stream) {
 }
 """
 DECISION = "compiled.ptxVersion / 10"
-N, MILLISECONDS = 4096, 20
+N = 4096
+MILLISECONDS = 20
 # As `copied_late`, for a stage of the library: the rows of x [8, D] as int32.
 PERMUTE = f"""
 import torch, epmoe
@@ -76,10 +79,20 @@ print("done")
 
 
 def copied_late(folder: Path, sources: Path, codes: list[str]) -> bool:
-    """Whether a kernel that is launched as those of the library copies what its predecessor has written late."""
+    """Whether a kernel that is launched as those of the library copies what its predecessor has
+    written late.
+    """
     (folder / "copy.cu").write_text(COPY)
     library = folder / "copy.so"
-    command = ["nvcc", *CUDA_FLAGS, *codes, "-Xcompiler=-fPIC", "-shared", "-cudart=static", f"-I{sources}"]
+    command = [
+        "nvcc",
+        *CUDA_FLAGS,
+        *codes,
+        "-Xcompiler=-fPIC",
+        "-shared",
+        "-cudart=static",
+        f"-I{sources}",
+    ]
     subprocess.run([*command, "-o", library, folder / "copy.cu"], check=True)
     run_copy = ctypes.CDLL(str(library)).run_copy
     run_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
@@ -108,7 +121,9 @@ def test_a_kernel_waits_for_its_predecessor(tmp_path, number):
 
 
 def test_the_compiled_architecture_decides(tmp_path):
-    """With a decision by the GPU instead, the same kernel does not wait, and this test would see it."""
+    """With a decision by the GPU instead, the same kernel does not wait, and this test would see
+    it.
+    """
     sources = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     header = sources / "cuda" / "device" / "launch.cuh"
     assert header.read_text().count(DECISION) == 1

@@ -16,11 +16,20 @@ SLOW = {"recover_after_a_kill"}  # 9 s
 
 
 def test_none_is_forgotten():
-    elsewhere = {"generate", "rl", "train", "serve", "serve_front", "serve_rank"}  # test_generate.py and others
+    elsewhere = {
+        "generate",
+        "rl",
+        "train",
+        "serve",
+        "serve_front",
+        "serve_rank",
+    }  # test_generate.py and others
     assert EXAMPLES.keys() | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXAMPLES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXAMPLES]
+)
 def test_prints_what_it_says(name):
     ranks, lines = EXAMPLES[name]
     program = f"examples/{name}.py"

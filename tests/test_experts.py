@@ -1,4 +1,6 @@
-"""SwiGLU experts: grouped_mm and the plain loop agree with fp64 and never read past the last segment."""
+"""SwiGLU experts: grouped_mm and the plain loop agree with fp64 and never read past the last
+segment.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from epmoe.local.reference import swiglu_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-SHAPES = [(3, 64, 32, True), (5, 1000, 24, True), (2, 10, 6, False)]  # e, D, F, whether grouped_mm takes the shape
+SHAPES = [
+    (3, 64, 32, True),
+    (5, 1000, 24, True),
+    (2, 10, 6, False),
+]  # e, D, F, whether grouped_mm takes the shape
 
 
 def _experts(e: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -> GroupedExperts:
@@ -24,19 +30,25 @@ def _experts(e: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -
 
 def _want(experts: GroupedExperts, rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
     expert = swiglu_reference(experts.w_gate_up, experts.w_down)
-    return torch.cat([expert(rows[a:b], i) for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False))])
+    return torch.cat(
+        [expert(rows[a:b], i) for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False))]
+    )
 
 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
 @pytest.mark.parametrize(("e", "D", "F", "grouped"), SHAPES)
 def test_agrees_with_fp64(device, dtype, cast, e, D, F, grouped):
-    """Whether grouped_mm takes the weights depends on their dtype: it is tried again after a cast."""
+    """Whether grouped_mm takes the weights depends on their dtype: it is tried again
+    after a cast.
+    """
     experts = _experts(e, D, F, torch.float32 if cast else dtype, device).to(dtype)
     assert experts.w_gate_up.dtype == experts.w_down.dtype == experts.dtype == dtype
     if device.type == "cpu":
         assert (experts.gemm == "torch") is (grouped and dtype in FLOATS)
-    ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[: e + 1]  # one expert is idle
+    ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[
+        : e + 1
+    ]  # one expert is idle
     rows = poison_(torch.empty(24, D, dtype=dtype, device=device))
     used = int(ends[-1])
     rows[:used] = randn(used, D, dtype=dtype).to(device)
@@ -48,9 +60,13 @@ def test_agrees_with_fp64(device, dtype, cast, e, D, F, grouped):
 
 def test_no_rows_and_no_experts(device):
     experts = _experts(2, 16, 8, torch.float32, device)
-    assert experts(torch.empty(0, 16, device=device), torch.zeros(3, dtype=torch.int32, device=device)).shape == (0, 16)
+    assert experts(
+        torch.empty(0, 16, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    ).shape == (0, 16)
     idle = _experts(0, 16, 8, torch.float32, device)
-    assert idle(torch.empty(4, 16, device=device), torch.zeros(1, dtype=torch.int32, device=device)).shape == (4, 16)
+    assert idle(
+        torch.empty(4, 16, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    ).shape == (4, 16)
 
 
 @pytest.mark.parametrize("gemm", ["torch", "loop"])
@@ -65,13 +81,18 @@ def test_fp8_rows_are_dequantized_by_block(device, gemm):
 
 
 def test_weights_are_not_copied_and_frozen_ones_need_no_no_grad():
-    w_gate_up, w_down = torch.nn.Parameter(randn(2, 16, 16)), torch.nn.Parameter(randn(2, 16, 8))
+    w_gate_up = torch.nn.Parameter(randn(2, 16, 16))
+    w_down = torch.nn.Parameter(randn(2, 16, 8))
     experts = GroupedExperts(w_gate_up, w_down)
     assert experts.w_down.data_ptr() == w_down.data_ptr()
     assert all(p.requires_grad for p in experts.parameters()) and w_down.requires_grad
     with torch.enable_grad():
-        rows, offsets = randn(5, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
-        assert experts(rows, offsets).requires_grad and not experts.requires_grad_(False)(rows, offsets).requires_grad
+        rows = randn(5, 16)
+        offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+        assert (
+            experts(rows, offsets).requires_grad
+            and not experts.requires_grad_(False)(rows, offsets).requires_grad
+        )
 
 
 def test_weights_may_come_with_load_state_dict_assign():
@@ -88,7 +109,8 @@ def test_weights_may_come_with_load_state_dict_assign():
 
 def test_deepcopy_and_pickle():
     experts = _experts(3, 64, 32, torch.float32, torch.device("cpu"))
-    rows, ends = randn(20, 64), torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+    rows = randn(20, 64)
+    ends = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
     for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert other.w_down.data_ptr() != experts.w_down.data_ptr()
         assert torch.equal(other(rows, ends), experts(rows, ends))

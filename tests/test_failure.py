@@ -1,7 +1,8 @@
-"""Ranks that die, stall or leave: the others name them, at once or at the deadline, and nothing is left behind.
+"""Ranks that die, stall or leave: the others name them, at once or at the deadline, and nothing is
+left behind.
 
-The tests start their own processes, since torchrun would end the survivors. Rounds that go on after an exception:
-tests/distributed/test_mistakes.py.
+The tests start their own processes, since torchrun would end the survivors. Rounds that go on after
+an exception: tests/distributed/test_mistakes.py.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ ONE_TOKEN = torch.ones(1, 64), torch.zeros(1, 4, dtype=torch.int32), torch.full(
 
 
 class Named(NamedTuple):
-    """What a rank reports of the round that failed: the error, how long the round took, and when it ended, both without
-    the time in which this process has not run."""
+    """What a rank reports of the round that failed: the error, how long the round took, and when it
+    ended, both without the time in which this process has not run.
+    """
 
     stage: str
     missing: list[int]
@@ -46,7 +48,9 @@ def serve(host: Host, size: int = 3, nodes: int = 1, timeout_s: float = SHORT_S)
     host.spawn(*names)
     host.form(names)
     exchange = {"warmup_timeout_s": max(timeout_s, 30.0)}
-    config = make_config(size, experts=7, timeout_s=timeout_s, ranks_per_node=size // nodes, exchange=exchange)
+    config = make_config(
+        size, experts=7, timeout_s=timeout_s, ranks_per_node=size // nodes, exchange=exchange
+    )
     host.succeed(names, begin, config)
     host.succeed(names, play, 1)
     return names
@@ -59,7 +63,11 @@ def begin(state, config: epmoe.EPConfig) -> None:
 
 def open_files() -> set[str]:
     """Mapped windows and open files of this process; a peer's death may close others."""
-    held = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "epmoe-" in line}
+    held = {
+        line.split(maxsplit=5)[5]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "epmoe-" in line
+    }
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             held.add(os.readlink(descriptor))
@@ -67,7 +75,9 @@ def open_files() -> set[str]:
 
 
 def survive(state) -> Named:
-    """Plays rounds until one times out. Only close() ends the failure: until then every call raises at once."""
+    """Plays rounds until one times out. Only close() ends the failure: until then every call raises
+    at once.
+    """
     ep = state.ep
     while True:
         started = time.monotonic()
@@ -81,7 +91,14 @@ def survive(state) -> Named:
                 with within(AT_ONCE_S), pytest.raises(epmoe.EPTimeoutError):
                     call()
             assert ep.health().timeouts == 1
-            return Named(error.stage, error.missing_ranks, error.missing_global_ranks, str(error), at - started, at)
+            return Named(
+                error.stage,
+                error.missing_ranks,
+                error.missing_global_ranks,
+                str(error),
+                at - started,
+                at,
+            )
 
 
 def begin_a_round(state) -> None:
@@ -101,7 +118,9 @@ def assert_named(seen: list[Named], who: int, words: str = "") -> None:
         assert ("process has ended" in one.text) == (words == "process has ended")
 
 
-def kill(host: Host, dead: int, others: list[int], stages: tuple[str, ...] = ("dispatch", "combine")) -> None:
+def kill(
+    host: Host, dead: int, others: list[int], stages: tuple[str, ...] = ("dispatch", "combine")
+) -> None:
     """The others name the rank at once, and close."""
     host.signal(dead, signal.SIGKILL)
     killed = time.monotonic()
@@ -126,7 +145,8 @@ def test_a_killed_rank_is_named(host, stage, dead):
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
 def test_a_rank_killed_at_any_moment(host, seed):
     """Between rounds, in dispatch or in combine, by chance."""
-    rng, names = random.Random(seed), serve(host, timeout_s=LONG_S)
+    rng = random.Random(seed)
+    names = serve(host, timeout_s=LONG_S)
     dead = rng.choice(names)
     host.start(names, survive)
     time.sleep(rng.uniform(0, 0.05))
@@ -134,7 +154,9 @@ def test_a_rank_killed_at_any_moment(host, seed):
 
 
 def test_a_rank_that_exits_after_its_part_hurts_nobody(host):
-    """The others wait for one another, and its process is gone meanwhile. It has not closed anything."""
+    """The others wait for one another, and its process is gone meanwhile. It has not closed
+    anything.
+    """
     serve(host, timeout_s=LONG_S)
     host.start([0], give_up_and_exit)
     host.processes[0].join(SOON_S)
@@ -150,8 +172,11 @@ def give_up_and_exit(state) -> None:
 
 
 def play_after_the_exit(state) -> tuple[list[int], list[int]]:
-    """Rank 2 keeps rank 1 waiting, in dispatch and in combine, until well after the end of rank 0."""
-    ep, deadline = state.ep, time.monotonic() + SOON_S
+    """Rank 2 keeps rank 1 waiting, in dispatch and in combine, until well after the
+    end of rank 0.
+    """
+    ep = state.ep
+    deadline = time.monotonic() + SOON_S
     while ep.survivors() != [1, 2] and time.monotonic() < deadline:
         time.sleep(0.01)
     late_s = 0.3 * (ep.rank == 2)
@@ -163,7 +188,9 @@ def play_after_the_exit(state) -> tuple[list[int], list[int]]:
 
 
 def test_a_stopped_rank_is_named_and_raises_too(host):
-    """To the others SIGSTOP looks like death. The stopped rank continues, finds the group latched, and ends cleanly."""
+    """To the others SIGSTOP looks like death. The stopped rank continues, finds the group latched,
+    and ends cleanly.
+    """
     names = serve(host)
     host.start(names, survive)
     host.signal(2, signal.SIGSTOP)
@@ -190,7 +217,9 @@ def test_every_rank_of_two_nodes_names_the_rank_that_is_gone(host, fault):
 
 def wait_until_a_signal(state) -> tuple[float, str]:
     """Leaves the `with` of its ExpertParallel: when, and by which exception."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a forked server of pytest may ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a forked server of pytest may ignore it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with state.ep:
@@ -201,10 +230,14 @@ def wait_until_a_signal(state) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")], ids=["Ctrl-C", "TERM"]
+    ("number", "error"),
+    [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")],
+    ids=["Ctrl-C", "TERM"],
 )
 def test_a_signal_ends_the_wait_and_releases_the_others(host, number, error):
-    """Ranks 1 and 2 wait for rank 0, which stays away. The signal ends rank 1 at once, and rank 2 hears of it."""
+    """Ranks 1 and 2 wait for rank 0, which stays away. The signal ends rank 1 at once, and rank 2
+    hears of it.
+    """
     serve(host, timeout_s=LONG_S)
     host.start([2], survive)
     host.start([1], wait_until_a_signal)

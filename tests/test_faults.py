@@ -1,6 +1,8 @@
-"""Every kind of fault, on one group of ranks that goes on after each: `make faults` runs more of each.
+"""Every kind of fault, on one group of ranks that goes on after each: `make faults` runs more of
+each.
 
-`make faults NODES=2` also has faults of two nodes, with a network between them where this user may make one.
+`make faults NODES=2` also has faults of two nodes, with a network between them where this user may
+make one.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Kind:
 
     victim, others: what they run meanwhile.
     signal: what the victim's process gets.
-    named: whether the others must name the victim (True), must not be harmed (False), or may see anything (None).
-    at_once: they must name it in half the deadline.
+    named: whether the others must name the victim (True), must not be harmed (False), or may see
+    anything (None). at_once: they must name it in half the deadline.
     """
 
     victim: Callable
@@ -62,14 +64,22 @@ BUSY = {
 
 
 class Group:
-    """Ranks that serve. Most faults leave their processes alive, and they resume; a new one replaces a dead one."""
+    """Ranks that serve. Most faults leave their processes alive, and they resume; a new one
+    replaces a dead one.
+    """
 
     def __init__(self, folder: Path, device: torch.device, size: int) -> None:
         self.host, self.size, self.names = Host(folder, device), size, list(range(size))
         self.full = Placement.build(
-            EXPERTS, size, "explicit", [(p + i) % size for i in (0, 1) for p in range(EXPERTS)], EXPERTS
+            EXPERTS,
+            size,
+            "explicit",
+            [(p + i) % size for i in (0, 1) for p in range(EXPERTS)],
+            EXPERTS,
         )
-        by_turns = device.type == "cuda" and size > torch.cuda.device_count()  # ranks share GPUs by time slices
+        by_turns = (
+            device.type == "cuda" and size > torch.cuda.device_count()
+        )  # ranks share GPUs by time slices
         self.deadline_s = 5.0 if by_turns else 1.0 if device.type == "cuda" else 4.0
         self.host.spawn(*self.names)
         self.host.form(self.names)
@@ -131,7 +141,12 @@ def groups() -> Iterator[dict[str, Group]]:
 @pytest.mark.parametrize("seed", range(RUNS))
 @pytest.mark.parametrize("kind", [*KINDS, *BUSY])
 def test_a_fault_of_a_rank(groups, device, kind, seed):
-    if device.type == "cuda" and torch.cuda.device_count() < 2 or device.type == "cpu" and kind in BUSY:
+    if (
+        device.type == "cuda"
+        and torch.cuda.device_count() < 2
+        or device.type == "cpu"
+        and kind in BUSY
+    ):
         pytest.skip("needs two GPUs")
     size = 3 if device.type == "cpu" else torch.cuda.device_count()
     group = groups.pop(device.type, None) or Group(Path(tempfile.mkdtemp()), device, size)

@@ -1,4 +1,6 @@
-"""Our kernels for experts with few rows: which calls take them, and on GPUs what they compute, with NaN all around."""
+"""Our kernels for experts with few rows: which calls take them, and on GPUs what they compute, with
+NaN all around.
+"""
 
 from __future__ import annotations
 
@@ -33,40 +35,58 @@ LIMITS = {BF16: 0.02, FP8: 0.06, MXFP4: 0.02}
 
 
 def built(
-    dtype: torch.dtype, device: torch.device, gpt_oss: bool = False, sizes: tuple[int, int] = (WIDTH, MIDDLE),
+    dtype: torch.dtype,
+    device: torch.device,
+    gpt_oss: bool = False,
+    sizes: tuple[int, int] = (WIDTH, MIDDLE),
     **options: object,
-) -> epmoe.GroupedExperts:  # fmt: skip
+) -> epmoe.GroupedExperts:
     e, (width, middle) = len(COUNTS), sizes
     if dtype == FP8 and options.get("batch_invariant"):
         pytest.importorskip("deep_gemm")
     given: dict[str, object] = {**weights(dtype, torch.device("cpu"), e, *sizes)}
     if dtype == MXFP4:
-        given["w_down"], given["down_scales"] = random_mxfp4(e, width, middle, seed=2, scales=(-3, 8))  # also above 2
+        given["w_down"], given["down_scales"] = random_mxfp4(
+            e, width, middle, seed=2, scales=(-3, 8)
+        )  # also above 2
     if gpt_oss:
         biases = randn(e, 2 * middle, seed=3, dtype=BF16), randn(e, width, seed=4, dtype=BF16)
         given |= {"gate_up_bias": biases[0], "down_bias": biases[1], **GPT_OSS}
     return epmoe.GroupedExperts(**given | options).to(device)
 
 
-def segments(counts: list[int], alignment: int = 1, gap: int = 5) -> tuple[list[int], Tensor, Tensor]:
+def segments(
+    counts: list[int], alignment: int = 1, gap: int = 5
+) -> tuple[list[int], Tensor, Tensor]:
     """Starts, offsets and counts, with a gap behind each segment."""
     starts = [0]
     for count in counts:
         starts.append(-(-(starts[-1] + count + gap) // alignment) * alignment)
-    return starts[:-1], torch.tensor(starts, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
+    return (
+        starts[:-1],
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(counts, dtype=torch.int32),
+    )
 
 
 class Rows:
     """Rows of segments, NaN in gaps and behind the last; for weights in fp8 in fp8 with scales."""
 
     def __init__(
-        self, counts: list[int], weights: torch.dtype, device: torch.device, seed: int = 5, width: int = WIDTH,
+        self,
+        counts: list[int],
+        weights: torch.dtype,
+        device: torch.device,
+        seed: int = 5,
+        width: int = WIDTH,
         alignment: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         dtype, self.alignment = FP8 if weights == FP8 else BF16, alignment
         starts, offsets, tokens = segments(counts, alignment)
         self.offsets, self.tokens = offsets.to(device), tokens.to(device)
-        self.real = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]).to(device)
+        self.real = torch.cat(
+            [torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
+        ).to(device)
         self.expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         N = int(self.offsets[-1]) + 64
         self.plain = randn(len(self.real), width, seed=seed, dtype=BF16).to(device)
@@ -81,7 +101,11 @@ class Rows:
 
     def outputs(self, experts: epmoe.GroupedExperts, rows_per_expert: float | None) -> Tensor:
         """Of the real rows."""
-        given = {"tokens_per_expert": self.tokens, "alignment": self.alignment, "rows_per_expert": rows_per_expert}
+        given = {
+            "tokens_per_expert": self.tokens,
+            "alignment": self.alignment,
+            "rows_per_expert": rows_per_expert,
+        }
         with poisoned_memory():
             return experts(self.rows, self.offsets, self.scales, **given)[self.real]
 
@@ -92,16 +116,20 @@ class Rows:
 
     def wanted(self, experts: epmoe.GroupedExperts) -> Tensor:
         """What experts in fp64 compute of the real rows, on the CPU."""
-        rows, plain = self.rows[self.real], dict(experts.named_parameters())
+        rows = self.rows[self.real]
+        plain = dict(experts.named_parameters())
         if experts.is_fp8:
             rows = dequantize_rows(rows, self.scales[self.real], torch.float64)
         if experts.is_quantized:
             for name in ("gate_up", "down"):
-                weights, scales = getattr(experts, f"w_{name}").data, getattr(experts, f"{name}_scales").data
+                weights = getattr(experts, f"w_{name}").data
+                scales = getattr(experts, f"{name}_scales").data
                 plain.pop(f"{name}_scales")
                 plain[f"w_{name}"] = dequantize_weights(weights, scales, torch.float64)
         options = {name: getattr(experts, name) for name in GPT_OSS}
-        wide = epmoe.GroupedExperts(**{name: tensor.double().cpu() for name, tensor in plain.items()} | options)
+        wide = epmoe.GroupedExperts(
+            **{name: tensor.double().cpu() for name, tensor in plain.items()} | options
+        )
         offsets = torch.nn.functional.pad(self.tokens.cpu().cumsum(0), (1, 0)).int()
         return wide(rows.double().cpu(), offsets).to(rows.device)
 
@@ -126,12 +154,14 @@ ALL_KERNELS = pytest.mark.parametrize(
 @pytest.mark.parametrize("gpt_oss", [False, True])
 def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, options, gpt_oss):
     """Also where an expert has many more rows than were expected."""
-    experts, rows = built(dtype, device, gpt_oss, **options), Rows(COUNTS, dtype, device)
+    experts = built(dtype, device, gpt_oss, **options)
+    rows = Rows(COUNTS, dtype, device)
     errors = rows.errors(experts, rows.outputs(experts, rows_per_expert))
     assert (errors <= LIMITS[dtype]).all(), errors.max()
 
 
-# Rows of each expert, in tiles of 16, 32, 48 and 64, in several, and in parts of an expert; D and F.
+# Rows of each expert, in tiles of 16, 32, 48 and 64, in several, and in parts of an expert; D and
+# F.
 FEW_AND_MANY = [
     (COUNTS, (WIDTH, MIDDLE)),
     ([0] * 8, (WIDTH, MIDDLE)),
@@ -148,7 +178,9 @@ FEW_AND_MANY = [
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize(("counts", "sizes"), FEW_AND_MANY)
 def test_few_rows_have_the_bits_of_many(device, counts, sizes, dtype, gpt_oss):
-    """Of those that train, in bf16, and of DeepGEMM, in fp8; on each of three runs with tiles of 32 and of 64 rows."""
+    """Of those that train, in bf16, and of DeepGEMM, in fp8; on each of three runs with tiles of 32
+    and of 64 rows.
+    """
     experts = built(dtype, device, gpt_oss, sizes, **INVARIANT)
     assert experts.gemms == ("invariant_few_rows", "deep_gemm" if dtype == FP8 else "hopper")
     rows = Rows(counts, dtype, device, width=sizes[0], alignment=64)
@@ -156,7 +188,9 @@ def test_few_rows_have_the_bits_of_many(device, counts, sizes, dtype, gpt_oss):
     assert not many.isnan().any()
     for few in (rows.outputs(experts, n) for n in BY_WIDTH[1:] for _ in range(3)):
         differing = (few.view(torch.int16) != many.view(torch.int16)).sum(1)
-        assert not differing.any(), f"{int(differing.sum())} elements of {int(differing.count_nonzero())} rows"
+        assert not differing.any(), (
+            f"{int(differing.sum())} elements of {int(differing.count_nonzero())} rows"
+        )
 
 
 @ON_GPUS
@@ -164,14 +198,17 @@ def test_few_rows_have_the_bits_of_many(device, counts, sizes, dtype, gpt_oss):
 @pytest.mark.parametrize("rows_per_expert", BY_WIDTH[1:])
 def test_by_tma_the_bias_of_outputs_is_added_as_torch_adds_it(device, dtype, rows_per_expert):
     """To outputs in bf16, where it is NaN or Inf, too."""
-    experts, rows = built(dtype, device, gpt_oss=True), Rows(COUNTS, dtype, device)
+    experts = built(dtype, device, gpt_oss=True)
+    rows = Rows(COUNTS, dtype, device)
     bias = experts.down_bias.clone()
     bias[2, 5], bias[3, 6] = torch.nan, torch.inf
     experts.down_bias.zero_()
     products = rows.outputs(experts, rows_per_expert)
     experts.down_bias.copy_(bias)
     got = rows.outputs(experts, rows_per_expert)
-    torch.testing.assert_close(got, products + bias[rows.expert.to(device)], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        got, products + bias[rows.expert.to(device)], rtol=0, atol=0, equal_nan=True
+    )
 
 
 @ON_GPUS
@@ -182,7 +219,9 @@ def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
     rows = Rows(COUNTS, MXFP4, device, width=sizes[0])
     got = rows.outputs(experts, rows_per_expert)
     assert (rows.errors(experts, got) <= LIMITS[MXFP4]).all()
-    experts.gate_up_scales.view(torch.uint8)[0, 0, 0] = 255  # NaN, and what lanes without a group would read
+    experts.gate_up_scales.view(torch.uint8)[0, 0, 0] = (
+        255  # NaN, and what lanes without a group would read
+    )
     again = rows.outputs(experts, rows_per_expert)
     assert again[rows.expert == 0].isnan().all()
     assert torch.equal(again[rows.expert != 0], got[rows.expert != 0])
@@ -204,10 +243,13 @@ def test_every_code_and_every_scale_of_mxfp4_on_gpus(device):
 @ALL_KERNELS
 def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert, options):
     """Bitwise, whatever its place is; NaN and Inf stay in their rows."""
-    experts, rows = built(dtype, device, **options), Rows(COUNTS, dtype, device)
+    experts = built(dtype, device, **options)
+    rows = Rows(COUNTS, dtype, device)
     whole = rows.outputs(experts, rows_per_expert)
     few = Rows([min(n, 2) for n in COUNTS], dtype, device)
-    keep = torch.cat([torch.arange(len(rows.expert))[rows.expert == i][:2] for i in range(len(COUNTS))])
+    keep = torch.cat(
+        [torch.arange(len(rows.expert))[rows.expert == i][:2] for i in range(len(COUNTS))]
+    )
     few.rows.view(torch.uint8)[few.real] = rows.rows.view(torch.uint8)[rows.real[keep]]
     if dtype == FP8:
         few.scales[few.real] = rows.scales[rows.real[keep]]
@@ -226,12 +268,17 @@ def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert, options):
 @ON_GPUS
 @ALL_STAGES
 def test_a_graph_takes_other_segments(device, dtype, options):
-    experts, rows = built(dtype, device, **options), Rows(COUNTS, dtype, device)
+    experts = built(dtype, device, **options)
+    rows = Rows(COUNTS, dtype, device)
     given = {"tokens_per_expert": rows.tokens, "alignment": 1, "rows_per_expert": 1.0}
     replay, out = captured(lambda: experts(rows.rows, rows.offsets, rows.scales, **given))
     other = Rows(COUNTS[::-1], dtype, device, seed=9)
     wanted = other.outputs(experts, 1.0)
-    for mine, its in ((rows.offsets, other.offsets), (rows.tokens, other.tokens), (rows.rows, other.rows)):
+    for mine, its in (
+        (rows.offsets, other.offsets),
+        (rows.tokens, other.tokens),
+        (rows.rows, other.rows),
+    ):
         mine.view(torch.uint8).copy_(its.view(torch.uint8))
     if dtype == FP8:
         rows.scales.copy_(other.scales)
@@ -244,8 +291,11 @@ def test_a_graph_takes_other_segments(device, dtype, options):
 @ALL_STAGES
 def test_wild_segments_reach_no_other_memory(device, dtype, options):
     """What they say is clamped to the rows that there are, and unused rows are not written."""
-    experts, rows = built(dtype, device, **options), Rows(COUNTS, dtype, device)
-    rows.offsets.copy_(torch.tensor([-5, 2**30, 3, -(2**31), 40, 2**31 - 1, 0, 7, 9], dtype=torch.int32))
+    experts = built(dtype, device, **options)
+    rows = Rows(COUNTS, dtype, device)
+    rows.offsets.copy_(
+        torch.tensor([-5, 2**30, 3, -(2**31), 40, 2**31 - 1, 0, 7, 9], dtype=torch.int32)
+    )
     rows.tokens.copy_(torch.tensor([2**31 - 1, -1, 2**30, 5, -(2**31), 1, 2, 3], dtype=torch.int32))
     rows.outputs(experts, 1.0)
     torch.cuda.synchronize()
@@ -257,7 +307,9 @@ def test_calls_of_few_rows_take_the_kernels(device):
     experts = built(FP8, device)
     assert experts.gemms[:2] == ("few_rows", "few_rows_by_tma") and not experts.batch_invariant
     if importlib.util.find_spec("deep_gemm") is None:
-        with pytest.raises(ValueError, match="`batch_invariant` must be False .* DeepGEMM is not installed"):
+        with pytest.raises(
+            ValueError, match="`batch_invariant` must be False .* DeepGEMM is not installed"
+        ):
             built(FP8, device, batch_invariant=True)
     else:
         assert built(FP8, device, batch_invariant=True).gemms == ("invariant_few_rows", "deep_gemm")
@@ -265,12 +317,16 @@ def test_calls_of_few_rows_take_the_kernels(device):
     assert built(MXFP4, device).gemms[0] == "few_rows_mxfp4" != built(MXFP4, device).gemm
 
 
-@pytest.mark.parametrize("name", ["few_rows", "few_rows_mxfp4", "few_rows_by_tma", "invariant_few_rows"])
+@pytest.mark.parametrize(
+    "name", ["few_rows", "few_rows_mxfp4", "few_rows_by_tma", "invariant_few_rows"]
+)
 def test_which_calls_take_the_kernels(name):
     for rows, takes in ((None, False), (0.0, True), (1.0, True), (4.0, True), (4.1, False)):
         assert GEMMS[name].takes(Segments(torch.zeros(3), None, 1, rows), most_rows=4.0) is takes
     assert name not in CHOICES
-    assert choose("auto", torch.zeros(2, 512, 256).to(BF16), torch.zeros(2, 256, 256).to(BF16)) == ("torch",)  # CPUs
+    assert choose("auto", torch.zeros(2, 512, 256).to(BF16), torch.zeros(2, 256, 256).to(BF16)) == (
+        "torch",
+    )  # CPUs
 
 
 @pytest.mark.parametrize(("dtype", "many"), [(BF16, "hopper"), (FP8, "deep_gemm")])
@@ -285,7 +341,9 @@ def test_invariant_experts_take_few_rows_and_many_by_one_order(monkeypatch, dtyp
     assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == ("invariant_few_rows", many)
     assert choose(many, on_gpu, on_gpu, batch_invariant=True) == (many,)
     assert choose("auto", on_gpu, on_gpu)[:3] == ("few_rows", "few_rows_by_tma", "deep_gemm")
-    monkeypatch.setattr(GEMMS["invariant_few_rows"], "problem_with", lambda *_: ValueError("other bits"))
+    monkeypatch.setattr(
+        GEMMS["invariant_few_rows"], "problem_with", lambda *_: ValueError("other bits")
+    )
     assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == (many,)
 
 
@@ -300,23 +358,31 @@ SHAPES = {
 
 
 def measured() -> list[tuple[str, str, torch.dtype, float, list[float]]]:
-    """Card, model, dtype, rows of an expert, and µs by the kernels for few rows, by those by TMA and by DeepGEMM."""
+    """Card, model, dtype, rows of an expert, and µs by the kernels for few rows, by those by TMA
+    and by DeepGEMM.
+    """
     found = []
     for table in re.findall(r"^\| (H\d00 .*?)\n\n", PAGE, re.DOTALL | re.MULTILINE):
-        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
+        lines = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")
+        ]
         card, *counts = lines[0]
         for who, *cells in lines[2:]:
             model, dtype = who.split(", ")
             for count, cell in zip(counts, cells, strict=True):
                 times = [math.inf if us == "–" else float(us) for us in cell.split(" / ")]
-                found.append((card, model, {"fp8": FP8, "bf16": BF16}[dtype], float(Fraction(count)), times))
+                found.append(
+                    (card, model, {"fp8": FP8, "bf16": BF16}[dtype], float(Fraction(count)), times)
+                )
     return found
 
 
 def borders(card: str, model: str, dtype: torch.dtype) -> tuple[float, float]:
     """Rows of an expert up to which a call takes the kernels for few rows, and those by TMA."""
     e, D, F = SHAPES[model]
-    reading = Reading.of(3 * e * D * F * dtype.itemsize, GPUS[card.lower()].memory_gb_per_s, multiprocessors=132)
+    reading = Reading.of(
+        3 * e * D * F * dtype.itemsize, GPUS[card.lower()].memory_gb_per_s, multiprocessors=132
+    )
     return most_rows(dtype, reading), most_rows_by_tma(dtype, reading)
 
 
@@ -334,30 +400,57 @@ def test_the_choice_is_within_2_percent_of_the_fastest_and_more_rows_take_no_les
 
 def test_borders_by_card_and_shape():
     for dtype in (BF16, FP8):
-        assert borders("H100", "DeepSeek-V3", dtype)[0] < 0.1 < 0.5 == borders("H100", "Qwen3-30B-A3B", dtype)[0]
+        assert (
+            borders("H100", "DeepSeek-V3", dtype)[0]
+            < 0.1
+            < 0.5
+            == borders("H100", "Qwen3-30B-A3B", dtype)[0]
+        )
         assert borders("H200", "DeepSeek-V3", dtype)[0] == 4
         for card in ("H100", "H200"):
-            assert 28 < borders(card, "DeepSeek-V3", dtype)[1] <= borders(card, "Qwen3-30B-A3B", dtype)[1] <= 64
+            assert (
+                28
+                < borders(card, "DeepSeek-V3", dtype)[1]
+                <= borders(card, "Qwen3-30B-A3B", dtype)[1]
+                <= 64
+            )
 
 
 def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
-    """Of H200, of H100, with a driver that does not know the clock as of H100, and on H100 without kernels by TMA."""
-    weights = torch.zeros(0, 128, 64, dtype=BF16), torch.zeros(0, 64, 64, dtype=BF16)  # of a rank without experts
+    """Of H200, of H100, with a driver that does not know the clock as of H100, and on H100 without
+    kernels by TMA.
+    """
+    weights = (
+        torch.zeros(0, 128, 64, dtype=BF16),
+        torch.zeros(0, 64, 64, dtype=BF16),
+    )  # of a rank without experts
     h100 = 2_619_000, 5120
-    cases = ((3_201_000, 6144), None, 4, 48), (h100, None, 0.5, 64), ((0, 6144), None, 0.5, 64), (h100, "old", 4, 64)
+    cases = (
+        ((3_201_000, 6144), None, 4, 48),
+        (h100, None, 0.5, 64),
+        ((0, 6144), None, 0.5, 64),
+        (h100, "old", 4, 64),
+    )
     for (clock_khz, width), problem, *most in cases:
-        gpu = SimpleNamespace(memory_clock_rate=clock_khz, memory_bus_width=width, multi_processor_count=132)
+        gpu = SimpleNamespace(
+            memory_clock_rate=clock_khz, memory_bus_width=width, multi_processor_count=132
+        )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
-        monkeypatch.setattr("epmoe.local.gemm.few_rows.problem_of_build", lambda device, problem=problem: problem)
+        monkeypatch.setattr(
+            "epmoe.local.gemm.few_rows.problem_of_build", lambda device, problem=problem: problem
+        )
         assert [GEMMS[name].most_rows(*weights) for name in ("few_rows", "few_rows_by_tma")] == most
-    fp8 = (each.to(FP8) for each in weights)  # which DeepGEMM does not take here, so all weights would be dequantized
+    fp8 = (
+        each.to(FP8) for each in weights
+    )  # which DeepGEMM does not take here, so all weights would be dequantized
     assert GEMMS["few_rows_by_tma"].most_rows(*fp8) == 96
 
 
 def test_a_round_says_how_many_rows_an_expert_gets():
     """T · R · K / P."""
     with epmoe.ExpertParallel(alone(experts=8, top_k=2, hidden=64, max_tokens=4)) as ep:
-        ids, weights = torch.tensor([[0, 1], [1, 3], [5, 6]]), torch.ones(3, 2)
+        ids = torch.tensor([[0, 1], [1, 3], [5, 6]])
+        weights = torch.ones(3, 2)
         d = ep.dispatch(randn(3, 64), ids, weights)
         assert d.segments["rows_per_expert"] == 3 * 2 / 8
         assert ep.combine(d.rows, d).shape == (3, 64)
@@ -367,15 +460,29 @@ def test_the_kernels_get_contiguous_scales_and_biases(monkeypatch):
     """Those of `GroupedExperts` may be views."""
     seen = []
     monkeypatch.setattr("epmoe.local.gemm.few_rows.ops.few_rows", lambda *given: seen.extend(given))
-    e, width, middle = 2, 256, 128
+    e = 2
+    width = 256
+    middle = 128
     wide = torch.zeros(2 * middle, e, dtype=BF16).t()
     scales = torch.zeros(e, 2, 4)[..., ::2], torch.zeros(e, 2, 2)[..., :1]
-    weights = torch.zeros(e, 2 * middle, width).to(FP8), torch.zeros(e, width, middle).to(FP8), *scales, wide, None
+    weights = (
+        torch.zeros(e, 2 * middle, width).to(FP8),
+        torch.zeros(e, width, middle).to(FP8),
+        *scales,
+        wide,
+        None,
+    )
     offsets = torch.zeros(e + 1, dtype=torch.int32)
     FewRows().experts(
-        Weights(*weights, SWIGLU), torch.zeros(3, width, dtype=FP8), torch.zeros(3, 2), Segments(offsets, None, 1, 1.0)
+        Weights(*weights, SWIGLU),
+        torch.zeros(3, width, dtype=FP8),
+        torch.zeros(3, 2),
+        Segments(offsets, None, 1, 1.0),
     )
-    assert all(given.is_contiguous() for given in seen if isinstance(given, Tensor)) and len(seen) == 15
+    assert (
+        all(given.is_contiguous() for given in seen if isinstance(given, Tensor))
+        and len(seen) == 15
+    )
 
 
 def test_a_warning_names_what_calls_of_many_rows_lack(monkeypatch):
@@ -384,5 +491,7 @@ def test_a_warning_names_what_calls_of_many_rows_lack(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(GEMMS["torch"], "problem_with", lambda gate_up, down: None)
     on_gpu = SimpleNamespace(is_cuda=True, dtype=FP8, device="cuda", shape=(2, 256, 256))
-    with pytest.warns(UserWarning, match="dequantized in every call, which is slow: DeepGEMM is not installed"):
+    with pytest.warns(
+        UserWarning, match="dequantized in every call, which is slow: DeepGEMM is not installed"
+    ):
         assert choose("auto", on_gpu, on_gpu) == ("torch",)

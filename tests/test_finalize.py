@@ -1,4 +1,6 @@
-"""finalize: every received slot gets its weighted sum. Invalid row indices and weights of 0 add nothing to it."""
+"""finalize: every received slot gets its weighted sum. Invalid row indices and weights of 0 add
+nothing to it.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,15 @@ def test_by_hand(device):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("D", [16, 1000, 7168])
 def test_agrees_with_fp64(device, dtype, weight_dtype, D):
-    S, K, N = 20, 6, 70
+    S = 20
+    K = 6
+    N = 70
     rows = randn(N, D, dtype=dtype).to(device)
-    row_of_pair = torch.randint(-30, N, (S, K), dtype=torch.int32, generator=generator(1)).clamp(min=-1).to(device)
+    row_of_pair = (
+        torch.randint(-30, N, (S, K), dtype=torch.int32, generator=generator(1))
+        .clamp(min=-1)
+        .to(device)
+    )
     weights = randn(S, K, dtype=weight_dtype, seed=2).to(device)
     got = epmoe.finalize(rows, permuted_by(row_of_pair), weights)
     assert got.dtype == dtype
@@ -44,15 +52,20 @@ def test_row_indices_out_of_range_are_skipped(device):
     """NaN lies before and after the rows, where −1 and indices past the end point."""
     beside = poison_(torch.empty(8, 16, device=device))
     rows = beside[2:6].fill_(1.0)
-    row_of_pair = torch.tensor([[-1, 0], [4, 1], [-2, 2], [5, 3], [4, -1]], dtype=torch.int32, device=device)
+    row_of_pair = torch.tensor(
+        [[-1, 0], [4, 1], [-2, 2], [5, 3], [4, -1]], dtype=torch.int32, device=device
+    )
     partial = epmoe.finalize(rows, permuted_by(row_of_pair), torch.ones(5, 2, device=device))
     assert partial[:4].eq(1).all() and partial[4].eq(0).all()
 
 
 def test_extreme_row_indices_are_skipped(device):
     """Not in a build without the guard, which ends by a signal here."""
-    row_of_pair = torch.tensor([[-(2**31), 0], [2**31 - 1, 1], [2**30, -1]], dtype=torch.int32, device=device)
-    rows, weights = torch.ones(2, 16, device=device), torch.ones(3, 2, device=device)
+    row_of_pair = torch.tensor(
+        [[-(2**31), 0], [2**31 - 1, 1], [2**30, -1]], dtype=torch.int32, device=device
+    )
+    rows = torch.ones(2, 16, device=device)
+    weights = torch.ones(3, 2, device=device)
     partial = epmoe.finalize(rows, permuted_by(row_of_pair), weights)
     assert partial[:2].eq(1).all() and partial[2].eq(0).all()
 
@@ -69,8 +82,10 @@ def test_zero_weight_never_multiplies(device, dtype):
 
 @pytest.mark.parametrize("counts", [[3, 0], [0, 10], [10, 7]])
 def test_slots_past_the_counts_are_not_read(device, counts):
-    M, K = 10, 3
-    x, ids = randn(2 * M, 16).to(device), distinct_ids(2 * M, 6, K).to(device)
+    M = 10
+    K = 3
+    x = randn(2 * M, 16).to(device)
+    ids = distinct_ids(2 * M, 6, K).to(device)
     weights = randn(2 * M, K, seed=1)
     counts_R = torch.tensor(counts, dtype=torch.int32, device=device)
     identity_map = torch.arange(6, dtype=torch.int32, device=device)
@@ -78,7 +93,8 @@ def test_slots_past_the_counts_are_not_read(device, counts):
     for r, count in enumerate(counts):
         poison_(weights[r * M + count : (r + 1) * M])
     weights = weights.to(device)
-    got, want = epmoe.finalize(permuted.rows, permuted, weights), finalize_reference(permuted.rows, permuted, weights)
+    got = epmoe.finalize(permuted.rows, permuted, weights)
+    want = finalize_reference(permuted.rows, permuted, weights)
     for r, count in enumerate(counts):
         assert_close(got[r * M : r * M + count], want[r * M : r * M + count])
 
@@ -86,10 +102,13 @@ def test_slots_past_the_counts_are_not_read(device, counts):
 @pytest.mark.parametrize("alignment", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 256, 257, 512])
 def test_duplicate_ids_end_to_end(device, tokens, alignment):
-    """permute and finalize, with duplicate, foreign and invalid ids: each pair of a local expert counts once."""
+    """permute and finalize, with duplicate, foreign and invalid ids: each pair of a local expert
+    counts once.
+    """
     ids = torch.randint(-2, 70, (tokens, 8), generator=generator(tokens))
     ids[0] = torch.tensor([5, 44, 44, 33, 5, 44, 63, 0])
-    x, weights = randn(tokens, 64).to(device), randn(tokens, 8, seed=1).to(device)
+    x = randn(tokens, 64).to(device)
+    weights = randn(tokens, 8, seed=1).to(device)
     local = torch.full((64,), -1, dtype=torch.int32)
     local[5:50] = torch.arange(45, dtype=torch.int32)
     with poisoned_memory():
@@ -101,7 +120,10 @@ def test_duplicate_ids_end_to_end(device, tokens, alignment):
 
 def test_no_tokens_and_no_rows(device):
     none = torch.empty(0, 3, dtype=torch.int32, device=device)
-    assert epmoe.finalize(torch.ones(4, 16, device=device), permuted_by(none), none.float()).shape == (0, 16)
+    assert epmoe.finalize(
+        torch.ones(4, 16, device=device), permuted_by(none), none.float()
+    ).shape == (0, 16)
     skipped = permuted_by(torch.full((5, 3), -1, dtype=torch.int32, device=device))
-    rows, weights = torch.empty(0, 16, device=device), torch.ones(5, 3, device=device)
+    rows = torch.empty(0, 16, device=device)
+    weights = torch.ones(5, 3, device=device)
     assert epmoe.finalize(rows, skipped, weights).eq(0).all()

@@ -1,4 +1,6 @@
-"""A flip to a version that a signal handler interrupts is done again by the next `tick`, wherever that was."""
+"""A flip to a version that a signal handler interrupts is done again by the next `tick`, wherever
+that was.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Interrupted(Exception):
 
 
 def interrupt_at(line: int) -> list[int]:
-    """Raises `Interrupted` before the line of this number that runs in the receiver; how many are left."""
+    """Raises `Interrupted` before the line of this number that runs in the receiver; how many are
+    left.
+    """
     left = [line]
 
     def trace(frame: FrameType, event: str, _: object) -> object:
@@ -41,12 +45,18 @@ def interrupt_at(line: int) -> list[int]:
 @torch.inference_mode()
 @pytest.mark.parametrize("spare", [True, False])
 def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path: Path, spare: bool):
-    folder, line, version = tmp_path / "versions", 0, 0
+    folder = tmp_path / "versions"
+    line = 0
+    version = 0
     with ExpertParallel(alone()) as ep:
-        sent, served = full_layer(ep)[0], full_layer(ep)[0]
-        sender, weights = WeightSender(sent, folder), [*served.experts.parameters()]
+        sent = full_layer(ep)[0]
+        served = full_layer(ep)[0]
+        sender = WeightSender(sent, folder)
+        weights = [*served.experts.parameters()]
         taken = []
-        taker = WeightReceiver(ep, served, folder, spare=spare, dense=lambda dense: taken.append(int(dense["a"])))
+        taker = WeightReceiver(
+            ep, served, folder, spare=spare, dense=lambda dense: taken.append(int(dense["a"]))
+        )
 
         def send() -> None:
             nonlocal version
@@ -59,14 +69,18 @@ def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path: Path, spare
             while taker.version < number:
                 taker._looked = 0.0
                 taker.tick()
-                assert taker.version < 1 or all(weight.eq(taker.version).all() for weight in weights)
+                assert taker.version < 1 or all(
+                    weight.eq(taker.version).all() for weight in weights
+                )
                 served(randn(1, ep.config.model.hidden_size))
 
         send()
         served_until(1)
         while line >= 0:
             send()
-            while not taker._flipped_behind < taker._glance[1] < ep.exchange.rounds.count - 1:  # a flip is to come
+            while (
+                not taker._flipped_behind < taker._glance[1] < ep.exchange.rounds.count - 1
+            ):  # a flip is to come
                 taker._looked = 0.0
                 taker.tick()
                 served(randn(1, ep.config.model.hidden_size))

@@ -1,4 +1,6 @@
-"""`EPConfig.from_hf`: every row of its table equals a block of transformers; sources, overrides, errors."""
+"""`EPConfig.from_hf`: every row of its table equals a block of transformers; sources, overrides,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +22,75 @@ pytest.importorskip("transformers")
 
 import moe_blocks
 import transformers
-from moe_blocks import D, E, F, K, T, behind, beside, block_of, outputs, router_weight, save, tiny, variants
+from moe_blocks import (
+    D,
+    E,
+    F,
+    K,
+    T,
+    behind,
+    beside,
+    block_of,
+    outputs,
+    router_weight,
+    save,
+    tiny,
+    variants,
+)
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("serving")
 
 QWEN3 = {
-    **{"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048},
-    **{"intermediate_size": 6144, "moe_intermediate_size": 768, "norm_topk_prob": True, "torch_dtype": "bfloat16"},
+    **{
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "hidden_size": 2048,
+    },
+    **{
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "torch_dtype": "bfloat16",
+    },
 }
 """What Qwen3-30B-A3B has in its config.json."""
 MAVERICK = {
-    **{"model_type": "llama4_text", "num_local_experts": 128, "num_experts_per_tok": 1, "hidden_size": 5120},
+    **{
+        "model_type": "llama4_text",
+        "num_local_experts": 128,
+        "num_experts_per_tok": 1,
+        "hidden_size": 5120,
+    },
     **{"intermediate_size": 8192, "torch_dtype": "bfloat16", "hidden_act": "silu"},
 }
 """The `text_config` of Llama-4-Maverick-17B-128E."""
 
 
 FIRST = {row.model_types[0] for row in _ROWS}
-TYPES = [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in MODEL_TYPES]
+TYPES = [
+    pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in MODEL_TYPES
+]
 """The first type of each row in every run, the others of the row in longer ones."""
 
 
 def assert_equals(got: Tensor, want: Tensor) -> None:
     """The relative error of all values together is at most 1e-6."""
-    got, want = got.double(), want.double()
+    got = got.double()
+    want = want.double()
     assert (got - want).norm() <= 1e-6 * want.norm()
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """From a checkpoint, with the model's own names: outputs, padding, gradients, and scores near 1e-21."""
-    for number, hf in enumerate(variants(model_type, "silu" if model_type == "qwen4_exp_text" else "quick_gelu")):
+    """From a checkpoint, with the model's own names: outputs, padding, gradients, and scores near
+    1e-21.
+    """
+    for number, hf in enumerate(
+        variants(model_type, "silu" if model_type == "qwen4_exp_text" else "quick_gelu")
+    ):
         config = EPConfig.from_hf(hf, ep_size=1)
         model = config.model
         assert (model.num_experts, model.num_experts_per_tok, model.hidden_size) == (E, K, D)
@@ -64,8 +102,9 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
             folder = epmoe.SafetensorsFolder(tmp_path)
             layer = epmoe.MoELayer.from_safetensors(ep, folder, name, shared=beside(block)[1])
             assert (layer.bias is not None, layer.logit_bias is not None) == (
-                config.routing.selection_bias, config.routing.logit_bias
-            )  # fmt: skip
+                config.routing.selection_bias,
+                config.routing.logit_bias,
+            )
             assert (layer.experts.gate_up_bias is not None) == config.experts.biases
             whole = behind(block)[1]
             want = outputs(block, x)
@@ -95,7 +134,8 @@ def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: P
     hf = tiny(model_type, router_jitter_noise=0.3)
     other = tiny("qwen3_moe", router_jitter_noise=0.3)  # whose code has no jitter
     assert EPConfig.from_hf(other, ep_size=1).routing.jitter_noise == 0
-    block, x = block_of(hf), randn(T, D, seed=99)
+    block = block_of(hf)
+    x = randn(T, D, seed=99)
     with epmoe.ExpertParallel(EPConfig.from_hf(hf, ep_size=1), device="cpu") as ep:
         name = save(block, model_type, tmp_path)
         layer = epmoe.MoELayer.from_safetensors(ep, epmoe.SafetensorsFolder(tmp_path), name)
@@ -103,7 +143,11 @@ def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: P
         block.train(), layer.train()
         with torch.inference_mode(False), torch.enable_grad():
             results = []
-            for call in (lambda x: outputs(block, 1 * x), layer, lambda x: checkpoint(layer, x, use_reentrant=True)):
+            for call in (
+                lambda x: outputs(block, 1 * x),
+                layer,
+                lambda x: checkpoint(layer, x, use_reentrant=True),
+            ):
                 torch.manual_seed(0)
                 leaf = x.clone().requires_grad_()
                 y = call(leaf)
@@ -115,15 +159,21 @@ def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: P
 
 
 def test_every_model_type_with_experts_is_known() -> None:
-    """A type that a new release of transformers brings needs a row, or a refusal with its reason."""
+    """A type that a new release of transformers brings needs a row, or a refusal with
+    its reason.
+    """
     assert moe_blocks.types_with_experts().keys() <= {*MODEL_TYPES, *REFUSED}
     assert not REFUSED.keys() & set(MODEL_TYPES)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_refusal_says_why(model_type: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"a {model_type} is not read, since {REFUSED[model_type]}: ")):
-        EPConfig.from_hf({"model_type": "vl", "thinker_config": {"model_type": model_type}}, ep_size=1)
+    with pytest.raises(
+        ConfigError, match=re.escape(f"a {model_type} is not read, since {REFUSED[model_type]}: ")
+    ):
+        EPConfig.from_hf(
+            {"model_type": "vl", "thinker_config": {"model_type": model_type}}, ep_size=1
+        )
 
 
 def test_what_a_source_may_be(tmp_path: Path) -> None:
@@ -132,9 +182,16 @@ def test_what_a_source_may_be(tmp_path: Path) -> None:
     assert want.topology.ep_size == 2
     hf.save_pretrained(tmp_path)
     keys = hf.to_dict()
-    for source in (keys, tmp_path, str(tmp_path / "config.json"), {"model_type": "vl", "text_config": keys}):
+    for source in (
+        keys,
+        tmp_path,
+        str(tmp_path / "config.json"),
+        {"model_type": "vl", "text_config": keys},
+    ):
         assert EPConfig.from_hf(source, ep_size=2) == want
-    keys = tiny("hunyuan_v1_moe").to_dict() | {"moe_topk": [3, 3]}  # for each layer, as Hunyuan-A13B's has them
+    keys = tiny("hunyuan_v1_moe").to_dict() | {
+        "moe_topk": [3, 3]
+    }  # for each layer, as Hunyuan-A13B's has them
     assert EPConfig.from_hf(keys, ep_size=1).model.num_experts_per_tok == 3
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
@@ -152,10 +209,16 @@ def test_what_a_source_may_be(tmp_path: Path) -> None:
         ("h200x8_llama4_maverick", 8, MAVERICK),
     ],
 )
-def test_the_ready_configurations_are_those_of_the_models(ready: str, ep_size: int, source: Any) -> None:
-    """Class defaults of transformers are those of these checkpoints, but for Qwen3's and Llama 4's."""
+def test_the_ready_configurations_are_those_of_the_models(
+    ready: str, ep_size: int, source: Any
+) -> None:
+    """Class defaults of transformers are those of these checkpoints, but for Qwen3's
+    and Llama 4's.
+    """
     want = EPConfig.load(ready)
-    got = EPConfig.from_hf(CONFIG_MAPPING[source]() if isinstance(source, str) else source, ep_size=ep_size)
+    got = EPConfig.from_hf(
+        CONFIG_MAPPING[source]() if isinstance(source, str) else source, ep_size=ep_size
+    )
     assert (got.model, got.experts) == (want.model, want.experts)
     assert got.routing.model_copy(update={"selection_bias": False}) == want.routing
 
@@ -166,27 +229,63 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=lacks):
         EPConfig.from_hf(keys, ep_size=8)
     monkeypatch.setenv("EPMOE_CAPACITY__ALIGNMENT", "4")
-    sections = {"routing": {"renormalize": True}, "model": {"dtype": "float32"}, "topology": {"ranks_per_node": 4}}
+    sections = {
+        "routing": {"renormalize": True},
+        "model": {"dtype": "float32"},
+        "topology": {"ranks_per_node": 4},
+    }
     config = EPConfig.from_hf(keys, ep_size=8, capacity={"alignment": 2}, **sections)
-    assert (config.routing.renormalize, config.model.dtype, config.model.num_experts) == (True, "float32", 128)
-    assert (config.topology.ep_size, config.topology.ranks_per_node, config.capacity.alignment) == (8, 4, 4)
+    assert (config.routing.renormalize, config.model.dtype, config.model.num_experts) == (
+        True,
+        "float32",
+        128,
+    )
+    assert (config.topology.ep_size, config.topology.ranks_per_node, config.capacity.alignment) == (
+        8,
+        4,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "llama"}, r"model_type 'llama' is not known: .*'num_experts_per_tok'.*Known are qwen2_moe, .*"),
+        (
+            {"model_type": "llama"},
+            r"model_type 'llama' is not known: .*'num_experts_per_tok'.*Known are qwen2_moe, .*",
+        ),
         ({"model_type": None}, "model_type None is not known"),
         ({"model_type": "phimoe"}, "a phimoe is not read, since sparsemixer .* `dispatch`"),
-        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "`scoring_func` 'sigmoid', got .* 'softmax'"),
-        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "`norm_topk_prob` False.*got `norm_topk_prob` True"),
-        (tiny("axk2", n_group=4, topk_group=2).to_dict(), "a axk2 must have `n_group` 1, got `n_group` 4"),
-        ({"num_experts_per_tok": [3, 2]}, r"`model.num_experts_per_tok` must be one number for all layers, got \[3, 2"),
-        ({"hidden_act": "gelu"}, "`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E"),
+        (
+            {"model_type": "deepseek_v3", "scoring_func": "softmax"},
+            "`scoring_func` 'sigmoid', got .* 'softmax'",
+        ),
+        (
+            {"model_type": "deepseek_v2", "norm_topk_prob": True},
+            "`norm_topk_prob` False.*got `norm_topk_prob` True",
+        ),
+        (
+            tiny("axk2", n_group=4, topk_group=2).to_dict(),
+            "a axk2 must have `n_group` 1, got `n_group` 4",
+        ),
+        (
+            {"num_experts_per_tok": [3, 2]},
+            r"`model.num_experts_per_tok` must be one number for all layers, got \[3, 2",
+        ),
+        (
+            {"hidden_act": "gelu"},
+            "`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E",
+        ),
         ({"hidden_act": ["silu"]}, r"`hidden_act` must be one of .*got \['silu'\]"),
-        ({"swiglu_limit": 7.0}, r"`swiglu_limit` 7.0 does not say .* experts of a qwen3_moe: .*experts={'limit': …}"),
+        (
+            {"swiglu_limit": 7.0},
+            r"`swiglu_limit` 7.0 does not say .* experts of a qwen3_moe: .*experts={'limit': …}",
+        ),
         ({"mlp_bias": True}, r"`mlp_bias` True does not say .*experts={'biases': …}"),
-        ({"num_experts": 4}, r"`model.num_experts_per_tok` must be at most `model.num_experts` = 4, got 8"),
+        (
+            {"num_experts": 4},
+            r"`model.num_experts_per_tok` must be at most `model.num_experts` = 4, got 8",
+        ),
         ({"num_experts": None}, r"`model.num_experts` must be set"),
         ({"torch_dtype": "float8_e4m3fn"}, r"`model.dtype` must be .*bfloat16"),
     ],
@@ -197,7 +296,12 @@ def test_a_wrong_model_is_named(keys: dict[str, Any], message: str) -> None:
 
 
 GPT_OSS = {
-    **{"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "hidden_size": 64},
+    **{
+        "model_type": "gpt_oss",
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "hidden_size": 64,
+    },
     **{"intermediate_size": 64, "hidden_act": "silu"},
 }
 
@@ -207,11 +311,13 @@ GPT_OSS = {
     [
         (GPT_OSS, {}, {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
         (  # an act that its code never reads
-            GPT_OSS | {"swiglu_limit": 5, "swiglu_alpha": 1.5, "hidden_act": "gelu"}, {},
+            GPT_OSS | {"swiglu_limit": 5, "swiglu_alpha": 1.5, "hidden_act": "gelu"},
+            {},
             {"interleaved": True, "limit": 5.0, "alpha": 1.5, "up_offset": 1.0},
         ),
         (
-            GPT_OSS | {"swiglu_limit": None}, {"up_offset": 0.5},
+            GPT_OSS | {"swiglu_limit": None},
+            {"up_offset": 0.5},
             {"interleaved": True, "limit": None, "alpha": 1.702, "up_offset": 0.5},
         ),
         (
@@ -220,11 +326,16 @@ GPT_OSS = {
             {"interleaved": False, "limit": None, "alpha": 1.702, "up_offset": 0.0},
         ),
     ],
-)  # fmt: skip
-def test_what_experts_compute_is_read_or_given(keys: dict[str, Any], sections: dict, want: dict) -> None:
+)
+def test_what_experts_compute_is_read_or_given(
+    keys: dict[str, Any], sections: dict, want: dict
+) -> None:
     config = EPConfig.from_hf(keys, ep_size=1, experts=sections)
     assert config.experts.options == want | {"batch_invariant": False}
-    assert config.experts.biases == (keys["model_type"] == "gpt_oss") and not config.experts.weights_on_input
+    assert (
+        config.experts.biases == (keys["model_type"] == "gpt_oss")
+        and not config.experts.weights_on_input
+    )
     assert EPConfig(**json.loads(config.model_dump_json())) == config
 
 
@@ -232,11 +343,26 @@ def test_a_wrong_source_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama"}))
     for source, sections, kind, message in (
-        ("Qwen/Qwen3-30B-A3B", {}, ConfigError, "Qwen/Qwen3-30B-A3B: is no file or folder: give a local checkpoint"),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            {},
+            ConfigError,
+            "Qwen/Qwen3-30B-A3B: is no file or folder: give a local checkpoint",
+        ),
         (tmp_path.parent, {}, ConfigError, "is a folder without config.json"),
         (tmp_path, {}, ConfigError, "config.json: model_type 'llama'"),
-        (3, {}, TypeError, "`source` must be a model or a configuration of transformers, .* got int"),
-        (QWEN3, {"capcity": {"alignment": 2}}, ConfigError, "`capcity` is not a known key; did you mean `capacity`"),
+        (
+            3,
+            {},
+            TypeError,
+            "`source` must be a model or a configuration of transformers, .* got int",
+        ),
+        (
+            QWEN3,
+            {"capcity": {"alignment": 2}},
+            ConfigError,
+            "`capcity` is not a known key; did you mean `capacity`",
+        ),
         (QWEN3, {"topology": 8}, ConfigError, "`topology` must be a mapping"),
     ):
         with pytest.raises(kind, match=message):
@@ -249,16 +375,25 @@ def test_a_model_with_a_selection_bias_is_not_routed_without_it() -> None:
             ep.route(torch.zeros(1, E))
         with pytest.raises(ValueError, match="`bias` must be given"):
             epmoe.MoELayer(ep, torch.zeros(E, D), lambda rows, offsets, scales: rows)
-        assert epmoe.MoELayer(ep, torch.zeros(E, D), lambda rows, offsets, scales: rows, bias=torch.zeros(E)).ep is ep
+        assert (
+            epmoe.MoELayer(
+                ep, torch.zeros(E, D), lambda rows, offsets, scales: rows, bias=torch.zeros(E)
+            ).ep
+            is ep
+        )
 
 
 def test_the_page_on_models_has_every_type() -> None:
     """The slow test that follows makes the whole table."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `([\w-]+)` \|.* yes \| yes \|$", page, re.MULTILINE) == sorted(MODEL_TYPES)
+    assert re.findall(r"^\| `([\w-]+)` \|.* yes \| yes \|$", page, re.MULTILINE) == sorted(
+        MODEL_TYPES
+    )
     refused = page.partition("## Model types that are refused")[2]
     assert dict(re.findall(r"^- `([\w-]+)`: (.*)\.$", refused, re.MULTILINE)) == REFUSED
-    tried = re.search(r"transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    tried = re.search(
+        r"transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    )
     assert tried and f"transformers {tried[1]}," in page
 
 
@@ -271,7 +406,11 @@ def test_the_page_on_models_has_the_table_that_the_blocks_make() -> None:
 
 
 def test_the_page_on_models_has_values_of_checkpoints() -> None:
-    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("## Every model type")[0]
+    page = (
+        (ROOT / "docs" / "models.md")
+        .read_text(encoding="utf-8")
+        .partition("## Every model type")[0]
+    )
     cells = r"^\| `(\w+)` \|.*\| (softmax|sigmoid) \| (no|\*\*yes\*\*) \|.*\|.*\| (yes|–) \|$"
     rows = re.findall(cells, page, re.MULTILINE)
     assert len(rows) == page.count("\n| `")

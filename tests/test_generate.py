@@ -1,4 +1,6 @@
-"""`examples/generate.py`: from checkpoints of transformers to tokens over 4 ranks; saved by 4 ranks, loaded by 2."""
+"""`examples/generate.py`: from checkpoints of transformers to tokens over 4 ranks; saved by 4
+ranks, loaded by 2.
+"""
 
 from __future__ import annotations
 
@@ -43,24 +45,32 @@ dist.destroy_process_group()
 def folders(tmp_path: Path) -> list[Path]:
     for name in NAMES:
         torch.manual_seed(0)
-        # Two experts for each token: their sum has one order, so that its bits are those of any number of ranks.
+        # Two experts for each token: their sum has one order, so that its bits are those of any
+        # number of ranks.
         config = AutoConfig.for_model(name, **demo.MODELS[name] | {"num_experts_per_tok": 2})
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
-        PreTrainedTokenizerFast(tokenizer_object=demo.make_tokenizer()).save_pretrained(tmp_path / name)
+        PreTrainedTokenizerFast(tokenizer_object=demo.make_tokenizer()).save_pretrained(
+            tmp_path / name
+        )
     return [tmp_path / name for name in NAMES]
 
 
 def in_one_process(folder: Path, prompt: str) -> tuple[str, torch.Tensor]:
     """What follows the prompt, and logits for 20 tokens."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     with torch.inference_mode():
-        tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=16, do_sample=False)
+        tokens = model.generate(
+            **tokenizer(prompt, return_tensors="pt"), max_new_tokens=16, do_sample=False
+        )
         return tokenizer.decode(tokens[0]), model(torch.arange(20)[None]).logits
 
 
 @pytest.mark.slow
 def test_checkpoints_generate_and_load_on_another_number_of_ranks(folders):
-    """Expert GEMMs have 128 rows, and each rank a batch of its own: no library has another number of rows to sum in."""
+    """Expert GEMMs have 128 rows, and each rank a batch of its own: no library has another number
+    of rows to sum in.
+    """
     (prompt, *_), texts = runpy.run_path(str(ROOT / "examples" / "generate.py"))["PROMPTS"], []
     for ranks, action in ((4, "save"), (2, "load")):
         done = torchrun(ranks, "-c", PROGRAM, action, *folders)

@@ -1,4 +1,6 @@
-"""Routes and adapters that reach all layers of a model: `replay` and `adapters_of` around a model of transformers."""
+"""Routes and adapters that reach all layers of a model: `replay` and `adapters_of` around a model
+of transformers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import epmoe
 from epmoe import ExpertParallel, MoELayer, adapters_of, recording, replay
 
-E, K, D, F = 8, 2, 64, 32
+E = 8
+K = 2
+D = 64
+F = 32
 NAMES = ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
@@ -30,13 +35,21 @@ def ep() -> Iterator[ExpertParallel]:
 
 
 def model_of(ep: ExpertParallel, seed: int = 0, **options: object) -> nn.Module:
-    """A model of transformers whose MoE blocks are MoELayers. Routers follow from `seed`, all else is the same."""
+    """A model of transformers whose MoE blocks are MoELayers. Routers follow from `seed`, all else
+    is the same.
+    """
     torch.manual_seed(0)
     known = Qwen3MoeConfig().to_dict().keys() & TINY_MODEL.keys()
-    config = Qwen3MoeConfig(**{key: TINY_MODEL[key] for key in known}, mlp_only_layers=[], decoder_sparse_step=1)
+    config = Qwen3MoeConfig(
+        **{key: TINY_MODEL[key] for key in known}, mlp_only_layers=[], decoder_sparse_step=1
+    )
     model = AutoModelForCausalLM.from_config(config)
     for i, name in enumerate(NAMES):
-        weights = randn(E, D, seed=9 * seed + i), randn(E, 2 * F, D, seed=2 + i) / 8, randn(E, D, F, seed=4 + i) / 8
+        weights = (
+            randn(E, D, seed=9 * seed + i),
+            randn(E, 2 * F, D, seed=2 + i) / 8,
+            randn(E, D, F, seed=4 + i) / 8,
+        )
         model.set_submodule(name, MoELayer.from_full(ep, *weights, **options))
     return model
 
@@ -69,7 +82,11 @@ def checkpointed(reentrant: bool) -> Callable[[nn.Module], None]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and "router" not in name}
+    return {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None and "router" not in name
+    }
 
 
 def test_a_forward_pass_takes_the_routes_of_another(ep, rollout):
@@ -80,7 +97,10 @@ def test_a_forward_pass_takes_the_routes_of_another(ep, rollout):
         assert torch.equal(run(model), want)
     assert torch.equal(run(model), before) and not torch.equal(before, want)
     for name in NAMES:
-        assert all(torch.equal(got, of) for got, of in zip(again[name][0][:2], record[name][0][:2], strict=True))
+        assert all(
+            torch.equal(got, of)
+            for got, of in zip(again[name][0][:2], record[name][0][:2], strict=True)
+        )
     one, other = model.model.layers
     with replay(one.mlp, {"": record[NAMES[0]]}), replay(other, {"mlp": record[NAMES[1]][0]}):
         assert torch.equal(run(model), want)
@@ -90,7 +110,10 @@ def test_a_forward_pass_takes_the_routes_of_another(ep, rollout):
 def test_a_checkpoint_takes_them_again_after_the_context(ep, rollout, prepare):
     """Two forward passes with routes of their own, before their backward passes."""
     record, _ = rollout
-    other = {name: (routes[0].ids.roll(1, 0), routes[0].weights.roll(1, 0)) for name, routes in record.items()}
+    other = {
+        name: (routes[0].ids.roll(1, 0), routes[0].weights.roll(1, 0))
+        for name, routes in record.items()
+    }
 
     def step(model: nn.Module) -> dict[str, Tensor]:
         with replay(model, record):
@@ -102,21 +125,26 @@ def test_a_checkpoint_takes_them_again_after_the_context(ep, rollout, prepare):
         run(model).square().mean().backward()
         return gradients(model)
 
-    plain, again = model_of(ep), model_of(ep)
+    plain = model_of(ep)
+    again = model_of(ep)
     plain.train()
     prepare(again)
-    want, got = step(plain), step(again)
+    want = step(plain)
+    got = step(again)
     assert got.keys() == want.keys()
     for name in want:
         assert (got[name] - want[name]).abs().max() <= 1e-6 * want[name].abs().max(), name
-    assert not any(layer.mlp.contexts for layer in again.model.layers), "nothing keeps a context once its graph is gone"
+    assert not any(layer.mlp.contexts for layer in again.model.layers), (
+        "nothing keeps a context once its graph is gone"
+    )
 
 
 @pytest.mark.parametrize("prepare", [lambda model: model.train(), checkpointed(False)])
 def test_ids_alone_have_the_weights_of_the_own_router(ep, rollout, prepare):
     record, _ = rollout
     ids = {name: routes[0].ids for name, routes in record.items()}
-    model, patched = model_of(ep), model_of(ep)
+    model = model_of(ep)
+    patched = model_of(ep)
     prepare(model)
     with replay(model, ids):
         y = run(model)
@@ -157,7 +185,10 @@ def test_a_context_within_a_checkpoint(ep, rollout):
     model = model_of(ep)
     model.train()
     found = []
-    for wrapped in (lambda call, x: call(x), lambda call, x: checkpoint(call, x, use_reentrant=False)):
+    for wrapped in (
+        lambda call, x: call(x),
+        lambda call, x: checkpoint(call, x, use_reentrant=False),
+    ):
 
         def call(x: Tensor) -> Tensor:
             with replay(model, record):
@@ -208,7 +239,8 @@ def test_adapters_of_sequences_and_tokens(ep):
 @torch.no_grad()
 def test_generate(ep):
     """A number for each sequence holds for the prompt and for each token after it."""
-    model, tokens = adapted(ep), prompt()
+    model = adapted(ep)
+    tokens = prompt()
 
     def generate(tokens: Tensor) -> Tensor:
         return model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None)
@@ -229,8 +261,12 @@ def test_generate(ep):
 
 @torch.no_grad()
 def test_each_thread_has_its_own(ep):
-    """Threads that take turns: the context of one is not that of the other, nor that of an exception."""
-    model, turn, results = adapted(ep), threading.Barrier(2), {}
+    """Threads that take turns: the context of one is not that of the other, nor that of an
+    exception.
+    """
+    model = adapted(ep)
+    turn = threading.Barrier(2)
+    results = {}
     want = {number: None for number in (-1, 1)}
     for number in want:
         with adapters_of(model, torch.tensor([number, number])):
@@ -258,8 +294,13 @@ def test_each_thread_has_its_own(ep):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_record_has_the_calls_of_its_own_pass_and_thread(ep, reentrant):
-    """Not those that a checkpoint makes again, nor those of another thread, which may record, too."""
-    model, records, began, ended = model_of(ep), [], threading.Event(), threading.Event()
+    """Not those that a checkpoint makes again, nor those of another thread, which may
+    record, too.
+    """
+    model = model_of(ep)
+    records = []
+    began = threading.Event()
+    ended = threading.Event()
     checkpointed(reentrant)(model)
 
     @torch.no_grad()
@@ -278,14 +319,18 @@ def test_a_record_has_the_calls_of_its_own_pass_and_thread(ep, reentrant):
         run(model).square().mean().backward()
     ended.set()
     thread.join()
-    assert [[len(calls) for calls in each.values()] for each in (record, *records)] == [[1, 1], [2, 2]]
+    assert [[len(calls) for calls in each.values()] for each in (record, *records)] == [
+        [1, 1],
+        [2, 2],
+    ]
     assert not any(layer.mlp.recorders for layer in model.model.layers)
 
 
 @torch.no_grad()
 def test_arguments_of_a_call_come_first(ep):
     layer = adapted(ep).model.layers[0].mlp
-    x, ones = randn(6, D), torch.ones(6, dtype=torch.int32)
+    x = randn(6, D)
+    ones = torch.ones(6, dtype=torch.int32)
     ids, weights = ep.route(layer.logits(x.flip(0)))
     want = layer(x, routing=(ids, weights))
     with adapters_of(layer, ones), replay(layer, {"": ep.route(layer.logits(x))[:2]}):
@@ -310,7 +355,10 @@ def test_wrong_calls_give_their_round_up(ep):
 def test_what_they_refuse(ep):
     model = model_of(ep)
     pair = torch.zeros(3, K, dtype=torch.int32), torch.ones(3, K)
-    with pytest.raises(ValueError, match="no MoELayer with `adapters`"), adapters_of(model, torch.zeros(3)):
+    with (
+        pytest.raises(ValueError, match="no MoELayer with `adapters`"),
+        adapters_of(model, torch.zeros(3)),
+    ):
         raise AssertionError
     with pytest.raises(TypeError, match="`ids` must be a tensor"), adapters_of(adapted(ep), [0, 1]):
         raise AssertionError
@@ -331,7 +379,11 @@ def test_what_they_refuse(ep):
 def test_names_without_wrappers(ep, rollout, wrap):
     record, want = rollout
     model = model_of(ep)
-    wrapped = torch.compile(model, backend="eager") if wrap == "compile" else nn.ModuleDict({"module": model})
+    wrapped = (
+        torch.compile(model, backend="eager")
+        if wrap == "compile"
+        else nn.ModuleDict({"module": model})
+    )
     with torch.no_grad(), replay(wrapped, record):
         assert torch.equal(run(model), want)
 
@@ -342,8 +394,10 @@ def test_names_without_wrappers(ep, rollout, wrap):
 def test_compiled_calls(ep, fullgraph):
     """A graph would keep what it was traced with: the call is eager, or refused in one graph."""
     layer = adapted(ep).model.layers[0].mlp
-    x, ones = randn(6, D), torch.ones(6, dtype=torch.int32)
-    want, plain = layer(x, adapter_ids=ones), layer(x)
+    x = randn(6, D)
+    ones = torch.ones(6, dtype=torch.int32)
+    want = layer(x, adapter_ids=ones)
+    plain = layer(x)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=fullgraph)
     assert torch.equal(compiled(x), plain)
     refused = pytest.raises(Exception, match="between graphs") if fullgraph else nullcontext()

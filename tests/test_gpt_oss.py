@@ -1,6 +1,8 @@
-"""gpt-oss's MoE block as a MoELayer: a bias of the logits, experts with biases and a limit. With transformers' weights.
+"""gpt-oss's MoE block as a MoELayer: a bias of the logits, experts with biases and a limit. With
+transformers' weights.
 
-A folder of safetensors, and state dicts: tests/test_safetensors_folder.py and tests/distributed/test_checkpoints.py.
+A folder of safetensors, and state dicts: tests/test_safetensors_folder.py and
+tests/distributed/test_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -19,19 +21,32 @@ import epmoe
 pytestmark = pytest.mark.usefixtures("serving")
 
 gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-E, K, D, F = 12, 4, 64, 48
-CONFIG = gpt_oss.GptOssConfig(num_local_experts=E, num_experts_per_tok=K, hidden_size=D, intermediate_size=F)
+E = 12
+K = 4
+D = 64
+F = 48
+CONFIG = gpt_oss.GptOssConfig(
+    num_local_experts=E, num_experts_per_tok=K, hidden_size=D, intermediate_size=F
+)
 
 
 @pytest.fixture(scope="module")
 def block() -> nn.Module:
-    """transformers' block in fp64, with biases that change choices, and with gates and ups beyond the limit."""
+    """transformers' block in fp64, with biases that change choices, and with gates and ups beyond
+    the limit.
+    """
     config = copy.deepcopy(CONFIG)
     config._experts_implementation = "eager"
     made = gpt_oss.GptOssMLP(config)
     for seed, (name, parameter) in enumerate(made.named_parameters()):
         large = 3 if name == "experts.gate_up_proj_bias" else 1
-        scale = parameter.shape[1] ** -0.5 if parameter.dim() == 3 else D**-0.5 if name == "router.weight" else large
+        scale = (
+            parameter.shape[1] ** -0.5
+            if parameter.dim() == 3
+            else D**-0.5
+            if name == "router.weight"
+            else large
+        )
         parameter.data = randn(*parameter.shape, seed=seed) * scale
     return made.double().requires_grad_(False)
 
@@ -51,7 +66,9 @@ def layer_of(ep: epmoe.ExpertParallel, block: nn.Module) -> epmoe.MoELayer:
         "down_bias": block.experts.down_proj_bias,
     }
     tensors = {"router_weight": block.router.weight, "logit_bias": block.router.bias} | experts
-    return epmoe.MoELayer.from_full(ep, **{name: tensor.float() for name, tensor in tensors.items()}, **GPT_OSS)
+    return epmoe.MoELayer.from_full(
+        ep, **{name: tensor.float() for name, tensor in tensors.items()}, **GPT_OSS
+    )
 
 
 def want(block: nn.Module, x: Tensor) -> Tensor:
@@ -80,8 +97,14 @@ def test_experts_that_compute_something_else_are_refused(ep, block):
     weights = {name: value.detach() for name, value in layer.experts.named_parameters()}
     for wrong, says in (
         ({"limit": 6.0}, "`experts` must have limit=7.0, as `experts.limit` says, got limit=6.0"),
-        ({"interleaved": False}, "`experts` must have interleaved=True, as `experts.interleaved` says"),
-        ({"down_bias": None}, "`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says"),
+        (
+            {"interleaved": False},
+            "`experts` must have interleaved=True, as `experts.interleaved` says",
+        ),
+        (
+            {"down_bias": None},
+            "`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says",
+        ),
     ):
         experts = epmoe.GroupedExperts(**weights | GPT_OSS | wrong)
         with pytest.raises(ValueError, match=says):

@@ -1,10 +1,24 @@
-"""GroupedExperts with fp8 and MXFP4 weights and in gpt-oss's layout: right, compiled without a break, captured."""
+"""GroupedExperts with fp8 and MXFP4 weights and in gpt-oss's layout: right, compiled without a
+break, captured.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, MXFP4, OFFSETS, E, N, assert_right, gpt_oss, inputs, real_rows, weights
+from expert_inputs import (
+    BF16,
+    FP8,
+    MXFP4,
+    OFFSETS,
+    E,
+    N,
+    assert_right,
+    gpt_oss,
+    inputs,
+    real_rows,
+    weights,
+)
 from helpers import ON_GPUS, assert_close, captured
 
 import epmoe
@@ -33,9 +47,15 @@ def test_gpt_oss_is_that_of_transformers(device, dtype, loop):
         ours.gemms = ("loop",)
     rows, offsets = inputs(dtype, device)
     real = real_rows()
-    ids = torch.arange(E).repeat_interleave(torch.tensor(OFFSETS).diff())[real[: OFFSETS[-1]]].to(device)
+    ids = (
+        torch.arange(E)
+        .repeat_interleave(torch.tensor(OFFSETS).diff())[real[: OFFSETS[-1]]]
+        .to(device)
+    )
     out = ours(rows, offsets)[real.to(device)]
-    expected = theirs(rows[real.to(device)], ids[:, None], torch.ones(len(ids), 1, dtype=dtype, device=device))
+    expected = theirs(
+        rows[real.to(device)], ids[:, None], torch.ones(len(ids), 1, dtype=dtype, device=device)
+    )
     assert_close(out, expected, slack=4)
 
 
@@ -46,11 +66,15 @@ def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     assert list(before) == ["w_gate_up", "w_down", "gate_up_scales", "down_scales"]
     for key, tensor in experts.to(dtype).state_dict().items():
-        assert tensor.dtype == before[key].dtype and torch.equal(bits_of(tensor), bits_of(before[key]))
+        assert tensor.dtype == before[key].dtype and torch.equal(
+            bits_of(tensor), bits_of(before[key])
+        )
     assert experts.dtype == BF16 and not any(p.requires_grad for p in experts.parameters())
     assert_right(experts)
     assert repr(experts) == f"GroupedExperts(e=4, D=256, F=128, {name}, gemm='torch')"
-    experts._stage = experts._stage._replace(gemms=("few_rows", "torch"), most_rows={"few_rows": 1 / 30})
+    experts._stage = experts._stage._replace(
+        gemms=("few_rows", "torch"), most_rows={"few_rows": 1 / 30}
+    )
     assert repr(experts).endswith("gemm='torch', few_rows up to 0.0333 rows an expert)")
     with torch.enable_grad(), pytest.raises(RuntimeError, match="have no gradients"):
         rows, offsets = inputs(BF16, torch.device("cpu"))
@@ -59,22 +83,30 @@ def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [("inductor", "bf16"), *(("aot_eager", case) for case in ("bf16", "fp32", "fp8", "mxfp4", "gpt-oss"))],
+    [
+        ("inductor", "bf16"),
+        *(("aot_eager", case) for case in ("bf16", "fp32", "fp8", "mxfp4", "gpt-oss")),
+    ],
 )
 @torch.no_grad()
 def test_compiles_without_a_graph_break(backend, case):
     """One graph for every number of rows, and the bits of the real rows."""
     cpu = torch.device("cpu")
     dtype = {"bf16": BF16, "fp32": torch.float32, "fp8": FP8, "mxfp4": MXFP4}.get(case, BF16)
-    experts = gpt_oss(BF16, cpu)[1] if case == "gpt-oss" else epmoe.GroupedExperts(**weights(dtype, cpu))
+    experts = (
+        gpt_oss(BF16, cpu)[1] if case == "gpt-oss" else epmoe.GroupedExperts(**weights(dtype, cpu))
+    )
     torch.compiler.reset()
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend=backend)
     rows, offsets = inputs(experts.dtype, cpu)
     real = real_rows()
     for n in (N, N - 64, N - 128):
-        got, eager = compiled(rows[:n], offsets), experts(rows[:n], offsets)
+        got = compiled(rows[:n], offsets)
+        eager = experts(rows[:n], offsets)
         assert_close(got[real[:n]], eager[real[:n]], slack=2)
-        assert torch.equal(got[real[:n]], eager[real[:n]]) or backend == "inductor"  # it fuses, and rounds less often
+        assert (
+            torch.equal(got[real[:n]], eager[real[:n]]) or backend == "inductor"
+        )  # it fuses, and rounds less often
 
 
 @ON_GPUS

@@ -1,4 +1,6 @@
-"""Which library computes the grouped GEMM, and what DeepGEMM gets. A stand-in replaces it where there is no GPU."""
+"""Which library computes the grouped GEMM, and what DeepGEMM gets. A stand-in replaces it where
+there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from expert_inputs import BF16, BLOCK, FP8, MXFP4, OFFSETS, TOKENS, D, E, assert_right, inputs, real_rows, want, weights
+from expert_inputs import (
+    BF16,
+    BLOCK,
+    FP8,
+    MXFP4,
+    OFFSETS,
+    TOKENS,
+    D,
+    E,
+    assert_right,
+    inputs,
+    real_rows,
+    want,
+    weights,
+)
 from helpers import NO_CUDA, ON_GPUS, alone, assert_close, captured, poison_, randn
 from torch import Tensor
 
@@ -28,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("serving")
 
 
 class StandIn(types.ModuleType):
-    """DeepGEMM by its contract: a segment starts at the next multiple of the block behind the end of the last one.
+    """DeepGEMM by its contract: a segment starts at the next multiple of the block behind the end
+    of the last one.
 
     Attributes:
         block: rows, as set.
@@ -61,11 +78,23 @@ class StandIn(types.ModuleType):
             start = end
 
     def m_grouped_fp8_gemm_nt_contiguous(
-        self, rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], out: Tensor, ends: Tensor, **options: bool
+        self,
+        rows: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
+        out: Tensor,
+        ends: Tensor,
+        **options: bool,
     ) -> None:
         n, k = rows[0].shape
-        assert rows[0].dtype == weights[0].dtype == FP8 and rows[1].dtype == weights[1].dtype == torch.float32
-        assert rows[1].shape == (n, k // BLOCK) and rows[1].stride(0) == 1 and rows[1].stride(1) % 4 == 0
+        assert (
+            rows[0].dtype == weights[0].dtype == FP8
+            and rows[1].dtype == weights[1].dtype == torch.float32
+        )
+        assert (
+            rows[1].shape == (n, k // BLOCK)
+            and rows[1].stride(0) == 1
+            and rows[1].stride(1) % 4 == 0
+        )
         plain = rows[0].float() * rows[1].repeat_interleave(BLOCK, 1)
         dequantized = dequantize_weights(*weights, torch.float32)
         self.m_grouped_bf16_gemm_nt_contiguous(plain, dequantized, out, ends, **options)
@@ -88,9 +117,14 @@ def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
     assert experts.alignment == 64
     # fp8 rounds what travels between the two GEMMs to three bits of mantissa.
     assert_right(
-        experts, slack=12 if dtype == FP8 else 4, alignment=alignment, tokens_per_expert=torch.tensor(TOKENS).int()
+        experts,
+        slack=12 if dtype == FP8 else 4,
+        alignment=alignment,
+        tokens_per_expert=torch.tensor(TOKENS).int(),
     )
-    assert [block for block, _ in deep_gemm.calls] == [128 if alignment == 128 else 64] * 2 and deep_gemm.block == 128
+    assert [block for block, _ in deep_gemm.calls] == [
+        128 if alignment == 128 else 64
+    ] * 2 and deep_gemm.block == 128
     assert all(ends.tolist() == OFFSETS[1:] for _, ends in deep_gemm.calls)
     with pytest.raises(ValueError, match="`alignment` must be a multiple of 64, got 96"):
         assert_right(experts, alignment=96)
@@ -112,7 +146,9 @@ def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
 @pytest.mark.parametrize("alignment", [None, 1, 32])
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_gets_no_segments_that_it_would_misread(deep_gemm, dtype, alignment):
-    """A call may say nothing of its segments, or that they start anywhere: torch's GEMM then takes bf16 and fp8."""
+    """A call may say nothing of its segments, or that they start anywhere: torch's GEMM then takes
+    bf16 and fp8.
+    """
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
     with pytest.warns(UserWarning, match="aligned=True") if dtype == FP8 else nullcontext():
         assert_right(experts, slack=4, alignment=alignment)
@@ -123,9 +159,12 @@ def test_a_gemm_may_fuse_the_stage_for_some_calls(monkeypatch):
     """The other calls go to the next one in the table."""
 
     class Fused(TorchGrouped):
-        name, block = "fused", 128
+        name = "fused"
+        block = 128
 
-        def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
+        def experts(
+            self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+        ) -> Tensor:
             return rows.new_full(rows.shape, segments.alignment)
 
     monkeypatch.setitem(GEMMS, "fused", Fused())
@@ -157,16 +196,52 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("deep_gemm", BF16, (2, 256, 100), "multiples of 64", {}),
         ("deep_gemm", FP8, (2, 256, 192), "multiples of 128", {}),
         ("deep_gemm", torch.float16, (2, 256, 128), "in bfloat16 or float8_e4m3fn, got", {}),
-        ("deep_gemm", BF16, (2, 256, 128), "GPUs of compute capability 9, got 8", {"capability": 8}),
-        ("deep_gemm", BF16, (2, 256, 128), "GPUs of compute capability 9, got 10", {"capability": 10}),
-        ("deep_gemm", FP8, (2, 256, 128), "GPUs of compute capability 9, got 10", {"capability": 10}),
-        ("deep_gemm", FP8, (2, 256, 128), r"not installed: `pip install epmoe\[deep_gemm\]`", {"installed": False}),
+        (
+            "deep_gemm",
+            BF16,
+            (2, 256, 128),
+            "GPUs of compute capability 9, got 8",
+            {"capability": 8},
+        ),
+        (
+            "deep_gemm",
+            BF16,
+            (2, 256, 128),
+            "GPUs of compute capability 9, got 10",
+            {"capability": 10},
+        ),
+        (
+            "deep_gemm",
+            FP8,
+            (2, 256, 128),
+            "GPUs of compute capability 9, got 10",
+            {"capability": 10},
+        ),
+        (
+            "deep_gemm",
+            FP8,
+            (2, 256, 128),
+            r"not installed: `pip install epmoe\[deep_gemm\]`",
+            {"installed": False},
+        ),
         ("few_rows", FP8, (2, 256, 256), None, {}),
         ("few_rows", BF16, (2, 256, 256), None, {}),
         ("few_rows", BF16, (2, 256, 256), "contiguous", {"laid": transposed}),
-        ("few_rows", FP8, (2, 256, 256), "contiguous weights that start", {"laid": one_element_later}),
+        (
+            "few_rows",
+            FP8,
+            (2, 256, 256),
+            "contiguous weights that start",
+            {"laid": one_element_later},
+        ),
         ("few_rows", FP8, (2, 256, 192), "multiples of 128", {}),
-        ("few_rows", torch.float32, (2, 256, 256), "in bfloat16 or float8_e4m3fn, got torch.float32", {}),
+        (
+            "few_rows",
+            torch.float32,
+            (2, 256, 256),
+            "in bfloat16 or float8_e4m3fn, got torch.float32",
+            {},
+        ),
         ("few_rows", MXFP4, (2, 160, 96), "float8_e4m3fn, got torch.float4", {}),
         ("few_rows", FP8, (2, 256, 256), "compute capability 9, got 10", {"capability": 10}),
         ("few_rows_mxfp4", MXFP4, (2, 160, 96), None, {}),
@@ -179,18 +254,54 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("invariant_few_rows", FP8, (2, 256, 256), None, {}),
         ("invariant_few_rows", BF16, (2, 256, 192), None, {}),
         ("invariant_few_rows", BF16, (513, 64, 64), "at most 512 experts, got 513", {}),
-        ("invariant_few_rows", FP8, (2, 256, 256), "not installed: `pip install", {"installed": False}),
-        ("invariant_few_rows", FP8, (2, 256, 256), "few rows have other bits than many", {"differs": True}),
+        (
+            "invariant_few_rows",
+            FP8,
+            (2, 256, 256),
+            "not installed: `pip install",
+            {"installed": False},
+        ),
+        (
+            "invariant_few_rows",
+            FP8,
+            (2, 256, 256),
+            "few rows have other bits than many",
+            {"differs": True},
+        ),
         ("invariant_few_rows", BF16, (2, 256, 256), "contiguous", {"laid": transposed}),
         ("invariant_few_rows", FP8, (2, 256, 256), "no kernel image", {"built": False}),
         ("few_rows_by_tma", FP8, (1, 27264, 128), None, {}),
-        ("few_rows_by_tma", FP8, (1, 27392, 128), r"\(1024, 27264, 128768\) experts, D and F, got \(1, 27392", {}),
-        ("invariant_few_rows", FP8, (1, 128, 128896), r"experts, D and F, got \(1, 128, 128896\)", {}),
-        ("invariant_few_rows", FP8, (1025, 128, 128), r"experts, D and F, got \(1025, 128, 128\)", {}),
+        (
+            "few_rows_by_tma",
+            FP8,
+            (1, 27392, 128),
+            r"\(1024, 27264, 128768\) experts, D and F, got \(1, 27392",
+            {},
+        ),
+        (
+            "invariant_few_rows",
+            FP8,
+            (1, 128, 128896),
+            r"experts, D and F, got \(1, 128, 128896\)",
+            {},
+        ),
+        (
+            "invariant_few_rows",
+            FP8,
+            (1025, 128, 128),
+            r"experts, D and F, got \(1025, 128, 128\)",
+            {},
+        ),
         ("invariant_few_rows", BF16, (1, 27392, 64), None, {}),
         ("hopper", BF16, (4, 24, 8), None, {}),
         ("hopper", BF16, (4, 24, 8), None, {"laid": transposed}),
-        ("hopper", torch.float32, (4, 24, 8), "in bfloat16 or float4_e2m1fn_x2, got torch.float32", {}),
+        (
+            "hopper",
+            torch.float32,
+            (4, 24, 8),
+            "in bfloat16 or float4_e2m1fn_x2, got torch.float32",
+            {},
+        ),
         ("hopper", BF16, (4, 24, 12), "multiples of 8", {}),
         ("hopper", BF16, (513, 8, 8), "at most 512 experts, got 513", {}),
         ("hopper", BF16, (4, 48, 16), "contiguous weights", {"laid": strided}),
@@ -203,14 +314,20 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
 def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     (e, D, F), packed = sizes, 2 if dtype == MXFP4 else 1
     weights = [torch.empty(e, n, k // packed, dtype=dtype) for n, k in ((2 * F, D), (D, F))]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if other.get("installed", True) else None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (other.get("capability", 9), 0))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if other.get("installed", True) else None
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: (other.get("capability", 9), 0)
+    )
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
     built = None if other.get("built", True) else RuntimeError("CUDA: no kernel image")
     for place in ("hopper", "few_rows_by_tma"):
         monkeypatch.setattr(f"epmoe.local.gemm.{place}.problem_of_build", lambda device: built)
     differs = ValueError("few rows have other bits than many") if other.get("differs") else None
-    monkeypatch.setattr("epmoe.local.gemm.few_rows_by_tma._other_bits", lambda dtype, device: differs)
+    monkeypatch.setattr(
+        "epmoe.local.gemm.few_rows_by_tma._other_bits", lambda dtype, device: differs
+    )
     found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))
     assert (found is None) == (problem is None) and re.search(problem or "", str(found))
 
@@ -226,17 +343,23 @@ def test_memory_that_lacks_says_nothing_of_kernels(monkeypatch):
 
 
 def one_rank(alignment: int | None, payload: str = "fp8") -> epmoe.EPConfig:
-    return alone(E, 2, D, "bfloat16", 8, capacity={"alignment": alignment}, exchange={"payload": payload})
+    return alone(
+        E, 2, D, "bfloat16", 8, capacity={"alignment": alignment}, exchange={"payload": payload}
+    )
 
 
 @pytest.mark.parametrize("alignment", [32, 128, None])
 def test_a_layer_sees_to_the_alignment_of_deep_gemm(deep_gemm, alignment):
     with epmoe.ExpertParallel(one_rank(alignment)) as ep:
-        given, router, x = weights(FP8, ep.device), randn(E, D), randn(8, D, dtype=BF16)
+        given = weights(FP8, ep.device)
+        router = randn(E, D)
+        x = randn(8, D, dtype=BF16)
         dequantized = epmoe.MoELayer(ep, router, epmoe.GroupedExperts(**given, gemm="torch"))(x)
         layer = epmoe.MoELayer(ep, router, epmoe.GroupedExperts(**given))
         if alignment == 32:
-            with pytest.raises(ValueError, match="`capacity.alignment` must be a multiple of 64, or unset, got 32"):
+            with pytest.raises(
+                ValueError, match="`capacity.alignment` must be a multiple of 64, or unset, got 32"
+            ):
                 layer(x)
         else:
             assert_close(layer(x), dequantized.double(), slack=4)
@@ -244,20 +367,31 @@ def test_a_layer_sees_to_the_alignment_of_deep_gemm(deep_gemm, alignment):
 
 
 def test_rounds_are_aligned_where_they_ask_for_it():
-    ids, weights = torch.tensor([[0, 1], [1, 3]]), torch.ones(2, 2)
-    for alignment, aligned, starts in ((None, False, 1), (None, True, 64), (5, False, 5), (5, True, 5)):
+    ids = torch.tensor([[0, 1], [1, 3]])
+    weights = torch.ones(2, 2)
+    for alignment, aligned, starts in (
+        (None, False, 1),
+        (None, True, 64),
+        (5, False, 5),
+        (5, True, 5),
+    ):
         with epmoe.ExpertParallel(one_rank(alignment, "auto")) as ep:
             d = ep.dispatch(randn(2, D, dtype=BF16), ids, weights, aligned=aligned)
             assert d.alignment == starts
             tokens = torch.tensor([1, 2, 0, 1])
             assert d.tokens_per_expert.tolist() == tokens.tolist()
-            assert d.expert_offsets.diff().tolist() == ((tokens + starts - 1) // starts * starts).tolist()
+            assert (
+                d.expert_offsets.diff().tolist()
+                == ((tokens + starts - 1) // starts * starts).tolist()
+            )
             ep.combine(d.rows, d)
             with pytest.raises(TypeError, match="`aligned` must be a bool, got int"):
                 ep.dispatch(randn(2, D, dtype=BF16), ids, weights, aligned=64)
 
 
-HAS_DEEP_GEMM = pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is None, reason="DeepGEMM is not installed")
+HAS_DEEP_GEMM = pytest.mark.skipif(
+    importlib.util.find_spec("deep_gemm") is None, reason="DeepGEMM is not installed"
+)
 
 
 @HAS_DEEP_GEMM
@@ -279,7 +413,9 @@ def test_deep_gemm_itself(device, dtype):
 
 @NO_CUDA
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is not None, reason="DeepGEMM is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deep_gemm") is not None, reason="DeepGEMM is installed"
+)
 def test_without_deep_gemm():
     given = weights(FP8, torch.device("cuda"))
     with pytest.raises(ImportError, match="pip install epmoe"):

@@ -1,4 +1,6 @@
-"""Hosts that run ahead of their GPUs flip to a version between the same rounds: real ticks, on a model of GPUs."""
+"""Hosts that run ahead of their GPUs flip to a version between the same rounds: real ticks, on a
+model of GPUs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from epmoe.exchange.round_state import CLOSED
 from epmoe.group.waiting import Worker
 from epmoe.live import receiver as receiver_module
 
-RANKS, STEPS, LAYERS, AHEAD = 3, 400, 2, 16
+RANKS = 3
+STEPS = 400
+LAYERS = 2
+AHEAD = 16
 
 
 class Gpus:
@@ -35,7 +40,9 @@ class Gpus:
 
     def wait(self, rank: int, running: int = 0) -> None:
         with self.change:
-            assert self.change.wait_for(lambda: min(self.launched) >= self.launched[rank] - running, 20.0)
+            assert self.change.wait_for(
+                lambda: min(self.launched) >= self.launched[rank] - running, 20.0
+            )
 
 
 class Receiver(WeightReceiver):
@@ -43,11 +50,12 @@ class Receiver(WeightReceiver):
 
     def __init__(self, gpus: Gpus, rank: int, words: torch.Tensor, random: Random) -> None:
         exchange = SimpleNamespace(
-            rounds=SimpleNamespace(count=0, state=CLOSED), run=lambda call: call(),
+            rounds=SimpleNamespace(count=0, state=CLOSED),
+            run=lambda call: call(),
             deadlines=SimpleNamespace(wait_s=lambda: 20.0),
             wait_for_device=lambda timeout_s: gpus.wait(rank),
             health=lambda wait: SimpleNamespace(rounds=gpus.launched[rank]),
-        )  # fmt: skip
+        )
         self._ep = SimpleNamespace(rank=rank, exchange=exchange, generation=0)
         self._generation, self._words, self._random, self._folder = 0, words, random, Path()
         self._glance = (c_int64 * 2).from_address(words.data_ptr())
@@ -79,10 +87,16 @@ def serve(gpus: Gpus, rank: int, words: torch.Tensor, seen: list[list[int]], see
 @pytest.mark.parametrize("seed", range(3))
 def test_all_ranks_flip_between_the_same_rounds(monkeypatch, seed):
     start = time.monotonic()
-    monkeypatch.setattr(receiver_module, "newest_version", lambda folder: int((time.monotonic() - start) / 0.02))
+    monkeypatch.setattr(
+        receiver_module, "newest_version", lambda folder: int((time.monotonic() - start) / 0.02)
+    )
     monkeypatch.setattr(receiver_module, "_LOOK_S", 0.0)
-    gpus, words, seen = Gpus(), torch.full((2 + RANKS,), -1), [[] for _ in range(RANKS)]
-    threads = [Thread(target=partial(serve, gpus, rank, words, seen, seed)) for rank in range(RANKS)]
+    gpus = Gpus()
+    words = torch.full((2 + RANKS,), -1)
+    seen = [[] for _ in range(RANKS)]
+    threads = [
+        Thread(target=partial(serve, gpus, rank, words, seen, seed)) for rank in range(RANKS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -92,7 +106,9 @@ def test_all_ranks_flip_between_the_same_rounds(monkeypatch, seed):
 
 
 def test_no_older_version_takes_the_place_of_a_failure():
-    """Rank 2 could not take version 1, which this rank had still to stage, nor this rank version 2."""
+    """Rank 2 could not take version 1, which this rank had still to stage, nor this
+    rank version 2.
+    """
 
     class Slow(Receiver):
         def _stage(self, number: int) -> SimpleNamespace:
@@ -101,9 +117,12 @@ def test_no_older_version_takes_the_place_of_a_failure():
                 raise MemoryError
             return SimpleNamespace(number=number)
 
-    goes_on, words = Event(), torch.full((2 + RANKS,), -1)
+    goes_on = Event()
+    words = torch.full((2 + RANKS,), -1)
     receiver = Slow(Gpus(), 1, words, Random())
-    target, others, ours = 0, 2 + 2, 2 + 1
+    target = 0
+    others = 2 + 2
+    ours = 2 + 1
     words[target] = 1
     receiver.tick()
     words[others], words[target] = -2 - 1, 2

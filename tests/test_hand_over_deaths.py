@@ -1,4 +1,6 @@
-"""A rank of a trainer, or of a server, is killed while weights are handed over: the others keep whole versions."""
+"""A rank of a trainer, or of a server, is killed while weights are handed over: the others keep
+whole versions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from epmoe import WeightReceiver, WeightSender
 from epmoe.live import receiver, versions
 from epmoe.local.spread import local_view
 
-TRAINERS, SERVERS, LAST = [0, 1], [2, 3], 3
+TRAINERS = [0, 1]
+SERVERS = [2, 3]
+LAST = 3
 
 # Where a rank ends: an object, its function, and which call of it, before or after it has run.
 TRAINER_STATES = {
@@ -64,7 +68,9 @@ def create_ep(state, ranks: int, shared: bool) -> None:
     if shared and state.device.type == "cpu":
         share_host_memory()
     dtype = "float32" if state.device.type == "cpu" else "bfloat16"
-    config = make_config(ranks, experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=LONG_S, dtype=dtype)
+    config = make_config(
+        ranks, experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=LONG_S, dtype=dtype
+    )
     state.ep = epmoe.ExpertParallel(config, device=state.device)
 
 
@@ -95,7 +101,9 @@ def create_server(state, folder: str, shared: bool, ranks: int = 2) -> int:
 
 @torch.no_grad()
 def serves(state, until: int, seconds: float = 1.0) -> int:
-    """Serve until a version, or so long if it does not come. Each output is that of the version that serves."""
+    """Serve until a version, or so long if it does not come. Each output is that of the version
+    that serves.
+    """
     deadline = time.monotonic() + (SOON_S if until >= 0 else seconds)
     while state.receiver.version < until or until < 0:
         stop = torch.tensor([time.monotonic() > deadline], dtype=torch.int32)
@@ -189,7 +197,9 @@ def test_a_rank_is_killed(host, by, kind, what, rank):
     else:
         other = 5 - rank
         host.start(SERVERS, serves, LAST)
-        assert all(seconds < SOON_S for seconds in host.succeed(TRAINERS, sends, LAST)), "nobody waits"
+        assert all(seconds < SOON_S for seconds in host.succeed(TRAINERS, sends, LAST)), (
+            "nobody waits"
+        )
         ends(host, rank)
         [error] = host.results([other])
         assert isinstance(error, str) and ("EP" in error or "RuntimeError" in error)

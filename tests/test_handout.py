@@ -1,4 +1,6 @@
-"""Descriptors that a process gives to others: at a socket that outlives a fork, and a shortage of files."""
+"""Descriptors that a process gives to others: at a socket that outlives a fork, and a shortage of
+files.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def handout_of(number: int) -> Handout:
 
 def test_a_fork_that_drops_it_leaves_the_socket_open():
     handout = handout_of(1)
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         try:
             del handout
         finally:
@@ -34,7 +37,8 @@ def test_as_many_as_a_message_takes():
 
 
 def test_a_shortage_of_files_passes(monkeypatch):
-    accept, short = socket.socket.accept, [True]
+    accept = socket.socket.accept
+    short = [True]
 
     def accepts(listener: socket.socket) -> object:
         if short:

@@ -32,7 +32,11 @@ def test_route_counts_rows(device):
     epmoe.route(logits, 4, num_tokens=9, counters=counters)
     assert counted(counters) == {"sanitised_rows": 3, "padded_rows": 1}
     epmoe.route(
-        logits, 4, scoring="sigmoid", num_tokens=torch.tensor(-5, dtype=torch.int32, device=device), counters=counters
+        logits,
+        4,
+        scoring="sigmoid",
+        num_tokens=torch.tensor(-5, dtype=torch.int32, device=device),
+        counters=counters,
     )
     assert counted(counters) == {"sanitised_rows": 3, "padded_rows": 11, "clamped_num_tokens": 1}
     epmoe.route(logits, 4, scoring="sigmoid", num_tokens=11, counters=counters)  # sigmoid(Inf) is 1
@@ -41,7 +45,8 @@ def test_route_counts_rows(device):
 
 def test_permute_counts_dropped_pairs(device):
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-    ids, identity_map = distinct_ids(10, 8, 4).to(device), torch.arange(8, dtype=torch.int32, device=device)
+    ids = distinct_ids(10, 8, 4).to(device)
+    identity_map = torch.arange(8, dtype=torch.int32, device=device)
     epmoe.permute(randn(10, 16).to(device), ids, identity_map, 8, max_rows=33, counters=counters)
     assert counted(counters) == {"dropped_pairs": 7}
     epmoe.permute(randn(10, 16).to(device), ids, identity_map, 8, counters=counters)
@@ -53,7 +58,10 @@ def test_health_holds_every_counter():
     health = Health.read(9, list(map(torch.tensor, totals)))
     names = [field.name for field in dataclasses.fields(health)]
     lists = ["tokens_per_expert", "rows_sent", "waited_s", "aborted_rounds", "rows_by_layer"]
-    assert names == ["rounds", *COUNTERS, *lists, "refused_plans"] and health.rows_by_layer == [5, 6]
+    assert names == ["rounds", *COUNTERS, *lists, "refused_plans"] and health.rows_by_layer == [
+        5,
+        6,
+    ]
     assert [getattr(health, name) for name in COUNTERS] == list(range(len(COUNTERS)))
     assert health.rounds == 9 and health.tokens_per_expert == [5, 6] and health.rows_sent == [7, 8]
     assert health.waited_s == [0.0, 2.5] and health.aborted_rounds == [0, 3]
@@ -63,7 +71,8 @@ def test_the_count_of_rounds_goes_on_where_their_number_begins_again():
     """Also for a thread that has read the number before another one has."""
     buffers = MemoryPlan.build(epmoe.EPConfig.load("cpu_demo"), nvlink=False).buffers
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in buffers}
-    totals, counts = Totals(views), []
+    totals = Totals(views)
+    counts = []
     for rounds in (0, 5, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 7, 2**33 + 1):
         views["state"][0] = (rounds + 2**31) % 2**32 - 2**31
         counts.append((totals.read().rounds, rounds))
@@ -75,7 +84,11 @@ def test_the_count_of_rounds_goes_on_where_their_number_begins_again():
 
 
 def test_health_as_a_dict_survives_json():
-    totals = torch.ones(len(COUNTERS), dtype=torch.int64), torch.tensor([[2**40, 1]]), *3 * [torch.tensor([2**40, 1])]
+    totals = (
+        torch.ones(len(COUNTERS), dtype=torch.int64),
+        torch.tensor([[2**40, 1]]),
+        *3 * [torch.tensor([2**40, 1])],
+    )
     health = Health.read(2**40, totals)
     assert Health(**json.loads(json.dumps(health.as_dict()))) == health
 
@@ -84,7 +97,9 @@ def test_timeout_names_stage_round_and_ranks():
     """Rank 1 of the group is rank 9 of the world. Every call raises the error until close()."""
     status = struct("Status")(code=1, stage=1, epoch=42, missing=0b1010, originator=2)
     for _ in range(2):
-        with pytest.raises(epmoe.EPTimeoutError, match=r"combine of round 42 .*\[1, 3\].*\[9, 11\].*rank 2") as raised:
+        with pytest.raises(
+            epmoe.EPTimeoutError, match=r"combine of round 42 .*\[1, 3\].*\[9, 11\].*rank 2"
+        ) as raised:
             raise_on_failure(status, [8, 9, 10, 11], Seats.full(4), rank=0, latched=False)
     error = raised.value
     assert (error.stage, error.epoch) == ("combine", 42)
@@ -92,7 +107,9 @@ def test_timeout_names_stage_round_and_ranks():
     assert isinstance(error, TimeoutError) and isinstance(error, epmoe.EPError)
 
 
-@pytest.mark.parametrize("rank, reason", [(3, "this rank came too late"), (2, "raise exchange.timeout_s")])
+@pytest.mark.parametrize(
+    "rank, reason", [(3, "this rank came too late"), (2, "raise exchange.timeout_s")]
+)
 def test_a_rank_that_came_too_late_hears_it(rank, reason):
     status = struct("Status")(code=1, epoch=1, missing=0b1010, originator=2)
     with pytest.raises(epmoe.EPTimeoutError, match=reason):
@@ -102,7 +119,9 @@ def test_a_rank_that_came_too_late_hears_it(rank, reason):
 def test_a_mismatch_that_has_latched_is_reported_for_ever():
     status = struct("Status")(code=2, epoch=3, missing=0b01)
     for _ in range(2):
-        with pytest.raises(epmoe.EPMismatchError, match=r"rank\(s\) \[0\] .* can only be resumed or closed"):
+        with pytest.raises(
+            epmoe.EPMismatchError, match=r"rank\(s\) \[0\] .* can only be resumed or closed"
+        ):
             raise_on_failure(status, [0, 1], Seats.full(2), rank=1, latched=True)
 
 
@@ -112,22 +131,47 @@ def count_words(*shapes: int) -> torch.Tensor:
 
 
 def test_a_mismatch_on_gpus_says_what_differs():
-    """As `call_without_rows` in csrc/cuda/dispatch/block.cuh packs a call of D 4096, K 8, bf16, layout expert."""
-    D, K, aligned, dtype, expert, weighted, training, tag = 4096, 8, 1, 2, 1, 0, 0, 63
-    shape = (D >> 2) - 1 | aligned << 14 | (K - 1) << 15 | dtype << 20 | expert << 22 | weighted << 23 | training << 24
+    """As `call_without_rows` in csrc/cuda/dispatch/block.cuh packs a call of D 4096, K 8, bf16,
+    layout expert.
+    """
+    D = 4096
+    K = 8
+    aligned = 1
+    dtype = 2
+    expert = 1
+    weighted = 0
+    training = 0
+    tag = 63
+    shape = (
+        (D >> 2) - 1
+        | aligned << 14
+        | (K - 1) << 15
+        | dtype << 20
+        | expert << 22
+        | weighted << 23
+        | training << 24
+    )
     shape |= tag << 26
     counts = count_words(shape)
     assert calls_of({"recv.counts": counts}, Peek(counts)) == [
         {
-            "hidden size (D)": D, "experts per token (K)": K, "dtype": "bfloat16", "aligned": True, "training": False,
-            "layout": "expert", "apply_router_weight_on_input": False,
+            "hidden size (D)": D,
+            "experts per token (K)": K,
+            "dtype": "bfloat16",
+            "aligned": True,
+            "training": False,
+            "layout": "expert",
+            "apply_router_weight_on_input": False,
         }
-    ]  # fmt: skip
+    ]
     for other, named in (
         (shape ^ 1 << 22, {"layout": ("expert", "rank")}),
         (shape ^ 1 << 23, {"apply_router_weight_on_input": (False, True)}),
         (shape ^ 1 << 24, {"training": (False, True)}),
-        (shape ^ 1 << 15 ^ 1 << 20, {"experts per token (K)": (8, 7), "dtype": ("bfloat16", "float8_e4m3fn")}),
+        (
+            shape ^ 1 << 15 ^ 1 << 20,
+            {"experts per token (K)": (8, 7), "dtype": ("bfloat16", "float8_e4m3fn")},
+        ),
         (shape ^ 1 << 25, {}),  # whether it has more rounds
     ):
         counts = count_words(shape, shape, other)
@@ -136,7 +180,10 @@ def test_a_mismatch_on_gpus_says_what_differs():
             status = struct("Status")(code=2, epoch=3, missing=0b100)
             raise_on_failure(status, [0, 1, 2], Seats.full(3), rank=1, latched=True, calls=calls)
         assert error.value.differences == named
-        assert all(f"{name} is {mine} here and {its} there" in str(error.value) for name, (mine, its) in named.items())
+        assert all(
+            f"{name} is {mine} here and {its} there" in str(error.value)
+            for name, (mine, its) in named.items()
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,6 +198,10 @@ def test_a_mismatch_on_gpus_says_what_differs():
 def test_a_stage_out_of_turn_is_reported_for_ever(stage, phases, said):
     status = struct("Status")(code=3, stage=stage, epoch=7, missing=0b01, phases=phases)
     for _ in range(2):
-        with pytest.raises(epmoe.EPOrderError, match=f"{said}.* can only be resumed or closed") as raised:
+        with pytest.raises(
+            epmoe.EPOrderError, match=f"{said}.* can only be resumed or closed"
+        ) as raised:
             raise_on_failure(status, [0, 1], Seats.full(2), rank=0, latched=True)
-    assert (raised.value.stage, raised.value.epoch) == (STAGES[stage], 7) and isinstance(raised.value, epmoe.EPError)
+    assert (raised.value.stage, raised.value.epoch) == (STAGES[stage], 7) and isinstance(
+        raised.value, epmoe.EPError
+    )

@@ -1,4 +1,6 @@
-"""Our grouped GEMMs of Hopper: which weights take them, and on GPUs what they compute, with NaN behind the rows."""
+"""Our grouped GEMMs of Hopper: which weights take them, and on GPUs what they compute, with NaN
+behind the rows.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,19 @@ def hopper(device) -> torch.device:
 class Case:
     """Rows and gradients of segments, and weights, with the products in fp64."""
 
-    def __init__(self, counts: list[int], n: int, k: int, device: torch.device, transposed: bool = False) -> None:
+    def __init__(
+        self, counts: list[int], n: int, k: int, device: torch.device, transposed: bool = False
+    ) -> None:
         self.offsets = [0, *itertools.accumulate(counts)]
         N = self.offsets[-1]
-        self.rows, self.grad = (randn(N + BEHIND, size, seed=i, dtype=BF16).to(device) for i, size in enumerate((k, n)))
+        self.rows, self.grad = (
+            randn(N + BEHIND, size, seed=i, dtype=BF16).to(device) for i, size in enumerate((k, n))
+        )
         self.rows[N:], self.grad[N:] = torch.nan, torch.nan
         weights = randn(len(counts), n, k, seed=2, dtype=BF16).to(device)
-        self.weights = weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights
+        self.weights = (
+            weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights
+        )
         self.ends = torch.tensor(self.offsets, dtype=torch.int32, device=device)
 
     def products(self, gemm: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,15 +66,21 @@ class Case:
 
     def assert_right(self) -> None:
         forward, backward, by_weights = self.products("hopper")
-        for again, first in zip(self.products("hopper"), (forward, backward, by_weights), strict=True):
-            assert torch.equal(again.view(torch.int16), first.view(torch.int16)), "other bits on another run"
+        for again, first in zip(
+            self.products("hopper"), (forward, backward, by_weights), strict=True
+        ):
+            assert torch.equal(again.view(torch.int16), first.view(torch.int16)), (
+                "other bits on another run"
+            )
         weights, rows, grad = (t.double() for t in (self.weights, self.rows, self.grad))
         for i, (start, end) in enumerate(itertools.pairwise(self.offsets)):
             assert_close(forward[start:end], rows[start:end] @ weights[i].T)
             assert_close(backward[start:end], grad[start:end] @ weights[i])
             assert_close(by_weights[i], grad[start:end].T @ rows[start:end])
             assert end > start or not by_weights[i].any()
-        assert forward[self.offsets[-1] :].isnan().all() and backward[self.offsets[-1] :].isnan().all()
+        assert (
+            forward[self.offsets[-1] :].isnan().all() and backward[self.offsets[-1] :].isnan().all()
+        )
 
 
 @ON_GPUS
@@ -81,7 +95,12 @@ class Mxfp4Case(Case):
     """Weights in MXFP4, and the same in bf16."""
 
     def __init__(
-        self, counts: list[int], n: int, k: int, device: torch.device, scales: tuple[int, int] | None = (-8, 0)
+        self,
+        counts: list[int],
+        n: int,
+        k: int,
+        device: torch.device,
+        scales: tuple[int, int] | None = (-8, 0),
     ) -> None:
         super().__init__(counts, n, k, device)
         codes, exponents = random_mxfp4(len(counts), n, k, seed=5, scales=scales or (0, 0))
@@ -95,7 +114,8 @@ class Mxfp4Case(Case):
             return Hopper().multiply((self.rows, None), weights, self.ends[1:], alignment=1)
 
     def assert_has_the_bits_of_bf16(self) -> None:
-        product, wanted = self.product(*self.mxfp4), self.product(self.weights, None)
+        product = self.product(*self.mxfp4)
+        wanted = self.product(self.weights, None)
         assert torch.equal(product.view(torch.int16), wanted.view(torch.int16))
 
 
@@ -117,7 +137,9 @@ def test_weights_in_mxfp4_have_the_bits_of_bf16(hopper, counts, n, k, scales):
 @pytest.mark.timeout(60)
 def test_more_tiles_in_mxfp4_than_multiprocessors(hopper):
     """As in gpt-oss-120b, and as many experts as the kernel takes."""
-    Mxfp4Case([0, 250, 270, 16, 600, 1, 64, 0, 33], 2880, 2880, hopper).assert_has_the_bits_of_bf16()
+    Mxfp4Case(
+        [0, 250, 270, 16, 600, 1, 64, 0, 33], 2880, 2880, hopper
+    ).assert_has_the_bits_of_bf16()
     Mxfp4Case([i % 3 for i in range(512)], 192, 128, hopper).assert_has_the_bits_of_bf16()
     Mxfp4Case([0] * 100 + [300] + [0] * 20, 128, 64, hopper).assert_has_the_bits_of_bf16()
     Mxfp4Case([0, 0], 128, 64, hopper).assert_has_the_bits_of_bf16()
@@ -125,7 +147,9 @@ def test_more_tiles_in_mxfp4_than_multiprocessors(hopper):
 
 @ON_GPUS
 def test_mxfp4_captured_with_other_segments(hopper):
-    case, other = (Mxfp4Case(counts, 256, 128, hopper) for counts in ([70, 0, 300, 30], [0, 390, 1, 9]))
+    case, other = (
+        Mxfp4Case(counts, 256, 128, hopper) for counts in ([70, 0, 300, 30], [0, 390, 1, 9])
+    )
     replay, got = captured(lambda: case.product(*case.mxfp4))
     case.rows.copy_(other.rows)
     case.ends.copy_(other.ends)
@@ -139,7 +163,9 @@ def test_drawn_segments(hopper):
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
         n, k = (8 * int(torch.randint(1, 80, (), generator=generator)) for _ in range(2))
-        counts = torch.randint(-60, 300, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator)
+        counts = torch.randint(
+            -60, 300, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator
+        )
         Case(counts.clamp(min=0).tolist(), n, k, hopper).assert_right()
     Case([i % 3 for i in range(512)], 64, 64, hopper).assert_right()
     Case([0] * 100 + [300], 64, 64, hopper).assert_right()
@@ -150,7 +176,11 @@ def test_captured_with_other_segments(hopper):
     """Segments are on the device, and another replay has others."""
     case, other = (Case(counts, 256, 128, hopper) for counts in ([70, 0, 300, 30], [0, 390, 1, 9]))
     replay, got = captured(lambda: case.products("hopper"))
-    for mine, theirs in ((case.rows, other.rows), (case.grad, other.grad), (case.weights, other.weights)):
+    for mine, theirs in (
+        (case.rows, other.rows),
+        (case.grad, other.grad),
+        (case.weights, other.weights),
+    ):
         mine.copy_(theirs)
     case.ends.copy_(other.ends)
     replay()
@@ -172,7 +202,8 @@ def test_rows_that_start_anywhere(hopper):
 
 @ON_GPUS
 def test_it_trains_and_serves_with_the_same_bits(hopper):
-    gate_up, down = randn(4, 512, 128, dtype=BF16).to(hopper) / 12, randn(4, 128, 256, dtype=BF16).to(hopper) / 16
+    gate_up = randn(4, 512, 128, dtype=BF16).to(hopper) / 12
+    down = randn(4, 128, 256, dtype=BF16).to(hopper) / 16
     offsets = torch.tensor([0, 5, 5, 80, 400], dtype=torch.int32, device=hopper)
     rows = randn(400, 128, seed=1, dtype=BF16).to(hopper)
     results = []

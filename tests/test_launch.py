@@ -43,7 +43,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def children() -> set[str]:
-    """Process ids of this process's children. Other test files may have left some that serve them all."""
+    """Process ids of this process's children. Other test files may have left some that serve them
+    all.
+    """
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
@@ -56,7 +58,9 @@ def epmoe(command: str, folder: Path, **variables: str) -> subprocess.CompletedP
     """Types `epmoe COMMAND` in `folder`."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"} | variables
     arguments = [sys.executable, "-m", "epmoe", *command.split()]
-    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
 
 
 def test_run_starts_its_ranks_itself(alone: Path, tmp_path: Path) -> None:
@@ -97,24 +101,48 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
         1,
         "epmoe: rank 1 was ended by SIGKILL, as happens when memory runs out\n",
     ),
-    "crashes": ("os.abort() if rank == 0 else time.sleep(300)", 1, "epmoe: rank 0 was ended by SIGABRT\n"),
-    "dies": (
-        "if rank == 1: print('some noise', 'last words', sep='\\n', file=sys.stderr); os._exit(7)\ntime.sleep(300)",
+    "crashes": (
+        "os.abort() if rank == 0 else time.sleep(300)",
         1,
-        "epmoe: rank 1 ended with exit code 7: last words; the same command under torchrun shows the traceback\n",
+        "epmoe: rank 0 was ended by SIGABRT\n",
+    ),
+    "dies": (
+        (
+            "if rank == 1: print('some noise', 'last words', sep='\\n', file=sys.stderr); "
+            "os._exit(7)\ntime.sleep(300)"
+        ),
+        1,
+        (
+            "epmoe: rank 1 ended with exit code 7: last words; the same command under torchrun "
+            "shows "
+            "the traceback\n"
+        ),
     ),
     "has an exception": (
         "if rank == 1: 1 / 0\ntime.sleep(300)",
         1,
-        "epmoe: rank 1 ended with exit code 1: ZeroDivisionError: division by zero; the same command under torchrun "
+        "epmoe: rank 1 ended with exit code 1: ZeroDivisionError: division by zero; the same "
+        "command under torchrun "
         "shows the traceback\n",
     ),
     "refuses its input, as all do": ("say('wrong', 2)", 2, "epmoe: wrong\n"),
-    "has the cause": ("rank and after(0); say(f'rank {rank}: EPTimeoutError', 1 + (rank == 0))", 2, "epmoe: rank 0: "),
-    "is second": ("rank and (after(0), say('consequence', 1)); say('cause', 2)", 2, "epmoe: cause\n"),
+    "has the cause": (
+        "rank and after(0); say(f'rank {rank}: EPTimeoutError', 1 + (rank == 0))",
+        2,
+        "epmoe: rank 0: ",
+    ),
+    "is second": (
+        "rank and (after(0), say('consequence', 1)); say('cause', 2)",
+        2,
+        "epmoe: cause\n",
+    ),
     "fails a check": ("rank or say('', 1)", 1, ""),
     "is too slow to end": (
-        "rank or after(1)\ntry: say('cause' if rank else 'effect', 1 + rank)\nfinally: rank and time.sleep(300)",
+        (
+            "rank or after(1)\ntry: say('cause' if rank else 'effect', 1 + rank)\nfinally: rank "
+            "and "
+            "time.sleep(300)"
+        ),
         2,
         "epmoe: cause\n",
     ),
@@ -125,11 +153,14 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
 def ranks(
     alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Starts two ranks of a program with these arguments: the exit code, and what is printed to stderr."""
+    """Starts two ranks of a program with these arguments: the exit code, and what is printed to
+    stderr.
+    """
 
     def start(program: str, *arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(launch, "_RUN", SAY + program)
-        running, before = children(), state()
+        running = children()
+        before = state()
         code = launch.start_ranks(TWO_RANKS, [str(argument) for argument in arguments])
         assert list(alone.iterdir()) == [] and children() <= running, "nothing is left behind"
         assert state() == before
@@ -148,22 +179,39 @@ def test_a_rank(what: str, ranks: Callable[..., tuple[int, str]], tmp_path: Path
     assert error.startswith(printed) and len(error.splitlines()) == bool(printed), error
 
 
-def test_ranks_that_cannot_be_started_are_one_message(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_be_started_are_one_message(
+    ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     code, error = ranks("")
     assert code == 1 and error.startswith("epmoe: the ranks cannot be started: FileNotFoundError: ")
 
 
 def test_ranks_have_an_environment_of_their_own(ranks, alone: Path, tmp_path: Path) -> None:
-    """The module search path of this process, one thread, a folder for temporary files, and the arguments."""
-    tell = "import tempfile; tempfile.mkstemp(); found = [sys.argv[1:], sys.path, tempfile.gettempdir(), "
-    tell += f"*map(os.environ.get, {NUMBERS})]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
+    """The module search path of this process, one thread, a folder for temporary files, and the
+    arguments.
+    """
+    tell = (
+        "import tempfile; tempfile.mkstemp(); found = [sys.argv[1:], sys.path, "
+        "tempfile.gettempdir(), "
+    )
+    tell += (
+        f"*map(os.environ.get, {NUMBERS})]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
+    )
     assert ranks(tell, tmp_path / "rank", "two words") == (0, "")
     for rank in range(2):
         arguments, path, temporary, *numbers = eval((tmp_path / f"rank{rank}").read_text())
         assert arguments == [str(tmp_path / "rank"), "two words"]
-        assert [entry for entry in path if entry in sys.path] == [entry for entry in dict.fromkeys(sys.path) if entry]
-        assert Path(temporary).is_relative_to(alone) and numbers == ["1", "2", "2", str(rank), str(rank)]
+        assert [entry for entry in path if entry in sys.path] == [
+            entry for entry in dict.fromkeys(sys.path) if entry
+        ]
+        assert Path(temporary).is_relative_to(alone) and numbers == [
+            "1",
+            "2",
+            "2",
+            str(rank),
+            str(rank),
+        ]
 
 
 WAIT = """
@@ -179,7 +227,9 @@ def wait_for(files: list[Path]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
 def test_a_signal_ends_all_ranks_at_once(ranks, number: int, code: int, tmp_path: Path) -> None:
     sent = []
 
@@ -195,9 +245,13 @@ def test_a_signal_ends_all_ranks_at_once(ranks, number: int, code: int, tmp_path
 
 def test_ranks_meet_where_no_other_machine_reaches_them(ranks, tmp_path: Path) -> None:
     """Both the store and gloo listen on the loopback interface alone."""
-    meet = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); file = sys.argv[1] + "
+    meet = (
+        "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); "
+        "file = sys.argv[1] + "
+    )
     meet += "str(rank); open(file, 'w').write('here')\nwhile os.path.exists(file): time.sleep(0.01)"
-    files, found = [tmp_path / f"rank{rank}" for rank in range(2)], set[str]()
+    files = [tmp_path / f"rank{rank}" for rank in range(2)]
+    found = set[str]()
 
     def look() -> None:
         wait_for(files)
@@ -220,14 +274,18 @@ from epmoe.config.config import EPConfig
 launch._RUN = {SAY + WAIT!r}
 launch.start_ranks(EPConfig(**{TWO_RANKS.model_dump()!r}), [{str(tmp_path / "pid")!r}])
 """
-    starter = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     wait_for(files)
     starter.kill()
     starter.wait()
     deadline = time.monotonic() + SOON_S
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # a process that has ended may wait for init to collect it
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a process that has ended may wait for init to collect it
             while "State:\tZ" not in Path(f"/proc/{file.read_text()}/status").read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)

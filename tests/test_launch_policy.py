@@ -20,7 +20,9 @@ KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 BF16 = torch.bfloat16
 
 
-def plan_of(R: int = 8, D: int = 7168, K: int = 8, E: int = 256, M: int = 4096, **exchange: object) -> MemoryPlan:
+def plan_of(
+    R: int = 8, D: int = 7168, K: int = 8, E: int = 256, M: int = 4096, **exchange: object
+) -> MemoryPlan:
     config = epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "bfloat16"},
         topology={"ep_size": R},
@@ -30,7 +32,8 @@ def plan_of(R: int = 8, D: int = 7168, K: int = 8, E: int = 256, M: int = 4096, 
     return MemoryPlan.build(config, rank=0, nvlink=True)
 
 
-# R, payload, T -> dispatch: lines sent / received, exclusive, blocks, send, notify; combine: lines, blocks, send, team.
+# R, payload, T -> dispatch: lines sent / received, exclusive, blocks, send, notify; combine: lines,
+# blocks, send, team.
 TABLE = [
     (8, "auto", 1, (1, 1, 1, 24, 3, 2), (1, 1, 22, 19, 4)),
     (8, "auto", 8, (1, 1, 0, 171, 19, 2), (1, 1, 151, 132, 4)),
@@ -118,7 +121,9 @@ def test_rank_major_of_two_h200(D, payload, T, dispatch, combine):
 
 
 def test_a_launch_holds_together():
-    """Every launch has blocks for each role, and fits the multiprocessors that the kernel is bound to."""
+    """Every launch has blocks for each role, and fits the multiprocessors that the kernel is bound
+    to.
+    """
     for R in (1, 2, 3, 8, 32):
         for payload in ("auto", "fp8"):
             plan = plan_of(R, payload=payload, combine_payload=payload)
@@ -129,14 +134,20 @@ def test_a_launch_holds_together():
                         d, c = launches(plan, T, multiprocessors=sms, send=send, receive=receive)
                         most = sms * (2 if d.recv_lines < 2 else 1)
                         assert (d.send_blocks > 0, d.notify_blocks > 0) == (send, send)
-                        assert d.send_blocks + max(d.notify_blocks, 1) <= d.blocks <= max(most, d.send_blocks + 1)
+                        assert (
+                            d.send_blocks + max(d.notify_blocks, 1)
+                            <= d.blocks
+                            <= max(most, d.send_blocks + 1)
+                        )
                         assert 0 < c.blocks <= sms * (2 if c.send_lines < 2 else 1)
                         assert (c.send_blocks > 0) == send and c.send_blocks <= max(c.blocks, 1)
                         assert c.threads // 32 % c.team == 0 or c.send_lines
                         assert d.threads in (384, 512) and c.threads in (384, 512)
                         assert max(d.shared_bytes, c.shared_bytes) <= shared_bytes_needed(plan)
                         assert (d.recv_lines > 0) == (c.send_lines > 0) == (T <= LL_MAX_TOKENS)
-                        if not send:  # it waits: at most three quarters of the GPU, and one line a lane
+                        if (
+                            not send
+                        ):  # it waits: at most three quarters of the GPU, and one line a lane
                             assert max(d.blocks, c.blocks) <= max(sms * 3 // 4, 1)
                             assert max(d.recv_lines, c.send_lines) <= 1
 
@@ -144,7 +155,9 @@ def test_a_launch_holds_together():
 @pytest.mark.parametrize("R", [2, 8])
 @pytest.mark.parametrize("T", [16, 1024, 4096])
 def test_rows_that_are_fp8_already(R, T):
-    """They take the protocol and the lines of rows that become fp8. Their senders do not quantize, so fewer send."""
+    """They take the protocol and the lines of rows that become fp8. Their senders do not quantize,
+    so fewer send.
+    """
     plan = plan_of(R, payload="fp8")
     here, there = (launches(plan, T, dtype)[0] for dtype in (torch.float8_e4m3fn, BF16))
     assert (here.protocol, here.recv_lines) == (there.protocol, there.recv_lines)
@@ -178,18 +191,25 @@ MANGLED = {"v": "void", "f": "float", "6__half": "__half", "13__nv_bfloat16": "_
 def compiled(stage: str, *options: str) -> str:
     """What nvcc says of csrc/cuda/<stage>/<stage>.cu."""
     command = ["nvcc", *CUDA_FLAGS, "-arch=sm_90", "-I.", *options, f"cuda/{stage}/{stage}.cu"]
-    return subprocess.run(command, cwd=ROOT / "csrc", check=True, capture_output=True, text=True).stderr
+    return subprocess.run(
+        command, cwd=ROOT / "csrc", check=True, capture_output=True, text=True
+    ).stderr
 
 
 def compiled_variants(stage: str, folder) -> set[str]:
     """The kernels that nvcc makes of csrc/cuda/<stage>/<stage>.cu, by their mangled names."""
     ptx = folder / f"{stage}.ptx"
-    compiled(stage, "-ptx", "-o", str(ptx), "-Xcicc", "-O0")  # names need no optimiser, which takes most of the time
+    compiled(
+        stage, "-ptx", "-o", str(ptx), "-Xcicc", "-O0"
+    )  # names need no optimiser, which takes most of the time
     found = set()
     for arguments in re.findall(rf"\.entry \w*?{stage}_kernelI(\w*?)EEvNS", ptx.read_text()):
         words = r"Li(\d+)E|Lb([01])E|LNS_10WireFormatE(\d)E|(6__half|13__nv_bfloat16|v|f)"
         values = re.findall(words, arguments + "E")
-        names = [n or b and ("false", "true")[int(b)] or w and WIRES[int(w)] or MANGLED[t] for n, b, w, t in values]
+        names = [
+            n or b and ("false", "true")[int(b)] or w and WIRES[int(w)] or MANGLED[t]
+            for n, b, w, t in values
+        ]
         found.add(f"{stage}_kernel<{{{', '.join(names[:-1])}}}, {names[-1]}>")
     return found
 
@@ -206,10 +226,13 @@ def test_the_variant_table_is_what_is_compiled(stage, tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on the PATH")
 def test_dispatch_finds_a_place_beside_a_foreign_block(tmp_path):
-    """The variants with a multiprocessor to themselves, beside 1024 threads with 16 registers each; see
-    docs/protocol.md, 'A kernel that finds no place'."""
+    """The variants with a multiprocessor to themselves, beside 1024 threads with 16 registers each;
+    see docs/protocol.md, 'A kernel that finds no place'.
+    """
     said = compiled("dispatch", "-cubin", "-o", str(tmp_path / "cubin"), "--resource-usage")
-    entry = r"properties for \w*dispatch_kernel\w*?VariantELi[124]ELb[01]ELNS_10WireFormatE\dELi1E.*\n"
+    entry = (
+        r"properties for \w*dispatch_kernel\w*?VariantELi[124]ELb[01]ELNS_10WireFormatE\dELi1E.*\n"
+    )
     used = re.findall(rf"{entry}.* (\d+) bytes spill stores.*\n.*Used (\d+) registers", said)
     assert len(used) == 22 and {spilled for spilled, _ in used} == {"0"}
     assert max(int(registers) for _, registers in used) <= 96

@@ -1,4 +1,6 @@
-"""The launchers of launch/: the commands that they come to, and that these run, here without Slurm and Kubernetes."""
+"""The launchers of launch/: the commands that they come to, and that these run, here without Slurm
+and Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,20 @@ SLURM = ["bash", str(LAUNCH / "slurm.sbatch")]
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A PATH with this Python's torchrun, and with Slurm's commands: nodes are processes of this machine."""
-    return os.pathsep.join([scripts(tmp_path / "bin", SCRIPTS), str(Path(sys.executable).parent), os.environ["PATH"]])
+    """A PATH with this Python's torchrun, and with Slurm's commands: nodes are processes of this
+    machine.
+    """
+    return os.pathsep.join(
+        [scripts(tmp_path / "bin", SCRIPTS), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
 
 
 @pytest.fixture
 def shown(tmp_path: Path) -> str:
     """A PATH whose torchrun prints its arguments."""
-    return os.pathsep.join([scripts(tmp_path / "bin", SCRIPTS | {"torchrun": 'echo "$@"'}), os.environ["PATH"]])
+    return os.pathsep.join(
+        [scripts(tmp_path / "bin", SCRIPTS | {"torchrun": 'echo "$@"'}), os.environ["PATH"]]
+    )
 
 
 def scripts(folder: Path, content: dict[str, str]) -> str:
@@ -45,7 +53,9 @@ def scripts(folder: Path, content: dict[str, str]) -> str:
 def config(tmp_path: Path, ranks_per_node: int) -> str:
     path = tmp_path / "tiny.json"
     model = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"}
-    path.write_text(json.dumps({"model": model, "topology": {"ep_size": 2, "ranks_per_node": ranks_per_node}}))
+    path.write_text(
+        json.dumps({"model": model, "topology": {"ep_size": 2, "ranks_per_node": ranks_per_node}})
+    )
     return str(path)
 
 
@@ -64,7 +74,17 @@ def words(command: list[str], **variables: str) -> list[str]:
 
 def test_torchrun_on_one_machine(shown: str) -> None:
     given = words([str(LAUNCH / "torchrun.sh"), "8", "cpu_demo", "--steps", "3"], PATH=shown)
-    assert given == ["--standalone", "--nproc-per-node", "8", "-m", "epmoe", "run", "cpu_demo", "--steps", "3"]
+    assert given == [
+        "--standalone",
+        "--nproc-per-node",
+        "8",
+        "-m",
+        "epmoe",
+        "run",
+        "cpu_demo",
+        "--steps",
+        "3",
+    ]
 
 
 def test_torchrun_on_several_machines(shown: str) -> None:
@@ -85,7 +105,10 @@ def test_slurm_on_several_nodes(shown: str, variables: dict[str, str], ranks: in
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n4,n5,n7"}
     given = words([*SLURM, "cpu_demo", "--steps", "3"], PATH=shown, **job, **variables)
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint n4:29500 --rdzv-id 17"
-    assert given == f"--nnodes 3 --nproc-per-node {ranks} {rendezvous} -m epmoe run cpu_demo --steps 3".split()
+    assert (
+        given
+        == f"--nnodes 3 --nproc-per-node {ranks} {rendezvous} -m epmoe run cpu_demo --steps 3".split()
+    )
 
 
 def job() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -100,14 +123,20 @@ def test_kubernetes_agrees_with_itself() -> None:
     service, found, container = job()
     spec = found["spec"]
     pod = found["spec"]["template"]["spec"]
-    options = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"] if arg.startswith("--"))
+    options = dict(
+        arg.removeprefix("--").split("=", 1) for arg in container["args"] if arg.startswith("--")
+    )
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == int(options["nnodes"]) > 1
     assert environment["EPMOE_TOPOLOGY__RANKS_PER_NODE"] == options["nproc-per-node"]
-    assert int(environment["EPMOE_TOPOLOGY__EP_SIZE"]) == int(options["nnodes"]) * int(options["nproc-per-node"])
+    assert int(environment["EPMOE_TOPOLOGY__EP_SIZE"]) == int(options["nnodes"]) * int(
+        options["nproc-per-node"]
+    )
     assert options["rdzv-endpoint"] == f"{found['metadata']['name']}-0.{pod['subdomain']}:29500"
-    assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
+    assert (
+        service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
+    )
     assert service["spec"]["publishNotReadyAddresses"], "pods find each other before they are ready"
     (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     labels = {"job-name": found["metadata"]["name"]}
@@ -116,14 +145,20 @@ def test_kubernetes_agrees_with_itself() -> None:
 
 @pytest.mark.slow
 def test_torchrun_runs(tmp_path: Path, path: str) -> None:
-    outcome = run([str(LAUNCH / "torchrun.sh"), "2", config(tmp_path, 2), "--steps", "1"], PATH=path)
+    outcome = run(
+        [str(LAUNCH / "torchrun.sh"), "2", config(tmp_path, 2), "--steps", "1"], PATH=path
+    )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert outcome.stdout.count("✓ error against") == 1
 
 
 @pytest.mark.slow
 def test_slurm_runs_two_nodes(tmp_path: Path, path: str) -> None:
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost,localhost"}
+    job = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "localhost,localhost",
+    }
     command = [*SLURM, config(tmp_path, 1), "--steps", "1"]
     outcome = run(command, PATH=path, RANKS="1", PORT=free_port(), **job)
     assert outcome.stdout.count("✓ error against") == 1, outcome.stdout + outcome.stderr
@@ -137,12 +172,33 @@ def test_kubernetes_runs_two_pods(tmp_path: Path, path: str) -> None:
         "--rdzv-endpoint=epmoe-0.epmoe:29500": f"--rdzv-endpoint=localhost:{free_port()}",
         "/configs/cpu_demo.yaml": config(tmp_path, 1),
     }
-    command = [*container["command"], *(changed.pop(arg, arg) for arg in container["args"]), "--steps", "1"]
+    command = [
+        *container["command"],
+        *(changed.pop(arg, arg) for arg in container["args"]),
+        "--steps",
+        "1",
+    ]
     assert not changed
-    sizes = {"EPMOE_TOPOLOGY__EP_SIZE": "2", "EPMOE_TOPOLOGY__RANKS_PER_NODE": "1", "PYTHONPATH": str(ROOT)}
-    environment = os.environ | {entry["name"]: entry["value"] for entry in container["env"]} | sizes | {"PATH": path}
+    sizes = {
+        "EPMOE_TOPOLOGY__EP_SIZE": "2",
+        "EPMOE_TOPOLOGY__RANKS_PER_NODE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    environment = (
+        os.environ
+        | {entry["name"]: entry["value"] for entry in container["env"]}
+        | sizes
+        | {"PATH": path}
+    )
     pods = [
-        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     try:

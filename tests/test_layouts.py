@@ -1,4 +1,6 @@
-"""What Python must know before the native library is loaded is what the library reports of its headers."""
+"""What Python must know before the native library is loaded is what the library reports of its
+headers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from helpers import alone
 
 import epmoe
 from epmoe.exchange.health import COUNTERS
-from epmoe.exchange.memory import LL_MAX_TOKENS, NUM_COUNTERS, RAIL_TAG_BYTES, SIGNAL_BYTES, MemoryPlan
+from epmoe.exchange.memory import (
+    LL_MAX_TOKENS,
+    NUM_COUNTERS,
+    RAIL_TAG_BYTES,
+    SIGNAL_BYTES,
+    MemoryPlan,
+)
 from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 from epmoe.native.layouts import constant, numbers, struct, words
 from epmoe.native.ops import DTYPES
@@ -18,7 +26,9 @@ from epmoe.native.ops import DTYPES
 
 def plan(transport: str) -> MemoryPlan:
     return MemoryPlan.build(
-        alone(max_tokens=2 * LL_MAX_TOKENS, topology={"ep_size": 2}, exchange={"transport": transport})
+        alone(
+            max_tokens=2 * LL_MAX_TOKENS, topology={"ep_size": 2}, exchange={"transport": transport}
+        )
     )
 
 
@@ -26,12 +36,16 @@ def names(name: str) -> list[str]:
     return [field[0] for field in struct(name)._fields_ if field[0][0] != "_"]
 
 
-@pytest.mark.parametrize("name", ["ExchangePlan", "ExchangeDescriptor", "RailDescriptor", "RailSlot"])
+@pytest.mark.parametrize(
+    "name", ["ExchangePlan", "ExchangeDescriptor", "RailDescriptor", "RailSlot"]
+)
 def test_python_knows_all_fields_of_a_struct_that_it_writes(name):
     nested = {"ExchangeDescriptor": "ExchangePlan", "RailDescriptor": "RailSlot"}.get(name)
     nbytes = ctypes.sizeof(struct(name)) - (ctypes.sizeof(struct(nested)) if nested else 0)
     assert 8 * len(names(name)) == nbytes
-    assert words(name, {field: i for i, field in enumerate(names(name))}) == list(range(nbytes // 8))
+    assert words(name, {field: i for i, field in enumerate(names(name))}) == list(
+        range(nbytes // 8)
+    )
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "nvlink"])
@@ -53,7 +67,10 @@ def test_sizes_of_buffers():
 
 def test_counters_by_their_numbers():
     camel = ["k" + "".join(map(str.capitalize, name.split("_"))) for name in COUNTERS]
-    assert numbers("Counter") == {name: i for i, name in enumerate(camel)} and len(camel) == NUM_COUNTERS
+    assert (
+        numbers("Counter") == {name: i for i, name in enumerate(camel)}
+        and len(camel) == NUM_COUNTERS
+    )
 
 
 def test_formats():
@@ -72,7 +89,8 @@ def test_formats():
 def test_a_descriptor_is_the_plan_and_the_flags_of_a_call():
     """One serves all calls with these flags."""
     with epmoe.ExpertParallel(alone()) as ep:
-        plan, of = MemoryPlan.build(ep.config).as_ints(), ep.exchange.descriptors.of
+        plan = MemoryPlan.build(ep.config).as_ints()
+        of = ep.exchange.descriptors.of
         descriptor = of(True, False, False)
         assert descriptor.dtype == torch.int64 and descriptor[: len(plan)].tolist() == plan
         assert descriptor[len(plan) :].tolist()[:2] == [True, False]  # expert_major, weight_rows

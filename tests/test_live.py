@@ -1,4 +1,6 @@
-"""One process whose experts can move: calls of other threads, of signal handlers and of forked children."""
+"""One process whose experts can move: calls of other threads, of signal handlers and of forked
+children.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from epmoe.live.layout import Word
 from epmoe.live.mail import Mail
 from epmoe.native import ops
 
-E, L = 8, 2
-X, IDS, WEIGHTS = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+E = 8
+L = 2
+X = torch.ones(4, 64)
+IDS = torch.zeros(4, 2, dtype=torch.int32)
+WEIGHTS = torch.ones(4, 2)
 LIVE = {"live": True, "slots_per_rank": E, "layers": L, "staging_mb": 1}
 REFUSED = "another thread is in a call of this ExpertParallel: one thread at a time"
 
@@ -33,7 +38,9 @@ def ep() -> Iterator[epmoe.ExpertParallel]:
         yield ep
 
 
-def in_the_middle_of_a_dispatch(ep: epmoe.ExpertParallel, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
+def in_the_middle_of_a_dispatch(
+    ep: epmoe.ExpertParallel, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
     """Call it on the thread of a dispatch that has not sent yet."""
     dispatch = ops.dispatch
 
@@ -59,19 +66,32 @@ def on_another_thread(call: Callable[[], object]) -> None:
 
 def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
     """Tables do not change in the middle of a send."""
-    balancer, table = epmoe.Balancer(ep), ep.exchange.views["table.copies"]
+    balancer = epmoe.Balancer(ep)
+    table = ep.exchange.views["table.copies"]
     ep.share(torch.rand(L, E))
     wait_for(ep.live.sharing)  # the next poll would use it
-    before, generation = table.clone(), torch.rand(L, E)
+    before = table.clone()
+    generation = torch.rand(L, E)
 
     def all_refused() -> None:
         for call in (
-            ep.poll, ep.check, lambda: ep.share(generation), lambda: ep.replace(ep.slots), ep.apply, ep.loads,
-            balancer.tick, balancer.finish,
-        ):  # fmt: skip
+            ep.poll,
+            ep.check,
+            lambda: ep.share(generation),
+            lambda: ep.replace(ep.slots),
+            ep.apply,
+            ep.loads,
+            balancer.tick,
+            balancer.finish,
+        ):
             with pytest.raises(RuntimeError, match=REFUSED):
                 call()
-        assert ep.health().timeouts == 0 and ep.memory_plan() and "round" in repr(ep) and ep.live.moves is None
+        assert (
+            ep.health().timeouts == 0
+            and ep.memory_plan()
+            and "round" in repr(ep)
+            and ep.live.moves is None
+        )
 
     in_the_middle_of_a_dispatch(ep, monkeypatch, lambda: on_another_thread(all_refused))
     assert torch.equal(table, before)
@@ -113,14 +133,18 @@ def test_a_call_of_a_signal_handler_lets_no_other_thread_in(ep, monkeypatch):
 
 def test_a_signal_handler_in_a_step_changes_nothing(ep, monkeypatch):
     """It may poll; what waits is refused."""
-    moves, seen = ep.replace(ep.slots), []
-    words, balancer = ep.live.mail.words, epmoe.Balancer(ep, every=1)
+    moves = ep.replace(ep.slots)
+    seen = []
+    words = ep.live.mail.words
+    balancer = epmoe.Balancer(ep, every=1)
 
     def interrupted() -> list[list[int]]:
         for call in (ep.poll, balancer.tick):
             call()
         for call in (ep.apply, lambda: ep.replace(ep.slots)):
-            with pytest.raises(epmoe.EPStateError, match="a signal handler called|experts are moving"):
+            with pytest.raises(
+                epmoe.EPStateError, match="a signal handler called|experts are moving"
+            ):
                 call()
         seen.append(moves.version)
         return words()
@@ -138,16 +162,23 @@ def test_a_forked_child_writes_nothing_into_windows(ep):
     balancer = epmoe.Balancer(ep, every=1)
     moves = ep.replace(ep.slots)
     before = ep.exchange.window.local.clone()
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         status = 1
         try:
-            mine, refused = ep.live.mail, 0
+            mine = ep.live.mail
+            refused = 0
             for close in (lambda: None, ep.close):
                 close()
                 for call in (
-                    balancer.tick, balancer.finish, moves.step, lambda: mine.post(Word.CANCELLED, 1, [0]),
-                    lambda: mine.put(0, 0, torch.ones(8)), ep.live.send_loads, lambda: ep.live.replace(ep.live.slots),
-                ):  # fmt: skip
+                    balancer.tick,
+                    balancer.finish,
+                    moves.step,
+                    lambda: mine.post(Word.CANCELLED, 1, [0]),
+                    lambda: mine.put(0, 0, torch.ones(8)),
+                    ep.live.send_loads,
+                    lambda: ep.live.replace(ep.live.slots),
+                ):
                     moves.cancel()
                     try:
                         call()
@@ -164,7 +195,8 @@ def test_a_forked_child_writes_nothing_into_windows(ep):
 
 
 def test_a_closed_balancer_writes_nothing(ep):
-    balancer, live = epmoe.Balancer(ep), ep.live
+    balancer = epmoe.Balancer(ep)
+    live = ep.live
     ep.close()
     for call in (balancer.tick, balancer.finish, lambda: live.mail.post(Word.PLAN, 1, [0])):
         with pytest.raises(epmoe.EPStateError, match="is closed"):
@@ -195,20 +227,26 @@ def test_experts_of_a_copied_layer_move_too(ep):
     layer, _ = full_layer(ep)
     for one in (layer, copy.deepcopy(layer)):
         weights = ep.live.weights[one.tag](one.tag, 3)
-        assert [t.data_ptr() for t in weights] == [parameter[3].data_ptr() for parameter in one.experts.parameters()]
+        assert [t.data_ptr() for t in weights] == [
+            parameter[3].data_ptr() for parameter in one.experts.parameters()
+        ]
 
 
 def test_a_word_is_never_seen_in_part(ep):
     """A reader sees a word that was written, never a mixture of two."""
-    exchange, end, parent = ep.exchange, time.monotonic() + 2, os.getpid()
+    exchange = ep.exchange
+    end = time.monotonic() + 2
+    parent = os.getpid()
     place = exchange.views["moves.words"].data_ptr() + 8 * Word.VERSION
-    if (writer := os.fork()) == 0:
+    writer = os.fork()
+    if writer == 0:
         mail = Mail(exchange)  # that of a parent is not the child's
         while os.getppid() == parent:
             for value in (0, -1) * 500:
                 mail.post(Word.VERSION, value, [0])
         os._exit(0)
-    word, seen = ctypes.c_int64.from_address(place), set()
+    word = ctypes.c_int64.from_address(place)
+    seen = set()
     while time.monotonic() < end or len(seen) < 2:
         for _ in range(10000):
             seen.add(word.value)

@@ -1,4 +1,6 @@
-"""A router's logits and the gradients of tokens, in one order of sums: the same bits in any batch, with NaN beside."""
+"""A router's logits and the gradients of tokens, in one order of sums: the same bits in any batch,
+with NaN beside.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ E, D = 70, 520  # no multiples of a tile
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("E, D", [(E, D), (8, 2048), (128, 96)])
 def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
-    """On GPUs T goes through tiles of 8 and of 64 rows, and through blocks that have a part of a sum or all of it."""
+    """On GPUs T goes through tiles of 8 and of 64 rows, and through blocks that have a part of a
+    sum or all of it.
+    """
     most = 20_000 if device.type == "cuda" else 100
-    x, weight = randn(most, D, seed=1, dtype=dtype).to(device), randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
-    bias, grad = randn(E, seed=3, dtype=dtype).to(device), randn(most, E, seed=4, dtype=dtype).to(device)
+    x = randn(most, D, seed=1, dtype=dtype).to(device)
+    weight = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
+    bias = randn(E, seed=3, dtype=dtype).to(device)
+    grad = randn(most, E, seed=4, dtype=dtype).to(device)
 
     def passed(first: int, T: int) -> tuple[torch.Tensor, torch.Tensor]:
         part = x[first : first + T].clone().requires_grad_()
@@ -28,7 +34,15 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
     logits, by_x = passed(0, most)
     assert_close(logits, x.double() @ weight.double().T + bias.double(), dtype, slack=8)
     assert_close(by_x, grad.double() @ weight.double(), dtype, slack=8)
-    for first, T in ((0, 1), (3, 17), (7, 8), (1, 16), (20, 65), (most - 99, 99), (most // 2, most // 3)):
+    for first, T in (
+        (0, 1),
+        (3, 17),
+        (7, 8),
+        (1, 16),
+        (20, 65),
+        (most - 99, 99),
+        (most // 2, most // 3),
+    ):
         for got, want in zip(passed(first, T), (logits, by_x), strict=True):
             assert torch.equal(got, want[first : first + T]), (first, T)
     beside = torch.cat([poison_(torch.empty_like(x[:5])), x[:30]])
@@ -40,7 +54,9 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
 @pytest.mark.parametrize("D", [2048, 7168, 2050])
 @pytest.mark.parametrize("E", [128, 256, 60])
 def test_all_ways_have_the_same_bits(device, dtype, E, D):
-    """On GPUs T chooses tiles and parts in memory or in a block, and only rows aligned to 16 bytes are loaded ahead."""
+    """On GPUs T chooses tiles and parts in memory or in a block, and only rows aligned to 16 bytes
+    are loaded ahead.
+    """
     tokens = (1, 16, 17, 64, 65, 700, 4096) if device.type == "cuda" else (1, 17, 40)
     x = randn(max(tokens), D, seed=1, dtype=dtype).to(device)
     weight = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
@@ -51,8 +67,14 @@ def test_all_ways_have_the_same_bits(device, dtype, E, D):
     x[beside] = torch.tensor([[torch.inf], [torch.nan], [torch.inf]], dtype=dtype, device=device)
     for T in tokens:
         for shift in (0, 1):
-            part = torch.empty(T * D + shift, dtype=dtype, device=device)[shift:].view(T, D).copy_(x[:T])
-            poison_(torch.empty(T, E, dtype=dtype, device=device))  # memory that the output, and parts, get next
+            part = (
+                torch.empty(T * D + shift, dtype=dtype, device=device)[shift:]
+                .view(T, D)
+                .copy_(x[:T])
+            )
+            poison_(
+                torch.empty(T, E, dtype=dtype, device=device)
+            )  # memory that the output, and parts, get next
             poison_(torch.empty(16, T, E, device=device))
             got = router_logits(part, weight, None, invariant=True)
             assert torch.equal(got[finite[:T]], logits[:T][finite[:T]]), (T, shift)

@@ -1,4 +1,6 @@
-"""The memory plan: offsets and sizes of every buffer before anything is allocated; allocation: tests/distributed."""
+"""The memory plan: offsets and sizes of every buffer before anything is allocated; allocation:
+tests/distributed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def test_by_hand():
     assert (plan["rows"].shape, plan["rows"].nbytes) == ((64, 64), 8192)
     assert plan["recv.scales"].nbytes == plan["combine.scales"].nbytes == 0
     # The first 10 mod 4 ranks own one expert more.
-    assert [plan_of(rank)["tokens_per_expert"].shape for rank in range(4)] == [(3,), (3,), (2,), (2,)]
+    assert [plan_of(rank)["tokens_per_expert"].shape for rank in range(4)] == [
+        (3,),
+        (3,),
+        (2,),
+        (2,),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,9 @@ def test_buffers_lie_apart_and_fill_their_region(sections):
         assert buffers[-1].offset + buffers[-1].nbytes <= size
         assert size - sum(b.nbytes for b in buffers) < BUFFER_ALIGNMENT * len(buffers) + 4096
         memory = torch.empty(size, dtype=torch.uint8)
-        assert all((view := b.view(memory)).shape == b.shape and view.dtype == b.dtype for b in buffers)
+        assert all(
+            (view := b.view(memory)).shape == b.shape and view.dtype == b.dtype for b in buffers
+        )
     assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes
 
 
@@ -69,18 +78,29 @@ def test_rows_are_rounded_up_to_the_alignment(rows, nvlink):
     assert plan["rows"].shape == (want, 64) and plan.sizes["max_rows"] == want
 
 
-@pytest.mark.parametrize(("experts", "ranks", "tokens"), [(128, 2, 1023), (256, 8, 511), (8, 8, 15), (256, 2, 1024)])
+@pytest.mark.parametrize(
+    ("experts", "ranks", "tokens"), [(128, 2, 1023), (256, 8, 511), (8, 8, 15), (256, 2, 1024)]
+)
 def test_small_gaps_end_where_large_blocks_are_full(experts, ranks, tokens):
     """That is, where an expert gets 128 rows on average, or past the tokens that travel by LL."""
-    model = {"num_experts": experts, "num_experts_per_tok": 8, "hidden_size": 64, "dtype": "bfloat16"}
-    config = epmoe.EPConfig(model=model, topology={"ep_size": ranks}, capacity={"max_num_tokens_per_rank": 4096})
+    model = {
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "hidden_size": 64,
+        "dtype": "bfloat16",
+    }
+    config = epmoe.EPConfig(
+        model=model, topology={"ep_size": ranks}, capacity={"max_num_tokens_per_rank": 4096}
+    )
     sizes = MemoryPlan.build(config, rank=0, nvlink=True).sizes
     assert sizes["small_alignment_tokens"] == tokens
     assert (sizes["small_alignment"], sizes["alignment"]) == (64, 128)
 
 
 def test_needs_no_native_library():
-    script = "from epmoe.exchange.memory import MemoryPlan; from epmoe.config.config import EPConfig; "
+    script = (
+        "from epmoe.exchange.memory import MemoryPlan; from epmoe.config.config import EPConfig; "
+    )
     script += f"print(MemoryPlan.build(EPConfig(**{SMALL!r})).total_bytes)"
     run = run_python("-c", script, EPMOE_LIBRARY="/nowhere/libepmoe.so")
     assert run.returncode == 0, run.stderr
@@ -92,14 +112,23 @@ NODES = {"topology": {"ep_size": 4, "ranks_per_node": 2}, "capacity": {"max_rows
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_the_rail_to_the_byte(payload):
-    """Two nodes: a slot has a row, its scales, K ids, K weights and 16 bytes more, in whole 16 bytes."""
-    plan, D, K, M = plan_of(3, **NODES, model={"hidden_size": 256}, exchange={"payload": payload}), 256, 2, 8
+    """Two nodes: a slot has a row, its scales, K ids, K weights and 16 bytes more, in whole 16
+    bytes.
+    """
+    plan = plan_of(3, **NODES, model={"hidden_size": 256}, exchange={"payload": payload})
+    D = 256
+    K = 2
+    M = 8
     row = D + 4 * (D // 128) if payload == "fp8" else D * 2
     slot = -(-(row + 8 * K + 16) // 16) * 16
     assert plan["rail.received"].shape == (2, 3, slot) and plan["rail.sent"].shape == (1, 3, slot)
     assert plan["rail.returned"].nbytes == (3 + 1) * D * 2
     assert plan["rail.slots"].shape == (M, 2)
-    assert plan["recv.ids"].shape == (2, 2 * 3, K)  # within the node, a rank brings a slab of each node
+    assert plan["recv.ids"].shape == (
+        2,
+        2 * 3,
+        K,
+    )  # within the node, a rank brings a slab of each node
     assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes
     ends = [buffer.offset + buffer.nbytes for buffer in plan.buffers if buffer.region == "rail"]
     assert max(ends) <= plan.rail_bytes < max(ends) + 128

@@ -1,4 +1,5 @@
-"""MoELayer in one process, which is a group of one: y, and the nn.Module that users expect, with its wrong calls.
+"""MoELayer in one process, which is a group of one: y, and the nn.Module that users expect, with
+its wrong calls.
 
 Over several ranks: tests/distributed/test_layers.py.
 """
@@ -19,7 +20,11 @@ from epmoe.local.reference import moe_reference, route_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, F, D, K, M = 12, 32, 64, 3, 40
+E = 12
+F = 32
+D = 64
+K = 3
+M = 40
 
 
 ROUTING = {"scoring": "sigmoid", "renormalize": True, "num_expert_groups": 4, "top_groups": 2}
@@ -36,7 +41,8 @@ def ep(device):
 
 
 def make_experts(ep, e=E, D=D, dtype=torch.float32):
-    w_gate_up, w_down = randn(e, 2 * F, D, dtype=dtype, seed=1) / D**0.5, randn(e, D, F, dtype=dtype, seed=2) / F**0.5
+    w_gate_up = randn(e, 2 * F, D, dtype=dtype, seed=1) / D**0.5
+    w_down = randn(e, D, F, dtype=dtype, seed=2) / F**0.5
     return epmoe.GroupedExperts(w_gate_up.to(ep.device), w_down.to(ep.device))
 
 
@@ -47,9 +53,12 @@ def make_layer(ep, bias=True):
 
 def want(layer, x):
     """The layer's output in fp64; rounding decides no choice of experts."""
-    logits, bias = x.float().cpu() @ layer.router_weight.cpu().T, None if layer.bias is None else layer.bias.cpu()
+    logits = x.float().cpu() @ layer.router_weight.cpu().T
+    bias = None if layer.bias is None else layer.bias.cpu()
     ids, weights = route_reference(logits, K, bias=bias, **ROUTING)
-    return moe_reference(x.cpu(), ids, weights, (layer.experts.w_gate_up.cpu(), layer.experts.w_down.cpu()))
+    return moe_reference(
+        x.cpu(), ids, weights, (layer.experts.w_gate_up.cpu(), layer.experts.w_down.cpu())
+    )
 
 
 def assert_works(layer, dtype=torch.float32):
@@ -71,25 +80,37 @@ def test_router_and_bias_in_another_dtype(ep, dtype):
     """The router keeps it, and the bias is kept in fp32."""
     router, bias, x = (randn(*s, dtype=dtype, seed=5).to(ep.device) for s in ((E, D), (E,), (M, D)))
     layers = [epmoe.MoELayer(ep, router, make_experts(ep), bias=b) for b in (bias, bias.float())]
-    assert layers[0].bias.dtype == torch.float32 and torch.equal(layers[0](x.float()), layers[1](x.float()))
+    assert layers[0].bias.dtype == torch.float32 and torch.equal(
+        layers[0](x.float()), layers[1](x.float())
+    )
     assert layers[0].float().router_weight.dtype == dtype
 
 
-@pytest.mark.parametrize("arguments", [["meta"], ["meta", torch.bfloat16], [torch.zeros((), device="meta")]])
+@pytest.mark.parametrize(
+    "arguments", [["meta"], ["meta", torch.bfloat16], [torch.zeros((), device="meta")]]
+)
 def test_a_move_takes_everything_along(ep, arguments):
     layer = make_layer(ep).to(*arguments)
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
     assert layer.router_weight.dtype == layer.bias.dtype == torch.float32
-    assert layer.to_empty(device=ep.device).router_weight.device == ep.device and layer.order is ep.order
+    assert (
+        layer.to_empty(device=ep.device).router_weight.device == ep.device
+        and layer.order is ep.order
+    )
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_state_dict_that_is_assigned_keeps_router_and_bias_in_fp32(ep, on_meta):
     layer = make_layer(ep)
-    smaller = {name: t.bfloat16() if t.is_floating_point() else t for name, t in layer.state_dict().items()}
+    smaller = {
+        name: t.bfloat16() if t.is_floating_point() else t for name, t in layer.state_dict().items()
+    }
     layer = make_layer(ep).to("meta" if on_meta else ep.device)
     layer.load_state_dict(smaller, assign=True)
-    assert layer.router_weight.dtype == layer.bias.dtype == torch.float32 and layer.router_weight.requires_grad
+    assert (
+        layer.router_weight.dtype == layer.bias.dtype == torch.float32
+        and layer.router_weight.requires_grad
+    )
     assert layer.experts.dtype == torch.bfloat16
     assert_works(layer, torch.bfloat16)
 
@@ -97,13 +118,16 @@ def test_a_state_dict_that_is_assigned_keeps_router_and_bias_in_fp32(ep, on_meta
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_given_experts_get_the_weights_of_the_layers_own_router(ep, backend):
     """Its gradients reach the router, as those of its own choice do."""
-    layer, x = make_layer(ep), randn(M, D).to(ep.device)
+    layer = make_layer(ep)
+    x = randn(M, D).to(ep.device)
     call = torch.compile(layer, backend=backend) if backend else layer
     y, routes = layer(x, return_routing=True)
     assert_close(call(x, routing=(routes.ids, None)), y.double())
     with torch.inference_mode(False), torch.enable_grad():
         grads = [
-            torch.autograd.grad(step(x.clone(), routing=routing).square().sum(), layer.router_weight)[0]
+            torch.autograd.grad(
+                step(x.clone(), routing=routing).square().sum(), layer.router_weight
+            )[0]
             for step, routing in ((layer, None), (call, (routes.ids.clone(), None)))
         ]
     assert_close(grads[1], grads[0].double())
@@ -149,8 +173,15 @@ def test_a_frozen_layer_needs_no_no_grad(ep):
 
 
 def test_a_checkpoint_holds_router_and_experts(ep):
-    layer, other = make_layer(ep), make_layer(ep)
-    assert list(layer.state_dict()) == ["router_weight", "bias", "_extra_state", "experts.w_gate_up", "experts.w_down"]
+    layer = make_layer(ep)
+    other = make_layer(ep)
+    assert list(layer.state_dict()) == [
+        "router_weight",
+        "bias",
+        "_extra_state",
+        "experts.w_gate_up",
+        "experts.w_down",
+    ]
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
@@ -163,7 +194,8 @@ def test_a_checkpoint_holds_router_and_experts(ep):
 
 def test_a_deepcopy_has_weights_and_rounds_of_its_own(ep):
     """Of the exchange it has the same one, and nobody records it."""
-    layer, x = make_layer(ep), randn(7, D).to(ep.device)
+    layer = make_layer(ep)
+    x = randn(7, D).to(ep.device)
     y = layer(x)
     with epmoe.recording(layer):
         twin = copy.deepcopy(layer)
@@ -176,7 +208,10 @@ def test_a_deepcopy_has_weights_and_rounds_of_its_own(ep):
 
 def test_a_whole_layer_cannot_be_pickled(ep):
     for save in (pickle.dumps, lambda layer: torch.save(layer, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"it holds windows of this process.*Save a layer by its `state_dict\(\)`"):
+        with pytest.raises(
+            TypeError,
+            match=r"it holds windows of this process.*Save a layer by its `state_dict\(\)`",
+        ):
             save(make_layer(ep))
 
 
@@ -206,10 +241,16 @@ def test_x_for_experts_of_the_user(ep):
 
 
 def test_a_part_left_on_another_device(ep):
-    layers = {"router_weight": epmoe.MoELayer(ep, randn(E, D).to("meta"), make_experts(ep)), "experts": make_layer(ep)}
+    layers = {
+        "router_weight": epmoe.MoELayer(ep, randn(E, D).to("meta"), make_experts(ep)),
+        "experts": make_layer(ep),
+    }
     layers["experts"].experts.to("meta")
     for part, layer in layers.items():
-        with pytest.raises(ValueError, match=f"`{part}` must be on {ep.device}, got meta: move the layer with `.to`"):
+        with pytest.raises(
+            ValueError,
+            match=f"`{part}` must be on {ep.device}, got meta: move the layer with `.to`",
+        ):
             layer(randn(4, D).to(ep.device))
 
 
@@ -227,7 +268,8 @@ def test_shared_experts_are_added(ep):
     assert {"shared.weight", "experts.w_down"} <= dict(both.named_parameters()).keys()
     x = randn(M, D).to(ep.device)
     for T, real in ((M, None), (7, None), (M, 5), (0, None)):
-        y, routed = both(x[:T], real), layer(x[:T], real)
+        y = both(x[:T], real)
+        routed = layer(x[:T], real)
         kept = slice(real or T)
         assert_close(y[kept], (routed[kept].double() + shared(x[:T][kept]).double()), slack=4)
         assert y[kept.stop :].eq(0).all()
@@ -239,5 +281,7 @@ def test_an_exception_of_shared_experts_ends_the_round(ep):
 
     layer = make_layer(ep)
     with pytest.raises(KeyError):
-        epmoe.MoELayer(ep, layer.router_weight, layer.experts, bias=layer.bias, shared=fails)(randn(3, D).to(ep.device))
+        epmoe.MoELayer(ep, layer.router_weight, layer.experts, bias=layer.bias, shared=fails)(
+            randn(3, D).to(ep.device)
+        )
     layer(randn(3, D).to(ep.device))

@@ -1,5 +1,6 @@
-"""Waves of moves; and moves of all ranks in one process, in drawn orders of all that can happen: hosts run ahead of
-their GPUs, words are late, ranks cancel, and signal handlers raise."""
+"""Waves of moves; and moves of all ranks in one process, in drawn orders of all that can happen:
+hosts run ahead of their GPUs, words are late, ranks cancel, and signal handlers raise.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from epmoe.live.layout import EMPTY, Word
 from epmoe.live.moves import Moves
 from epmoe.live.waves import in_place, plan_waves
 
-L, E, R, S = 2, 10, 4, 4
+L = 2
+E = 10
+R = 4
+S = 4
 STAGING = 16  # bytes; a slot has 40
 
 
@@ -37,7 +41,10 @@ def test_waves_keep_a_copy_of_every_expert(seed):
     for wave in plan_waves(before, after, S):
         written = {(move.layer, move.slot) for move in wave.moves}
         for move in wave.moves:
-            assert now[move.layer, move.source] == move.expert and (move.layer, move.source) not in written
+            assert (
+                now[move.layer, move.source] == move.expert
+                and (move.layer, move.source) not in written
+            )
             assert move.slot // S != move.source // S
         left = now.clone()
         for layer, slot in written:
@@ -53,13 +60,15 @@ def test_waves_keep_a_copy_of_every_expert(seed):
 
 
 def test_experts_that_stay_on_a_rank_stay_in_their_slot():
-    before, after = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
+    before = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
+    after = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
     assert torch.equal(in_place(before, after, 2), before)
     assert plan_waves(before, before, 2) == []
 
 
 def test_two_experts_without_a_free_slot_do_not_change_places():
-    before, after = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.tensor([[0, 2, 1, 3]], dtype=torch.int32)
+    before = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
+    after = torch.tensor([[0, 2, 1, 3]], dtype=torch.int32)
     with pytest.raises(ValueError, match="leave a slot"):
         plan_waves(before, after, 2)
 
@@ -69,28 +78,49 @@ class Interrupt(BaseException):
 
 
 class Rank:
-    """A rank whose mail, like that on a GPU, is a queue of its own, and whose rounds are behind its host.
+    """A rank whose mail, like that on a GPU, is a queue of its own, and whose rounds are behind its
+    host.
 
-    `interrupts`: how likely a signal handler raises before or after a call of the mail, or of `switch` and `holds`.
+    `interrupts`: how likely a signal handler raises before or after a call of the mail, or of
+    `switch` and `holds`.
     """
 
     def __init__(
-        self, number: int, group: list[Rank], before: Tensor, after: Tensor, draw: random.Random, interrupts: float
+        self,
+        number: int,
+        group: list[Rank],
+        before: Tensor,
+        after: Tensor,
+        draw: random.Random,
+        interrupts: float,
     ) -> None:
-        self.rank, self.size, self.group, self.draw, self.before = number, R, group, draw, before
+        self.rank = number
+        self.size = R
+        self.group = group
+        self.draw = draw
+        self.before = before
         self.signals, self.interrupts = random.Random(number), 0.0
         self.board = [[0] * len(Word) for _ in range(R)]
         self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
         self.staging = torch.zeros(STAGING, dtype=torch.uint8)
         self.weights = before.view(L, R, S)[:, number, :, None].repeat(1, 1, 5).long()
-        self.used = self.switched = -1  # versions of the tables that rounds use, and that the host has chosen
+        self.used = (
+            self.switched
+        ) = -1  # versions of the tables that rounds use, and that the host has chosen
         self.snapshot: list[list[int]] | None = None
         self.reading = False
         self.waves = plan_waves(before, in_place(before, after, S), S)
         self.moves = Moves(
-            self, 1, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]], self.staging,
-            Deadlines(30.0, 30.0, lambda: 0), self.switch, lambda *_: self.may_raise(),
-        )  # fmt: skip
+            self,
+            1,
+            S,
+            self.waves,
+            lambda tag, slot: [self.weights[tag - 1, slot]],
+            self.staging,
+            Deadlines(30.0, 30.0, lambda: 0),
+            self.switch,
+            lambda *_: self.may_raise(),
+        )
         self.interrupts = interrupts
 
     def may_raise(self) -> None:
@@ -119,14 +149,18 @@ class Rank:
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self.send(lambda rank=rank: self.group[rank].board[self.rank].__setitem__(number, value))
+            self.send(
+                lambda rank=rank: self.group[rank].board[self.rank].__setitem__(number, value)
+            )
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         def run() -> None:
             at = (to.data_ptr() - self.weights.data_ptr()) // 40
             layer, local = divmod(at, S)
             slot = self.rank * S + local
-            assert not any(rank.in_use()[layer, slot] != EMPTY for rank in self.group), "overwritten in use"
+            assert not any(rank.in_use()[layer, slot] != EMPTY for rank in self.group), (
+                "overwritten in use"
+            )
             to.copy_(source)
 
         self.send(run)
@@ -159,38 +193,57 @@ class Rank:
             try:
                 self.moves.step()
             except Interrupt:
-                assert set(self.moves.waits_for()) <= set(range(R)) and "Moves(version" in repr(self.moves)
+                assert set(self.moves.waits_for()) <= set(range(R)) and "Moves(version" in repr(
+                    self.moves
+                )
         elif what < 0.8 and self.queue and self.queue[0][0]():
             self.queue.popleft()[1]()
         elif what >= 0.8 and self.used < self.switched:
             self.used += 1
             held = torch.stack([rank.weights for rank in self.group], dim=1).view(L, R * S, 5)
             table = self.in_use().long()
-            assert ((held == table[:, :, None]) | (table[:, :, None] == EMPTY)).all(), "in use before it is whole"
-            assert all(set(row) >= set(range(E)) for row in table.tolist()), "an expert in no slot in use"
+            assert ((held == table[:, :, None]) | (table[:, :, None] == EMPTY)).all(), (
+                "in use before it is whole"
+            )
+            assert all(set(row) >= set(range(E)) for row in table.tolist()), (
+                "an expert in no slot in use"
+            )
 
 
 def make_group(seed: int, draw: random.Random, interrupts: float = 0.0) -> list[Rank]:
     group = list[Rank]()
-    group += [Rank(number, group, table(seed), table(1000 + seed), draw, interrupts) for number in range(R)]
+    group += [
+        Rank(number, group, table(seed), table(1000 + seed), draw, interrupts)
+        for number in range(R)
+    ]
     return group
 
 
 def run(seed: int, weights: list[float], likely: float = 0.0, interrupts: float = 0.0) -> None:
-    """Until all is done. Rank 0 cancels from a version on, now and then again in each of the next ones."""
+    """Until all is done. Rank 0 cancels from a version on, now and then again in each of the next
+    ones.
+    """
     draw = random.Random(seed)
     group = make_group(seed, draw, interrupts)
-    cancelled, moves = set[int](), group[0].moves
+    cancelled = set[int]()
+    moves = group[0].moves
     for _ in range(200_000):
         if all(rank.moves.done and not rank.queue for rank in group):
             break
         draw.choices(group, weights)[0].act()
-        if likely and moves.version >= seed % 3 and draw.random() < likely and moves.version not in cancelled:
+        if (
+            likely
+            and moves.version >= seed % 3
+            and draw.random() < likely
+            and moves.version not in cancelled
+        ):
             cancelled.add(moves.version)
             moves.cancel()
             likely = 0.5
     assert all(rank.moves.done for rank in group)
-    assert {rank.moves.version for rank in group} == {min([len(group[0].waves), *(v + 2 for v in cancelled)])}
+    assert {rank.moves.version for rank in group} == {
+        min([len(group[0].waves), *(v + 2 for v in cancelled)])
+    }
     assert not any(rank.moves.stalls for rank in group)
 
 
@@ -204,7 +257,8 @@ def test_no_order_of_events_breaks_a_rank(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
     """Rank 0 may cancel until it begins. With odd seeds rank 3 comes when the others have ended."""
-    draw, late = random.Random(seed), seed % 2
+    draw = random.Random(seed)
+    late = seed % 2
     group = make_group(seed, draw)
     moves = group[0].moves
     for present in (group[:-1] if late else group, group):

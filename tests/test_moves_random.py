@@ -1,8 +1,9 @@
-"""Drawn steps of ranks whose experts move: other threads call, signal handlers raise, children are forked, plans are
-refused and cancelled, rounds are aborted and overflow, ranks die, and the group changes its size. Every whole round
-has the right sums, and each row its own `extra`.
+"""Drawn steps of ranks whose experts move: other threads call, signal handlers raise, children are
+forked, plans are refused and cancelled, rounds are aborted and overflow, ranks die, and the group
+changes its size. Every whole round has the right sums, and each row its own `extra`.
 
-A failure names its seed: EPMOE_FUZZ_FIRST=<seed> repeats the draws, though not the times at which ranks run.
+A failure names its seed: EPMOE_FUZZ_FIRST=<seed> repeats the draws, though not the times at which
+ranks run.
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ from slot_tables import Slots, draw_slots
 import epmoe
 
 SEED = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
-E, D, L, S, RANKS, M = 6, 16, 2, 4, 4, 16
+E = 6
+D = 16
+L = 2
+S = 4
+RANKS = 4
+M = 16
 SECONDS, NUMBERS = 20, 150_000  # of drawn steps; of an expert, more than half of the staging
-REPORTS = epmoe.EPAbortedError, epmoe.EPOverflowError, epmoe.EPRefusedError  # that `poll` raises once, on any thread
-BUSY, CLOSED = "another thread is in a call", "this ExpertParallel is closed"
+REPORTS = (
+    epmoe.EPAbortedError,
+    epmoe.EPOverflowError,
+    epmoe.EPRefusedError,
+)  # that `poll` raises once, on any thread
+BUSY = "another thread is in a call"
+CLOSED = "this ExpertParallel is closed"
 
 
 class Interrupt(BaseException):
@@ -55,7 +66,9 @@ def create(state, ranks: int = RANKS) -> None:
 def begin(state, ep: epmoe.ExpertParallel) -> None:
     state.ep, state.slots = ep, Slots(ep, D, NUMBERS)
     state.fails = state.armed = False
-    state.balancer = epmoe.Balancer(ep, every=2, weights=lambda tag, slot: weights(state, tag, slot))
+    state.balancer = epmoe.Balancer(
+        ep, every=2, weights=lambda tag, slot: weights(state, tag, slot)
+    )
     signal.signal(signal.SIGALRM, lambda number, frame: interrupt(state))
 
 
@@ -99,11 +112,24 @@ def interrupted(state, draw: random.Random, call: Callable, within_s: float = 2e
 
 @contextmanager
 def another_thread(state, draw: random.Random, permitted: str = BUSY) -> Iterator[None]:
-    """It calls whatever does not begin a round. What it gets is at most a RuntimeError with `permitted` words."""
-    ep, stop = state.ep, threading.Event()
+    """It calls whatever does not begin a round. What it gets is at most a RuntimeError with
+    `permitted` words.
+    """
+    ep = state.ep
+    stop = threading.Event()
     loads = torch.rand(L, E, generator=generator(draw.randrange(1000)))
-    calls = [ep.poll, ep.check, ep.loads, ep.health, lambda: repr(ep), lambda: ep.share(loads), ep.abort]
-    calls = [*calls, lambda: ep.combine(state.slots.rows, None), ep.poll, ep.poll][: 10 if draw.random() < 0.8 else 0]
+    calls = [
+        ep.poll,
+        ep.check,
+        ep.loads,
+        ep.health,
+        lambda: repr(ep),
+        lambda: ep.share(loads),
+        ep.abort,
+    ]
+    calls = [*calls, lambda: ep.combine(state.slots.rows, None), ep.poll, ep.poll][
+        : 10 if draw.random() < 0.8 else 0
+    ]
 
     def run() -> None:
         while calls and not stop.wait(draw.uniform(0, 2e-3)):
@@ -128,9 +154,17 @@ def another_thread(state, draw: random.Random, permitted: str = BUSY) -> Iterato
 
 def fork(state) -> None:
     """A child that does with moves and the balancer what it must not."""
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         live = state.ep.live
-        for call in (live.step, state.balancer.tick, state.balancer.finish, live.send_loads, state.ep.close, live.step):
+        for call in (
+            live.step,
+            state.balancer.tick,
+            state.balancer.finish,
+            live.send_loads,
+            state.ep.close,
+            live.step,
+        ):
             try:
                 if live.moves is not None:
                     live.moves.cancel()
@@ -148,17 +182,26 @@ def fork(state) -> None:
 
 def play(state, number: int, kind: str, giver: int) -> None:
     """A round of few tokens, or of so many that rows overflow, which `giver` may abort."""
-    ep, layer, T = state.ep, number % L, M if kind == "many" else 2
+    ep = state.ep
+    layer = number % L
+    T = M if kind == "many" else 2
     draw = generator(100 * number + ep.rank)
-    ids = torch.rand(T, E, generator=draw).argsort(1)[:, :2] if kind != "many" else torch.tensor([[0, 1]]).expand(T, 2)
-    x, share = randn(T, D, seed=number + 7 * ep.rank), torch.full((T, 2), 0.5)
+    ids = (
+        torch.rand(T, E, generator=draw).argsort(1)[:, :2]
+        if kind != "many"
+        else torch.tensor([[0, 1]]).expand(T, 2)
+    )
+    x = randn(T, D, seed=number + 7 * ep.rank)
+    share = torch.full((T, 2), 0.5)
     extra = extra_of(number, ep.rank, T)
     d = again(lambda: ep.dispatch(x, ids.contiguous(), share, tag=layer + 1, extra=extra))
     if kind == "aborted" and ep.rank == giver % ep.size:
         ep.abort()
         return
     if kind == "whole" and extra is not None:
-        for row, said in zip(d.rows, d.extra[: int(d.expert_offsets[-1])].view(-1).tolist(), strict=False):
+        for row, said in zip(
+            d.rows, d.extra[: int(d.expert_offsets[-1])].view(-1).tolist(), strict=False
+        ):
             assert torch.equal(row, randn(T, D, seed=number + 7 * (said // M))[said % M])
     try:
         y = ep.combine(state.slots.run(d, layer), d)
@@ -170,15 +213,22 @@ def play(state, number: int, kind: str, giver: int) -> None:
 
 
 def extra_of(number: int, rank: int, T: int) -> torch.Tensor | None:
-    """What says which token of which rank a row is, in a dtype and shape of this round; every third has none."""
+    """What says which token of which rank a row is, in a dtype and shape of this round; every third
+    has none.
+    """
     tokens = M * rank + torch.arange(T)
     return (None, tokens.view(T, 1).to(torch.int16), tokens)[number % 3]
 
 
 def serve(state, seed: int) -> tuple:
-    """Moves of one plan, or what the balancer plans, with rounds between polls; then until all have ended."""
-    ep, common, draw = state.ep, random.Random(seed), random.Random(1000 * seed + state.ep.rank)
-    by_hand, rounds = common.random() < 0.7, common.randrange(1, 8)
+    """Moves of one plan, or what the balancer plans, with rounds between polls; then until all have
+    ended.
+    """
+    ep = state.ep
+    common = random.Random(seed)
+    draw = random.Random(1000 * seed + state.ep.rank)
+    by_hand = common.random() < 0.7
+    rounds = common.randrange(1, 8)
     target = draw_slots(common, L, E, ep.size, S, least=2 if ep.size * S >= 2 * E else 1, most=2)
 
     def replace() -> None:
@@ -206,7 +256,12 @@ def serve(state, seed: int) -> tuple:
                 ep.live.moves and ep.live.moves.cancel()
             if draw.random() < 0.05:
                 fork(state)
-            play(state, 10 * seed + number, common.choice(["whole"] * 4 + ["aborted", "many"]), common.randrange(RANKS))
+            play(
+                state,
+                10 * seed + number,
+                common.choice(["whole"] * 4 + ["aborted", "many"]),
+                common.randrange(RANKS),
+            )
         if not by_hand:
             with suppress(WeightsError):
                 again(state.balancer.finish)
@@ -221,7 +276,8 @@ def serve(state, seed: int) -> tuple:
 
 def whole(state) -> tuple:
     """The table, once experts are where it says."""
-    ep, slots = state.ep, state.ep.slots
+    ep = state.ep
+    slots = state.ep.slots
     mine = slots.view(L, ep.size, S)[:, ep.rank]
     assert torch.equal(ep.live.held, mine) and (ep.live.moves is None or ep.live.moves.done)
     state.slots.check()
@@ -229,17 +285,30 @@ def whole(state) -> tuple:
 
 
 def resize(state, folder: Path, seed: int, size: int) -> int | None:
-    """In the middle of moves, while another thread calls: this rank in the group; None if it has left."""
-    ep, common, draw = state.ep, random.Random(seed), random.Random(1000 * seed + state.ep.rank)
+    """In the middle of moves, while another thread calls: this rank in the group; None if it has
+    left.
+    """
+    ep = state.ep
+    common = random.Random(seed)
+    draw = random.Random(1000 * seed + state.ep.rank)
     target, state.fails = draw_slots(common, L, E, ep.size, S, most=2), False
     slot_weights = partial(weights, state)
-    options = {"weights": slot_weights, "balancer": common.choice([None, state.balancer]), "wait_s": 20.0}
+    options = {
+        "weights": slot_weights,
+        "balancer": common.choice([None, state.balancer]),
+        "wait_s": 20.0,
+    }
     ep.replace(target, slot_weights)
     for _ in range(draw.randrange(20)):
         interrupted(state, draw, ep.poll)
     stays = ep.rank < size
     with another_thread(state, draw, CLOSED) if stays else nullcontext():
-        assert again(partial(epmoe.resize, ep, folder, size, lambda moves: state.slots.load(), **options)) == stays
+        assert (
+            again(
+                partial(epmoe.resize, ep, folder, size, lambda moves: state.slots.load(), **options)
+            )
+            == stays
+        )
     return ep.rank if stays else None
 
 
@@ -255,8 +324,13 @@ def come(state, folder: Path) -> int:
 
 @pytest.mark.parametrize("seed", [slow(SEED), long(SEED + 1), long(SEED + 2)])
 def test_drawn_sizes(tmp_path, seed):
-    """Two to four ranks: between drawn steps some leave or new ones come, and one dies there or in a step."""
-    draw, names, steps, began = random.Random(seed), [0, 1], 0, time.monotonic()
+    """Two to four ranks: between drawn steps some leave or new ones come, and one dies there or in
+    a step.
+    """
+    draw = random.Random(seed)
+    names = [0, 1]
+    steps = 0
+    began = time.monotonic()
     with Host(tmp_path, torch.device("cpu")) as host:
         host.spawn(*names)
         host.form_at(names)
@@ -264,7 +338,8 @@ def test_drawn_sizes(tmp_path, seed):
         while time.monotonic() - began < SECONDS or steps <= 5:
             steps, step = steps + 1, 100 * seed + steps
             if len(names) > 2 and draw.random() < 0.3:
-                victim, serving = names.pop(draw.randrange(len(names))), draw.random() < 0.5
+                victim = names.pop(draw.randrange(len(names)))
+                serving = draw.random() < 0.5
                 if serving:
                     host.start([*names, victim], serve, step)
                     time.sleep(draw.uniform(0, 0.2))
@@ -275,7 +350,9 @@ def test_drawn_sizes(tmp_path, seed):
                 ranks = host.succeed(names, recover, tmp_path)
             else:
                 size = draw.randint(2, RANKS)
-                new = list(range(max(host.processes) + 1, max(host.processes) + 1 + size - len(names)))
+                new = list(
+                    range(max(host.processes) + 1, max(host.processes) + 1 + size - len(names))
+                )
                 host.spawn(*new)
                 host.start(new, come, tmp_path)
                 host.start(names, resize, tmp_path, step, size)
@@ -283,7 +360,11 @@ def test_drawn_sizes(tmp_path, seed):
                 ranks = host.answers(names)
                 for name in [name for name, rank in zip(names, ranks, strict=True) if rank is None]:
                     host.signal(name, signal.SIGKILL)
-            here = [(rank, name) for name, rank in zip(names, ranks, strict=True) if rank is not None]
+            here = [
+                (rank, name) for name, rank in zip(names, ranks, strict=True) if rank is not None
+            ]
             names = [name for _, name in sorted(here)]
             results = host.succeed(names, serve, step)
-            assert results == results[:1] * len(names), f"EPMOE_FUZZ_FIRST={seed}, step {step}: {results}"
+            assert results == results[:1] * len(names), (
+                f"EPMOE_FUZZ_FIRST={seed}, step {step}: {results}"
+            )

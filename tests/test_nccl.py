@@ -1,4 +1,6 @@
-"""The rail of a GPU without one: the thread that watches it, and what the host refuses or gives up."""
+"""The rail of a GPU without one: the thread that watches it, and what the host refuses
+or gives up.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,24 @@ from epmoe.rail.exchange import HierarchicalExchange
 from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import RailError, Transfer
 
-TIMEOUT_S, FIRST_S, MOST_LOOKS = 0.3, 0.9, 100
+TIMEOUT_S = 0.3
+FIRST_S = 0.9
+MOST_LOOKS = 100
 
 
 class Watched:
-    """What the thread watches, and the clock: it goes on with each look, of which `at_look` gets the number."""
+    """What the thread watches, and the clock: it goes on with each look, of which `at_look` gets
+    the number.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory = torch.zeros(7, dtype=torch.int64)
         self.counts, self.told = nccl.words_of(self.memory)
         self.counts[2] = self.counts[3] = 1  # the first round has ended
         self.looks, self.at_look = 0, lambda look: None
-        monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: self.looks * nccl._LOOK_S))
+        monkeypatch.setattr(
+            nccl, "time", SimpleNamespace(monotonic=lambda: self.looks * nccl._LOOK_S)
+        )
 
     def wait(self, seconds: float) -> bool:
         """As that of the event that ends the thread, which never comes."""
@@ -50,7 +58,12 @@ class Watched:
     def lost_after(self) -> float | None:
         """Seconds; None if the exchange is not lost."""
         exchange = Exchange()
-        nccl._watch(weakref.WeakMethod(exchange.on_late), self.memory, Deadlines(FIRST_S, TIMEOUT_S, lambda: 2), self)
+        nccl._watch(
+            weakref.WeakMethod(exchange.on_late),
+            self.memory,
+            Deadlines(FIRST_S, TIMEOUT_S, lambda: 2),
+            self,
+        )
         return self.looks * nccl._LOOK_S if exchange.lost else None
 
 
@@ -98,8 +111,14 @@ def test_a_node_that_has_failed(watched):
 
 
 def test_the_thread_does_not_keep_the_exchange_alive():
-    exchange, memory = Exchange(), torch.zeros(7, dtype=torch.int64)
-    arguments = weakref.WeakMethod(exchange.on_late), memory, Deadlines(FIRST_S, TIMEOUT_S, lambda: 2), Event()
+    exchange = Exchange()
+    memory = torch.zeros(7, dtype=torch.int64)
+    arguments = (
+        weakref.WeakMethod(exchange.on_late),
+        memory,
+        Deadlines(FIRST_S, TIMEOUT_S, lambda: 2),
+        Event(),
+    )
     thread = Thread(target=nccl._watch, args=arguments, daemon=True)
     thread.start()
     del exchange
@@ -113,12 +132,15 @@ def rail_with(group: object) -> nccl.NcclRail:
     rail = nccl.NcclRail.__new__(nccl.NcclRail)
     rail._shown = torch.zeros(7, dtype=torch.int64)
     rail._counts, rail._told = nccl.words_of(rail._shown)
-    rail._ending, rail._group = None, group
+    rail._ending = None
+    rail._group = group
     return rail
 
 
 def test_an_abort_waits_for_transfers_and_not_for_graphs(monkeypatch):
-    """The abort of NCCL ends transfers at once, and goes on until graphs are gone: too long for ranks of the node."""
+    """The abort of NCCL ends transfers at once, and goes on until graphs are gone: too long for
+    ranks of the node.
+    """
     monkeypatch.setattr(nccl, "_END_S", SOON_S)
     gone = Event()
 
@@ -136,7 +158,9 @@ def test_an_abort_waits_for_transfers_and_not_for_graphs(monkeypatch):
 
 
 def test_nothing_is_left_for_the_destructor_of_nccl(monkeypatch):
-    """It aborts a group that no call has ended, and may wait for ever: `close` aborts where NCCL cannot deliver."""
+    """It aborts a group that no call has ended, and may wait for ever: `close` aborts where NCCL
+    cannot deliver.
+    """
     monkeypatch.setattr(nccl, "_END_S", SOON_S)
     rail = rail_with(group := Mock(**{"shutdown.side_effect": RuntimeError}))
     rail._closed, rail._watching = Event(), None
@@ -146,16 +170,26 @@ def test_nothing_is_left_for_the_destructor_of_nccl(monkeypatch):
 
 @pytest.mark.parametrize("before", [{}, {"TORCH_NCCL_BLOCKING_WAIT": "0"}])
 def test_a_group_has_no_watchdog(monkeypatch, before):
-    """torch starts none for a group that is made under this variable. The groups of the program keep theirs."""
+    """torch starts none for a group that is made under this variable. The groups of the program
+    keep theirs.
+    """
     monkeypatch.setattr(os, "environ", {**before})
-    monkeypatch.setattr(nccl, "dist", Mock(**{"ProcessGroupNCCL.side_effect": lambda *_: {**os.environ}}))
+    monkeypatch.setattr(
+        nccl, "dist", Mock(**{"ProcessGroupNCCL.side_effect": lambda *_: {**os.environ}})
+    )
     monkeypatch.setattr(nccl, "_get_default_store", Mock())
-    assert nccl.nccl_group("group", 0, 2) == {"TORCH_NCCL_BLOCKING_WAIT": "1"} and os.environ == before
+    assert (
+        nccl.nccl_group("group", 0, 2) == {"TORCH_NCCL_BLOCKING_WAIT": "1"} and os.environ == before
+    )
 
 
-@pytest.mark.parametrize(("what", "error"), [("Thread", RuntimeError()), ("time", KeyboardInterrupt())])
+@pytest.mark.parametrize(
+    ("what", "error"), [("Thread", RuntimeError()), ("time", KeyboardInterrupt())]
+)
 def test_an_abort_that_fails_lets_the_gpu_go_on(monkeypatch, what, error):
-    """No thread can start, or a signal handler ends the wait. The GPU waits for the abort no longer, nor sends more."""
+    """No thread can start, or a signal handler ends the wait. The GPU waits for the abort no
+    longer, nor sends more.
+    """
 
     def fails(*_: object, **__: object) -> None:
         raise error
@@ -170,30 +204,50 @@ def test_an_abort_that_fails_lets_the_gpu_go_on(monkeypatch, what, error):
 
 
 def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
-    """Rank 1 of the nodes {0, 1} and {2, 3}, with a status of its node and the word of `rail_sum`; and what it does."""
-    network, told = NetworkOnGPUs.__new__(NetworkOnGPUs), list[object]()
+    """Rank 1 of the nodes {0, 1} and {2, 3}, with a status of its node and the word of `rail_sum`;
+    and what it does.
+    """
+    network = NetworkOnGPUs.__new__(NetworkOnGPUs)
+    told = list[object]()
 
     def check() -> None:
         raise EPStateError("a replay did nothing")
 
-    status, end_waits = SimpleNamespace(code=code), lambda: told.append("left")
-    network.node = SimpleNamespace(look=lambda: None, status=status, failed=False, check=check, end_waits=end_waits)
+    status = SimpleNamespace(code=code)
+    end_waits = lambda: told.append("left")
+    network.node = SimpleNamespace(
+        look=lambda: None, status=status, failed=False, check=check, end_waits=end_waits
+    )
     network.rail = SimpleNamespace(missing=lambda found: found, abort=lambda: told.append("cut"))
-    network.memory = SimpleNamespace(ranks_per_node=2, others=[1], of_rail=lambda node: 2 * node + 1)
-    network.rounds, network.global_ranks, network.rank = SimpleNamespace(state=CLOSED, count=3), [0, 1, 2, 3], 1
-    network._noticed, network.recording, network.failure, network.pending = c_int64(noticed), RLock(), None, []
+    network.memory = SimpleNamespace(
+        ranks_per_node=2, others=[1], of_rail=lambda node: 2 * node + 1
+    )
+    network.rounds, network.global_ranks, network.rank = (
+        SimpleNamespace(state=CLOSED, count=3),
+        [0, 1, 2, 3],
+        1,
+    )
+    network._noticed, network.recording, network.failure, network.pending = (
+        c_int64(noticed),
+        RLock(),
+        None,
+        [],
+    )
     network.reported, network.tell_node = lambda: [2], told.append
     return network, told
 
 
 def exchange_of(network: Any) -> HierarchicalExchange:
     exchange = HierarchicalExchange.__new__(HierarchicalExchange)
-    exchange.network, exchange.node = network, network.node
+    exchange.network = network
+    exchange.node = network.node
     return exchange
 
 
 def test_sums_of_zeros_are_a_failure():
-    """A rank of the node reports a missing one when all waits of this rank have ended: only its sums know."""
+    """A rank of the node reports a missing one when all waits of this rank have ended: only its
+    sums know.
+    """
     network, told = network_of(code=0, noticed=0)
     network.check()
     network._noticed.value = -1
@@ -204,13 +258,19 @@ def test_sums_of_zeros_are_a_failure():
 
 
 def test_a_failure_on_a_gpu_that_copies_nothing():
-    """As within a capture: neither a look at the words of others, nor the report to them takes the error's place."""
+    """As within a capture: neither a look at the words of others, nor the report to them takes the
+    error's place.
+    """
 
     def fails(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     network, _ = network_of(code=0, noticed=-1)
-    network._peek, network._peeked, network.views = SimpleNamespace(read=fails), [], {"rail.missed": torch.zeros(2)}
+    network._peek, network._peeked, network.views = (
+        SimpleNamespace(read=fails),
+        [],
+        {"rail.missed": torch.zeros(2)},
+    )
     network.rail.missing, network.tell_node = lambda found: found or [3], fails
     del network.reported
     with pytest.raises(EPTimeoutError):
@@ -219,9 +279,13 @@ def test_a_failure_on_a_gpu_that_copies_nothing():
 
 
 def test_calls_wait_for_a_failure_that_another_thread_records():
-    """They raise it once the node knows. A rank that leaves does not come first with its own name."""
+    """They raise it once the node knows. A rank that leaves does not come first with
+    its own name.
+    """
     network, told = network_of(code=0, noticed=0)
-    leaves, recording, go_on = Thread(target=exchange_of(network).end_waits), Event(), Event()
+    leaves = Thread(target=exchange_of(network).end_waits)
+    recording = Event()
+    go_on = Event()
 
     def missing(found: list[int]) -> list[int]:
         leaves.start()
@@ -261,11 +325,15 @@ def test_leftovers_are_no_call_that_differs():
 
 
 def test_the_node_is_told_before_its_windows_go(monkeypatch):
-    """A transfer may turn out to be late while the GPU is waited for: the thread then cuts it, and tells the node."""
-    order, inside = list[str](), NodeExchange.__new__(NodeExchange)
+    """A transfer may turn out to be late while the GPU is waited for: the thread then cuts it, and
+    tells the node.
+    """
+    order = list[str]()
+    inside = NodeExchange.__new__(NodeExchange)
     inside.device, inside.deadlines = torch.device("cpu"), Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
     inside.window = SimpleNamespace(
-        deaths=SimpleNamespace(close=lambda: None), places=SimpleNamespace(unmap=lambda: order.append("unmapped"))
+        deaths=SimpleNamespace(close=lambda: None),
+        places=SimpleNamespace(unmap=lambda: order.append("unmapped")),
     )
     monkeypatch.setattr(node, "device_ends", lambda *_: not order.append("ended"))
     exchange_of(SimpleNamespace(node=inside, close=lambda: order.append("told"))).release()
@@ -298,7 +366,8 @@ class Levels(NetworkOnGPUs):
 
         self.rail, self.rank, self.device = SimpleNamespace(start=start), 3, torch.device("cuda")
         self.memory, self._last_stream = SimpleNamespace(), None
-        self.pending, self.lost = [], []
+        self.pending = []
+        self.lost = []
 
     def record_failure(self, found: list[int]) -> None:
         self.lost.append(found)
@@ -316,9 +385,11 @@ class Levels(NetworkOnGPUs):
     ],
 )
 def test_a_start_that_an_exception_ends(monkeypatch, error, raised, lost):
-    """What is queued is unknown then: the others get this rank's name, not another round's rows. They get the rows of
-    transfers that are under way, unless these last too long."""
-    levels, lost_before = Levels(error), []
+    """What is queued is unknown then: the others get this rank's name, not another round's rows.
+    They get the rows of transfers that are under way, unless these last too long.
+    """
+    levels = Levels(error)
+    lost_before = []
 
     def device_ends(device: torch.device, timeout_s: float) -> None:
         assert timeout_s < TIMEOUT_S

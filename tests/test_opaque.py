@@ -37,7 +37,8 @@ class AllReal(torch.nn.Module):
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(ep, strict):
     layer = make_layer(ep, layer_id=77)
-    tokens, x = torch.export.Dim("T", min=2, max=M), randn(5, D).to(ep.device)
+    tokens = torch.export.Dim("T", min=2, max=M)
+    x = randn(5, D).to(ep.device)
     program, all_real = (
         torch.export.export(exported, (x,), dynamic_shapes=({0: tokens},), strict=strict)
         for exported in (layer, AllReal(layer))
@@ -66,12 +67,19 @@ def test_numbers_of_layers(ep):
     ids = [layer.layer_id for layer in layers]
     assert len(set(ids)) == 3 and min(ids) >= 2
     assert copy.deepcopy(layers[0]).layer_id not in ids
-    for wrong, error in ((ids[0], ValueError), (-1, ValueError), (True, TypeError), ("a", TypeError)):
+    for wrong, error in (
+        (ids[0], ValueError),
+        (-1, ValueError),
+        (True, TypeError),
+        ("a", TypeError),
+    ):
         with pytest.raises(error, match="`layer_id` must be"):
             make_layer(ep, layer_id=wrong)
         with pytest.raises(error, match="`layer_id` must be"):
             E, D = layers[0].router_weight.shape
-            epmoe.MoELayer.from_full(ep, torch.ones(E, D), torch.ones(E, 8, D), torch.ones(E, D, 4), layer_id=wrong)
+            epmoe.MoELayer.from_full(
+                ep, torch.ones(E, D), torch.ones(E, 8, D), torch.ones(E, D, 4), layer_id=wrong
+            )
     for layer in (copy.deepcopy(layers[0]), layers[1].bfloat16(), layers[2].to(ep.device)):
         assert layer.order is ep.order and "order" not in layer.state_dict()
 
@@ -82,24 +90,39 @@ def test_a_module_of_a_host_framework(device):
     class Module:
         pass
 
-    module, parameters = Module(), [randn(D).to(device), randn(D, seed=1).to(device)]
+    module = Module()
+    parameters = [randn(D).to(device), randn(D, seed=1).to(device)]
     forward = lambda _, parameters, x, ids, weights: x * parameters[0] + parameters[1]  # noqa: E731
-    layers = [opaque.ModuleLayer(module, forward, name) for name in ("model.0", "model.1", "model.0", None)]
-    assert layers[0].layer_id == layers[2].layer_id != layers[1].layer_id and copy.copy(layers[0]) is None
-    args = randn(6, D).to(device), distinct_ids(6, E, K).to(device), torch.full((6, K), 0.25, device=device)
+    layers = [
+        opaque.ModuleLayer(module, forward, name)
+        for name in ("model.0", "model.1", "model.0", None)
+    ]
+    assert (
+        layers[0].layer_id == layers[2].layer_id != layers[1].layer_id
+        and copy.copy(layers[0]) is None
+    )
+    args = (
+        randn(6, D).to(device),
+        distinct_ids(6, E, K).to(device),
+        torch.full((6, K), 0.25, device=device),
+    )
     for layer in layers[1:]:
         torch.library.opcheck(torch.ops.epmoe.module.default, (*args, parameters, layer.layer_id))
         y = compiled(layer, "inductor")(*args, parameters)
         assert torch.equal(y, args[0] * parameters[0] + parameters[1])
         layer.release()
-        with pytest.raises(RuntimeError, match=f"no layer of this process has layer_id={layer.layer_id}"):
+        with pytest.raises(
+            RuntimeError, match=f"no layer of this process has layer_id={layer.layer_id}"
+        ):
             layer(*args, parameters)
 
 
 def test_opcheck(ep):
-    layer, x = make_layer(ep), randn(6, D).to(ep.device)
+    layer = make_layer(ep)
+    x = randn(6, D).to(ep.device)
     real = torch.tensor(4, dtype=torch.int32, device=ep.device)
-    ids, weights = distinct_ids(6, E, K).to(ep.device), torch.full((6, K), 0.25, device=ep.device)
+    ids = distinct_ids(6, E, K).to(ep.device)
+    weights = torch.full((6, K), 0.25, device=ep.device)
     for routing in ((randn(6, E).to(ep.device), None), (ids, weights)):
         for num_tokens in (None, real):
             args = (x, *routing, num_tokens, 6, ep.order, layer.layer_id)

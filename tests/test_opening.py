@@ -1,4 +1,6 @@
-"""Opening an `ExpertParallel` has a deadline and one outcome: it opens on all ranks, or fails on all, with names."""
+"""Opening an `ExpertParallel` has a deadline and one outcome: it opens on all ranks, or fails on
+all, with names.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ import epmoe.service
 from epmoe.exchange import sockets
 from epmoe.group.peers import Peers
 
-RANKS, FAULTY, DEADLINE_S = 3, 2, 3.0
+RANKS = 3
+FAULTY = 2
+DEADLINE_S = 3.0
 NAMES = list(range(RANKS))
 
 
@@ -44,7 +48,9 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 def config_of(nodes: int, deadline_s: float = LONG_S) -> epmoe.EPConfig:
     exchange = {"warmup_timeout_s": deadline_s}
-    return make_config(RANKS, experts=8, timeout_s=deadline_s, ranks_per_node=RANKS // nodes, exchange=exchange)
+    return make_config(
+        RANKS, experts=8, timeout_s=deadline_s, ranks_per_node=RANKS // nodes, exchange=exchange
+    )
 
 
 def no_memory() -> None:
@@ -56,7 +62,9 @@ def no_file() -> None:
 
 
 def threads(state, most: int = 0) -> int:
-    """How many there are. The kernel lists a thread for a moment after it has been joined: this waits for `most`."""
+    """How many there are. The kernel lists a thread for a moment after it has been joined: this
+    waits for `most`.
+    """
     until = time.monotonic() + SOON_S
     while (found := len(os.listdir("/proc/self/task"))) > most > 0 and time.monotonic() < until:
         time.sleep(1e-3)
@@ -65,7 +73,8 @@ def threads(state, most: int = 0) -> int:
 
 @pytest.mark.parametrize("fault", ["never comes", "has ended", "ends in the windows"])
 def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
-    opening, config = NAMES[:FAULTY], config_of(nodes, DEADLINE_S if fault == "never comes" else LONG_S)
+    opening = NAMES[:FAULTY]
+    config = config_of(nodes, DEADLINE_S if fault == "never comes" else LONG_S)
     if fault == "has ended":
         host.signal(FAULTY, signal.SIGKILL)
     elif fault == "ends in the windows":
@@ -73,7 +82,9 @@ def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
         host.start([FAULTY], create, config)
     started = time.monotonic()
     for error in host.do(opening, create, config):
-        assert error.startswith(f"EPOpenError: rank(s) [{FAULTY}] of the group, global rank(s) [{FAULTY}]"), error
+        assert error.startswith(
+            f"EPOpenError: rank(s) [{FAULTY}] of the group, global rank(s) [{FAULTY}]"
+        ), error
         assert "gloo" not in error and "peer" not in error
     assert time.monotonic() - started < SOON_S
 
@@ -82,8 +93,18 @@ def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
     ("where", "problem", "own", "theirs"),
     [
         ("checks", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
-        ("opens its window", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
-        ("has windows", no_file, "FileNotFoundError: no such", "RuntimeError: rank 2: FileNotFoundError: no such"),
+        (
+            "opens its window",
+            no_memory,
+            "MemoryError: rank 2: no room",
+            "MemoryError: rank 2: no room",
+        ),
+        (
+            "has windows",
+            no_file,
+            "FileNotFoundError: no such",
+            "RuntimeError: rank 2: FileNotFoundError: no such",
+        ),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, theirs):
@@ -95,7 +116,9 @@ def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, t
     assert faulty.startswith(own), faulty
     assert all(error.startswith(theirs) for error in others), others
     assert time.monotonic() - started < SOON_S
-    assert [host.do([name], threads, most)[0] for name, most in zip(NAMES, before, strict=True)] == before
+    assert [
+        host.do([name], threads, most)[0] for name, most in zip(NAMES, before, strict=True)
+    ] == before
     assert host.do(NAMES, create, config_of(nodes)) == [None] * RANKS
     host.play(NAMES)
 
@@ -114,10 +137,14 @@ def test_resume_again_in_the_same_store(host, nodes):
 class TwoRanks:
     """This process as rank 0; at the socket of rank 1 nobody sends anything."""
 
-    rank, size = 0, 2
+    rank = 0
+    size = 2
 
-    def __init__(self, timeout_s: float, other: socket.socket, met: Callable[[str], object], backlog: int = 9) -> None:
-        self.timeout_s, self.met = timeout_s, met
+    def __init__(
+        self, timeout_s: float, other: socket.socket, met: Callable[[str], object], backlog: int = 9
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.met = met
         other.bind("\0epmoe-test-" + os.urandom(8).hex())
         other.listen(backlog)
         self.name = other.getsockname().decode()
@@ -136,16 +163,23 @@ def other() -> Iterator[socket.socket]:
 
 
 def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
-    """Every user can connect to an abstract name. One that goes on doing so holds an opening up no longer."""
-    timeout_s, ended = 0.6, Event()
+    """Every user can connect to an abstract name. One that goes on doing so holds an opening up no
+    longer.
+    """
+    timeout_s = 0.6
+    ended = Event()
 
     def connect(name: str) -> None:
         while not ended.wait(0.1):
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
                 foreign.connect(name)
 
-    monkeypatch.setattr(sockets, "_user_of", lambda accepted: os.getuid() + bool(accepted.getsockname()))
-    ranks = TwoRanks(2 * timeout_s, other, lambda name: Thread(target=connect, args=(name,), daemon=True).start())
+    monkeypatch.setattr(
+        sockets, "_user_of", lambda accepted: os.getuid() + bool(accepted.getsockname())
+    )
+    ranks = TwoRanks(
+        2 * timeout_s, other, lambda name: Thread(target=connect, args=(name,), daemon=True).start()
+    )
     begin = time.monotonic()
     try:
         with pytest.raises(TimeoutError):
@@ -156,16 +190,28 @@ def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
 
 
 def test_another_user_at_the_socket_of_a_rank_is_no_rank(monkeypatch, other):
-    monkeypatch.setattr(sockets, "_user_of", lambda connection: os.getuid() + (not connection.getsockname()))
+    monkeypatch.setattr(
+        sockets, "_user_of", lambda connection: os.getuid() + (not connection.getsockname())
+    )
     with pytest.raises(RuntimeError, match="rank 1's socket: another user answers"):
-        sockets.share_descriptors(other.fileno(), cast(Peers, TwoRanks(2.0, other, lambda name: None))).__enter__()
+        sockets.share_descriptors(
+            other.fileno(), cast(Peers, TwoRanks(2.0, other, lambda name: None))
+        ).__enter__()
 
 
 @pytest.mark.parametrize(
     ("opens", "error", "message"),
     [
-        (True, TimeoutError, "cannot reach rank 1's socket: its process does not answer"),  # nobody does in this test
-        (False, RuntimeError, "cannot reach rank 1's socket: other processes of this machine connect to it all"),
+        (
+            True,
+            TimeoutError,
+            "cannot reach rank 1's socket: its process does not answer",
+        ),  # nobody does in this test
+        (
+            False,
+            RuntimeError,
+            "cannot reach rank 1's socket: other processes of this machine connect to it all",
+        ),
     ],
 )
 def test_a_socket_whose_queue_others_fill(other, opens, error, message):
@@ -180,4 +226,6 @@ def test_a_socket_whose_queue_others_fill(other, opens, error, message):
                 Timer(0.1, other.accept).start()
 
         with pytest.raises(error, match=message):
-            sockets.share_descriptors(other.fileno(), cast(Peers, TwoRanks(2.0, other, fill, backlog=1))).__enter__()
+            sockets.share_descriptors(
+                other.fileno(), cast(Peers, TwoRanks(2.0, other, fill, backlog=1))
+            ).__enter__()

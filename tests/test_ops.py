@@ -1,4 +1,6 @@
-"""The native operators in torch: schemas, fakes and opcheck; under torch.compile: tests/test_compile.py."""
+"""The native operators in torch: schemas, fakes and opcheck; under torch.compile:
+tests/test_compile.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from helpers import FLOATS, alone, distinct_ids, randn
 import epmoe
 from epmoe.native import ops
 
-T, E, K, D = 9, 12, 4, 16
+T = 9
+E = 12
+K = 4
+D = 16
 
 
 @pytest.mark.parametrize("all_options", [False, True])
@@ -18,7 +23,22 @@ def test_opcheck_route(device, all_options):
     num_tokens = torch.tensor(5, dtype=torch.int32, device=device) if all_options else None
     counters = torch.zeros(8, dtype=torch.int64, device=device) if all_options else None
     logits = randn(T, E).to(device)
-    args = (logits, K, bias, num_tokens, T, all_options, all_options, 0.1, 3, 2, 2, 2.5, all_options, counters)
+    args = (
+        logits,
+        K,
+        bias,
+        num_tokens,
+        T,
+        all_options,
+        all_options,
+        0.1,
+        3,
+        2,
+        2,
+        2.5,
+        all_options,
+        counters,
+    )
     torch.library.opcheck(ops.route, args)
 
 
@@ -27,7 +47,8 @@ def test_opcheck_route(device, all_options):
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_opcheck_permute_and_finalize(device, id_dtype, dtype, counts):
     counts = None if counts is None else torch.tensor(counts, dtype=torch.int32, device=device)
-    ids, identity_map = distinct_ids(T, E, K).to(device, id_dtype), torch.arange(E, dtype=torch.int32, device=device)
+    ids = distinct_ids(T, E, K).to(device, id_dtype)
+    identity_map = torch.arange(E, dtype=torch.int32, device=device)
     x = randn(T, D, dtype=dtype).to(device)
     # opcheck compares all rows, and rows past the last segment are not written: allocate none.
     rows = T * K if counts is None else int(counts.sum()) * K
@@ -49,7 +70,9 @@ def test_opcheck_quantize_and_zero_padding(device, real):
 
 @pytest.mark.parametrize("phase", ["", "_send", "_recv"])
 def test_opcheck_exchange(phase):
-    """The round is open and its send phase is over, because opcheck runs an op twice, on copies of its arguments."""
+    """The round is open and its send phase is over, because opcheck runs an op twice, on copies of
+    its arguments.
+    """
     checks = ("test_schema", "test_autograd_registration")
     with epmoe.ExpertParallel(alone(E, K, D, max_tokens=T)) as ep:
         sent = ep.dispatch_send(x := randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 0.25))

@@ -1,4 +1,6 @@
-"""What outlives a group: addresses, and with them CUDA graphs; and an `ExpertParallel` that sleeps."""
+"""What outlives a group: addresses, and with them CUDA graphs; and an `ExpertParallel`
+that sleeps.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def sleep_with_weights(state) -> None:
 
 
 def wake_with_weights(state, failing: int | None = None) -> str:
-    """Weights come back before any other thread has its turn. Rank `failing` cannot restore them."""
+    """Weights come back before any other thread has its turn. Rank `failing` cannot
+    restore them.
+    """
 
     def restore() -> None:
         assert state.ep.capture_is_valid(0)
@@ -61,12 +65,21 @@ def wake_with_weights(state, failing: int | None = None) -> str:
 
 def free_bytes(state) -> int:
     """Of this rank's GPU, or how many windows this process has less than it may."""
-    return torch.cuda.mem_get_info(state.device)[0] if state.device.type == "cuda" else -ranks.mapped_windows()
+    return (
+        torch.cuda.mem_get_info(state.device)[0]
+        if state.device.type == "cuda"
+        else -ranks.mapped_windows()
+    )
 
 
 def refusals(state) -> list[str]:
     said = []
-    for call in (state.ep.poll, state.ep.sleep, state.ep.memory_plan, lambda: ranks.play_round(state, 0)):
+    for call in (
+        state.ep.poll,
+        state.ep.sleep,
+        state.ep.memory_plan,
+        lambda: ranks.play_round(state, 0),
+    ):
         with pytest.raises(EPStateError) as caught:
             call()
         said.append(str(caught.value))
@@ -118,7 +131,9 @@ def test_sleep_frees_all_and_graphs_go_on_after_wake(host: ranks.Host):
     after = host.do(names, free_bytes)
     if host.device.type == "cpu":
         planned = [2, 2]  # windows
-    assert all(late - early >= nbytes for early, late, nbytes in zip(before, after, planned, strict=True))
+    assert all(
+        late - early >= nbytes for early, late, nbytes in zip(before, after, planned, strict=True)
+    )
     assert host.do(names, refusals) == [["this ExpertParallel sleeps: call `wake`"] * 4] * 2
     for _ in range(2):
         assert host.do(names, wake) == ["awake"] * 2
@@ -208,7 +223,9 @@ def test_a_signal_during_wake(host: ranks.Host, step: str):
 def test_no_other_thread_joins_while_one_wakes(step: str):
     with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
         ep.sleep(lambda: refuse_another_thread(ep.poll))
-        ranks.fail_in(None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)])
+        ranks.fail_in(
+            None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)]
+        )
         ep.wake()
         assert ep.generation == 1
 
@@ -216,7 +233,8 @@ def test_no_other_thread_joins_while_one_wakes(step: str):
 @pytest.mark.parametrize("step", ["wake", "resume"])
 def test_close_leaves_what_another_thread_has_mapped(monkeypatch, step):
     """On a GPU its kernels would end the process."""
-    begin, mapped = NodeExchange.begin, []
+    begin = NodeExchange.begin
+    mapped = []
 
     def closed_meanwhile(exchange: NodeExchange) -> None:
         begin(exchange)
@@ -249,7 +267,9 @@ def test_no_thread_joins_after_a_call_within_a_call():
 
 
 def test_a_resume_that_is_interrupted_keeps_no_move_to_itself():
-    """A signal handler raises at any step: the next `resume` returns what the caller has not learned."""
+    """A signal handler raises at any step: the next `resume` returns what the caller has not
+    learned.
+    """
     lost = 0
     with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
         for event in itertools.count():

@@ -1,4 +1,6 @@
-"""The package as users install it: its version, the contents of the wheel, and what works without the extras."""
+"""The package as users install it: its version, the contents of the wheel, and what works without
+the extras.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ FOLDERS = ("epmoe", "csrc", "configs")
 
 def without(packages: list[str], program: str) -> subprocess.CompletedProcess[str]:
     """Run `program` in an interpreter in which `packages` cannot be imported."""
-    block = f"import sys; sys.modules.update(dict.fromkeys({packages!r}))"  # to None: an import of it fails
+    # to None: an import of it fails
+    block = f"import sys; sys.modules.update(dict.fromkeys({packages!r}))"
     return run_python("-c", f"{block}\n{program}")
 
 
 def distribution(kind: str, tree: Path) -> Path:
-    """The sdist or wheel of a tree, built as pip does. Without torch, so that it compiles nothing."""
-    build = f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta; build_meta.build_{kind}('dist')"
+    """The sdist or wheel of a tree, built as pip does. Without torch, so that it
+    compiles nothing.
+    """
+    build = (
+        f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta; "
+        f"build_meta.build_{kind}('dist')"
+    )
     run = without(["torch"], build)
     assert run.returncode == 0, run.stdout + run.stderr
     (path,) = (tree / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
@@ -46,7 +54,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the distributions are made of."""
     tree = tmp_path_factory.mktemp("tree")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "_native"))
+        shutil.copytree(
+            ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "_native")
+        )
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     return tree
@@ -57,7 +67,9 @@ def wheel(tree: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(distribution("wheel", tree))
 
 
-def test_the_wheel_holds_everything_that_is_read_at_run_time(tree: Path, wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_everything_that_is_read_at_run_time(
+    tree: Path, wheel: zipfile.ZipFile
+) -> None:
     names = set(wheel.namelist())
     for folder in FOLDERS:
         inside = "" if folder == "epmoe" else "epmoe/"
@@ -73,7 +85,9 @@ def test_a_wheel_without_the_library_is_for_any_platform(wheel: zipfile.ZipFile)
 
 
 @pytest.mark.slow
-def test_the_wheel_of_an_sdist_is_the_wheel_of_the_tree(tree: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_the_wheel_of_an_sdist_is_the_wheel_of_the_tree(
+    tree: Path, wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
     with tarfile.open(distribution("sdist", tree)) as sdist:
         sdist.extractall(tmp_path)
     (unpacked,) = tmp_path.iterdir()
@@ -92,20 +106,30 @@ def test_one_version_everywhere(wheel: zipfile.ZipFile) -> None:
 
 def test_every_optional_package_is_in_its_extra() -> None:
     for package, extra in EXTRAS.items():
-        required = [requirement.split(">=")[0] for requirement in PROJECT["optional-dependencies"][extra]]
+        required = [
+            requirement.split(">=")[0] for requirement in PROJECT["optional-dependencies"][extra]
+        ]
         assert package in required or package == "click", "typer brings click"
-        assert package not in [requirement.split(">=")[0] for requirement in PROJECT["dependencies"]]
+        assert package not in [
+            requirement.split(">=")[0] for requirement in PROJECT["dependencies"]
+        ]
 
 
 def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """Neither for its version, nor for a ready configuration, nor for that of a model."""
     wheel.extractall(tmp_path)
-    keys = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
+    keys = {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"} | keys))
     run = run_fresh(
         f"import sys; sys.modules.update(dict.fromkeys({list(EXTRAS)!r}))\n"
         f"import os; os.chdir({str(tmp_path)!r}); sys.path.insert(0, os.getcwd()); import epmoe\n"
-        "assert epmoe.__file__ == os.path.abspath('epmoe/__init__.py') and epmoe.EPConfig.load('cpu_demo')\n"
+        "assert epmoe.__file__ == os.path.abspath('epmoe/__init__.py') and "
+        "epmoe.EPConfig.load('cpu_demo')\n"
         "print(epmoe.__version__, epmoe.EPConfig.from_hf('.', ep_size=4).model.intermediate_size)"
     )
     assert run.returncode == 0, run.stderr
@@ -119,7 +143,9 @@ def test_an_import_brings_no_compiler() -> None:
 
 
 def test_the_command_line_names_its_extra() -> None:
-    run = without(["rich"], "import runpy; runpy.run_module('epmoe', run_name='__main__', alter_sys=True)")
+    run = without(
+        ["rich"], "import runpy; runpy.run_module('epmoe', run_name='__main__', alter_sys=True)"
+    )
     assert run.returncode == 2
     assert run.stderr == "epmoe: this command needs rich: pip install 'epmoe[cli]'\n"
 
@@ -150,12 +176,20 @@ def test_another_missing_module_is_an_exception(monkeypatch: pytest.MonkeyPatch)
     [("run", "--report", "report.html", "jinja2"), ("bench", "--plot", "plot.svg", "matplotlib")],
 )
 def test_an_output_names_its_extra_before_the_run(
-    command: str, option: str, file: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    option: str,
+    file: str,
+    package: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     result = CliRunner().invoke(app, [command, "cpu_demo", option, str(tmp_path / file)])
     assert result.exit_code == 2
-    assert result.output == f"epmoe: `{option}` needs {package}: pip install 'epmoe[{EXTRAS[package]}]'\n"
+    assert (
+        result.output
+        == f"epmoe: `{option}` needs {package}: pip install 'epmoe[{EXTRAS[package]}]'\n"
+    )
 
 
 def test_a_command_names_the_extra_of_a_late_import(monkeypatch: pytest.MonkeyPatch) -> None:

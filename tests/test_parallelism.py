@@ -1,4 +1,6 @@
-"""The models behind `epmoe plan --compare`: the figures of BENCHMARKS.md, the page, and the command."""
+"""The models behind `epmoe plan --compare`: the figures of BENCHMARKS.md, the page, and the
+command.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,25 @@ from epmoe.cli import app
 from epmoe.config.config import EPConfig
 
 PAGE = (ROOT / "docs/parallelism.md").read_text()
-MODELS = {"Qwen3-30B-A3B": "h200x2_qwen3_30b", "DeepSeek-V3": "h200x8_deepseek_v3", "Mixtral-8x7B": "h200x8_mixtral"}
+MODELS = {
+    "Qwen3-30B-A3B": "h200x2_qwen3_30b",
+    "DeepSeek-V3": "h200x8_deepseek_v3",
+    "Mixtral-8x7B": "h200x8_mixtral",
+}
 
 
 @cache
 def comparison(model: str, gpu: str, gpus: int, fp8: bool) -> Comparison:
     config = EPConfig.load(ROOT / "configs" / f"{MODELS[model]}.yaml")
-    return Comparison(EPConfig(**config.model_dump() | {"topology": {"ep_size": gpus}}), GPUS[gpu], fp8)
+    return Comparison(
+        EPConfig(**config.model_dump() | {"topology": {"ep_size": gpus}}), GPUS[gpu], fp8
+    )
 
 
 def run(*arguments: str, code: int = 0, **environment: str) -> str:
-    result = CliRunner().invoke(app, ["plan", *arguments, "--compare"], env={"COLUMNS": "80"} | environment)
+    result = CliRunner().invoke(
+        app, ["plan", *arguments, "--compare"], env={"COLUMNS": "80"} | environment
+    )
     assert result.exit_code == code, result.output
     return result.output
 
@@ -39,11 +49,14 @@ LAYOUTS = {"**epmoe**": "EP", "**epmoe**, DeepGEMM": "EP", "tensor parallel, all
 def measured() -> list[tuple[str, str, bool, str, int, float]]:
     """Model, GPU, fp8, layout, T and µs of each of these layers in BENCHMARKS.md.
 
-    On H200 our layers with at most 8 rows an expert were measured with DeepGEMM, which does not compute them any more.
+    On H200 our layers with at most 8 rows an expert were measured with DeepGEMM, which does not
+    compute them any more.
     """
     found = []
     for gpu, model in itertools.product(("h100", "h200"), ("Qwen3-30B-A3B", "DeepSeek-V3")):
-        name = model.removesuffix("-30B-A3B").replace("-", "_").replace("DeepSeek", "deepseek").lower()
+        name = (
+            model.removesuffix("-30B-A3B").replace("-", "_").replace("DeepSeek", "deepseek").lower()
+        )
         result = read(ROOT / "benchmarks" / f"{gpu}x2_layer_{name}.json")
         tokens = [column.tokens for column in result.columns if column.tokens is not None]
         experts = comparison(model, gpu, 2, True)
@@ -57,7 +70,9 @@ def measured() -> list[tuple[str, str, bool, str, int, float]]:
 
 
 def test_layers_that_were_measured():
-    """Every layer within 15 %: the constants were fitted to them. The page says how far off they are."""
+    """Every layer within 15 %: the constants were fitted to them. The page says how far off they
+    are.
+    """
     cases = measured()
     for layout, count in (("EP", 54), ("TP", 44)):
         errors = [
@@ -66,7 +81,9 @@ def test_layers_that_were_measured():
             if measured_layout == layout
         ]
         assert len(errors) == count and max(errors) <= 0.15
-        found = f"{count} layers of {layout}: at most {max(errors):.0%}, median {median(errors):.0%}"
+        found = (
+            f"{count} layers of {layout}: at most {max(errors):.0%}, median {median(errors):.0%}"
+        )
         assert found in " ".join(PAGE.split())
 
 
@@ -76,7 +93,8 @@ def test_one_gpu_and_uneven_loads():
     assert len({cost.read_bytes for cost in one.values()}) == 1
     assert one["EP"].sent_bytes == one["TP"].sent_bytes == 0
     of_eight = comparison("DeepSeek-V3", "h200", 8, True)
-    even, uneven = of_eight.costs(4096), of_eight.costs(4096, load=2.0)
+    even = of_eight.costs(4096)
+    uneven = of_eight.costs(4096, load=2.0)
     assert uneven["EP"].experts_us == pytest.approx(2 * even["EP"].experts_us, rel=0.05)
     assert (uneven["TP"], uneven["replicas"]) == (even["TP"], even["replicas"])
 
@@ -97,10 +115,14 @@ def test_the_page_shows_what_the_model_gives(gpu, gpus):
             costs = comparison(model, gpu, gpus, True).costs(T)
             us = " | ".join(f"{cost.us:.0f}" for cost in costs.values())
             traffic = " | ".join(
-                f"{cost.read_bytes / 1e6:.0f}" + f", {cost.sent_bytes / 1e6:.2f}" * (name != "replicas")
+                f"{cost.read_bytes / 1e6:.0f}"
+                + f", {cost.sent_bytes / 1e6:.2f}" * (name != "replicas")
                 for name, cost in costs.items()
             )
-            line = f"| {gpus} × {gpu.upper()}, {model} | {T} | {us} | {traffic} | {better_than_ep(costs) or '–'} |"
+            line = (
+                f"| {gpus} × {gpu.upper()}, {model} | {T} | {us} | {traffic} | "
+                f"{better_than_ep(costs) or '–'} |"
+            )
             assert line in PAGE
 
 
@@ -119,9 +141,16 @@ def test_the_command():
 
 
 def test_the_command_says_which_kernels_take_how_many_tokens():
-    """Those for few rows take neither fp16 nor such a D, and of batch_invariant experts TMA's take all calls."""
+    """Those for few rows take neither fp16 nor such a D, and of batch_invariant experts TMA's take
+    all calls.
+    """
     for gpu, key, value, kernels in (
-        ("h200", "MODEL__DTYPE", "bfloat16", "few_rows up to T = 32, then few_rows_by_tma up to T = 384, then "),
+        (
+            "h200",
+            "MODEL__DTYPE",
+            "bfloat16",
+            "few_rows up to T = 32, then few_rows_by_tma up to T = 384, then ",
+        ),
         ("h200", "EXPERTS__BATCH_INVARIANT", "true", "invariant_few_rows up to T = 384, then "),
         ("h200", "MODEL__DTYPE", "float16", ""),
         ("h200", "MODEL__HIDDEN_SIZE", "2080", ""),
@@ -134,7 +163,11 @@ def test_the_command_says_which_kernels_take_how_many_tokens():
     ("config", "environment", "message"),
     [
         ("cpu_demo", {}, "`model.dtype` must be bfloat16 or float16, got float32"),
-        ("h200x8_mixtral", {"EPMOE_TOPOLOGY__RANKS_PER_NODE": "4"}, "the comparison is of one node"),
+        (
+            "h200x8_mixtral",
+            {"EPMOE_TOPOLOGY__RANKS_PER_NODE": "4"},
+            "the comparison is of one node",
+        ),
     ],
 )
 def test_what_the_model_does_not_know(config, environment, message):
@@ -154,10 +187,16 @@ def test_rounds_of_one_node_are_reproduced(gpus):
     """Every expert-major round of ours in BENCHMARKS.md, all T."""
     result = read(ROOT / "benchmarks" / f"h200x{gpus}_exchange.json")
     tokens = [column.tokens for column in result.columns if column.tokens is not None]
-    rows = [row.cells for row in result.rows if "epmoe" in str(row.cells[0]) and row.cells[2] == "expert-major"]
+    rows = [
+        row.cells
+        for row in result.rows
+        if "epmoe" in str(row.cells[0]) and row.cells[2] == "expert-major"
+    ]
     assert len(rows) == 3 and len(tokens) == 6
     for cells in rows:
-        out, back = ("auto" if payload == "bf16" else "fp8" for payload in str(cells[1]).split(", "))
+        out, back = (
+            "auto" if payload == "bf16" else "fp8" for payload in str(cells[1]).split(", ")
+        )
         config = deepseek(gpus, exchange={"payload": out, "combine_payload": back})
         model = NodeModel(Speeds(), gpus, Spread.of(config))
         for T, measured in zip(tokens, cells[-6:], strict=True):
@@ -166,10 +205,16 @@ def test_rounds_of_one_node_are_reproduced(gpus):
 
 
 def test_the_slower_of_wire_and_local_rows_counts():
-    """100 tokens of 8 experts that need 6 of 8 ranks; a row takes 0.1 µs on the wire and 0.01 µs in the GPU."""
+    """100 tokens of 8 experts that need 6 of 8 ranks; a row takes 0.1 µs on the wire and 0.01 µs in
+    the GPU.
+    """
     model = NodeModel(Speeds(), 8, Spread(8, 6.0))
-    assert model.us(100, RowBytes(node=34000, experts=24000)) == pytest.approx(4.2 + 100 * 6 * 7 / 8 / 10)
-    assert model.us(100, RowBytes(node=0, experts=24000)) == pytest.approx(4.2 + 100 * (8 + 6) / 100)
+    assert model.us(100, RowBytes(node=34000, experts=24000)) == pytest.approx(
+        4.2 + 100 * 6 * 7 / 8 / 10
+    )
+    assert model.us(100, RowBytes(node=0, experts=24000)) == pytest.approx(
+        4.2 + 100 * (8 + 6) / 100
+    )
 
 
 def test_a_placement_counts():

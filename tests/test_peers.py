@@ -20,11 +20,15 @@ class Runs:
 
 
 def sent_by_another(data: bytes, length: int | None = None) -> Peers:
-    """A group of two, as rank 0. Rank 1 sends this in place of a value, and of its length, which comes first."""
+    """A group of two, as rank 0. Rank 1 sends this in place of a value, and of its length, which
+    comes first.
+    """
     begin = (length or len(data)).to_bytes(8, "little", signed=True) + data[:4096]
     theirs = iter(torch.tensor(list(part), dtype=torch.uint8) for part in (begin, data[4096:]))
 
-    def allgather(rows: list[list[torch.Tensor]], mine: list[torch.Tensor], options: object) -> SimpleNamespace:
+    def allgather(
+        rows: list[list[torch.Tensor]], mine: list[torch.Tensor], options: object
+    ) -> SimpleNamespace:
         sent = next(theirs)
         rows[0][0].copy_(mine[0])
         rows[0][1][: len(sent)] = sent
@@ -47,9 +51,15 @@ def test_other_values_are_refused(data):
 
 def test_nothing_of_another_rank_is_unpickled():
     """torch's collectives of objects would."""
-    files = [path for folder in ("epmoe", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("epmoe", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     calls = re.compile(r"\bdist\.\w+_object(_list)?\(|\bpickle\.loads?\(")
-    assert len(files) > 100 and not [str(path) for path in files if calls.search(path.read_text(encoding="utf-8"))]
+    assert len(files) > 100 and not [
+        str(path) for path in files if calls.search(path.read_text(encoding="utf-8"))
+    ]
 
 
 @pytest.mark.parametrize("length", [-1, 2**24 + 1, 2**62])

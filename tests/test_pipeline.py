@@ -1,4 +1,5 @@
-"""torch's pipelines over two stages of two ranks of EP: micro-batches in flight have the gradients of one process.
+"""torch's pipelines over two stages of two ranks of EP: micro-batches in flight have the gradients
+of one process.
 
 The tests start their own processes, since one of them is killed.
 """
@@ -29,13 +30,15 @@ from waits import SOON_S
 import epmoe
 from epmoe.training import fully_shard, ignore_experts
 
-MICRO_BATCHES, TIMEOUT_S = 4, 10.0
+MICRO_BATCHES = 4
+TIMEOUT_S = 10.0
 NAMES = [0, 1, 2, 3]
 
 
 class Case(NamedTuple):
-    """`split`: the zero-bubble schedule, which computes the gradients of weights after those of tokens, by FSDP alone.
-    Its ranks have two stages each, which share one `ExpertParallel`."""
+    """`split`: the zero-bubble schedule, which computes the gradients of weights after those of
+    tokens, by FSDP alone. Its ranks have two stages each, which share one `ExpertParallel`.
+    """
 
     kind: Kind = "grouped"
     fsdp: bool = False
@@ -52,7 +55,13 @@ def started(host: Host) -> Host:
 
 def begin(state) -> None:
     state.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-    sizes = {"experts": E, "top_k": K, "hidden": D, "max_tokens": T, "routing": {"renormalize": True}}
+    sizes = {
+        "experts": E,
+        "top_k": K,
+        "hidden": D,
+        "max_tokens": T,
+        "routing": {"renormalize": True},
+    }
     config = make_config(2, timeout_s=TIMEOUT_S, exchange={"warmup_timeout_s": 60.0}, **sizes)
     state.ep = epmoe.ExpertParallel(config, state.mesh["ep"])
 
@@ -75,8 +84,12 @@ class Pipeline(NamedTuple):
 
 
 def pipeline(state, case: Case) -> Pipeline:
-    mesh, group, total = state.mesh["ep"], state.mesh["ep"].get_group(), 4 if case.split else 2
-    blocks, stages, arguments = {}, [], {}
+    mesh = state.mesh["ep"]
+    group = state.mesh["ep"].get_group()
+    total = 4 if case.split else 2
+    blocks = {}
+    stages = []
+    arguments = {}
     for number in range(state.mesh["pp"].get_local_rank(), total, 2):
         block: nn.Module = block_of(case.kind, number, state.ep)
         block = checkpoint_wrapper(block) if case.recomputes else block
@@ -85,13 +98,17 @@ def pipeline(state, case: Case) -> Pipeline:
         else:
             block = DistributedDataParallel(ignore_experts(block, group), process_group=group)
         blocks[number] = block
-        stages.append(PipelineStage(block, number, total, state.device, group=state.mesh["pp"].get_group()))
+        stages.append(
+            PipelineStage(block, number, total, state.device, group=state.mesh["pp"].get_group())
+        )
     if 0 in blocks:
         arguments["x"] = [tokens(state.ep.rank)]
     if total - 1 in blocks:
         arguments |= {"target": tokens(state.ep.rank), "losses": []}
     if case.split:
-        return Pipeline(ScheduleInterleavedZeroBubble(stages, MICRO_BATCHES, loss_fn=loss_of), blocks, arguments)
+        return Pipeline(
+            ScheduleInterleavedZeroBubble(stages, MICRO_BATCHES, loss_fn=loss_of), blocks, arguments
+        )
     return Pipeline(Schedule1F1B(stages[0], MICRO_BATCHES, loss_fn=loss_of), blocks, arguments)
 
 
@@ -108,20 +125,27 @@ def step(state, case: Case) -> None:
     """Losses and gradients are those of one process."""
     ours = pipeline(state, case)
     ours.step()
-    alone = nn.Sequential(*(block_of(case.kind, number) for number in range(4 if case.split else 2)))
+    alone = nn.Sequential(
+        *(block_of(case.kind, number) for number in range(4 if case.split else 2))
+    )
     inputs = torch.cat([tokens(rank) for rank in range(2)])
     outputs = alone(inputs)
     loss_of(outputs, inputs).backward()
     if "losses" in ours.arguments:
-        parts = (each.detach().chunk(2)[state.ep.rank].chunk(MICRO_BATCHES) for each in (outputs, inputs))
+        parts = (
+            each.detach().chunk(2)[state.ep.rank].chunk(MICRO_BATCHES) for each in (outputs, inputs)
+        )
         want = [loss_of(y, x) for y, x in zip(*parts, strict=True)]
         torch.testing.assert_close(torch.stack(ours.arguments["losses"]), torch.stack(want))
     for number, block in ours.blocks.items():
         for name, parameter in block.named_parameters():
             name = name.removeprefix("module.").removeprefix("_checkpoint_wrapped_module.")
-            want, got = alone[number].get_parameter(name).grad, parameter.grad
+            want = alone[number].get_parameter(name).grad
+            got = parameter.grad
             got = got.full_tensor() if hasattr(got, "full_tensor") else got
-            torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5 * float(want.abs().max()), msg=name)
+            torch.testing.assert_close(
+                got, want, rtol=0.0, atol=1e-5 * float(want.abs().max()), msg=name
+            )
 
 
 CASES = [
@@ -149,9 +173,13 @@ MOMENTS = {
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize("moment", [slow("before a round"), slow("in a round"), "in a backward round"])
+@pytest.mark.parametrize(
+    "moment", [slow("before a round"), slow("in a round"), "in a backward round"]
+)
 def test_a_rank_dies_in_the_schedule(host: Host, moment: str) -> None:
-    """The other rank of its stage names it. The other stage learns of it from torch, as these processes end."""
+    """The other rank of its stage names it. The other stage learns of it from torch, as these
+    processes end.
+    """
     *others, victim = NAMES
     started(host)
     host.start(NAMES, run_until_a_rank_dies, host.folder, victim, moment)
@@ -165,7 +193,9 @@ def test_a_rank_dies_in_the_schedule(host: Host, moment: str) -> None:
 
 
 def run_until_a_rank_dies(state, folder: Path, victim: int, moment: str) -> None:
-    """The process ends, and a file has its exceptions: torch raises one of its own from that of a backward pass."""
+    """The process ends, and a file has its exceptions: torch raises one of its own from that of a
+    backward pass.
+    """
     ours = pipeline(state, Case())
     if state.name == victim:
         calls = itertools.count()

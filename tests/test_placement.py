@@ -25,14 +25,19 @@ def test_other_strategies():
     assert placement.expert_map(0).tolist() == [0, -1, 1, -1, 2]
     placement = Placement.build(3, 3, "explicit", [2, 0, 2, 0], 1)
     assert placement.local_index == (0, 0, 1, 1) and placement.num_local_experts(1) == 0
-    assert Placement.build(3, 2, "explicit", [0, 0, 1, 1], 1, [0]) == Placement.build(3, 2, "explicit", [0, 0, 1, 1], 1)
+    assert Placement.build(3, 2, "explicit", [0, 0, 1, 1], 1, [0]) == Placement.build(
+        3, 2, "explicit", [0, 0, 1, 1], 1
+    )
 
 
 @pytest.mark.parametrize(
     ("placement", "copies"),
     [
         (Placement.build(3, 2, num_redundant_experts=4), [[0, 3, 6], [1, 4, -1], [2, 5, -1]]),
-        (Placement.build(3, 2, "explicit", [0, 0, 1, 1, 1, 0], 3, [1, 1, 2]), [[0, -1, -1], [1, 3, 4], [2, 5, -1]]),
+        (
+            Placement.build(3, 2, "explicit", [0, 0, 1, 1, 1, 0], 3, [1, 1, 2]),
+            [[0, -1, -1], [1, 3, 4], [2, 5, -1]],
+        ),
     ],
 )
 def test_copies(placement, copies):
@@ -41,7 +46,9 @@ def test_copies(placement, copies):
 
 
 def test_without_a_rank():
-    """Experts 0 and 3 of rank 0 have copies on rank 2: these take the ids 0 and 3. Ranks 1 and 2 become 0 and 1."""
+    """Experts 0 and 3 of rank 0 have copies on rank 2: these take the ids 0 and 3. Ranks 1 and 2
+    become 0 and 1.
+    """
     old = Placement.build(4, 3, "explicit", [0, 1, 2, 0, 2, 0, 1, 2], 4)
     new = old.without([0])
     assert new.ep_size == 2 and new.owners == (1, 0, 1, 1, 0) and new.copied_experts == (2,)
@@ -52,21 +59,32 @@ def test_without_a_rank():
 
 def test_lost_experts_are_named_or_spread():
     old = Placement.build(6, 3)
-    with pytest.raises(ValueError, match=r"expert\(s\) \[2, 3\] have no copy outside rank\(s\) \[1\].*spread_lost"):
+    with pytest.raises(
+        ValueError, match=r"expert\(s\) \[2, 3\] have no copy outside rank\(s\) \[1\].*spread_lost"
+    ):
         old.without([1])
     new = old.without([1], spread_lost=True)
     assert new.owners == (0, 0, 0, 1, 1, 1)
-    assert old.moves(new, [0, 2]) == [(Move(2, 2, None),), (Move(0, 3, None), Move(1, 4, 0), Move(2, 5, 1))]
+    assert old.moves(new, [0, 2]) == [
+        (Move(2, 2, None),),
+        (Move(0, 3, None), Move(1, 4, 0), Move(2, 5, 1)),
+    ]
     with pytest.raises(ValueError, match=r"\[0, 1, .* 19\] and 5 more have no copy"):
         Placement.build(25, 2, "explicit", [1] * 25).without({1})
-    with pytest.raises(ValueError, match="`ranks` must leave at least one of 3 ranks, got \\[0, 1, 2\\]"):
+    with pytest.raises(
+        ValueError, match="`ranks` must leave at least one of 3 ranks, got \\[0, 1, 2\\]"
+    ):
         old.without(range(3))
 
 
 def test_moves_to_a_new_rank():
-    old, new = Placement.build(4, 1), Placement.build(4, 2)
+    old = Placement.build(4, 1)
+    new = Placement.build(4, 2)
     assert old.moves(new) == [(), (Move(0, 2, None), Move(1, 3, None))]
-    assert old.moves(new, [None, 0]) == [(Move(0, 0, None), Move(1, 1, None)), (Move(0, 2, 2), Move(1, 3, 3))]
+    assert old.moves(new, [None, 0]) == [
+        (Move(0, 0, None), Move(1, 1, None)),
+        (Move(0, 2, 2), Move(1, 3, 3)),
+    ]
     with pytest.raises(ValueError, match="`new` must place 4 logical experts, got 5"):
         old.moves(Placement.build(5, 1))
     with pytest.raises(ValueError, match="`ranks` must name 2 ranks, .* got 1"):
@@ -81,15 +99,23 @@ def test_a_wrong_rank_is_named(call):
 
 def test_a_wrong_expert_is_named():
     placement = Placement.build(4, 2, num_redundant_experts=1)
-    for call, name, end in (("owner", "physical", 5), ("logical", "physical", 5), ("copies", "logical", 4)):
+    for call, name, end in (
+        ("owner", "physical", 5),
+        ("logical", "physical", 5),
+        ("copies", "logical", 4),
+    ):
         for value in (-1, end):
-            with pytest.raises(ValueError, match=f"`{name}` must be .* 0 to {end - 1}, got {value}"):
+            with pytest.raises(
+                ValueError, match=f"`{name}` must be .* 0 to {end - 1}, got {value}"
+            ):
                 getattr(placement, call)(value)
 
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    experts, ranks, redundant = draw(st.integers(1, 40)), draw(st.integers(1, 9)), draw(st.integers(0, 50))
+    experts = draw(st.integers(1, 40))
+    ranks = draw(st.integers(1, 9))
+    redundant = draw(st.integers(0, 50))
     strategy = draw(st.sampled_from(["linear", "round_robin", "explicit"]))
     physical = experts + redundant
     owners = st.lists(st.integers(0, ranks - 1), min_size=physical, max_size=physical)
@@ -103,7 +129,10 @@ def placements(draw: st.DrawFn) -> Placement:
 @given(placements())
 def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
     maps = torch.stack([placement.expert_map(rank) for rank in range(placement.ep_size)])
-    assert maps.dtype == torch.int32 and maps.shape == (placement.ep_size, placement.num_physical_experts)
+    assert maps.dtype == torch.int32 and maps.shape == (
+        placement.ep_size,
+        placement.num_physical_experts,
+    )
     assert ((maps >= 0).sum(dim=0) == 1).all()
     for rank in range(placement.ep_size):
         local = placement.local_experts(rank)
@@ -119,7 +148,8 @@ def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
 @NO_CLOCK
 @given(placements())
 def test_copies_partition_the_physical_experts(placement):
-    table, counts = placement.copies_table(), placement.num_copies()
+    table = placement.copies_table()
+    counts = placement.num_copies()
     assert table.shape == (placement.num_experts, int(counts.max()))
     assert sorted(table[table >= 0].tolist()) == list(range(placement.num_physical_experts))
     for x in range(placement.num_experts):
@@ -141,7 +171,10 @@ def test_without_keeps_every_copy_on_its_rank(placement, data):
 
     kept = {x for rank in ranks for x in experts_on(placement, rank)}
     lost = set(range(placement.num_experts)) - kept
-    assert new.ep_size == len(ranks) and {new.logical(p) for p in range(new.num_physical_experts)} == kept | lost
+    assert (
+        new.ep_size == len(ranks)
+        and {new.logical(p) for p in range(new.num_physical_experts)} == kept | lost
+    )
     spread = [x for i in range(len(ranks)) for x in experts_on(new, i) if x in lost]
     assert sorted(spread) == sorted(lost)
     for i, rank in enumerate(ranks):
@@ -182,7 +215,8 @@ def test_the_experts_of_a_node():
     placement = Placement.build(6, 4, "round_robin", num_redundant_experts=1)
     nodes, local = placement.node_ids(2)
     assert nodes.tolist() == [0, 0, 1, 1, 0, 0, 1] and local.tolist() == [0, 1, 0, 1, 2, 3, 2]
-    first, second = placement.of_node(0, 2), placement.of_node(1, 2)
+    first = placement.of_node(0, 2)
+    second = placement.of_node(1, 2)
     assert first.owners == (0, 1, 0, 1) and second.owners == (0, 1, 0)
     for rank in range(4):
         node = (first, second)[rank // 2]

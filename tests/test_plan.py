@@ -1,4 +1,6 @@
-"""`epmoe plan`: its tables on a narrow terminal, and what it advises about `capacity.max_expert_rows`."""
+"""`epmoe plan`: its tables on a narrow terminal, and what it advises about
+`capacity.max_expert_rows`.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +54,39 @@ def test_the_plan_fits_80_columns_and_cuts_no_name(path):
 
 
 def test_the_plan_of_a_hugging_face_checkpoint(tmp_path, monkeypatch):
-    """Its folder is a configuration once the number of ranks is given; one named like a ready configuration is none."""
-    keys = dict(num_experts=12, num_experts_per_tok=3, hidden_size=64, moe_intermediate_size=32, norm_topk_prob=True)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "dtype": "bfloat16"} | keys))
-    shown = json.loads(plan(tmp_path, "--nproc", 4, "--json", "-", EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK="100"))
-    want = MemoryPlan.build(EPConfig.from_hf(tmp_path, ep_size=4, capacity={"max_num_tokens_per_rank": 100}))
+    """Its folder is a configuration once the number of ranks is given; one named like a ready
+    configuration is none.
+    """
+    keys = dict(
+        num_experts=12,
+        num_experts_per_tok=3,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_moe", "dtype": "bfloat16"} | keys)
+    )
+    shown = json.loads(
+        plan(tmp_path, "--nproc", 4, "--json", "-", EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK="100")
+    )
+    want = MemoryPlan.build(
+        EPConfig.from_hf(tmp_path, ep_size=4, capacity={"max_num_tokens_per_rank": 100})
+    )
     assert [rank["total_bytes"] for rank in shown["ranks"]] == [want.total_bytes] * 4
     result = CliRunner().invoke(app, ["plan", str(tmp_path)])
-    assert result.exit_code == 2 and "does not say on how many ranks it runs: give `--nproc`" in words(result.output)
+    assert (
+        result.exit_code == 2
+        and "does not say on how many ranks it runs: give `--nproc`" in words(result.output)
+    )
     (tmp_path / "cpu_demo").mkdir()
     monkeypatch.chdir(tmp_path)
     assert plan("cpu_demo", "--nproc", 2) == plan("cpu_demo.yaml", "--nproc", 2)
 
 
-@pytest.mark.parametrize(("nodes", "padding"), [(2, "1.00"), (4, "1.11"), (8, "1.51"), (16, "2.45")])
+@pytest.mark.parametrize(
+    ("nodes", "padding"), [(2, "1.00"), (4, "1.11"), (8, "1.51"), (16, "2.45")]
+)
 def test_the_plan_of_several_nodes_says_what_padding_costs(tmp_path, nodes, padding):
     """Top-8 of 256 experts."""
     path = tmp_path / "nodes.yaml"
@@ -98,11 +119,15 @@ def test_the_plan_says_what_max_expert_rows_would_save():
         saved = MemoryPlan.build(config).total_bytes - MemoryPlan.build(limited).total_bytes
         assert one.saved_bytes == 8 * saved  # eight equal ranks
     assert "A round with more rows raises EPOverflowError." in shown
-    assert "Pairs beyond it are dropped and counted." in words(plan(DEEPSEEK, EPMOE_CAPACITY__ON_OVERFLOW="drop"))
+    assert "Pairs beyond it are dropped and counted." in words(
+        plan(DEEPSEEK, EPMOE_CAPACITY__ON_OVERFLOW="drop")
+    )
 
 
 def test_a_limit_that_is_set_is_told_as_a_load():
-    shown = words(plan(DEEPSEEK, EPMOE_CAPACITY__MAX_EXPERT_ROWS="12902", EPMOE_CAPACITY__ALIGNMENT="1"))
+    shown = words(
+        plan(DEEPSEEK, EPMOE_CAPACITY__MAX_EXPERT_ROWS="12902", EPMOE_CAPACITY__ALIGNMENT="1")
+    )
     assert "`capacity.max_expert_rows` = 12,902 is enough for 1.5 × the mean load" in shown
     assert "max_expert_rows" not in plan("cpu_demo"), "it would save little"
 
@@ -125,7 +150,10 @@ def test_balanced_routing_stays_below_the_value_for_a_load_of_1():
     capacity = Capacity.of(tiny())
     placement = tiny().place_experts()
     owners = torch.tensor(placement.owners)
-    rounds = [simulate_routing("uniform", 400, 12, 3, seed=seed, ep_size=4)[0].long() for seed in range(200)]
+    rounds = [
+        simulate_routing("uniform", 400, 12, 3, seed=seed, ep_size=4)[0].long()
+        for seed in range(200)
+    ]
     rows = torch.stack([owners[ids].flatten().bincount(minlength=4) for ids in rounds]).double()
     assert rows.mean().item() == capacity.mean
     assert rows.std().item() == pytest.approx(capacity.sigma, rel=0.1)

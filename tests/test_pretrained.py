@@ -26,7 +26,10 @@ import epmoe
 
 FORMATS = [
     *("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "granitemoe", "ernie4_5_moe", "llama4_text")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("mixtral", "granitemoe", "ernie4_5_moe", "llama4_text")
+    ),
 ]
 
 
@@ -46,7 +49,8 @@ class GatedExpert(nn.Module):
 
     def __init__(self, block: nn.Module):
         super().__init__()
-        self.shared_expert, self.shared_expert_gate = block.shared_expert, block.shared_expert_gate
+        self.shared_expert = block.shared_expert
+        self.shared_expert_gate = block.shared_expert_gate
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
@@ -54,7 +58,9 @@ class GatedExpert(nn.Module):
 
 def tiny(model_type: str, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model, and its folder, with a tokenizer."""
-    model = tiny_model(model_type, path, dtype, first_k_dense_replace=1)  # a block without experts, too
+    model = tiny_model(
+        model_type, path, dtype, first_k_dense_replace=1
+    )  # a block without experts, too
     (path / "tokenizer.json").write_text("{}")
     return model
 
@@ -66,7 +72,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, epmoe
     return tiny("deepseek_v3", path), epmoe.SafetensorsFolder(path)
 
 
-def spread(model: nn.Module, ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, **options: object) -> nn.Module:
+def spread(
+    model: nn.Module, ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, **options: object
+) -> nn.Module:
     """The model with layers in place of its blocks."""
     model = copy.deepcopy(model)
     for name, block in list(model.named_modules()):
@@ -74,7 +82,9 @@ def spread(model: nn.Module, ep: epmoe.ExpertParallel, folder: epmoe.Safetensors
             shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
             shared = GatedExpert(block) if hasattr(block, "shared_expert_gate") else shared
             layer = epmoe.MoELayer.from_safetensors(ep, folder, name, shared=shared, **options)
-            model.set_submodule(name, Block(layer) if type(block).__name__ == "GptOssMLP" else layer)
+            model.set_submodule(
+                name, Block(layer) if type(block).__name__ == "GptOssMLP" else layer
+            )
     return model
 
 
@@ -88,11 +98,14 @@ def train(model: nn.Module) -> nn.Module:
 
 
 def config_of(path: Path, dtype: str = "float32") -> epmoe.EPConfig:
-    return epmoe.EPConfig.from_hf(path, ep_size=1, model={"dtype": dtype}, capacity={"max_num_tokens_per_rank": 16})
+    return epmoe.EPConfig.from_hf(
+        path, ep_size=1, model={"dtype": dtype}, capacity={"max_num_tokens_per_rank": 16}
+    )
 
 
 def assert_same_bits(got: nn.Module, want: nn.Module) -> None:
-    got_state, want_state = got.state_dict(), want.state_dict()
+    got_state = got.state_dict()
+    want_state = want.state_dict()
     assert got_state.keys() == want_state.keys()
     for name, tensor in want_state.items():
         assert got_state[name].dtype == tensor.dtype and torch.equal(got_state[name], tensor), name
@@ -106,24 +119,37 @@ def test_transformers_loads_what_was_trained(model_type, tmp_path):
         trained = train(spread(model, ep, folder))
         epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder, max_shard_bytes=100_000)
     files = {file.name for file in (tmp_path / "end").iterdir()}
-    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= files and len(files) > 5
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= files and len(
+        files
+    ) > 5
     assert {file.name for file in tmp_path.iterdir()} == {"start", "end"}
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))
     same = epmoe.SafetensorsFolder(tmp_path / "end")
     assert same.keys() == folder.keys()
-    assert all(same[name].is_contiguous() and same[name].shape == folder[name].shape for name in folder)
+    assert all(
+        same[name].is_contiguous() and same[name].shape == folder[name].shape for name in folder
+    )
 
 
 def test_the_page_shows_it(tmp_path, monkeypatch):
     model = tiny("qwen3_moe", tmp_path / "start")
     folder = epmoe.SafetensorsFolder(tmp_path / "start")
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    code = page.split("tests/test_pretrained.py::test_the_page_shows_it -->\n```python\n")[1].split("```")[0]
+    code = page.split("tests/test_pretrained.py::test_the_page_shows_it -->\n```python\n")[1].split(
+        "```"
+    )[0]
     load, save = code.split("...\n")
     monkeypatch.chdir(tmp_path)
     with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
         block = "model.layers.1.mlp"
-        names = {"epmoe": epmoe, "torch": torch, "ep": ep, "folder": folder, "block": block, "model": model}
+        names = {
+            "epmoe": epmoe,
+            "torch": torch,
+            "ep": ep,
+            "folder": folder,
+            "block": block,
+            "model": model,
+        }
         exec(load, names)
         train(model)
         trained = copy.deepcopy(model)
@@ -135,7 +161,9 @@ def test_the_page_shows_it(tmp_path, monkeypatch):
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "trained"), trained)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
     start = tmp_path / "start"
     tiny("gpt_oss", start, torch.bfloat16)
@@ -163,19 +191,41 @@ def narrow(experts: epmoe.GroupedExperts) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda model: setattr(model.model.layers[1].mlp, "shared", None), ValueError, "must have .*shared_experts.d"),
-        (lambda model: model.register_buffer("other", torch.ones(1)), ValueError, "has no tensor for `other`"),
-        (lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(3))), ValueError, r"is \[64, 64\], b"),
+        (
+            lambda model: setattr(model.model.layers[1].mlp, "shared", None),
+            ValueError,
+            "must have .*shared_experts.d",
+        ),
+        (
+            lambda model: model.register_buffer("other", torch.ones(1)),
+            ValueError,
+            "has no tensor for `other`",
+        ),
+        (
+            lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(3))),
+            ValueError,
+            r"is \[64, 64\], b",
+        ),
         (
             lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(1, 64, 64))),
             ValueError,
             r"\[64, 64\]",
         ),
-        (lambda model: narrow(model.model.layers[1].mlp.experts), ValueError, r"D and F: .*, 16\), got .*, 32\)"),
-        (lambda model: model.lm_head.to(torch.float8_e4m3fn), TypeError, "`lm_head.weight` must be dequantized"),
+        (
+            lambda model: narrow(model.model.layers[1].mlp.experts),
+            ValueError,
+            r"D and F: .*, 16\), got .*, 32\)",
+        ),
+        (
+            lambda model: model.lm_head.to(torch.float8_e4m3fn),
+            TypeError,
+            "`lm_head.weight` must be dequantized",
+        ),
     ],
 )
-def test_what_cannot_be_saved_is_named_and_leaves_nothing(change: Callable, error, message, deepseek, tmp_path):
+def test_what_cannot_be_saved_is_named_and_leaves_nothing(
+    change: Callable, error, message, deepseek, tmp_path
+):
     model, folder = deepseek
     with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
         trained = spread(model, ep, folder)

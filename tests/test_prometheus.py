@@ -38,12 +38,23 @@ def test_every_count_is_exported():
             assert f"epmoe_rounds_total{{{label}}} {rounds}.0" in lines
             assert f"epmoe_out_of_range_ids_total{{{label}}} {rounds}.0" in lines
             assert f'epmoe_rows_sent_total{{{label},to="0"}} {4 * rounds}.0' in lines
-            assert f'epmoe_tokens_per_expert_total{{exchange="default",expert="3",rank="0"}} {rounds}.0' in lines
-            assert f'epmoe_tokens_per_expert_total{{exchange="default",expert="0",rank="0"}} {6 * rounds}.0' in lines
+            assert (
+                f'epmoe_tokens_per_expert_total{{exchange="default",expert="3",rank="0"}} '
+                f"{rounds}.0"
+            ) in lines
+            assert (
+                f'epmoe_tokens_per_expert_total{{exchange="default",expert="0",rank="0"}} '
+                f"{6 * rounds}.0"
+            ) in lines
             assert f'epmoe_wait_seconds_total{{{label},source="0"}} 0.0' in lines
         for name in COUNTERS:
             assert f"# TYPE epmoe_{name}_total counter" in lines
-            assert scraped.get_sample_value(f"epmoe_{name}_total", {"exchange": "default", "rank": "0"}) is not None
+            assert (
+                scraped.get_sample_value(
+                    f"epmoe_{name}_total", {"exchange": "default", "rank": "0"}
+                )
+                is not None
+            )
 
 
 @pytest.mark.parametrize("at_each_scrape", [False, True])
@@ -66,8 +77,12 @@ def test_experts_that_move_are_exported_by_layer():
     with epmoe.ExpertParallel(alone(placement=live)) as ep:
         d = ep.dispatch(X, IDS, WEIGHTS, tag=2)
         ep.combine(d.rows, d)
-        scraped, labels = registry(ep), {"exchange": "default", "rank": "0"}
-        rows = {tag: scraped.get_sample_value("epmoe_layer_rows_total", labels | {"layer": tag}) for tag in "12"}
+        scraped = registry(ep)
+        labels = {"exchange": "default", "rank": "0"}
+        rows = {
+            tag: scraped.get_sample_value("epmoe_layer_rows_total", labels | {"layer": tag})
+            for tag in "12"
+        }
         assert rows == {"1": 0, "2": int(d.expert_offsets[-1])}
         for name in ("moved_experts", "moved_bytes", "stalled_moves", "refused_plans"):
             assert scraped.get_sample_value(f"epmoe_{name}_total", labels) == 0

@@ -1,4 +1,6 @@
-"""docs/protocol.md against the code: its map of the window names every buffer of the plan and who uses it."""
+"""docs/protocol.md against the code: its map of the window names every buffer of the plan and who
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from helpers import ROOT, alone
 
 from epmoe.exchange.memory import MemoryPlan
 
-COLUMNS = ("buffer", "region", "used by", "writer", "reader", "arrival", "re-armed by", "next write after")
+COLUMNS = (
+    "buffer",
+    "region",
+    "used by",
+    "writer",
+    "reader",
+    "arrival",
+    "re-armed by",
+    "next write after",
+)
 REGIONS = {  # by the cell of the column: the region with nvlink, and without
     "window": ("window", "window"),
     "scratch": ("scratch", "scratch"),
@@ -20,7 +31,9 @@ TEXT = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 
 def plan_of(nvlink: bool) -> MemoryPlan:
     """A small plan that has every buffer: with fp8 both ways, no scales are empty."""
-    config = alone(hidden=256, topology={"ep_size": 4}, exchange={"payload": "fp8", "combine_payload": "fp8"})
+    config = alone(
+        hidden=256, topology={"ep_size": 4}, exchange={"payload": "fp8", "combine_payload": "fp8"}
+    )
     return MemoryPlan.build(config, nvlink=nvlink)
 
 
@@ -62,19 +75,32 @@ def test_the_map_has_the_buffers_of_the_plan(nvlink):
 
 
 def test_the_map_says_which_device_uses_a_buffer():
-    claimed = {name: set(re.findall(r"\b(?:CPU|CUDA)\b", row["used by"])) for name, row in window_map().items()}
+    claimed = {
+        name: set(re.findall(r"\b(?:CPU|CUDA)\b", row["used by"]))
+        for name, row in window_map().items()
+    }
     assert claimed == {name: devices_that_use(name) for name in claimed}
 
 
 def test_a_device_has_the_buffers_that_it_uses():
     for device, nvlink in (("CPU", False), ("CUDA", True)):
         plan = plan_of(nvlink)
-        assert not [name for name, row in window_map().items() if device in row["used by"] and not plan[name].nbytes]
+        assert not [
+            name
+            for name, row in window_map().items()
+            if device in row["used by"] and not plan[name].nbytes
+        ]
 
 
 def test_only_ll_lines_are_re_armed():
     """What the window begins with as empty lines is what a reader re-arms."""
     plan = plan_of(nvlink=True)
     starts = {lines.start for lines in plan.empty_lines}
-    empty = {buffer.name for buffer in plan.buffers if buffer.region == "window" and buffer.offset in starts}
-    assert {name for name, row in window_map().items() if row["re-armed by"].startswith("the reader")} == empty
+    empty = {
+        buffer.name
+        for buffer in plan.buffers
+        if buffer.region == "window" and buffer.offset in starts
+    }
+    assert {
+        name for name, row in window_map().items() if row["re-armed by"].startswith("the reader")
+    } == empty

@@ -1,7 +1,9 @@
-"""docs/protocol.md as a model: every interleaving of its steps keeps its promises, and none of its rules is idle.
+"""docs/protocol.md as a model: every interleaving of its steps keeps its promises, and none of its
+rules is idle.
 
-The model's files are in tests/protocol: what a rank does in `cpu.py`, `cuda.py` and `mail.py`, how stores and ranks
-move in `machine.py`, the search in `explorer.py`, the rules in `rules.py`. Meetings after a death are in `board.py`.
+The model's files are in tests/protocol: what a rank does in `cpu.py`, `cuda.py` and `mail.py`, how
+stores and ranks move in `machine.py`, the search in `explorer.py`, the rules in `rules.py`.
+Meetings after a death are in `board.py`.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ SCENARIOS = {  # those of few states first, in which most rules are missed
     "aborts": {"aborts": True},
     "aborts, and a deadline passes": {"aborts": True, "late": [0]},
 }
-# At least this many states in all scenarios of a protocol together: a model that stands still must not pass.
+# At least this many states in all scenarios of a protocol together: a model that stands still must
+# not pass.
 LEAST_STATES = {2: 10_000, 3: 20_000}
-# The stage that a rank has opened last, D(n) or C(n), by its node of round n. In all others it is C(n).
+# The stage that a rank has opened last, D(n) or C(n), by its node of round n. In all others it is
+# C(n).
 BEFORE_COMBINE = ("opened", "sent", "dispatched")
 
 
 @cache
-def reached(protocol: str, ranks: int, scenario: str, *, lazy: bool) -> tuple[int, set[tuple[int, ...]]]:
+def reached(
+    protocol: str, ranks: int, scenario: str, *, lazy: bool
+) -> tuple[int, set[tuple[int, ...]]]:
     """The number of states, and every set of nodes where the ranks can stand at the same time."""
     states = explore(build(protocol, ranks, **SCENARIOS[scenario], lazy=lazy))
     return len(states), {state.nodes for state in states}
@@ -43,9 +49,12 @@ def reached(protocol: str, ranks: int, scenario: str, *, lazy: bool) -> tuple[in
 @pytest.mark.parametrize("ranks", [2, slow(3)])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_interleaving_keeps_the_promises(protocol, ranks):
-    """Nothing is overwritten unread, no read comes too early, and whoever waits goes on. Over two ranks every store
-    arrives at any time, over three where it matters."""
-    counts = {scenario: reached(protocol, ranks, scenario, lazy=ranks == 2)[0] for scenario in SCENARIOS}
+    """Nothing is overwritten unread, no read comes too early, and whoever waits goes on. Over two
+    ranks every store arrives at any time, over three where it matters.
+    """
+    counts = {
+        scenario: reached(protocol, ranks, scenario, lazy=ranks == 2)[0] for scenario in SCENARIOS
+    }
     print(protocol, ranks, counts)
     assert sum(counts.values()) >= LEAST_STATES[ranks]
     assert counts["no failure"] < counts["aborts"] < counts["aborts, and a deadline passes"]
@@ -63,7 +72,9 @@ def test_three_ranks_whose_stores_arrive_at_any_time(protocol):
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_early_arrival_hides_nothing(protocol, scenario):
-    """The reduction that machine.py argues for: with it, ranks can stand at the same places at the same time."""
+    """The reduction that machine.py argues for: with it, ranks can stand at the same places at the
+    same time.
+    """
     states, nodes = reached(protocol, 2, scenario, lazy=True)
     fewer_states, same_nodes = reached(protocol, 2, scenario, lazy=False)
     assert nodes == same_nodes
@@ -72,16 +83,22 @@ def test_early_arrival_hides_nothing(protocol, scenario):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_interleaving_of_mail_keeps_the_promises(ranks):
-    """No part is overwritten before it is copied or read before it has arrived, and the moves end."""
+    """No part is overwritten before it is copied or read before it has arrived, and
+    the moves end.
+    """
     states, nodes = reached(MAIL, ranks, "no failure", lazy=True)
     print(states)
     assert states > 100 and nodes == reached(MAIL, ranks, "no failure", lazy=False)[1]
 
 
-@pytest.mark.parametrize(("rule", "protocol"), [(rule, protocol) for rule in RULES for protocol in RULES[rule]])
+@pytest.mark.parametrize(
+    ("rule", "protocol"), [(rule, protocol) for rule in RULES for protocol in RULES[rule]]
+)
 def test_no_rule_can_be_left_out(rule, protocol):
     """Without it, a scenario ends in a violation."""
-    ranks = 3 if rule == "final-rows" else 2  # with final rows, two sources follow one another in a place
+    ranks = (
+        3 if rule == "final-rows" else 2
+    )  # with final rows, two sources follow one another in a place
     for options in SCENARIOS.values():
         try:
             explore(build(protocol, ranks, **options, without=rule, lazy=True))
@@ -118,10 +135,17 @@ MEETINGS = {
 
 @pytest.mark.parametrize(
     "options",
-    [*MEETINGS.values(), slow({"deaths": 2}), slow({"deaths": 1, "errors": 1}), slow({"deaths": 1, "slow": (0,)})],
+    [
+        *MEETINGS.values(),
+        slow({"deaths": 2}),
+        slow({"deaths": 1, "errors": 1}),
+        slow({"deaths": 1, "slow": (0,)}),
+    ],
 )
 def test_ranks_form_one_group_and_none_that_lives_is_left_out(options):
-    """Whatever ends or fails, the others go on in the same attempt with the same members, and nobody waits for ever."""
+    """Whatever ends or fails, the others go on in the same attempt with the same members, and
+    nobody waits for ever.
+    """
     states = explore(BoardModel(3, **options))
     print(len(states))
     assert len(states) > 90

@@ -23,7 +23,8 @@ def padded(T: int, D: int, real: int, dtype: torch.dtype, device: torch.device) 
 
 
 def dequantized(quantized: epmoe.Quantized) -> Tensor:
-    q, scales = quantized.q.double().cpu(), quantized.scales.double().cpu()
+    q = quantized.q.double().cpu()
+    scales = quantized.scales.double().cpu()
     if scales.numel() == 1 and scales.dim() == 1:
         return q * scales
     return q * scales.repeat_interleave(128, 1)[:, : q.shape[1]]
@@ -68,7 +69,8 @@ def test_a_number_of_tokens_outside_the_batch_is_clamped(device, num_tokens):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize(
-    ("T", "real", "D"), [(1024, 1, 256), (128, 1, 7168), (32, 31, 128), (9, 9, 200), (6, 4, 77), (6, 0, 64)]
+    ("T", "real", "D"),
+    [(1024, 1, 256), (128, 1, 7168), (32, 31, 128), (9, 9, 200), (6, 4, 77), (6, 0, 64)],
 )
 def test_quantizes_real_rows_only(device, T, real, D, granularity, dtype):
     x = padded(T, D, real, dtype, device)
@@ -80,7 +82,11 @@ def test_quantizes_real_rows_only(device, T, real, D, granularity, dtype):
     if granularity == "block":
         assert got.scales[real:].eq(1).all()
     want = x[:real].double().cpu()
-    blocks = want if granularity == "tensor" else torch.nn.functional.pad(want, (0, -D % 128)).view(-1, 128)
+    blocks = (
+        want
+        if granularity == "tensor"
+        else torch.nn.functional.pad(want, (0, -D % 128)).view(-1, 128)
+    )
     if real:
         amax = blocks.abs().amax() if granularity == "tensor" else blocks.abs().amax(1)
         torch.testing.assert_close(
@@ -115,14 +121,19 @@ def test_zeros_and_tiny_values(device, granularity):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_values_are_rounded_as_by_division(device, granularity):
-    """q is x / scale rounded to e4m3. The x are midpoints of neighbouring e4m3 values, and floats next to them."""
+    """q is x / scale rounded to e4m3. The x are midpoints of neighbouring e4m3 values, and floats
+    next to them.
+    """
     generator = torch.Generator().manual_seed(5)
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halfway = (numbers[1:] + numbers[:-1]) / 2
     for exponent in range(-133, 119, 1 if granularity == "block" else 23):
         scales = (1 + torch.rand(24, 1, generator=generator)) * 2.0**exponent
         x = halfway * scales
-        x = (x.view(torch.int32) + torch.randint(-1, 2, x.shape, generator=generator, dtype=torch.int32)).view(x.dtype)
+        x = (
+            x.view(torch.int32)
+            + torch.randint(-1, 2, x.shape, generator=generator, dtype=torch.int32)
+        ).view(x.dtype)
         x = torch.cat([x.clamp(min=0), 448 * scales, -448 * scales], 1)
         x[1::2] *= -1
         x[:, 0] = x.new_tensor([0.0, -0.0]).repeat(12)
@@ -138,12 +149,16 @@ def test_row_stride(device, granularity):
     wide = randn(20, 512).to(device)
     got = epmoe.quantize_fp8(wide[::2, 128:320], granularity=granularity)
     want = epmoe.quantize_fp8(wide[::2, 128:320].contiguous(), granularity=granularity)
-    assert torch.equal(got.q.view(torch.uint8), want.q.view(torch.uint8)) and torch.equal(got.scales, want.scales)
+    assert torch.equal(got.q.view(torch.uint8), want.q.view(torch.uint8)) and torch.equal(
+        got.scales, want.scales
+    )
 
 
 def test_blocks_of_other_formats_on_the_cpu():
     """As rows of one block each. `extra` lies behind whole blocks."""
-    x, given, wire = randn(6, 96), torch.arange(6), WireFormat("short", 1, torch.float8_e4m3fn, 8, torch.float32, 16)
+    x = randn(6, 96)
+    given = torch.arange(6)
+    wire = WireFormat("short", 1, torch.float8_e4m3fn, 8, torch.float32, 16)
     want = epmoe.quantize_fp8(x.view(-1, 16))
     rows, scales = Extra.of(given).behind(x, None, given, wire)
     assert rows.shape == (6, 112) and torch.equal(rows[:, :96].float(), want.q.view(6, 96).float())

@@ -1,4 +1,6 @@
-"""Folders with scales: fp8 of blocks as it is, MXFP4 as it is for GPUs with kernels, all else in bf16 and a warning."""
+"""Folders with scales: fp8 of blocks as it is, MXFP4 as it is for GPUs with kernels, all else in
+bf16 and a warning.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ from epmoe.native.arguments import MXFP4
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, F, D = 4, 128, 256
+E = 4
+F = 128
+D = 256
 BLOCK = "model.layers.1.mlp"
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+FP8 = torch.float8_e4m3fn
+BF16 = torch.bfloat16
 PROJECTIONS = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
 
 
@@ -60,17 +65,28 @@ def of_each(kind: str) -> dict[str, Tensor]:
             blocks = -(-n // 128), -(-k // 128)
             suffixes = {
                 "tensor": {"weight": weight, "weight_scale": torch.tensor(scale)},
-                "tensor [1], bf16": {"weight": weight, "weight_scale_inv": torch.tensor([scale]).to(BF16)},
+                "tensor [1], bf16": {
+                    "weight": weight,
+                    "weight_scale_inv": torch.tensor([scale]).to(BF16),
+                },
                 "channel": {"weight": weight, "weight_scale": randn(n, 1, seed=seed).abs() + 0.1},
                 "blocks": {"weight": weight, "weight_scale": randn(*blocks, seed=seed).abs()},
-                "blocks, bf16": {"weight": weight, "weight_scale_inv": randn(*blocks, seed=seed).abs().to(BF16)},
+                "blocks, bf16": {
+                    "weight": weight,
+                    "weight_scale_inv": randn(*blocks, seed=seed).abs().to(BF16),
+                },
                 "UE8M0": {
                     "weight": weight,
-                    "weight_scale_inv": random_bytes(*blocks, seed=seed, low=110, high=130).view(torch.float8_e8m0fnu),
+                    "weight_scale_inv": random_bytes(*blocks, seed=seed, low=110, high=130).view(
+                        torch.float8_e8m0fnu
+                    ),
                 },
                 "MXFP8": {"weight": weight, "weight_scale": groups},
                 "MXFP4": {"weight_packed": packed, "weight_scale": groups},
-                "DeepSeek-V4": {"weight": packed.view(torch.int8), "scale": groups.view(torch.float8_e8m0fnu)},
+                "DeepSeek-V4": {
+                    "weight": packed.view(torch.int8),
+                    "scale": groups.view(torch.float8_e8m0fnu),
+                },
             }
             made = suffixes[last if name == "down_proj" else first]
             tensors |= {f"{BLOCK}.experts.{x}.{name}.{suffix}": t for suffix, t in made.items()}
@@ -85,14 +101,28 @@ def truth(tensors: dict[str, Tensor], x: int) -> dict[str, Tensor]:
         weight = weight if weight.dtype == FP8 else weight.view(MXFP4)
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
         parts[name] = dequantize_weights(weight, scales, torch.float32)
-    return {"gate_up": torch.cat([parts["gate_proj"], parts["up_proj"]]), "down": parts["down_proj"]}
+    return {
+        "gate_up": torch.cat([parts["gate_proj"], parts["up_proj"]]),
+        "down": parts["down_proj"],
+    }
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["tensor", "tensor [1], bf16", "channel", "blocks", "blocks, bf16", "UE8M0", "MXFP8", "MXFP4", "DeepSeek-V4",
-     "blocks and channel", "channel and blocks"],
-)  # fmt: skip
+    [
+        "tensor",
+        "tensor [1], bf16",
+        "channel",
+        "blocks",
+        "blocks, bf16",
+        "UE8M0",
+        "MXFP8",
+        "MXFP4",
+        "DeepSeek-V4",
+        "blocks and channel",
+        "channel and blocks",
+    ],
+)
 def test_scales_of_each_format(tmp_path, caplog, kind):
     tensors = of_each(kind)
     folder = saved(tmp_path, tensors)
@@ -104,7 +134,9 @@ def test_scales_of_each_format(tmp_path, caplog, kind):
         plain = folder.experts(BLOCK, [2, 0], dtype=dtype)
         assert plain.keys() == {"w_gate_up", "w_down"}
         for part in ("gate_up", "down"):
-            assert torch.equal(plain[f"w_{part}"], torch.stack([of_one[part] for of_one in want]).to(dtype))
+            assert torch.equal(
+                plain[f"w_{part}"], torch.stack([of_one[part] for of_one in want]).to(dtype)
+            )
     if kind in ("blocks", "blocks, bf16", "UE8M0"):
         assert not caplog.records
         for part in ("gate_up", "down"):
@@ -113,10 +145,19 @@ def test_scales_of_each_format(tmp_path, caplog, kind):
         return
     (record,) = caplog.records
     said = record.getMessage()
-    assert "experts are dequantized to bf16: " in said and f"{BLOCK}.experts.*.down_proj.weight" in said
-    assert ("have kernels for MXFP4" if kind in ("MXFP4", "DeepSeek-V4") else "scales of blocks of 128 × 128") in said
+    assert (
+        "experts are dequantized to bf16: " in said
+        and f"{BLOCK}.experts.*.down_proj.weight" in said
+    )
+    assert (
+        "have kernels for MXFP4"
+        if kind in ("MXFP4", "DeepSeek-V4")
+        else "scales of blocks of 128 × 128"
+    ) in said
     assert got.keys() == plain.keys() and all(torch.equal(got[name], plain[name]) for name in got)
-    with pytest.raises(ValueError, match=f"of `{BLOCK}` must be fp8 with a scale for each block of 128 × 128 to be"):
+    with pytest.raises(
+        ValueError, match=f"of `{BLOCK}` must be fp8 with a scale for each block of 128 × 128 to be"
+    ):
         folder.experts(BLOCK, [2, 0], dtype=FP8)
 
 
@@ -130,11 +171,15 @@ def test_gpt_oss_in_mxfp4_is_what_transformers_dequantizes(tmp_path, caplog, sha
     folder = epmoe.SafetensorsFolder(tmp_path)
     with caplog.at_level(logging.WARNING, "epmoe"):
         got = folder.experts(BLOCK, [3, 1])
-    assert "experts.gate_up_proj_blocks: GPUs of compute capability 9.0 have kernels for MXFP4" in caplog.text
+    assert (
+        "experts.gate_up_proj_blocks: GPUs of compute capability 9.0 have kernels for MXFP4"
+        in caplog.text
+    )
     wide = folder.experts(BLOCK, [3, 1], dtype=torch.float32)
     for part, n in {"gate_up": 2 * width, "down": hidden}.items():
         name = f"{BLOCK}.experts.{part}_proj"
-        blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        blocks = tensors[f"{name}_blocks"]
+        scales = tensors[f"{name}_scales"]
         want = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[[3, 1]].mT
         assert torch.equal(wide[f"w_{part}"], want) and torch.equal(got[f"w_{part}"], want.to(BF16))
         assert got[f"{part}_bias"].dtype == BF16 and got[f"{part}_bias"].shape == (2, n)
@@ -151,20 +196,28 @@ def test_mxfp4_stays_as_it_is_where_gpus_have_kernels(tmp_path, caplog, monkeypa
     with caplog.at_level(logging.WARNING, "epmoe"):
         chosen = folder.experts(BLOCK, [3, 1])
     assert not caplog.records and chosen.keys() == got.keys()
-    assert all(torch.equal(chosen[name].view(torch.uint8), got[name].view(torch.uint8)) for name in got)
+    assert all(
+        torch.equal(chosen[name].view(torch.uint8), got[name].view(torch.uint8)) for name in got
+    )
     assert (got["w_down"].dtype, got["down_scales"].dtype) == (MXFP4, torch.float8_e8m0fnu)
     wide = folder.experts(BLOCK, [3, 1], dtype=torch.float32)
     for part in ("gate_up", "down"):
         values = dequantize_weights(got[f"w_{part}"], got[f"{part}_scales"], torch.float32)
         assert torch.equal(values, wide[f"w_{part}"])
         assert f"{part}_bias" not in got or got[f"{part}_bias"].dtype == BF16
-    rows, offsets = randn(6, hidden).to(BF16), torch.tensor([0, 4, 6], dtype=torch.int32)
-    packed, bf16 = (epmoe.GroupedExperts(**given) for given in (got, folder.experts(BLOCK, [3, 1], dtype=BF16)))
+    rows = randn(6, hidden).to(BF16)
+    offsets = torch.tensor([0, 4, 6], dtype=torch.int32)
+    packed, bf16 = (
+        epmoe.GroupedExperts(**given) for given in (got, folder.experts(BLOCK, [3, 1], dtype=BF16))
+    )
     assert torch.equal(packed(rows, offsets), bf16(rows, offsets))
 
 
 def test_weights_without_scales_are_cast_but_not_quantized(tmp_path):
-    tensors = {f"{BLOCK}.experts.gate_up_proj": randn(E, 2 * F, D), f"{BLOCK}.experts.down_proj": randn(E, D, F)}
+    tensors = {
+        f"{BLOCK}.experts.gate_up_proj": randn(E, 2 * F, D),
+        f"{BLOCK}.experts.down_proj": randn(E, D, F),
+    }
     folder = saved(tmp_path, tensors)
     got = folder.experts(BLOCK, [1], dtype=BF16)
     assert torch.equal(got["w_down"][0], tensors[f"{BLOCK}.experts.down_proj"][1].to(BF16))
@@ -173,6 +226,9 @@ def test_weights_without_scales_are_cast_but_not_quantized(tmp_path):
     with pytest.raises(ValueError, match="must be MXFP4 to be loaded in float4_e2m1fn_x2"):
         folder.experts(BLOCK, [1], dtype=MXFP4)
     with pytest.raises(
-        TypeError, match="`dtype` must be None, float32, float16, bfloat16, float8_e4m3fn, float4_e2m1fn_x2, got"
+        TypeError,
+        match=(
+            "`dtype` must be None, float32, float16, bfloat16, float8_e4m3fn, float4_e2m1fn_x2, got"
+        ),
     ):
         folder.experts(BLOCK, [1], dtype=torch.uint8)

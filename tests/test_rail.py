@@ -1,4 +1,6 @@
-"""The operators of the rail against plain torch: the slabs for each node, slot by slot, and the sum of what returns."""
+"""The operators of the rail against plain torch: the slabs for each node, slot by slot, and the sum
+of what returns.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Rail
 from epmoe.rail.slabs import Slabs
 
-N, G, T, K, D, E = 3, 2, 11, 4, 128, 10
+N = 3
+G = 2
+T = 11
+K = 4
+D = 128
+E = 10
 RANK = 3  # of node 1
 CONFIG = {
     "model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D},
@@ -33,14 +40,19 @@ CONFIG = {
 
 def memory_of(config: epmoe.EPConfig, device: torch.device) -> RailMemory:
     """That of `RANK`, as a rail gives it."""
-    placement, on_gpu = config.place_experts(), device.type == "cuda"
-    rail = SimpleNamespace(allocate=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
+    placement = config.place_experts()
+    on_gpu = device.type == "cuda"
+    rail = SimpleNamespace(
+        allocate=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    )
     plan = MemoryPlan.build(config, RANK, placement, nvlink=on_gpu)
     return RailMemory(config, plan, placement, RANK, device, cast(Rail, rail))
 
 
 class Packed:
-    """One call packed on `device`, and on the host what that wrote: slabs by node, [N] of uint8 [rows, slot]."""
+    """One call packed on `device`, and on the host what that wrote: slabs by node, [N] of uint8
+    [rows, slot].
+    """
 
     def __init__(
         self,
@@ -53,18 +65,28 @@ class Packed:
         payload: str = "auto",
         scales: Tensor | None = None,
     ):
-        T, config = len(x), CONFIG | {"capacity": {"max_num_tokens_per_rank": max(len(x), slots)}}
-        self.memory = memory = memory_of(epmoe.EPConfig(**config, exchange={"payload": payload}), device)
+        T = len(x)
+        config = CONFIG | {"capacity": {"max_num_tokens_per_rank": max(len(x), slots)}}
+        self.memory = memory = memory_of(
+            epmoe.EPConfig(**config, exchange={"payload": payload}), device
+        )
         for name in ("rail.received", "rail.sent", "rail.slots"):
             poison_(memory.views[name])
         given = (t if t is None else t.to(device) for t in (x, ids, weights, scales))
         call = Call(*given, num_tokens.to(device) if isinstance(num_tokens, Tensor) else num_tokens)
-        slabs = Slabs(memory, RoundShape(D, K, x.dtype), call, epoch=7, inside_epoch=1, most_tokens=slots)
+        slabs = Slabs(
+            memory, RoundShape(D, K, x.dtype), call, epoch=7, inside_epoch=1, most_tokens=slots
+        )
         slabs.tag[-1] = 7  # the stamp of CPUs is another one than that of GPUs
         slabs.pack(call.operands(T, call.x.device))  # with the index of a GPU
-        self.tag, self.slot, views = slabs.tag, memory.slot, {name: t.cpu() for name, t in memory.views.items()}
+        self.tag, self.slot, views = (
+            slabs.tag,
+            memory.slot,
+            {name: t.cpu() for name, t in memory.views.items()},
+        )
         self.slots_of, self.counts, self.needed, self.counters, self.rows_sent = (
-            views[f"rail.{name}"] for name in ("slots", "counts", "total.needed", "total.counters", "total.rows_sent")
+            views[f"rail.{name}"]
+            for name in ("slots", "counts", "total.needed", "total.counters", "total.rows_sent")
         )
         self.slots_of = self.slots_of[:T]
         own, sent = (views[name].flatten(0, 1) for name in ("rail.received", "rail.sent"))
@@ -87,9 +109,11 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
     x, ids, weights = inputs()
     got = Packed(device, x, ids, weights, slots, num_rows)
     copies, num_copies, node_of, local = (table.cpu().long() for table in got.memory.tables)
-    dropped, most = 0, 0
+    dropped = 0
+    most = 0
     for node, slab in enumerate(got.slabs):
-        used, row = 0, got.slot
+        used = 0
+        row = got.slot
         for t in range(num_rows):
             pairs = [
                 (k, copies[i, (t + RANK) % num_copies[i]])
@@ -99,12 +123,15 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
             here = {k: int(local[p]) for k, p in pairs if node_of[p] == node}
             if not here or used >= slots:
                 assert got.slots_of[t, node] == -1
-                dropped, used = dropped + len(here), used + bool(here)
+                dropped = dropped + len(here)
+                used = used + bool(here)
                 continue
             slot = slab[used]
             assert got.slots_of[t, node] == used
             assert torch.equal(slot[: 2 * D].view(torch.bfloat16), x[t])
-            assert slot[row.ids : row.ids + 4 * K].view(torch.int32).tolist() == [here.get(k, -1) for k in range(K)]
+            assert slot[row.ids : row.ids + 4 * K].view(torch.int32).tolist() == [
+                here.get(k, -1) for k in range(K)
+            ]
             want = [weights[t, k].item() if k in here else 0.0 for k in range(K)]
             assert slot[row.weights : row.weights + 4 * K].view(torch.float32).tolist() == want
             used += 1
@@ -134,12 +161,17 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
     memory = memory_of(epmoe.EPConfig(**CONFIG), torch.device("cpu"))
     x, ids, weights = inputs()
     another_dtype = ([1, 5], (3, 1, 5), {"dtype": ("bfloat16", "float32")})
-    another_row = ([5], (3, 5, 32767), {"hidden size (D)": (64, 32), "dtype": ("bfloat16", "unknown (255)")})
+    another_row = (
+        [5],
+        (3, 5, 32767),
+        {"hidden size (D)": (64, 32), "dtype": ("bfloat16", "unknown (255)")},
+    )
     for tags, want in (
         ([[64, 4, 0x3F00_0500], [64, 2, 2 | 3 << 8]], another_dtype),
         ([[64, 4, 2 | 3 << 8], [32, 4, -1]], another_row),
     ):
-        shape, call = RoundShape(64, ids.shape[1], x.dtype), Call(x[:, :64], ids, weights, tag=3)
+        shape = RoundShape(64, ids.shape[1], x.dtype)
+        call = Call(x[:, :64], ids, weights, tag=3)
         slabs = Slabs(memory, shape, call, epoch=7, inside_epoch=1, most_tokens=None)
         first = slabs._space()[slabs.slab_rows :][: 2 * slabs.stride : slabs.stride]
         sent = torch.tensor([[*tag, slabs.tag[-1]] for tag in tags], dtype=torch.int32)
@@ -151,13 +183,20 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
 @pytest.mark.parametrize("payload", ["auto", "fp8", "fp8 rows"])
 @pytest.mark.parametrize("tokens", [0, 1, 31, 700, 1500])  # more than one tile of a block
 def test_gpus_write_what_cpus_write(device, tokens, payload):
-    """Wrong, missing and repeated ids, weights that are no numbers, infinite rows: bit by bit, counts included."""
+    """Wrong, missing and repeated ids, weights that are no numbers, infinite rows: bit by bit,
+    counts included.
+    """
     seed = tokens
     x = randn(tokens, D, dtype=torch.bfloat16, seed=seed)
     ids = torch.randint(-3, E + 3, (tokens, K), generator=generator(seed), dtype=torch.int64)
     weights = randn(tokens, K, seed=seed + 1)
     if tokens:
-        x[0, 5], x[-1, 7], weights[tokens // 2, 0], weights[-1, 1] = torch.inf, torch.nan, torch.nan, 0.0
+        x[0, 5], x[-1, 7], weights[tokens // 2, 0], weights[-1, 1] = (
+            torch.inf,
+            torch.nan,
+            torch.nan,
+            0.0,
+        )
     scales = None
     if payload == "fp8 rows":
         x, scales = epmoe.quantize_fp8(x)
@@ -178,8 +217,11 @@ def test_gpus_write_what_cpus_write(device, tokens, payload):
 @pytest.mark.parametrize("width", [D, 37])
 def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype):
     got = Packed(device, *inputs(2), T, T)
-    partial = [randn(len(slab), width, dtype=dtype, seed=node) for node, slab in enumerate(got.slabs)]
-    y, node = torch.full((T, width), torch.nan, dtype=dtype, device=device), RANK // G
+    partial = [
+        randn(len(slab), width, dtype=dtype, seed=node) for node, slab in enumerate(got.slabs)
+    ]
+    y = torch.full((T, width), torch.nan, dtype=dtype, device=device)
+    node = RANK // G
     returned = torch.cat([rows for m, rows in enumerate(partial) if m != node])
     own, back, slots_of = (t.to(device) for t in (partial[node], returned, got.slots_of))
     ops.rail_sum(own, back, slots_of, T, node, None, None, None, y)
@@ -194,14 +236,21 @@ def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype):
 @pytest.fixture
 def words(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of `rail_mark`: the count on the device, that of the host, and its `RailStop`."""
-    return torch.zeros(1).long().to(device), torch.zeros(1).long().pin_memory(), torch.zeros(3).long().pin_memory()
+    return (
+        torch.zeros(1).long().to(device),
+        torch.zeros(1).long().pin_memory(),
+        torch.zeros(3).long().pin_memory(),
+    )
 
 
 @ON_GPUS
 def test_sums_after_a_failure_are_zeros(words, device):
-    """Once a rank of the node has missed one of another node, or one of the node, or another node sends a void slab.
-    The rank latches then, also without a token, and its host learns of it, unless it knows of calls that differ."""
-    slots_of, rows = torch.zeros(3, 2, dtype=torch.int32, device=device), torch.ones(1, 8, device=device)
+    """Once a rank of the node has missed one of another node, or one of the node, or another node
+    sends a void slab. The rank latches then, also without a token, and its host learns of it,
+    unless it knows of calls that differ.
+    """
+    slots_of = torch.zeros(3, 2, dtype=torch.int32, device=device)
+    rows = torch.ones(1, 8, device=device)
     void, (count, shown, stop) = rows.clone(), words
     stop[1] = 1  # of the host, for which the mark would wait
     failed = torch.ones(1, dtype=torch.int32, device=device)
@@ -214,7 +263,8 @@ def test_sums_after_a_failure_are_zeros(words, device):
         (void, 0, 0, 2, (0.0, 1, 2)),
     )
     for (returned, last, latches, noticed, want), T in itertools.product(cases, (3, 0)):
-        missed, latched = torch.zeros(40).long().to(device), torch.full((1,), latches, device=device).int()
+        missed = torch.zeros(40).long().to(device)
+        latched = torch.full((1,), latches, device=device).int()
         missed[39], word = last, torch.full((1,), noticed).pin_memory()
         y = torch.full((T, 8), torch.nan, device=device)
         ops.rail_sum(rows, returned, slots_of[:T], 1, 0, missed, latched, word, y)
@@ -225,13 +275,18 @@ def test_sums_after_a_failure_are_zeros(words, device):
 @ON_GPUS
 def test_words_that_graphs_write_are_given_to_no_other_group(device):
     groups = (memory_of(epmoe.EPConfig(**CONFIG), device).views for _ in range(3))
-    words = [(views["rail.noticed"].data_ptr(), views["rail.total.needed"].data_ptr()) for views in groups]
+    words = [
+        (views["rail.noticed"].data_ptr(), views["rail.total.needed"].data_ptr())
+        for views in groups
+    ]
     assert len({*itertools.chain(*words)}) == 6
 
 
 @ON_GPUS
 def test_slots_that_do_not_exist_add_nothing(device):
-    slots_of = torch.tensor([[0, 1], [-1, -7], [2**31 - 1, 1], [2, 0]], dtype=torch.int32, device=device)
+    slots_of = torch.tensor(
+        [[0, 1], [-1, -7], [2**31 - 1, 1], [2, 0]], dtype=torch.int32, device=device
+    )
     rows = torch.ones(2, 8, device=device)
     y = torch.empty(4, 8, device=device)
     ops.rail_sum(rows, rows, slots_of, 2, 0, None, None, None, y)

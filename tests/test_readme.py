@@ -1,4 +1,6 @@
-"""README's example runs over ranks, and the configuration of the first page is a ready one. The rest: test_docs.py."""
+"""README's example runs over ranks, and the configuration of the first page is a ready one. The
+rest: test_docs.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_the_example_runs(tmp_path: Path) -> None:
 def test_the_page_is_short_and_shows_how_to_begin() -> None:
     assert len(README.split()) <= 950
     assert {"make demo", "make test"} <= set(re.findall(r"^make \w+", README, re.MULTILINE))
-    assert "Hopper" in README and "MegaMoE of sgl-deep-gemm 0.1.5, July 2026" in " ".join(README.split())
+    assert "Hopper" in README and "MegaMoE of sgl-deep-gemm 0.1.5, July 2026" in " ".join(
+        README.split()
+    )
 
 
 def test_the_configuration_shown_is_the_ready_one(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Records of routes: packed from a rollout, padded, and replayed by ids alone through whole models."""
+"""Records of routes: packed from a rollout, padded, and replayed by ids alone through
+whole models.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def ep() -> Iterator[epmoe.ExpertParallel]:
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
     """A token's logits have the same bits in all calls, of generate and of a trainer."""
-    monkeypatch.setattr("test_given.MoELayer.from_full", partial(epmoe.MoELayer.from_full, batch_invariant=True))
+    monkeypatch.setattr(
+        "test_given.MoELayer.from_full", partial(epmoe.MoELayer.from_full, batch_invariant=True)
+    )
 
 
 def written(model: nn.Module) -> tuple[Tensor, Tensor]:
@@ -36,8 +40,12 @@ def written(model: nn.Module) -> tuple[Tensor, Tensor]:
     return tokens, pack_routes(record, E, batch=2)
 
 
-def ids_of(model: nn.Module, tokens: Tensor, routes: Tensor | None, **options: object) -> tuple[Tensor, Tensor]:
-    """Logits of a forward pass that replays, and the experts [B, tokens, layers, K] that its layers took."""
+def ids_of(
+    model: nn.Module, tokens: Tensor, routes: Tensor | None, **options: object
+) -> tuple[Tensor, Tensor]:
+    """Logits of a forward pass that replays, and the experts [B, tokens, layers, K] that its layers
+    took.
+    """
     with recording(model) as record:
         if routes is None:
             y = model(input_ids=tokens, use_cache=False).logits
@@ -48,7 +56,9 @@ def ids_of(model: nn.Module, tokens: Tensor, routes: Tensor | None, **options: o
 
 
 def test_a_trainer_replays_what_was_written(ep):
-    """Other routers replay the record, and take their own choice where there is none: the last token, and a prompt."""
+    """Other routers replay the record, and take their own choice where there is none: the last
+    token, and a prompt.
+    """
     tokens, routes = written(model_of(ep))
     assert routes.dtype == torch.uint8 and routes.shape == (2, tokens.shape[1] - 1, 2, K)
     other = model_of(ep, seed=1)
@@ -57,7 +67,9 @@ def test_a_trainer_replays_what_was_written(ep):
         padded = pad_routes(routes[:, cached:], tokens.shape[1], cached)
         y, took = ids_of(other, tokens, padded)
         assert torch.equal(took[:, cached:-1], routes[:, cached:])
-        assert torch.equal(took[:, :cached, 0], own[:, :cached, 0]) and torch.equal(took[:, -1, 0], own[:, -1, 0])
+        assert torch.equal(took[:, :cached, 0], own[:, :cached, 0]) and torch.equal(
+            took[:, -1, 0], own[:, -1, 0]
+        )
         zeros = torch.where(padded == 255, 0, padded).to(torch.int64)  # as engines fill in
         assert torch.equal(ids_of(other, tokens, zeros)[0], y)
         y.square().mean().backward()
@@ -66,7 +78,8 @@ def test_a_trainer_replays_what_was_written(ep):
 
 def test_arrays_of_numpy(ep):
     """As engines hand them out."""
-    model, other = model_of(ep), model_of(ep, seed=1)
+    model = model_of(ep)
+    other = model_of(ep, seed=1)
     tokens, routes = written(model)
     padded = pad_routes(routes, tokens.shape[1])
     assert torch.equal(pad_routes([each.numpy() for each in routes], tokens.shape[1]), padded)
@@ -77,7 +90,9 @@ def test_the_own_record_changes_no_bit(ep):
     model = model_of(ep)
     tokens, routes = written(model)
     plain, took = ids_of(model, tokens, None)
-    assert torch.equal(took[:, :-1], routes), "generate and a forward pass choose the same, token by token"
+    assert torch.equal(took[:, :-1], routes), (
+        "generate and a forward pass choose the same, token by token"
+    )
     replayed, _ = ids_of(model, tokens, pad_routes(routes, tokens.shape[1]))
     assert torch.equal(replayed, plain)
     with torch.no_grad():
@@ -85,7 +100,8 @@ def test_the_own_record_changes_no_bit(ep):
 
 
 def test_generate_takes_the_next_tokens(ep):
-    model, other = model_of(ep), model_of(ep, seed=1)
+    model = model_of(ep)
+    other = model_of(ep, seed=1)
     _, routes = written(model)
 
     def generate() -> Tensor:
@@ -94,13 +110,16 @@ def test_generate_takes_the_next_tokens(ep):
     with torch.no_grad(), replay(other, routes), recording(other) as record:
         generate()
         assert torch.equal(pack_routes(record, E, batch=2), routes)
-        with pytest.raises(ValueError, match="`routes` has 0 tokens left, in each of 2 sequences, but .* 10 in all"):
+        with pytest.raises(
+            ValueError, match="`routes` has 0 tokens left, in each of 2 sequences, but .* 10 in all"
+        ):
             generate()
 
 
 def test_a_checkpoint_takes_them_again(ep):
     tokens, routes = written(model_of(ep))
-    routes, found = pad_routes(routes, tokens.shape[1]), []
+    routes = pad_routes(routes, tokens.shape[1])
+    found = []
     for prepare in (lambda model: model.train(), checkpointed(False), checkpointed(True)):
         prepare(model := model_of(ep, seed=1))
         with replay(model, routes):
@@ -111,14 +130,19 @@ def test_a_checkpoint_takes_them_again(ep):
         assert all(torch.equal(*both) for both in zip(found[0], again, strict=True))
     checkpointed(False)(model := model_of(ep))
     with replay(model, routes):
-        loss = sum(model(input_ids=part, use_cache=False).logits.sum() for part in (tokens[:, :4], tokens[:, 4:]))
+        loss = sum(
+            model(input_ids=part, use_cache=False).logits.sum()
+            for part in (tokens[:, :4], tokens[:, 4:])
+        )
     with pytest.raises(epmoe.EPStateError, match="a checkpoint computes a layer's call again"):
         loss.backward()
 
 
 def test_bytes_that_cannot_name_all_experts_are_refused():
     with pytest.raises(TypeError, match="`routes` must be int16"):
-        epmoe.local.records.unpack_routes(torch.zeros(3, 1, 2, dtype=torch.uint8), 1, 257, 2, torch.device("cpu"))
+        epmoe.local.records.unpack_routes(
+            torch.zeros(3, 1, 2, dtype=torch.uint8), 1, 257, 2, torch.device("cpu")
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,12 +163,22 @@ def test_what_is_refused(ep):
     model = model_of(ep)
     tokens, routes = written(model)
     call = epmoe.Routes(torch.zeros(3, K, dtype=torch.int32), randn(3, K), None, None)
-    with pytest.raises(TypeError, match="must be a mapping, a tensor or an array, got list"), replay(model, [routes]):
+    with (
+        pytest.raises(TypeError, match="must be a mapping, a tensor or an array, got list"),
+        replay(model, [routes]),
+    ):
         raise AssertionError
-    for record, batch in (({}, 1), ({"a": []}, 1), ({"a": [call]}, 2), ({"a": [call], "b": [call, call]}, 1)):
+    for record, batch in (
+        ({}, 1),
+        ({"a": []}, 1),
+        ({"a": [call]}, 2),
+        ({"a": [call], "b": [call, call]}, 1),
+    ):
         with pytest.raises(ValueError, match="`record` must have the same calls of each layer"):
             pack_routes(record, E, batch=batch)
-    with pytest.raises(ValueError, match="a record of 10 tokens from 2 on must fit into 11 positions"):
+    with pytest.raises(
+        ValueError, match="a record of 10 tokens from 2 on must fit into 11 positions"
+    ):
         pad_routes(routes, 11, 2)
     with pytest.raises(TypeError, match="`records` must be tensors of one dtype"):
         pad_routes([routes[0], routes[1].short()], 20)
@@ -152,17 +186,31 @@ def test_what_is_refused(ep):
         pad_routes([routes[0], routes[1, :, :1]], 20)
     with pytest.raises(ValueError, match="`routes` has 2 sequences, but a call of a layer has 1"):
         ids_of(model, tokens[:1, :8], routes)
-    for odd, error in ((routes[..., :1], ValueError), (routes[:, :, :1], ValueError), (routes.float(), TypeError)):
+    for odd, error in (
+        (routes[..., :1], ValueError),
+        (routes[:, :, :1], ValueError),
+        (routes.float(), TypeError),
+    ):
         with pytest.raises(error, match="`routes` must be uint8 or .*"), replay(model, odd):
             raise AssertionError
-    with pytest.raises(ValueError, match="`routes` has 10 tokens left"), torch.no_grad(), replay(model, routes):
+    with (
+        pytest.raises(ValueError, match="`routes` has 10 tokens left"),
+        torch.no_grad(),
+        replay(model, routes),
+    ):
         model(input_ids=tokens)
 
 
 def test_ids_alone_have_the_bits_of_the_choice():
     """Also with groups and a bias, and with a given token between."""
-    options = {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5, "num_expert_groups": 2}
-    logits, bias = randn(50, E, seed=1), randn(E, seed=2)
+    options = {
+        "scoring": "sigmoid",
+        "renormalize": True,
+        "routed_scaling_factor": 2.5,
+        "num_expert_groups": 2,
+    }
+    logits = randn(50, E, seed=1)
+    bias = randn(E, seed=2)
     want = epmoe.route(logits, K, bias=bias, **options)
     ids = want.ids.clone()
     ids[::2] = epmoe.local.route.OWN_CHOICE

@@ -37,18 +37,23 @@ def test_kill_recover_join(host, dead):
 
 
 def test_another_dies_while_the_rest_recovers(host):
-    """It never comes to the meeting, and nobody has heard of its end: the last call leaves it out."""
+    """It never comes to the meeting, and nobody has heard of its end: the last call
+    leaves it out.
+    """
     ranks.lose(host, ranks.serve(host), 3)
     host.signal(2, signal.SIGKILL)
     host.succeed([0, 1], ranks.go_on, host.folder)
     host.play([0, 1])
 
 
-LAST_CALL_S, LATE_S = 3.0, 4.0
+LAST_CALL_S = 3.0
+LATE_S = 4.0
 
 
 def go_on_late(state, folder: Path, how: str = "", late_s: float = 0.0) -> None:
-    """As on a machine that is busy: torch takes this rank so much longer, or what it imports before it calls."""
+    """As on a machine that is busy: torch takes this rank so much longer, or what it imports before
+    it calls.
+    """
     if how == "connects":
         ranks.fail_in(state, "connects", partial(time.sleep, late_s))
     until = time.monotonic() + late_s
@@ -107,15 +112,20 @@ def lose_the_last_word(state) -> None:
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
-    """All try again, none is left out, and weights are loaded once: the others must not go on without it."""
-    names, new = ranks.lose(host, ranks.serve(host, copies=1), 3), [4] * joins
+    """All try again, none is left out, and weights are loaded once: the others must not go on
+    without it.
+    """
+    names = ranks.lose(host, ranks.serve(host, copies=1), 3)
+    new = [4] * joins
     host.do([1], lose_the_last_word)
     host.take_in(names, new, ranks.go_on)
     host.play([*names, *new])
 
 
 def play_on_another_thread_meanwhile(state, folder: Path, how: str) -> list[str]:
-    """What another thread gets while this one loads weights, and what this one's rounds give afterwards."""
+    """What another thread gets while this one loads weights, and what this one's rounds give
+    afterwards.
+    """
 
     def load_weights(moves) -> None:
         with ThreadPoolExecutor(1) as other:
@@ -135,8 +145,12 @@ def play_on_another_thread_meanwhile(state, folder: Path, how: str) -> list[str]
 def test_no_round_of_another_thread_before_the_weights_are_there(host, how):
     names = ranks.serve(host, ranks=3, copies=1)
     alive = ranks.lose(host, names, 2) if how == "recover" else names
-    for refused, played in filter(None, host.do(alive, play_on_another_thread_meanwhile, host.folder, how)):
-        assert refused.startswith("RuntimeError: another thread is in a call") and played == "played"
+    for refused, played in filter(
+        None, host.do(alive, play_on_another_thread_meanwhile, host.folder, how)
+    ):
+        assert (
+            refused.startswith("RuntimeError: another thread is in a call") and played == "played"
+        )
 
 
 def fail_to_load(state, folder: Path) -> str:
@@ -150,7 +164,9 @@ def fail_to_load(state, folder: Path) -> str:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
-    """The other ranks hear of it at once. They go on without this one, or with it, and it loads all its experts."""
+    """The other ranks hear of it at once. They go on without this one, or with it, and it loads all
+    its experts.
+    """
     alive = ranks.lose(host, ranks.serve(host, ranks=3, copies=1), 2)
     host.start([1], fail_to_load, host.folder)
     host.succeed([0], ranks.go_on, host.folder)
@@ -166,7 +182,8 @@ def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
 
 def die_while_experts_move(host: Host, stage: str) -> list[int]:
     """Rank 2 of four is killed. Returns the others, which name it."""
-    names, victim = host.begin(ranks.moving(4, seats=4)), 2
+    names = host.begin(ranks.moving(4, seats=4))
+    victim = 2
     ranks.begin_to_move(host, names, stage, victim)
     host.signal(victim, signal.SIGKILL)
     alive = [name for name in names if name != victim]
@@ -177,7 +194,9 @@ def die_while_experts_move(host: Host, stage: str) -> list[int]:
 
 @pytest.mark.parametrize("stage", ["drop", slow("copy"), "add"])
 def test_a_rank_dies_while_experts_move(host, stage):
-    """Before they are dropped, while weights are copied, and when they are ready. The others resume by hand."""
+    """Before they are dropped, while weights are copied, and when they are ready. The others resume
+    by hand.
+    """
     alive = die_while_experts_move(host, stage)
     host.form(alive)
     assert host.succeed(alive, ranks.resume) == [[]] * 3
@@ -193,18 +212,25 @@ def test_a_rank_dies_while_experts_move(host, stage):
 
 @pytest.mark.parametrize("stage", [slow("drop"), "copy", slow("add")])
 def test_recover_and_join_while_experts_move(host, stage):
-    """One is killed in the middle of a move, three go on; a new rank comes, and gets experts from the others."""
+    """One is killed in the middle of a move, three go on; a new rank comes, and gets experts from
+    the others.
+    """
     alive = die_while_experts_move(host, stage)
     assert host.succeed(alive, ranks.go_on, host.folder) == [[]] * 3  # survivors have copies of all
     ranks.all_held(host, alive)
     host.play(alive)
-    assert host.take_in(alive, [4], ranks.go_on) == [[[]] * 3, [[[ranks.EMPTY] * ranks.S] * ranks.L]]
+    assert host.take_in(alive, [4], ranks.go_on) == [
+        [[]] * 3,
+        [[[ranks.EMPTY] * ranks.S] * ranks.L],
+    ]
     names = [*alive, 4]
     host.play(names)
     plans = host.succeed(names, ranks.balance)
     assert plans[0] and plans == plans[:1] * 4
     slots = ranks.all_held(host, names)
-    assert all(set(layer[3 * ranks.S :]) != {ranks.EMPTY} for layer in slots)  # the balancer has filled the new rank's
+    assert all(
+        set(layer[3 * ranks.S :]) != {ranks.EMPTY} for layer in slots
+    )  # the balancer has filled the new rank's
     host.succeed(names, ranks.fill)
     assert ranks.EMPTY not in [expert for layer in ranks.all_held(host, names) for expert in layer]
     host.play(names)
@@ -215,7 +241,9 @@ def test_recover_and_join_while_experts_move(host, stage):
 
 
 def two_of_three(host: Host) -> list[int]:
-    """Three ranks of two slots were there, and rank 1 is killed: the only copies of experts 2 and 3 are lost."""
+    """Three ranks of two slots were there, and rank 1 is killed: the only copies of experts 2 and 3
+    are lost.
+    """
     return ranks.lose(host, host.begin(ranks.moving(3, 2, seats=4)), 1)
 
 
@@ -223,7 +251,9 @@ def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
     alive = two_of_three(host)
     host.form(alive)
     for error in host.do(alive, ranks.resume):
-        assert error.startswith("ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)")
+        assert error.startswith(
+            "ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)"
+        )
     assert host.succeed(alive, ranks.go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
     ranks.all_held(host, alive)
     host.play(alive)
@@ -234,7 +264,9 @@ def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
 
 
 def test_a_failed_attempt_loads_nothing(host):
-    """Rank 2 opens the group and rank 0 does not: what rank 2 would have loaded is loaded in the next attempt."""
+    """Rank 2 opens the group and rank 0 does not: what rank 2 would have loaded is loaded in the
+    next attempt.
+    """
     alive = two_of_three(host)
     host.do([0], lose_the_last_word)
     assert host.succeed(alive, ranks.go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
@@ -250,7 +282,9 @@ def test_the_page_shows_it(host, name):
 
 
 def follow_the_page(state, folder: Path, name: str) -> None:
-    (function,) = re.findall(rf"```python\n(def {name}.*?)```", (ROOT / "docs/recovery.md").read_text(), re.DOTALL)
+    (function,) = re.findall(
+        rf"```python\n(def {name}.*?)```", (ROOT / "docs/recovery.md").read_text(), re.DOTALL
+    )
     fixed = name == "load_weights"
     names = {"ep": state.ep, "w": state.rows[0] if fixed else state.rows}
     names["read"] = partial(ranks.read, state.ep.config, *[0] * fixed)

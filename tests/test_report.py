@@ -1,4 +1,6 @@
-"""The HTML report: one file that loads nothing, says what was run, and shows failed checks and heat maps."""
+"""The HTML report: one file that loads nothing, says what was run, and shows failed checks and heat
+maps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 
 CONFIG = EPConfig(
-    model={"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "bfloat16"}, topology={"ep_size": 2}
+    model={"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "bfloat16"},
+    topology={"ep_size": 2},
 )
 ABOUT = {
     "Command": "epmoe run tiny.yaml --report report.html",
@@ -66,7 +69,9 @@ def written(tmp_path: Path, *results: Result) -> str:
 
 
 class Elements(HTMLParser):
-    """Every start tag of a page with its attributes, and the text of the page without its style and script."""
+    """Every start tag of a page with its attributes, and the text of the page without its style and
+    script.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -84,15 +89,23 @@ class Elements(HTMLParser):
             self.text += data
 
     def of_class(self, name: str) -> list[dict[str, str]]:
-        return [attributes for _, attributes in self.tags if name in attributes.get("class", "").split()]
+        return [
+            attributes for _, attributes in self.tags if name in attributes.get("class", "").split()
+        ]
 
     def titles(self, tag: str = "") -> list[str]:
-        return [attributes["title"] for name, attributes in self.tags if "title" in attributes and tag in ("", name)]
+        return [
+            attributes["title"]
+            for name, attributes in self.tags
+            if "title" in attributes and tag in ("", name)
+        ]
 
 
 def test_the_report_needs_no_other_file(tmp_path: Path) -> None:
     """And it is small; every header says what it heads."""
-    html = written(tmp_path, *[result(name=f"model {n}", baseline=BASELINE if n else None) for n in range(4)])
+    html = written(
+        tmp_path, *[result(name=f"model {n}", baseline=BASELINE if n else None) for n in range(4)]
+    )
     assert len(html) < 200_000
     tags = Elements(html).tags
     assert {attributes.get("scope") for tag, attributes in tags if tag == "th"} == {"col", "row"}
@@ -102,7 +115,12 @@ def test_the_report_needs_no_other_file(tmp_path: Path) -> None:
         assert attributes.get("href", "#").startswith(("#", "data:,")), attributes
         if tag == "a":
             assert f'id="{attributes["href"][1:]}"' in html, "a link within the page leads nowhere"
-    assert "http:" not in html and "https:" not in html and "@import" not in html and "url(" not in html
+    assert (
+        "http:" not in html
+        and "https:" not in html
+        and "@import" not in html
+        and "url(" not in html
+    )
     assert "default-src 'none'" in html, "the browser refuses whatever the page would load"
 
 
@@ -112,18 +130,26 @@ def test_the_report_says_what_was_run_where_when_and_with_which_versions(tmp_pat
         assert said in text
     assert "9 rows there, as many sums back" in text
     assert "hidden_size: 128" in text and "ep_size: 2" in text
-    assert "1.74× the mean: rank 1, 60 pairs" in text and "2.90× the mean: expert 3, 40 tokens" in text
+    assert (
+        "1.74× the mean: rank 1, 60 pairs" in text and "2.90× the mean: expert 3, 40 tokens" in text
+    )
 
 
 def test_the_result_is_one_line(tmp_path: Path) -> None:
     models = [result(name="a", baseline=BASELINE), result(name="b", baseline=BASELINE)]
     alike = "2 processes generate the same tokens as one; logits agree within 2.0e-06"
-    failed = result(name="c", checks=[Check("same tokens", "no", False), Check("error ≤ 1e-05", "0.5", False)])
+    failed = result(
+        name="c", checks=[Check("same tokens", "no", False), Check("error ≤ 1e-05", "0.5", False)]
+    )
     passed = result(checks=[Check("error ≤ 1e-05", "7e-07", True)])
     for results, line, kind in (
         (models, f"2 of 2 models: {alike}", "good"),
         (models[:1], f"a: {alike}", "good"),
-        ([*models, failed], "1 of 3 failed: c (same tokens: no; error 0.5 (limit 1e-05))", "failed"),
+        (
+            [*models, failed],
+            "1 of 3 failed: c (same tokens: no; error 0.5 (limit 1e-05))",
+            "failed",
+        ),
         ([passed], "tiny, 2 rounds on 2 ranks: error 7e-07 (limit 1e-05)", "good"),
         ([result(checks=[])], "tiny, 2 rounds on 2 ranks: nothing was checked", "none"),
     ):
@@ -144,7 +170,9 @@ def test_one_process_stands_beside_the_ranks(tmp_path: Path) -> None:
     assert text.count("a & b") == 2 and "a time" in text and "upon" in text
     assert text.count("✓ same") == 1 and text.count("✗ differs") == 1
     assert "2.0e-06" in text and "3.0e-07" in text, "largest logit difference of each rank"
-    assert "3.00 ms" in text and "7.00 ms" in text and "30.0 ms" in text and "70.0 ms" in text, "times of both"
+    assert "3.00 ms" in text and "7.00 ms" in text and "30.0 ms" in text and "70.0 ms" in text, (
+        "times of both"
+    )
 
 
 @pytest.mark.parametrize("baseline", [None, BASELINE])
@@ -172,7 +200,9 @@ def test_the_time_of_a_model_is_all_in_named_stages() -> None:
         assert set(seconds) <= set(STAGES)
         assert sum(seconds.values()) == pytest.approx(elapsed, rel=0.02)
         assert min(seconds.values()) >= 0
-    assert {"attention", "route", "experts", "other layers", "loop"} == set(outcome.baseline.stages[0])
+    assert {"attention", "route", "experts", "other layers", "loop"} == set(
+        outcome.baseline.stages[0]
+    )
     assert {"set up", "dispatch", "combine"} <= set(outcome.stages[0])
 
 
@@ -183,8 +213,10 @@ def test_the_means_of_stages_add_up_to_the_mean_time() -> None:
     assert mean_stages([{"loop": 1.0}, {}]) == {"loop": 0.5}
     page = Elements(charts.stages(result(baseline=BASELINE)))
     assert [bar["aria-label"] for bar in page.of_class("track")] == [
-        "one process: 5.00 ms", "rank 0: 30.0 ms", "rank 1: 70.0 ms",
-    ]  # fmt: skip
+        "one process: 5.00 ms",
+        "rank 0: 30.0 ms",
+        "rank 1: 70.0 ms",
+    ]
     titles = page.titles()
     assert titles[0] == "one process, attention: 3.00 ms, 60% of 5.00 ms" and len(titles) == 6
     shares = [int(re.findall(r"(\d+)% of", title)[0]) for title in titles]
@@ -192,7 +224,9 @@ def test_the_means_of_stages_add_up_to_the_mean_time() -> None:
 
 
 def test_what_ranks_have_sent_and_computed() -> None:
-    fp8 = EPConfig(**CONFIG.model_dump() | {"exchange": {"payload": "fp8", "combine_payload": "fp8"}})
+    fp8 = EPConfig(
+        **CONFIG.model_dump() | {"exchange": {"payload": "fp8", "combine_payload": "fp8"}}
+    )
     assert result(config=fp8).bytes_dispatched == 9 * (128 + 4 + 2 * 8)
     assert result(config=fp8).bytes_combined == 9 * (128 + 4)
     out = EPConfig(**CONFIG.model_dump() | {"exchange": {"payload": "fp8"}})
@@ -221,9 +255,16 @@ def test_imbalance_is_the_largest_load_over_the_mean() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 16, 64])
 def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -> None:
-    empty = {"traffic": [[0] * ranks] * ranks, "load": [0] * 256, "dropped": [0] * ranks, "elapsed": [0.0] * ranks}
+    empty = {
+        "traffic": [[0] * ranks] * ranks,
+        "load": [0] * 256,
+        "dropped": [0] * ranks,
+        "elapsed": [0.0] * ranks,
+    }
     placement = Placement.build(256, ranks)
-    idle = result(placement=placement, stages=[{"dispatch": 0.0}] * ranks, rounds=0, texts=(), **empty)
+    idle = result(
+        placement=placement, stages=[{"dispatch": 0.0}] * ranks, rounds=0, texts=(), **empty
+    )
     html = written(tmp_path, idle)
     assert "Who sends to whom" in html
     assert len(html) < 500_000
@@ -231,7 +272,12 @@ def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -
 
 @pytest.mark.parametrize(
     ("top", "labels"),
-    [(0.0, ["0", "1"]), (1.0, ["0", "1"]), (193, ["0", "50", "100", "150", "200"]), (3, ["0", "1", "2", "3"])],
+    [
+        (0.0, ["0", "1"]),
+        (1.0, ["0", "1"]),
+        (193, ["0", "50", "100", "150", "200"]),
+        (3, ["0", "1", "2", "3"]),
+    ],
 )
 def test_axes_have_round_numbers(top: float, labels: list[str]) -> None:
     end, ticks = charts.axis(top, lambda value: f"{value:g}", whole=True)
@@ -240,29 +286,47 @@ def test_axes_have_round_numbers(top: float, labels: list[str]) -> None:
 
 
 def test_no_path_of_the_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["epmoe", "run", "/home/me/a b.yaml", "--report=/srv/out/r.html", "--steps", "3"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["epmoe", "run", "/home/me/a b.yaml", "--report=/srv/out/r.html", "--steps", "3"],
+    )
     monkeypatch.setenv("EPMOE_EXCHANGE__RAIL", "/opt/tables/t.json")
     run = about(Path("/home/me/a b.yaml"), datetime.now(UTC))
-    assert run["Command"] == "EPMOE_EXCHANGE__RAIL=t.json epmoe run 'a b.yaml' --report=r.html --steps 3"
+    assert (
+        run["Command"]
+        == "EPMOE_EXCHANGE__RAIL=t.json epmoe run 'a b.yaml' --report=r.html --steps 3"
+    )
     assert run["Configuration"] == "a b.yaml"
-    assert without_folder("../up/x.yaml") == "x.yaml" and without_folder("configs/x.yaml") == "configs/x.yaml"
+    assert (
+        without_folder("../up/x.yaml") == "x.yaml"
+        and without_folder("configs/x.yaml") == "configs/x.yaml"
+    )
     assert re.fullmatch(r"epmoe .* · python .* · torch .*", run["Versions"])
     assert f"{len(os.sched_getaffinity(0))} core" in run["Machine"]
 
 
 def test_a_reader_is_told_that_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    assert caution([result(placement=Placement.build(8, 4))]).startswith("4 processes take turns on 2 cores: ")
-    assert "One process, which generates one text, has the machine" in caution([result(baseline=BASELINE)])
+    assert caution([result(placement=Placement.build(8, 4))]).startswith(
+        "4 processes take turns on 2 cores: "
+    )
+    assert "One process, which generates one text, has the machine" in caution(
+        [result(baseline=BASELINE)]
+    )
     on_gpus = EPConfig(**CONFIG.model_dump() | {"exchange": {"transport": "nvlink"}})
     assert caution([result(config=on_gpus)]) == ""
 
 
 def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    limited = EPConfig(**CONFIG.model_dump() | {"capacity": {"max_expert_rows": 64, "on_overflow": "drop"}})
+    limited = EPConfig(
+        **CONFIG.model_dump() | {"capacity": {"max_expert_rows": 64, "on_overflow": "drop"}}
+    )
     one = result(config=limited, dropped=[11, 20], checks=[Check("error ≤ 1e-05", "0.9", False)])
     assert [row[3] for row in rank_table(one).rows] == ["9/20", "60/80"]
-    cause = "31 of 100 pairs were dropped, most on rank 1 (20): `capacity.max_expert_rows` = 64 is too small"
+    cause = (
+        "31 of 100 pairs were dropped, most on rank 1 (20): `capacity.max_expert_rows` = 64 is "
+        "too small"
+    )
     text = Elements(written(tmp_path, one)).text
     assert cause in text and "kept/pairs" in text and "60/80" in text
     show(one)
@@ -271,7 +335,9 @@ def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "dropped" not in Elements(written(tmp_path, result())).text and result().cause == ""
 
 
-def test_waiting_is_told_apart_from_dispatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_is_told_apart_from_dispatch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = result(waited=[[0.0, 0.01], [0.03, 0.0]])
     assert one.waiting == 0.02
     show(one)
@@ -280,7 +346,9 @@ def test_waiting_is_told_apart_from_dispatch(tmp_path: Path, capsys: pytest.Capt
     assert told in " ".join(re.sub("<[^>]*>", " ", written(tmp_path, one)).split())
 
 
-def test_the_terminal_and_the_report_have_the_same_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_and_the_report_have_the_same_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Word for word; and on a terminal of 80 columns the tables are whole."""
     results = [result(name=name, baseline=BASELINE, texts=()) for name in ("deepseek_v3", "failed")]
     results[1] = replace(results[1], checks=[Check("error", "<b>", False)])
@@ -305,7 +373,9 @@ def test_the_terminal_and_the_report_have_the_same_tables(tmp_path: Path, capsys
 def test_text_and_bars_have_contrast(tmp_path: Path, scheme: str) -> None:
     """WCAG 2: 4.5 for text, 3 for bars."""
     light, dark = written(tmp_path, result()).split("@media (prefers-color-scheme: dark)")[:2]
-    colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6});", dark if scheme == "dark" else light))
+    colours = dict(
+        re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6});", dark if scheme == "dark" else light)
+    )
 
     def contrast(one: str, other: str) -> float:
         lights = sorted(map(luminance, (colours[one], colours[other])))
@@ -314,8 +384,19 @@ def test_text_and_bars_have_contrast(tmp_path: Path, scheme: str) -> None:
     stages = [name for name in colours if name.startswith("st-") and name != "st-ink"]
     assert {name[3:].replace("-", " ") for name in stages} == set(STAGES)
     texts = {
-        **{"ink": "card page code", "muted": "card page code", "link": "card", "limit": "card", "tip-ink": "tip"},
-        **{"good": "good-bg card", "failed": "failed-bg card", "heat-ink": "heat-0 heat-1", "st-ink": " ".join(stages)},
+        **{
+            "ink": "card page code",
+            "muted": "card page code",
+            "link": "card",
+            "limit": "card",
+            "tip-ink": "tip",
+        },
+        **{
+            "good": "good-bg card",
+            "failed": "failed-bg card",
+            "heat-ink": "heat-0 heat-1",
+            "st-ink": " ".join(stages),
+        },
     }
     pairs = [(text, ground, 4.5) for text, grounds in texts.items() for ground in grounds.split()]
     pairs += [(bar, "card", 3.0) for bar in ("bar-0", "bar-1", "limit", *stages)]
@@ -325,13 +406,20 @@ def test_text_and_bars_have_contrast(tmp_path: Path, scheme: str) -> None:
 def luminance(colour: str) -> float:
     digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
     values = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values
+    ]
     return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def three_ranks(**changes: object) -> Result:
     nothing = [[0] * 3] * 3
-    fields = {"placement": Placement.build(5, 3), "traffic": nothing, "waited": nothing, "stages": [{}] * 3}
+    fields = {
+        "placement": Placement.build(5, 3),
+        "traffic": nothing,
+        "waited": nothing,
+        "stages": [{}] * 3,
+    }
     return result(**fields | {"elapsed": [0.0] * 3, "dropped": [0] * 3, "texts": ()} | changes)
 
 
@@ -343,12 +431,21 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> No
     heat = Elements(charts.traffic(three))
     assert heat.text.endswith("0rows on the wire8"), "the colours are of rows on the wire alone"
     cells = [one for tag, one in heat.tags if tag == "td" and "title" in one]
-    assert ["own" in one.get("class", "") for one in cells] == [i == j for i in range(3) for j in range(3)]
+    assert ["own" in one.get("class", "") for one in cells] == [
+        i == j for i in range(3) for j in range(3)
+    ]
     assert [one.get("style") for one in cells[3:6]] == ["--v:100%", None, "--v:12%"]
     page = Elements(written(tmp_path, three))
     titles = [title for title in page.titles("td") if " to " in title]
-    assert len(titles) == 9 and titles[0] == "rank 0 to itself: 900 rows" and titles[3] == "rank 1 to rank 0: 8 rows"
-    assert "17 rows cross to another rank" in page.text and "1,600 rows stay on their rank" in page.text
+    assert (
+        len(titles) == 9
+        and titles[0] == "rank 0 to itself: 900 rows"
+        and titles[3] == "rank 1 to rank 0: 8 rows"
+    )
+    assert (
+        "17 rows cross to another rank" in page.text
+        and "1,600 rows stay on their rank" in page.text
+    )
     assert page.of_class("ramp"), "a colour bar"
 
 
@@ -358,22 +455,41 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     heat = Elements(charts.waits(three))
     cells = [one for tag, one in heat.tags if tag == "td" and "title" in one]
     assert [title.partition(": ")[2] for title in heat.titles("td")] == [
-        "0", "2 s", "500 ms", "250 ms", "0", "1 s", "0", "4 ms", "0",
-    ]  # fmt: skip
+        "0",
+        "2 s",
+        "500 ms",
+        "250 ms",
+        "0",
+        "1 s",
+        "0",
+        "4 ms",
+        "0",
+    ]
     assert [one.get("style") for one in cells[:3]] == [None, "--v:100%", "--v:25%"]
     page = Elements(written(tmp_path, three))
     assert "Who waits for whom" in page.text and "waited longest for rank 1: 2.00 s" in page.text
     assert {"rank 1 for rank 0: 250 ms", "rank 2 for itself: 0"} <= {*page.titles("td")}
     assert three_ranks().late is None and "Nobody has waited" in written(tmp_path, three_ranks())
-    one_rank = {"traffic": [[5]], "dropped": [0], "waited": [[0.0]], "stages": [{}], "elapsed": [0.0], "texts": ()}
+    one_rank = {
+        "traffic": [[5]],
+        "dropped": [0],
+        "waited": [[0.0]],
+        "stages": [{}],
+        "elapsed": [0.0],
+        "texts": (),
+    }
     alone = result(placement=Placement.build(5, 1), **one_rank)
     assert "Who waits" not in written(tmp_path, alone), "one rank has nobody to wait for"
 
 
 def test_the_colours_span_the_values_and_16_ranks_have_numbers() -> None:
-    heat = Elements(charts.traffic(three_ranks(traffic=[[0, 900, 950], [1000, 0, 900], [925, 1000, 0]])))
+    heat = Elements(
+        charts.traffic(three_ranks(traffic=[[0, 900, 950], [1000, 0, 900], [925, 1000, 0]]))
+    )
     assert heat.text.endswith("900rows on the wire1,000")
-    levels = [one["style"] for tag, one in heat.tags if tag == "td" and "--v" in one.get("style", "")]
+    levels = [
+        one["style"] for tag, one in heat.tags if tag == "td" and "--v" in one.get("style", "")
+    ]
     assert levels[:3] == ["--v:0%", "--v:50%", "--v:100%"]
     for ranks, labelled in ((16, True), (17, False)):
         page = Elements(charts.traffic(three_ranks(traffic=[[1234] * ranks] * ranks)))
@@ -392,10 +508,16 @@ def test_loads_of_ranks_while_experts_move(tmp_path: Path) -> None:
     assert lines[5].startswith("moves300001000001")
     assert lines[5].endswith("0.33×load of a rank, over the mean2.00×")
     page = Elements(written(tmp_path, three_ranks(balancing=balancing)))
-    assert "5 experts have moved; the busiest rank took 2.00 × the mean in the first quarter, 1.10 ×" in page.text
+    assert (
+        "5 experts have moved; the busiest rank took 2.00 × the mean in the first quarter, 1.10 ×"
+        in page.text
+    )
     assert "rank 1, rounds 1 to 2: 0.67× the mean" in page.titles("td")
     assert "Load of the slots" in page.text and "busiest slot" in page.text
-    assert {attributes.get("scope") for tag, attributes in page.tags if tag == "th"} == {"col", "row"}
+    assert {attributes.get("scope") for tag, attributes in page.tags if tag == "th"} == {
+        "col",
+        "row",
+    }
     assert "while experts move" not in written(tmp_path, three_ranks())
 
 

@@ -24,10 +24,14 @@ from epmoe.group.board import Meeting
 
 @pytest.mark.parametrize(("stage", "seats"), [("copy", 3), slow("drop", None), slow("add", 4)])
 def test_two_four_three_while_experts_move(host, stage, seats):
-    """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over. Four ranks of
-    three seats get a fourth: earlier graphs are lost, and later ones stay good."""
+    """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts
+    over. Four ranks of three seats get a fourth: earlier graphs are lost, and later ones stay good.
+    """
     ranks.begin_to_move(host, host.begin(ranks.moving(2, seats=seats)), stage, 0)
-    assert host.take_in([0, 1], [2, 3], ranks.resize) == [[[]] * 2, [[[ranks.EMPTY] * ranks.S] * ranks.L] * 2]
+    assert host.take_in([0, 1], [2, 3], ranks.resize) == [
+        [[]] * 2,
+        [[[ranks.EMPTY] * ranks.S] * ranks.L] * 2,
+    ]
     names = host.in_order([0, 1, 2, 3])
     host.play(names)
     assert host.succeed(names, ranks.balance)[0]  # the new ranks hold experts
@@ -40,20 +44,28 @@ def test_two_four_three_while_experts_move(host, stage, seats):
     assert host.succeed(names[:3], ranks.resize, host.folder, 2, 20.0, True) == expected
     ranks.all_held(host, names[:2])
     host.play(names[:2])
-    assert [host.succeed(names[:2], is_valid, n) for n in (0, 1)] == [[seats == 4] * 2, [seats is not None] * 2]
+    assert [host.succeed(names[:2], is_valid, n) for n in (0, 1)] == [
+        [seats == 4] * 2,
+        [seats is not None] * 2,
+    ]
 
 
 @pytest.mark.slow
 def test_a_rank_that_has_too_few_slots_loads(host):
     """Two ranks of two slots become one of four: what the other held is loaded."""
     host.begin(ranks.moving(2, 2))
-    assert host.succeed([0, 1], ranks.resize, host.folder, 1) == [[(1, 2), (1, 3), (2, 2), (2, 3)], False]
+    assert host.succeed([0, 1], ranks.resize, host.folder, 1) == [
+        [(1, 2), (1, 3), (2, 2), (2, 3)],
+        False,
+    ]
     host.play([0])
 
 
 @pytest.mark.slow
 def test_experts_that_stay(host):
-    """Without `placement.live` the experts of ranks that leave are loaded, and all are spread anew over new ranks."""
+    """Without `placement.live` the experts of ranks that leave are loaded, and all are spread anew
+    over new ranks.
+    """
     names = ranks.serve(host, ranks=2, copies=1)
     assert all(host.take_in(names, [2], ranks.resize)[0])
     host.play([0, 1, 2])
@@ -112,7 +124,7 @@ def fail_to_form(state) -> None:
     with pytest.raises(RuntimeError):
         dist.init_process_group(
             "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.1)
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.slow
@@ -125,7 +137,8 @@ def test_a_process_in_which_a_group_has_failed(host):
 def resize_in_a_child(state, folder: Path) -> str:
     """What a fork of this process gets."""
     reads, writes = os.pipe()
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         try:
             epmoe.resize(state.ep, folder, 1, print)
         except Exception as error:
@@ -138,7 +151,9 @@ def resize_in_a_child(state, folder: Path) -> str:
 def resize_during_a_call(state, folder: Path) -> str:
     """What a thread gets while another one is in a call."""
     with ThreadPoolExecutor(1) as other:
-        error = state.ep.alone(lambda: other.submit(epmoe.resize, state.ep, folder, 1, print).exception())
+        error = state.ep.alone(
+            lambda: other.submit(epmoe.resize, state.ep, folder, 1, print).exception()
+        )
     return f"{type(error).__name__}: {error}"
 
 
@@ -171,7 +186,8 @@ def resize_twice(state, folder: Path, where: str) -> list | bool:
         raise Interrupted
 
     signal.signal(signal.SIGALRM, handler)
-    now, soon = partial(signal.raise_signal, signal.SIGALRM), partial(signal.setitimer, signal.ITIMER_REAL, 0.2)
+    now = partial(signal.raise_signal, signal.SIGALRM)
+    soon = partial(signal.setitimer, signal.ITIMER_REAL, 0.2)
     ranks.fail_in(state, where, soon if where == "decides" else now)  # it waits there
     with pytest.raises(Interrupted):
         ranks.resize(state, folder, 2)
@@ -195,7 +211,8 @@ def test_a_signal_handler_raises(host, where):
 
 def go_on_counted(state, folder: Path) -> int:
     """How many attempts it takes to recover."""
-    attempts, form = [], Meeting.connect
+    attempts = []
+    form = Meeting.connect
 
     def counted(*arguments) -> None:
         attempts.append(None)
@@ -207,7 +224,9 @@ def go_on_counted(state, folder: Path) -> int:
 
 
 def test_a_new_rank_that_died_while_it_waited(host):
-    """The others ask it whether it is still there: an attempt with it would last until `warmup_timeout_s`."""
+    """The others ask it whether it is still there: an attempt with it would last until
+    `warmup_timeout_s`.
+    """
     names = ranks.lose(host, ranks.serve(host), 2)
     host.spawn(4)
     host.start([4], ranks.come, host.folder)

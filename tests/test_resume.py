@@ -1,4 +1,5 @@
-"""Service goes on after a death: `ExpertParallel.resume` on the ranks that remain, and with more ranks.
+"""Service goes on after a death: `ExpertParallel.resume` on the ranks that remain, and with more
+ranks.
 
 This process is the host: it starts the ranks, kills or stops them, and has the others go on.
 """
@@ -32,7 +33,8 @@ def miss(state, mask: int) -> None:
 
 def keep_and_create(state) -> None:
     """A second object of the same group; it is the present one."""
-    state.other, config = state.ep, state.ep.config
+    state.other = state.ep
+    config = state.ep.config
     ranks.create(state, config)
 
 
@@ -50,7 +52,9 @@ def test_the_rest_goes_on_after_a_death(host, dead):
     host.do(alive, ranks.fail_in, "opens its window", expect_no_windows)
     moves = host.do(alive, ranks.resume)
     assert host.do(alive, window_starts) == [starts[name][: len(alive)] for name in alive]
-    assert all(source is not None for of_rank in moves for _, _, source in of_rank), "weights of copies need no load"
+    assert all(source is not None for of_rank in moves for _, _, source in of_rank), (
+        "weights of copies need no load"
+    )
     host.play(alive)
     for rank, (text, generation, windows) in enumerate(host.do(alive, ranks.describe)):
         assert f"rank {rank} of 3, generation 1, E=8" in text and generation == 1
@@ -80,9 +84,12 @@ def leave_groups(state) -> None:
 
 @pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])
 def test_a_second_death_during_resume(host, how):
-    alive = ranks.lose(host, ranks.serve(host, copies=3, resume_s=4.0 if how == "stopped" else LONG_S), 3)
+    alive = ranks.lose(
+        host, ranks.serve(host, copies=3, resume_s=4.0 if how == "stopped" else LONG_S), 3
+    )
     host.form(alive)
-    rest, started = alive[:2], time.monotonic()
+    rest = alive[:2]
+    started = time.monotonic()
     if how == "in the windows":
         host.do([2], ranks.fail_in, "opens its window", ranks.die)
         host.start([2], ranks.resume)
@@ -100,7 +107,8 @@ def test_a_second_death_during_resume(host, how):
 def test_ranks_that_disagree_all_hear_of_it(host):
     alive = ranks.lose(host, ranks.serve(host, copies=3), 3)
     host.form(alive)
-    old, new = ranks.spread(4, 3), ranks.spread(4, 3).without([3])
+    old = ranks.spread(4, 3)
+    new = ranks.spread(4, 3).without([3])
     for placements, message in [
         ((new, new, ranks.spread(3, 1)), "the config of rank [012] differs from that of rank"),
         ((None, new, None), "the `placement` of rank [012] differs from that of rank"),
@@ -115,7 +123,9 @@ def test_ranks_that_disagree_all_hear_of_it(host):
 
 
 def test_survivors_with_different_views(host):
-    """Each forms the group that it believes in. No group forms, all raise, and they agree once all have the report."""
+    """Each forms the group that it believes in. No group forms, all raise, and they agree once all
+    have the report.
+    """
     alive = ranks.lose(host, ranks.serve(host, copies=3), 3)
     host.do([1], miss, 1 << 2)
     views = [set(view) for view in host.do(alive, ranks.survivors)]
@@ -132,7 +142,9 @@ def test_survivors_with_different_views(host):
 
 
 def test_a_stopped_rank_that_comes_back(host):
-    """It sees the latch and has no way into the new windows; later it may come back by the same call."""
+    """It sees the latch and has no way into the new windows; later it may come back by the same
+    call.
+    """
     names = ranks.serve(host, timeout_s=3.0)
     host.start([3], ranks.play_until_timeout)
     alive = ranks.lose(host, names, 3, signal.SIGSTOP)
@@ -144,13 +156,17 @@ def test_a_stopped_rank_that_comes_back(host):
     assert missing == [3] and host.do([3], ranks.survivors) == [[0, 1, 2]]
     assert host.results(alive) == ["played"] * 3
     host.form(names)
-    assert all("`placement` must be given" in error for error in host.do(names, ranks.resume)), "it counts as new"
+    assert all("`placement` must be given" in error for error in host.do(names, ranks.resume)), (
+        "it counts as new"
+    )
     host.do(names, ranks.resume, ranks.spread(4, 2))
     host.play(names)
 
 
 def test_a_group_grows(host):
-    """First without a placement for the new rank: all raise, and the old group's windows still work."""
+    """First without a placement for the new rank: all raise, and the old group's windows still
+    work.
+    """
     names = [*ranks.serve(host, ranks=2, copies=1), 2]
     new = ranks.spread(3, 2)
     host.spawn(2)
@@ -170,14 +186,20 @@ def test_a_group_grows(host):
     assert [generation for _, generation, _ in host.do(names, ranks.describe)] == [1] * 3
 
 
-@pytest.mark.parametrize("arguments", [(ranks.spread(4, 1).without([1], spread_lost=True),), slow((None, True))])
+@pytest.mark.parametrize(
+    "arguments", [(ranks.spread(4, 1).without([1], spread_lost=True),), slow((None, True))]
+)
 def test_lost_experts_are_named(host, arguments):
     alive = ranks.lose(host, ranks.serve(host, copies=1), 1)
     host.form(alive)
     for error in host.do(alive, ranks.resume):
-        assert error.startswith("ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]")
+        assert error.startswith(
+            "ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]"
+        )
     moves = host.do(alive, ranks.resume, *arguments)
-    assert sorted(logical for of_rank in moves for _, logical, source in of_rank if source is None) == [1, 5]
+    assert sorted(
+        logical for of_rank in moves for _, logical, source in of_rank if source is None
+    ) == [1, 5]
     host.play(alive)
 
 
@@ -193,8 +215,13 @@ def test_a_group_grows_whose_experts_move(host):
         host.start([0], ranks.resume, None, spread_lost)
         host.start([1], ranks.resume)
         results = host.results(names)
-        assert spread_lost == all("the `spread_lost` of rank" in str(result) for result in results), results
-    assert host.succeed(names, ranks.table) == [[[ranks.EMPTY] * ranks.S + layer for layer in before]] * 3
+        assert spread_lost == all(
+            "the `spread_lost` of rank" in str(result) for result in results
+        ), results
+    assert (
+        host.succeed(names, ranks.table)
+        == [[[ranks.EMPTY] * ranks.S + layer for layer in before]] * 3
+    )
     host.play(names)
 
 
@@ -203,7 +230,10 @@ def test_slots_begin_again_with_a_placement(host):
     host.succeed(names, ranks.rotate)
     host.succeed(names, ranks.finish)
     host.form(names)
-    assert list(map(len, host.succeed(names, ranks.resume, ranks.moving(2).place_experts()))) == [ranks.L * ranks.S] * 2
+    assert (
+        list(map(len, host.succeed(names, ranks.resume, ranks.moving(2).place_experts())))
+        == [ranks.L * ranks.S] * 2
+    )
     assert ranks.all_held(host, names) == [[p % ranks.E for p in range(2 * ranks.S)]] * ranks.L
     host.play(names)
 
@@ -214,7 +244,9 @@ def test_ranks_that_resume_different_objects_hear_of_it(host):
     host.do(names, keep_and_create)
     host.do([0], exchange_objects)
     host.form(names)
-    assert all("resume different ExpertParallels" in error for error in host.do(names, ranks.resume))
+    assert all(
+        "resume different ExpertParallels" in error for error in host.do(names, ranks.resume)
+    )
     host.do([0], exchange_objects)
     host.do(names, ranks.resume)
     host.play(names)

@@ -1,4 +1,6 @@
-"""`examples/rl.py`: log-probabilities of rollout and trainer have the same bits, and the reward rises."""
+"""`examples/rl.py`: log-probabilities of rollout and trainer have the same bits, and the reward
+rises.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from launched import torchrun
 def rewards(dtype: str, steps: int) -> list[float]:
     done = torchrun(4, "examples/rl.py", "--steps", str(steps), "--dtype", dtype)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"step \d+: reward (\S+), (\d+) of 128 log-probabilities differ\n", done.stdout)
+    found = re.findall(
+        r"step \d+: reward (\S+), (\d+) of 128 log-probabilities differ\n", done.stdout
+    )
     assert len(found) == steps and not any(int(differing) for _, differing in found), done.stdout
     return [float(reward) for reward, _ in found]
 

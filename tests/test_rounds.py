@@ -1,5 +1,6 @@
-"""The rounds of one process: which failure closes a round, what `poll` raises without a wait, what a round tells of the
-next one, and the names of its stages in a profile. Rounds of several ranks are in tests/distributed/.
+"""The rounds of one process: which failure closes a round, what `poll` raises without a wait, what
+a round tells of the next one, and the names of its stages in a profile. Rounds of several ranks are
+in tests/distributed/.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def assert_next_round_is_whole(ep: epmoe.ExpertParallel) -> None:
     assert torch.equal(ep.combine(d.rows, d), 2 * X)
 
 
-@pytest.mark.parametrize("call", ["dispatch_recv", "combine", "combine_send", "combine_recv", "abort"])
+@pytest.mark.parametrize(
+    "call", ["dispatch_recv", "combine", "combine_send", "combine_recv", "abort"]
+)
 def test_a_mismatch_closes_the_round_whichever_call_sees_it(ep, call):
     for n in (1, 3):
         sent = ep.dispatch_send(*INPUTS)
@@ -105,7 +108,11 @@ def test_a_call_that_its_operator_refuses_may_be_repeated(ep, monkeypatch):
     d = ep.dispatch(*INPUTS)
     for call in ("combine", "combine_send"):
         refused(call, d.rows, d)
-    assert torch.equal(ep.combine(d.rows, d), 2 * X) and d.epoch == 1 and ep.health().aborted_rounds == [0]
+    assert (
+        torch.equal(ep.combine(d.rows, d), 2 * X)
+        and d.epoch == 1
+        and ep.health().aborted_rounds == [0]
+    )
 
 
 def test_an_overflow_is_raised_once_and_leaves_the_round_open():
@@ -159,9 +166,12 @@ def test_the_wait_on_a_gpu_for_whether_more_follow(ends_by, monkeypatch):
         monkeypatch.setattr("epmoe.exchange.node._SPIN_S", 0.0)
     wait = Mock(side_effect=late)
     exchange = SimpleNamespace(
-        device=torch.device("cuda"), rounds=RoundState(progress), check=check, wait_for_device=wait,
+        device=torch.device("cuda"),
+        rounds=RoundState(progress),
+        check=check,
+        wait_for_device=wait,
         deadlines=SimpleNamespace(first_s=1.0),
-    )  # fmt: skip
+    )
     has_more_rounds = partial(NodeExchange.has_more_rounds, exchange)
     if ends_by == "an answer":
         assert not has_more_rounds()
@@ -178,6 +188,12 @@ def test_every_stage_has_a_name_in_a_profile(ep):
         d = ep.dispatch_recv(ep.dispatch_send(*INPUTS))
         ep.combine_send(d.rows, d)
         ep.combine_recv(d)
-    counts = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("epmoe::")}
-    phases = [f"{stage}{phase}" for stage in ("dispatch", "combine") for phase in ("", "_send", "_recv")]
+    counts = {
+        event.key: event.count
+        for event in profiled.key_averages()
+        if event.key.startswith("epmoe::")
+    }
+    phases = [
+        f"{stage}{phase}" for stage in ("dispatch", "combine") for phase in ("", "_send", "_recv")
+    ]
     assert counts == dict.fromkeys((f"epmoe::{name}" for name in ("route", *phases)), 1)

@@ -38,7 +38,9 @@ def test_experts_move_while_the_layer_runs(config: Path, tmp_path: Path) -> None
     report = tmp_path / "report.html"
     run = epmoe("run", config, "--steps", 40, "--routing", "drift", "--balance", "--report", report)
     assert run.returncode == 0, run.stdout + run.stderr
-    said = re.search(r"(\d+) experts? ha(s|ve) moved; the busiest rank", " ".join(run.stdout.split()))
+    said = re.search(
+        r"(\d+) experts? ha(s|ve) moved; the busiest rank", " ".join(run.stdout.split())
+    )
     assert said and "load per slot" in run.stdout
     assert run.stdout.count("✓ error against the dense fp64 reference") == 1
     assert f"{said[0]} took" in report.read_text(encoding="utf-8")
@@ -64,10 +66,25 @@ def test_bench_prints_and_writes_its_figures(config: Path, tmp_path: Path) -> No
     assert "gloo" in run.stdout
     content = json.loads(written.read_text())
     assert [row["tokens"] for row in content["results"]] == [1, 1, 1, 16, 16, 16]
-    assert (content["benchmark"], content["routing"], content["ranks"], content["repeats"]) == ("gloo", "uniform", 2, 2)
+    assert (content["benchmark"], content["routing"], content["ranks"], content["repeats"]) == (
+        "gloo",
+        "uniform",
+        2,
+        2,
+    )
     assert EPConfig(**content["config"]) == EPConfig.load(config)
-    assert content["versions"]["epmoe"] == __version__ and content["versions"]["torch"] == torch.__version__
+    assert (
+        content["versions"]["epmoe"] == __version__
+        and content["versions"]["torch"] == torch.__version__
+    )
     assert content["machine"]["cpu"] and content["machine"]["cores"] >= 1
     assert content["commit"] == commit()
-    assert set(content["units"]) == {"tokens", "dispatch", "combine", "round", "ratio", "ratio_kept"}
+    assert set(content["units"]) == {
+        "tokens",
+        "dispatch",
+        "combine",
+        "round",
+        "ratio",
+        "ratio_kept",
+    }
     assert "<svg" in plot.read_text()

@@ -26,14 +26,18 @@ from epmoe.local.weight_formats import dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, F, D = 6, 128, 256
+E = 6
+F = 128
+D = 256
 BLOCK = "model.layers.1.mlp"
 FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the tensors, and of the experts of slices, that have been read since the test began."""
+    """Names of the tensors, and of the experts of slices, that have been read since
+    the test began.
+    """
     names: list[str] = []
 
     class Opened:
@@ -59,11 +63,15 @@ def weights_of_experts(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {"w_gate_up": randn(E, 2 * F, D).to(dtype), "w_down": randn(E, D, F, seed=1).to(dtype)}
 
 
-def of_each_expert(weights: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> dict[str, Tensor]:
+def of_each_expert(
+    weights: dict[str, Tensor], block: str, names: tuple[str, str, str]
+) -> dict[str, Tensor]:
     """The tensors of a checkpoint that has gate, up and down of each expert."""
     tensors = {f"{block}.gate.weight": randn(E, D, seed=2)}
     for x in range(E):
-        for name, weight in zip(names, (*weights["w_gate_up"][x].chunk(2), weights["w_down"][x]), strict=True):
+        for name, weight in zip(
+            names, (*weights["w_gate_up"][x].chunk(2), weights["w_down"][x]), strict=True
+        ):
             tensors[f"{block}.experts.{x}.{name}.weight"] = weight.clone()
     return tensors
 
@@ -77,7 +85,9 @@ def saved(path: Path, tensors: dict[str, Tensor]) -> epmoe.SafetensorsFolder:
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], logical: list[int]) -> None:
     assert got.keys() == want.keys()
     for name, weight in want.items():
-        assert got[name].dtype == weight.dtype and torch.equal(got[name].float(), weight[logical].float()), name
+        assert got[name].dtype == weight.dtype and torch.equal(
+            got[name].float(), weight[logical].float()
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -93,7 +103,9 @@ def test_only_a_ranks_experts_are_read_from_tensors_of_each(tmp_path, read, bloc
     folder = saved(tmp_path, of_each_expert(weights, block, names))
     assert read == []
     assert_same(folder.experts(BLOCK, logical), weights, logical)
-    assert sorted(read) == sorted({f"{block}.experts.{x}.{name}.weight" for x in logical for name in names})
+    assert sorted(read) == sorted(
+        {f"{block}.experts.{x}.{name}.weight" for x in logical for name in names}
+    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -102,7 +114,10 @@ def test_only_a_ranks_experts_are_read_from_tensors_of_all(tmp_path, read, trans
     weights = weights_of_experts()
     biases = {"gate_up_bias": randn(E, 2 * F, seed=3), "down_bias": randn(E, D, seed=4)}
     names = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}
-    tensors = {f"{BLOCK}.experts.{names[n]}": w.mT.contiguous() if transposed else w for n, w in weights.items()}
+    tensors = {
+        f"{BLOCK}.experts.{names[n]}": w.mT.contiguous() if transposed else w
+        for n, w in weights.items()
+    }
     tensors |= {f"{BLOCK}.experts.gate_up_proj_bias": biases["gate_up_bias"]} if transposed else {}
     tensors |= {f"{BLOCK}.experts.down_proj_bias": biases["down_bias"]} if transposed else {}
     experts = list(tensors)
@@ -113,7 +128,8 @@ def test_only_a_ranks_experts_are_read_from_tensors_of_all(tmp_path, read, trans
 
 def test_files_of_other_ranks_need_not_be_there(tmp_path):
     """A folder with an index: one file for each expert, and only one is left."""
-    weights, weight_map = weights_of_experts(), {}
+    weights = weights_of_experts()
+    weight_map = {}
     for name, tensor in of_each_expert(weights, BLOCK, ("w1", "w3", "w2")).items():
         expert = name.split(".")[5] if ".experts." in name else "router"
         file = f"{expert}-{len(weight_map)}.safetensors"
@@ -132,14 +148,19 @@ def test_files_of_other_ranks_need_not_be_there(tmp_path):
 def rotated(path: Path) -> None:
     index = json.loads((path / INDEX).read_text())
     files = sorted({*index["weight_map"].values()})
-    index["weight_map"] = {name: files[files.index(file) - 1] for name, file in index["weight_map"].items()}
+    index["weight_map"] = {
+        name: files[files.index(file) - 1] for name, file in index["weight_map"].items()
+    }
     index["weight_map"]["model.gone"] = files[0]
     (path / INDEX).write_text(json.dumps(index))
 
 
 CONFUSED = {
     "a whole file beside an index": lambda path, other: shutil.copy(other / WHOLE, path),
-    "a whole file beside others": lambda path, other: [shutil.copy(other / WHOLE, path), (path / INDEX).unlink()],
+    "a whole file beside others": lambda path, other: [
+        shutil.copy(other / WHOLE, path),
+        (path / INDEX).unlink(),
+    ],
     "an index with wrong entries": lambda path, other: rotated(path),
 }
 
@@ -149,7 +170,9 @@ def test_a_confused_folder_has_the_weights_that_transformers_loads(tmp_path, con
     config = AutoConfig.for_model("qwen3_moe", **TINY_MODEL)
     for seed, (name, size) in enumerate({"many": "50KB", "one": "1GB"}.items()):
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name, max_shard_size=size)
+        AutoModelForCausalLM.from_config(config).save_pretrained(
+            tmp_path / name, max_shard_size=size
+        )
     CONFUSED[confused](tmp_path / "many", tmp_path / "one")
     folder = epmoe.SafetensorsFolder(tmp_path / "many")
     want = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32).state_dict()
@@ -157,7 +180,9 @@ def test_a_confused_folder_has_the_weights_that_transformers_loads(tmp_path, con
     experts = folder.experts(BLOCK, range(config.num_experts))
     for name, tensor in want.items():
         if name.startswith(f"{BLOCK}.experts."):
-            assert torch.equal(experts["w_" + name.rpartition(".")[2].removesuffix("_proj")], tensor)
+            assert torch.equal(
+                experts["w_" + name.rpartition(".")[2].removesuffix("_proj")], tensor
+            )
         elif ".experts." not in name:
             assert torch.equal(folder[name], tensor), name
 
@@ -166,8 +191,14 @@ def test_a_confused_folder_has_the_weights_that_transformers_loads(tmp_path, con
     ("index", "message"),
     [
         (None, r"only one file must have `a`, got x.safetensors and y.safetensors$"),
-        ({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}, "only one file must have `a`, got x.saf"),
-        ({"weight_map": ["a"]}, f"{INDEX}: must have a `weight_map` of names to files, got AttributeError"),
+        (
+            {"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}},
+            "only one file must have `a`, got x.saf",
+        ),
+        (
+            {"weight_map": ["a"]},
+            f"{INDEX}: must have a `weight_map` of names to files, got AttributeError",
+        ),
         ({"metadata": {}}, f"{INDEX}: must have a `weight_map` of names to files, got KeyError"),
     ],
 )
@@ -181,7 +212,9 @@ def test_a_folder_that_says_two_things_is_refused(tmp_path, index, message):
 
 
 def test_a_rank_without_experts(tmp_path):
-    got = saved(tmp_path, of_each_expert(weights_of_experts(), BLOCK, ("w1", "w3", "w2"))).experts(BLOCK, [])
+    got = saved(tmp_path, of_each_expert(weights_of_experts(), BLOCK, ("w1", "w3", "w2"))).experts(
+        BLOCK, []
+    )
     assert {name: list(weight.shape) for name, weight in got.items()} == {
         "w_gate_up": [0, 2 * F, D],
         "w_down": [0, D, F],
@@ -191,8 +224,11 @@ def test_a_rank_without_experts(tmp_path):
 def fp8_tensors(F: int) -> dict[str, Tensor]:
     tensors = {f"{BLOCK}.gate.weight": randn(E, D, seed=2)}
     for x in range(E):
-        for n, (name, shape) in enumerate({"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}.items()):
-            prefix, blocks = f"{BLOCK}.experts.{x}.{name}", [-(-size // 128) for size in shape]
+        for n, (name, shape) in enumerate(
+            {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}.items()
+        ):
+            prefix = f"{BLOCK}.experts.{x}.{name}"
+            blocks = [-(-size // 128) for size in shape]
             tensors[f"{prefix}.weight"] = randn(*shape, seed=3 * x + n).to(FP8)
             tensors[f"{prefix}.weight_scale_inv"] = randn(*blocks, seed=50 + 3 * x + n).abs()
     return tensors
@@ -205,12 +241,23 @@ def test_fp8_experts_of_another_width_get_zeros_up_to_whole_blocks(tmp_path):
         for name, size in {"gate_proj": 192, "up_proj": 192, "down_proj": D}.items():
             tensors[f"{BLOCK}.experts.{x}.{name}.bias"] = randn(size, seed=x).bfloat16()
     folder = saved(tmp_path, tensors)
-    padded, plain = (epmoe.GroupedExperts(**folder.experts(BLOCK, [3, 0], dtype=d)) for d in (None, torch.float32))
-    assert padded.is_fp8 and padded.w_down.shape == (2, D, 256) and padded.gate_up_scales.shape == (2, 4, 2)
+    padded, plain = (
+        epmoe.GroupedExperts(**folder.experts(BLOCK, [3, 0], dtype=d))
+        for d in (None, torch.float32)
+    )
+    assert (
+        padded.is_fp8
+        and padded.w_down.shape == (2, D, 256)
+        and padded.gate_up_scales.shape == (2, 4, 2)
+    )
     assert padded.gate_up_bias.shape == (2, 512) and plain.w_down.shape == (2, D, 192)
     for name in ("gate_up", "down"):
-        wide = dequantize_weights(getattr(padded, f"w_{name}"), getattr(padded, f"{name}_scales"), torch.float32)
-        narrow = wide[..., :192] if name == "down" else torch.cat([wide[:, :192], wide[:, 256:448]], 1)
+        wide = dequantize_weights(
+            getattr(padded, f"w_{name}"), getattr(padded, f"{name}_scales"), torch.float32
+        )
+        narrow = (
+            wide[..., :192] if name == "down" else torch.cat([wide[:, :192], wide[:, 256:448]], 1)
+        )
         assert torch.equal(narrow, getattr(plain, f"w_{name}"))
         assert wide.count_nonzero() == narrow.count_nonzero()
 
@@ -221,7 +268,9 @@ def test_biases_of_each_expert_are_read(tmp_path, names):
     biases = {"gate_up_bias": randn(E, 2 * F, seed=3), "down_bias": randn(E, D, seed=4)}
     tensors = of_each_expert(weights, BLOCK, names)
     for x in range(E):
-        for name, bias in zip(names, (*biases["gate_up_bias"][x].chunk(2), biases["down_bias"][x]), strict=True):
+        for name, bias in zip(
+            names, (*biases["gate_up_bias"][x].chunk(2), biases["down_bias"][x]), strict=True
+        ):
             tensors[f"{BLOCK}.experts.{x}.{name}.bias"] = bias.clone()
     assert_same(saved(tmp_path, tensors).experts(BLOCK, [4, 0]), weights | biases, [4, 0])
 
@@ -232,32 +281,39 @@ def each() -> dict[str, Tensor]:
 
 def fused() -> dict[str, Tensor]:
     weights = weights_of_experts()
-    experts = {f"{BLOCK}.experts.gate_up_proj": weights["w_gate_up"], f"{BLOCK}.experts.down_proj": weights["w_down"]}
+    experts = {
+        f"{BLOCK}.experts.gate_up_proj": weights["w_gate_up"],
+        f"{BLOCK}.experts.down_proj": weights["w_down"],
+    }
     return experts | {f"{BLOCK}.gate.weight": randn(E, D, seed=2)}
 
 
 def changed(tensors: dict[str, Tensor], part: str, change) -> dict[str, Tensor]:
-    """Tensors of the experts, of which `change` replaces those that have `part` in their names; None removes one."""
+    """Tensors of the experts, of which `change` replaces those that have `part` in their names;
+    None removes one.
+    """
     new = {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in new.items() if tensor is not None}
 
 
 def added(tensors: dict[str, Tensor], *names: str, like: Tensor | None = None) -> dict[str, Tensor]:
-    return tensors | {f"{BLOCK}.{name}": torch.ones(1) if like is None else like.clone() for name in names}
+    return tensors | {
+        f"{BLOCK}.{name}": torch.ones(1) if like is None else like.clone() for name in names
+    }
 
 
 def without(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if part not in name}
 
 
-BF16, SCALES, OF = (
-    torch.bfloat16,
-    "weight_scale_inv",
-    f"the experts of `{BLOCK}`, 0 to 5 as its router has 6 rows, have",
-)
+BF16 = torch.bfloat16
+SCALES = "weight_scale_inv"
+OF = f"the experts of `{BLOCK}`, 0 to 5 as its router has 6 rows, have"
 WRONG = {
     "bf16 expert 0 among fp8 experts, all with scales": (
-        lambda: changed(fp8_tensors(F), ".0.down_proj.weight", lambda t: t if t.dtype != FP8 else t.to(BF16)),
+        lambda: changed(
+            fp8_tensors(F), ".0.down_proj.weight", lambda t: t if t.dtype != FP8 else t.to(BF16)
+        ),
         rf"`{BLOCK}.experts.1.down_proj.weight` is F8_E4M3 \[256, 128\], but .*experts.0.down_proj.weight` is BF16 \[",
     ),
     "an expert of another dtype": (
@@ -265,10 +321,15 @@ WRONG = {
         r"experts.4.up_proj.weight` is F16 .*0.gate_proj.weight` is F32 .*: all experts must have one format",
     ),
     "more experts": (
-        lambda: added(each(), *(f"experts.6.{name}_proj.weight" for name in ("gate", "up", "down"))),
+        lambda: added(
+            each(), *(f"experts.6.{name}_proj.weight" for name in ("gate", "up", "down"))
+        ),
         rf"{OF} experts.\*.down_proj.weight, .*, but got also {BLOCK}.experts.6.down_proj.weight, ",
     ),
-    "a gap": (lambda: without(each(), "experts.2."), rf"{OF} .* lack {BLOCK}.experts.2.down_proj.weight, "),
+    "a gap": (
+        lambda: without(each(), "experts.2."),
+        rf"{OF} .* lack {BLOCK}.experts.2.down_proj.weight, ",
+    ),
     "a bias of one expert": (
         lambda: added(each(), "experts.3.down_proj.bias"),
         r"experts.\*.down_proj.bias, .*, but lack .*experts.0.down_proj.bias, .*experts.1.",
@@ -281,7 +342,9 @@ WRONG = {
         lambda: (
             {
                 name.replace("weight", "weight_packed").replace("packed_scale_inv", "scale"): (
-                    tensor.view(torch.uint8)[:, ::2].clone() if tensor.dtype == FP8 else torch.ones(128, 16).to(FP8)
+                    tensor.view(torch.uint8)[:, ::2].clone()
+                    if tensor.dtype == FP8
+                    else torch.ones(128, 16).to(FP8)
                 )
                 for name, tensor in fp8_tensors(F).items()
                 if ".experts." in name
@@ -299,7 +362,9 @@ WRONG = {
         r"experts.0.gate_proj.weight` is F8_E4M3 \[128, 256\], without a `weight_scale_inv`",
     ),
     "scales beside bf16": (
-        lambda: changed(fp8_tensors(F), "_proj.weight", lambda t: t.to(BF16) if t.dtype == FP8 else t),
+        lambda: changed(
+            fp8_tensors(F), "_proj.weight", lambda t: t.to(BF16) if t.dtype == FP8 else t
+        ),
         r"gate_proj.weight_scale_inv` is F32 .* but .*gate_proj.weight` is BF16 .*, which needs no scales",
     ),
     "packed weights": (
@@ -314,7 +379,10 @@ WRONG = {
         lambda: changed(each(), "down_proj", lambda t: t[:, 1:].clone()),
         r"gate_proj.weight` is F32 \[128, 256\], and .*down_proj.weight` is F32 \[256, 127\], which do not fit",
     ),
-    "two formats": (lambda: each() | fused(), r"got also .*experts.down_proj, .*experts.gate_up_proj$"),
+    "two formats": (
+        lambda: each() | fused(),
+        r"got also .*experts.down_proj, .*experts.gate_up_proj$",
+    ),
     "fused, more experts": (
         lambda: changed(fused(), "experts.down_proj", lambda t: torch.cat([t, t[:1]])),
         r"experts.down_proj` is F32 \[7, 256, 128\], but must have 6 rows, as the router has",
@@ -343,8 +411,14 @@ def test_experts_of_another_format_are_refused(tmp_path, wrong):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["gate.weight_scale_inv"], f"must have a `gate.weight`.* got also {BLOCK}.gate.weight_scale_inv"),
-        (["gate.per_expert_scale", "gate.scale"], rf"got also {BLOCK}.gate.per_expert_scale, {BLOCK}.gate.scale$"),
+        (
+            ["gate.weight_scale_inv"],
+            f"must have a `gate.weight`.* got also {BLOCK}.gate.weight_scale_inv",
+        ),
+        (
+            ["gate.per_expert_scale", "gate.scale"],
+            rf"got also {BLOCK}.gate.per_expert_scale, {BLOCK}.gate.scale$",
+        ),
         (
             ["gate.e_score_correction_bias", "expert_bias"],
             f"one bias of the choice, got also {BLOCK}.gate.e_score_corr",
@@ -354,7 +428,9 @@ def test_experts_of_another_format_are_refused(tmp_path, wrong):
 def test_a_router_of_another_format_is_refused(tmp_path, names, message):
     folder = saved(tmp_path, added(each(), *names, like=randn(E)))
     assert folder.experts(BLOCK, [2]).keys() == {"w_gate_up", "w_down"}
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/model.safetensors: the router of `{BLOCK}` .*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/model.safetensors: the router of `{BLOCK}` .*{message}"
+    ):
         folder.router(BLOCK)
 
 
@@ -368,7 +444,10 @@ def test_an_expert_that_the_router_does_not_know(tmp_path, make, x):
 
 @pytest.mark.parametrize(
     ("experts", "message"),
-    [(E - 2, r"`router_weight` must be \[4, 256\], got \[6, 256\]"), (E + 2, r"the experts 0 to 5, got \[6, 7\]")],
+    [
+        (E - 2, r"`router_weight` must be \[4, 256\], got \[6, 256\]"),
+        (E + 2, r"the experts 0 to 5, got \[6, 7\]"),
+    ],
 )
 def test_a_config_of_another_number_of_experts(tmp_path, experts, message):
     folder = saved(tmp_path, each())
@@ -379,15 +458,28 @@ def test_a_config_of_another_number_of_experts(tmp_path, experts, message):
         epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
 
 
-FORMATS = ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "granitemoe", "ernie4_5_moe", "hy_v3", "llama4_text"]
+FORMATS = [
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "minimax_m2",
+    "granitemoe",
+    "ernie4_5_moe",
+    "hy_v3",
+    "llama4_text",
+]
 """A model type for each set of names that checkpoints have."""
 
 
-def layer_as_configured(ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, block: str) -> epmoe.MoELayer:
+def layer_as_configured(
+    ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, block: str
+) -> epmoe.MoELayer:
     """The layer, made of what `EPConfig.from_hf` knows of the experts and nothing else."""
     experts = ep.config.experts
     layer = epmoe.MoELayer.from_safetensors(ep, folder, block, **experts.options)
-    assert [layer.experts.gate_up_bias is not None, layer.experts.down_bias is not None] == [experts.biases] * 2
+    assert [layer.experts.gate_up_bias is not None, layer.experts.down_bias is not None] == [
+        experts.biases
+    ] * 2
     return layer
 
 
@@ -396,14 +488,18 @@ def layer_as_configured(ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolde
 def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
     model = tiny_model(model_type, tmp_path)
     config = epmoe.EPConfig.from_hf(tmp_path, ep_size=1, model={"dtype": "float32"})
-    name, block = [(name, block) for name, block in model.named_modules() if hasattr(block, "experts")][-1]
+    name, block = [
+        (name, block) for name, block in model.named_modules() if hasattr(block, "experts")
+    ][-1]
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         layer = layer_as_configured(ep, epmoe.SafetensorsFolder(tmp_path), name)
         assert (layer.bias is not None) == config.routing.selection_bias
         x = randn(1, 9, 64)
         want = block(x)[0] if isinstance(block(x), tuple) else block(x)
         shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
-        assert_close(layer(x), (want.view_as(x) - (0 if shared is None else shared(x))).double(), slack=4)
+        assert_close(
+            layer(x), (want.view_as(x) - (0 if shared is None else shared(x))).double(), slack=4
+        )
 
 
 def layer_without(layer, name):
@@ -418,14 +514,17 @@ def test_a_layer_of_gpt_oss():
         folder = epmoe.SafetensorsFolder(path)
         config = epmoe.EPConfig.from_hf(path, ep_size=1, capacity={"max_num_tokens_per_rank": 8})
         experts = epmoe.GroupedExperts(**folder.experts(BLOCK, [7]), **config.experts.options)
-        rows, ids = randn(5, 96), torch.full((5, 1), 7)
+        rows = randn(5, 96)
+        ids = torch.full((5, 1), 7)
         want = block.experts(rows, ids, torch.ones(5, 1))
         assert_close(experts(rows, torch.tensor([0, 5], dtype=torch.int32)), want.double(), slack=4)
         with epmoe.ExpertParallel(config) as ep:
             layer = layer_as_configured(ep, folder, BLOCK)
             y = layer(rows)
             assert_close(y, block(rows[None])[0][0].double(), slack=4)
-            assert layer.logit_bias.any() and not torch.equal(y, layer_without(layer, "logit_bias")(rows))
+            assert layer.logit_bias.any() and not torch.equal(
+                y, layer_without(layer, "logit_bias")(rows)
+            )
             twin = layer_as_configured(ep, folder, BLOCK).to(torch.bfloat16)
             assert twin.logit_bias.dtype == torch.float32, "a router keeps its precision"
             twin.load_state_dict(layer.state_dict())
@@ -437,10 +536,13 @@ def test_a_layer_of_gpt_oss():
 def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
     tensors = {"a.gate.weight": randn(E, D).bfloat16(), "b.gate.weight": randn(E, D).bfloat16()}
     folder = saved(tmp_path, tensors | {"a.gate.e_score_correction_bias": randn(E).bfloat16()})
-    a, b = folder.router("a"), folder.router("b")
+    a = folder.router("a")
+    b = folder.router("b")
     assert a["router_weight"].dtype == a["bias"].dtype == torch.float32
     assert torch.equal(a["router_weight"], tensors["a.gate.weight"].float())
-    assert b["router_weight"].dtype == torch.bfloat16 and b["bias"] is None and b["logit_bias"] is None
+    assert (
+        b["router_weight"].dtype == torch.bfloat16 and b["bias"] is None and b["logit_bias"] is None
+    )
 
 
 @pytest.mark.parametrize("bias", [{}, {f"{BLOCK}.gate.bias": randn(E).bfloat16()}])
@@ -452,7 +554,9 @@ def test_a_router_in_another_dtype(tmp_path, bias):
         folder = saved(tmp_path, tensors | bias)
         layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, router_dtype=torch.float32)
     assert layer.router_weight.dtype == torch.float32 and layer.experts.dtype == torch.bfloat16
-    assert (layer.logit_bias is not None) == bool(bias) and layer.logits(randn(2, D)).dtype == torch.float32
+    assert (layer.logit_bias is not None) == bool(bias) and layer.logits(
+        randn(2, D)
+    ).dtype == torch.float32
 
 
 def test_what_a_checkpoint_lacks_is_named(tmp_path):
@@ -461,13 +565,17 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(ValueError, match=r"model.safetensors: .*header"):
         epmoe.SafetensorsFolder(tmp_path)
-    tensors = {f"{BLOCK}.gate.weight": randn(E, D), f"{BLOCK}.experts.gate_up_proj_blocks": randn(E, D)}
+    tensors = {
+        f"{BLOCK}.gate.weight": randn(E, D),
+        f"{BLOCK}.experts.gate_up_proj_blocks": randn(E, D),
+    }
     fine = of_each_expert(weights_of_experts(), "fine", ("w1", "w3", "w2"))
     folder = saved(tmp_path, tensors | fine)
     with pytest.raises(ValueError, match=r"has no MoE block `model.layers.0.mlp`"):
         folder.experts("model.layers.0.mlp", [0])
     with pytest.raises(
-        ValueError, match=rf"experts of `{BLOCK}` must be .*, got {BLOCK}.experts.gate_up_proj_blocks, "
+        ValueError,
+        match=rf"experts of `{BLOCK}` must be .*, got {BLOCK}.experts.gate_up_proj_blocks, ",
     ):
         folder.experts(BLOCK, [0])
     with pytest.raises(LookupError):
@@ -475,7 +583,8 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"w_down": randn(E - 1, D, F)}, {"down_bias": randn(D)}, {"w_gate_up": randn(2 * F, D)}]
+    "wrong",
+    [{"w_down": randn(E - 1, D, F)}, {"down_bias": randn(D)}, {"w_gate_up": randn(2 * F, D)}],
 )
 def test_from_full_needs_a_row_for_each_expert(wrong):
     config = epmoe.EPConfig(
@@ -484,5 +593,7 @@ def test_from_full_needs_a_row_for_each_expert(wrong):
     )
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         (name,) = wrong
-        with pytest.raises(ValueError, match=rf"`{name}` must have a row for each of 6 experts, got \["):
+        with pytest.raises(
+            ValueError, match=rf"`{name}` must have a row for each of 6 experts, got \["
+        ):
             epmoe.MoELayer.from_full(ep, randn(E, D), **weights_of_experts() | wrong)

@@ -1,4 +1,6 @@
-"""Jobs that start with saved slots: the file that `save_slots` writes and `placement.slots` names."""
+"""Jobs that start with saved slots: the file that `save_slots` writes and
+`placement.slots` names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import epmoe
 
 
 def test_a_job_starts_with_saved_slots(host):
-    """Experts have moved; a new job begins where they were. Ranks that read other files all raise."""
+    """Experts have moved; a new job begins where they were. Ranks that read other
+    files all raise.
+    """
     names = host.begin(moving(2))
     host.succeed(names, rotate)
     host.succeed(names, finish)
@@ -57,7 +61,10 @@ def test_ranks_that_read_other_files_all_hear_of_it(host):
     ("content", "message"),
     [
         ('{"slots": [[0, 1, 2, 3], [3, 2, 1, 0]]}', None),
-        ('{"slots": [[0, 1, 2, 3]]}', r"`slots` must be 2 layers \(`placement.layers`\) of 4 slots .* got \[1, 4\]"),
+        (
+            '{"slots": [[0, 1, 2, 3]]}',
+            r"`slots` must be 2 layers \(`placement.layers`\) of 4 slots .* got \[1, 4\]",
+        ),
         ('{"slots": [[0, 1, 2], [3, 2, 1]]}', r"must be 2 layers .* got \[2, 3\]"),
         ('{"slots": [[0, 1, 2, 3], [3, 2, 1, 1]]}', "layer 1 has no expert 0"),
         ('{"slots": [[0, 1, 2, 3], [3, 2, 1, 4]]}', "must hold experts from 0 to 3, or −1"),
@@ -97,11 +104,17 @@ def test_slots_are_written_in_one_step(tmp_path, monkeypatch):
 
 def test_a_layer_loads_what_its_slots_hold(tmp_path):
     """Each layer has its own; an empty slot gets any weights."""
-    path, D, F = tmp_path / "slots.json", 64, 8
+    path = tmp_path / "slots.json"
+    D = 64
+    F = 8
     path.write_text('{"slots": [[3, 1, 2, 0], [1, 0, 3, 2]]}')
     with epmoe.ExpertParallel(moving(1, E, path)) as ep:
-        w_gate_up, w_down = randn(E, 2 * F, D, seed=1), randn(E, D, F, seed=2)
-        layers = [epmoe.MoELayer.from_full(ep, randn(E, D), w_gate_up, w_down).requires_grad_(False) for _ in range(L)]
+        w_gate_up = randn(E, 2 * F, D, seed=1)
+        w_down = randn(E, D, F, seed=2)
+        layers = [
+            epmoe.MoELayer.from_full(ep, randn(E, D), w_gate_up, w_down).requires_grad_(False)
+            for _ in range(L)
+        ]
         for layer, held in zip(layers, ([3, 1, 2, 0], [1, 0, 3, 2]), strict=True):
             assert torch.equal(layer.experts.w_down, w_down[held])
         x = randn(5, D, seed=3)

@@ -1,7 +1,8 @@
-"""Scripts of two ranks, as users run them: a forked child touches nothing of its parent's, and a script that has closed
-its `ExpertParallel` ends well.
+"""Scripts of two ranks, as users run them: a forked child touches nothing of its parent's, and a
+script that has closed its `ExpertParallel` ends well.
 
-The scripts end as an interpreter does, with its destructors, which a forked child of a test would not.
+The scripts end as an interpreter does, with its destructors, which a forked child of a test would
+not.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ for time in range(8):
 """
 
 
-@pytest.mark.parametrize(("nodes", "end"), [(1, "as multiprocessing"), slow(2, "as an interpreter")])
+@pytest.mark.parametrize(
+    ("nodes", "end"), [(1, "as multiprocessing"), slow(2, "as an interpreter")]
+)
 def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
     """Every call of the child raises, and its end is harmless, by destructors or without them."""
     run_two_ranks(BEGIN + FORK, tmp_path / "store", nodes, end)
@@ -91,7 +94,9 @@ def test_a_script_ends(nodes, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [part for part, (script, *_) in sanitizer.PARTS.items() if sanitizer.BEGIN in script])
+@pytest.mark.parametrize(
+    "part", [part for part, (script, *_) in sanitizer.PARTS.items() if sanitizer.BEGIN in script]
+)
 def test_parts_of_the_sanitizer_run_on_cpus(part):
     script, ranks, _ = sanitizer.PARTS[part]
     for run in sanitizer.sanitize(None, script, ranks=ranks, device="cpu"):

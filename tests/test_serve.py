@@ -1,7 +1,8 @@
-"""examples/serve.py: whatever clients send and whichever ranks die, all requests are answered, and no token is wrong.
+"""examples/serve.py: whatever clients send and whichever ranks die, all requests are answered, and
+no token is wrong.
 
-Under load, clients have one request each at a time, with prompts drawn by a seed. EPMOE_SERVE_RUNS repeats each death
-so often.
+Under load, clients have one request each at a time, with prompts drawn by a seed. EPMOE_SERVE_RUNS
+repeats each death so often.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ from dying_server import POISON, STATES, victims  # noqa: E402
 
 import epmoe  # noqa: E402
 
-CLIENTS, RANKS, MOST_REQUESTS, WAIT_S = 8, 4, 16, 120.0
+CLIENTS = 8
+RANKS = 4
+MOST_REQUESTS = 16
+WAIT_S = 120.0
 IN_CI = ("before", "in", "moving", "new-opens", "hangs")  # of the states of a death
 RUNS = int(os.environ.get("EPMOE_SERVE_RUNS", "1"))
-GAP_S = serve_rank.DEADLINE_S  # no death costs a deadline, also on a machine with other load; the gap itself is printed
-JOIN_S = GAP_S  # from a death to its successor in the group: 0.4 s, and 2 s at most on idle cores; printed
+GAP_S = (
+    serve_rank.DEADLINE_S
+)  # no death costs a deadline, also on a machine with other load; the gap itself is printed
+# from a death to its successor in the group: 0.4 s, and 2 s at most on idle cores; printed
+JOIN_S = GAP_S
 PROMPTS = ("abc", [], [2.5], [[1]], [10**9], [-1], [True], None, [1] * serve_rank.LENGTH)
 OPTIONS = ({"stream": 1}, {"timeout_s": 0}, {"timeout_s": 61}, {"temperature": 1})
 REFUSED = [  # bodies of /generate
@@ -64,8 +71,16 @@ class Answer(NamedTuple):
 
 
 class Server:
-    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path, size: int = RANKS) -> None:
-        self.port, self.process, self.log, self.size, self.answers = port, process, log, size, list[Answer]()
+    def __init__(
+        self, port: int, process: subprocess.Popen[bytes], log: Path, size: int = RANKS
+    ) -> None:
+        self.port, self.process, self.log, self.size, self.answers = (
+            port,
+            process,
+            log,
+            size,
+            list[Answer](),
+        )
 
     def begin(self, path: str, body: object = None, method: str | None = None) -> HTTPConnection:
         """A request whose answer nobody has read yet."""
@@ -89,16 +104,25 @@ class Server:
     def answers_of(self, asked: list[tuple[list[int], int]]) -> list[tuple[int, dict[str, Any]]]:
         """Status and content of each, all asked at the same time."""
         bodies = [{"prompt": prompt, "max_tokens": most} for prompt, most in asked]
-        responses = [connection.getresponse() for connection in [self.begin("/generate", body) for body in bodies]]
+        responses = [
+            connection.getresponse()
+            for connection in [self.begin("/generate", body) for body in bodies]
+        ]
         return [(response.status, json.loads(response.read())) for response in responses]
 
     def events(self, prompt: list[int], most: int) -> tuple[list[int], str, dict[str, Any]]:
         """The tokens of a stream, and the type and data of its last event."""
-        status, text = self.call("/generate", {"prompt": prompt, "max_tokens": most, "stream": True})
+        status, text = self.call(
+            "/generate", {"prompt": prompt, "max_tokens": most, "stream": True}
+        )
         assert status == 200
         *events, last = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
         kind, content = (line.split(": ", 1)[1] for line in last)
-        return [json.loads(line.removeprefix("data: "))["token"] for (line,) in events], kind, json.loads(content)
+        return (
+            [json.loads(line.removeprefix("data: "))["token"] for (line,) in events],
+            kind,
+            json.loads(content),
+        )
 
     def ranks(self) -> list[dict[str, Any]]:
         return json.loads(self.call("/ranks")[1])
@@ -109,7 +133,9 @@ class Server:
     def metric(self, name: str, port: int | None = None) -> float:
         """The sum over labels, of the front or of a rank."""
         text = Server(port or self.port, self.process, self.log).call("/metrics")[1]
-        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (.*)$", text, re.MULTILINE))
+        return sum(
+            float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (.*)$", text, re.MULTILINE)
+        )
 
     def wait(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -124,7 +150,8 @@ class Server:
 
     def replace(self, rank: int, most_s: float = JOIN_S) -> None:
         """Kill a rank, and wait for its successor."""
-        victim, begin = self.pids()[rank], time.monotonic()
+        victim = self.pids()[rank]
+        begin = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         self.wait(lambda: len(pids := self.pids()) == self.size and victim not in pids)
         print(f"a new rank has joined {(joined_s := time.monotonic() - begin):.2f} s after a death")
@@ -143,7 +170,9 @@ class Server:
 
     @contextmanager
     def storm(self, seed: int) -> Iterator[Counter[int | None]]:
-        """Meanwhile clients send drawn requests. Yields how often which status came; None: a client did not wait."""
+        """Meanwhile clients send drawn requests. Yields how often which status came; None: a client
+        did not wait.
+        """
         found = Counter[int | None]()
 
         def ask(draw: random.Random) -> None:
@@ -162,7 +191,9 @@ class Server:
                 ask(draw)
 
         with ThreadPoolExecutor(CLIENTS) as clients:
-            asking = [clients.submit(repeat, random.Random(seed * CLIENTS + i)) for i in range(CLIENTS)]
+            asking = [
+                clients.submit(repeat, random.Random(seed * CLIENTS + i)) for i in range(CLIENTS)
+            ]
             try:
                 yield
             finally:
@@ -174,7 +205,9 @@ class Server:
 @contextmanager
 def running(tmp_path: Path, *program: object, ranks: int = RANKS) -> Iterator[Server]:
     """A server that is ready."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", *filter(None, [os.environ.get("PYTHONPATH")]))))
+    path = os.pathsep.join(
+        map(str, (ROOT, ROOT / "examples", *filter(None, [os.environ.get("PYTHONPATH")])))
+    )
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     with log.open("w") as file:
@@ -211,11 +244,16 @@ def check(server: Server, model: serve_rank.Model, most_lost: int, gap_s: float 
     """Answers are those of one process, but for requests of ranks that have died."""
     right = [answer for answer in server.answers if answer.status == 200]
     lost = [answer for answer in server.answers if answer.status != 200]
-    assert all(answer.status == 503 and "has died" in answer.content["error"] for answer in lost), lost
+    assert all(answer.status == 503 and "has died" in answer.content["error"] for answer in lost), (
+        lost
+    )
     assert len(lost) <= most_lost, f"{len(lost)} lost"
     expected = continued(model, [answer[:2] for answer in right], serve_rank.BATCH)
-    wrong = [(answer, tokens) for answer, tokens in zip(right, expected, strict=True)
-             if answer.content["tokens"] != tokens]  # fmt: skip
+    wrong = [
+        (answer, tokens)
+        for answer, tokens in zip(right, expected, strict=True)
+        if answer.content["tokens"] != tokens
+    ]
     assert not wrong, wrong[0]
     gap = server.metric("serve_longest_gap_seconds")
     print(f"{len(right)} right, {len(lost)} of dead ranks, longest gap {gap:.3f} s")
@@ -223,7 +261,9 @@ def check(server: Server, model: serve_rank.Model, most_lost: int, gap_s: float 
 
 
 def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
-    """No request harms another one or a rank; a rank dies and is replaced; then the group shrinks. Experts move."""
+    """No request harms another one or a rank; a rank dies and is replaced; then the group shrinks.
+    Experts move.
+    """
     with running(tmp_path, "examples/serve.py") as server:
         before = server.pids()
         refuse(server)
@@ -249,7 +289,9 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
         assert server.call("/scale", {"ranks": 4})[0] == 202
         server.wait(lambda: family(server.process.pid) - processes)  # a new rank
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)  # it has come to wait in `join_group`, and nobody tells the others to take it in
+        time.sleep(
+            1.5
+        )  # it has come to wait in `join_group`, and nobody tells the others to take it in
         processes = family(server.process.pid)
         server.process.kill()
         deadline = time.monotonic() + WAIT_S
@@ -272,7 +314,9 @@ def refuse(server: Server) -> None:
 
 
 def limit(server: Server) -> None:
-    """Requests beyond the most are refused, those whose time is up are answered, and clients may go at any time."""
+    """Requests beyond the most are refused, those whose time is up are answered, and clients may go
+    at any time.
+    """
     longest = {"prompt": [1], "max_tokens": serve_rank.LENGTH - 1}
     os.kill(stopped := server.pids()[0], signal.SIGSTOP)  # meanwhile no request ends
     try:
@@ -289,15 +333,20 @@ def limit(server: Server) -> None:
 
 
 def stream(server: Server, model: serve_rank.Model) -> None:
-    """An event for each token, then one with all; or an error, as in an answer that is no stream."""
+    """An event for each token, then one with all; or an error, as in an answer that is
+    no stream.
+    """
     ((_, *tokens),) = continued(model, [([5], 9)], 1)
     assert server.events([5], 9) == (tokens, "end", {"tokens": [5, *tokens]})
-    status, text = server.call("/generate", {"prompt": [1], "max_tokens": 31, "stream": True, "timeout_s": 1e-3})
+    status, text = server.call(
+        "/generate", {"prompt": [1], "max_tokens": 31, "stream": True, "timeout_s": 1e-3}
+    )
     assert status == 200 and "event: error" in text and "in its time" in text
 
 
 def test_other_threads_see_all_ranks_while_the_front_orders_them():
-    front, seen = SimpleNamespace(members=[], new=[]), []
+    front = SimpleNamespace(members=[], new=[])
+    seen = []
 
     class Member:
         @property
@@ -311,7 +360,9 @@ def test_other_threads_see_all_ranks_while_the_front_orders_them():
 
 
 def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
-    """A request at which the model raises fails alone. The server ends with its last rank, and answers everyone."""
+    """A request at which the model raises fails alone. The server ends with its last rank, and
+    answers everyone.
+    """
     with running(tmp_path, "tests/dying_server.py", "raises", ranks=2) as server:
         before = server.pids()
         prompts = [[POISON if i % 3 == 1 else 1, i] for i in range(8)]
@@ -324,7 +375,9 @@ def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
                 assert status == 200 and content["tokens"] == tokens
         assert server.pids() == before
         for process in before:
-            os.kill(process, signal.SIGSTOP)  # so that the next request is not answered before they die
+            os.kill(
+                process, signal.SIGSTOP
+            )  # so that the next request is not answered before they die
         waiting = server.begin("/generate", {"prompt": [1], "max_tokens": 31})
         server.wait(lambda: server.metric("serve_open_requests"))
         for process in before:
@@ -358,7 +411,9 @@ def lives(pid: int) -> bool:
 @pytest.mark.long
 @pytest.mark.slow
 def test_ten_thousand_drawn_requests(tmp_path):
-    """Bodies, paths, methods, headers and clients that leave: no rank dies, and every answer is 2xx or 4xx."""
+    """Bodies, paths, methods, headers and clients that leave: no rank dies, and every answer is 2xx
+    or 4xx.
+    """
     with running(tmp_path, "examples/serve.py") as server:
         with server.storm(seed=0) as statuses:
             server.wait(lambda: statuses.total() >= 10_000)
@@ -377,12 +432,16 @@ def test_drawn_requests_while_ranks_die(tmp_path, run):
         with server.storm(run) as statuses:
             for _ in range(5):
                 time.sleep(draw.uniform(0.1, 1.0))
-                server.wait(lambda: len(pids := server.pids()) > 1 and all(map(lives, pids)))  # one is left
+                server.wait(
+                    lambda: len(pids := server.pids()) > 1 and all(map(lives, pids))
+                )  # one is left
                 os.kill(draw.choice(server.pids()), signal.SIGKILL)
             goal = statuses.total() + 500
             server.wait(lambda: statuses.total() >= goal)
         print(dict(statuses))
-        assert all(status is None or status // 100 in (2, 4) or status == 503 for status in statuses), statuses
+        assert all(
+            status is None or status // 100 in (2, 4) or status == 503 for status in statuses
+        ), statuses
         assert server.call("/scale", {"ranks": RANKS})[0] == 202
         server.wait(lambda: len(server.pids()) == RANKS)
         assert server.call("/generate", {"prompt": [1], "max_tokens": 2})[0] == 200
@@ -390,7 +449,9 @@ def test_drawn_requests_while_ranks_die(tmp_path, run):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_transformers(tmp_path):
-    """The tokens are those of transformers, also after a death. A request at which the model raises fails alone."""
+    """The tokens are those of transformers, also after a death. A request at which the model raises
+    fails alone.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3_moe", **TINY_MODEL)
@@ -406,7 +467,9 @@ def test_a_checkpoint_of_transformers(tmp_path):
     expected = [(200, {"tokens": tokens}) for tokens in continued(step, asked, 1)]
     asked.insert(5, ([POISON], 20))
     expected.insert(5, (500, {"error": "ValueError: a poisoned prompt"}))
-    with running(tmp_path, "tests/dying_server.py", "raises", "--model", tmp_path / "model") as server:
+    with running(
+        tmp_path, "tests/dying_server.py", "raises", "--model", tmp_path / "model"
+    ) as server:
         for _ in range(2):
             assert server.answers_of(asked) == expected
             server.replace(1)
@@ -422,9 +485,15 @@ def test_a_death_in_every_state(tmp_path, alone, state, run):
     deaths = len(victims(state)) + (new is not None) + (old is not None)
     with running(tmp_path, "tests/dying_server.py", state) as server:
         before = server.pids()
-        kept = set(before) - {before[rank] for rank in victims(state)} - ({before[0]} if old else set())
+        kept = (
+            set(before)
+            - {before[rank] for rank in victims(state)}
+            - ({before[0]} if old else set())
+        )
         with server.load(seed=run):
-            server.wait(lambda: len(pids := server.pids()) == RANKS and set(pids) & set(before) == kept)
+            server.wait(
+                lambda: len(pids := server.pids()) == RANKS and set(pids) & set(before) == kept
+            )
             server.more(30)
         check(server, alone, deaths * serve_rank.BATCH, gap_s)
 
@@ -434,7 +503,9 @@ def test_a_death_in_every_state(tmp_path, alone, state, run):
 @NO_CUDA
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_are_killed_that_replay_graphs(tmp_path, alone, ranks):
-    """New ranks join and capture theirs. The others capture nothing again, as `topology.max_ranks` has it."""
+    """New ranks join and capture theirs. The others capture nothing again, as `topology.max_ranks`
+    has it.
+    """
     with running(tmp_path, "tests/graphed_server.py", ranks=ranks) as server:
         with server.load(seed=0):
             server.more(40)
@@ -443,7 +514,11 @@ def test_ranks_are_killed_that_replay_graphs(tmp_path, alone, ranks):
                 server.more(40)
         log = server.log.read_text()
         captured = Counter(re.findall(r"process (\d+) captured in generation", log))
-        alone_first = set(re.findall(r"process (\d+) captured in generation [1-9]", log))  # before it joins
-        assert len(captured) == ranks + 5 and all(captured[pid] == 1 + (pid in alone_first) for pid in captured)
+        alone_first = set(
+            re.findall(r"process (\d+) captured in generation [1-9]", log)
+        )  # before it joins
+        assert len(captured) == ranks + 5 and all(
+            captured[pid] == 1 + (pid in alone_first) for pid in captured
+        )
         assert len(server.answers) >= 200 + 5 * serve_rank.BATCH
         check(server, alone, most_lost=5 * serve_rank.BATCH, gap_s=WAIT_S)

@@ -1,6 +1,8 @@
-"""ExpertParallel in one process: where it may run, what it takes, its handles, and what it says of itself.
+"""ExpertParallel in one process: where it may run, what it takes, its handles, and what it says of
+itself.
 
-The exchange between ranks: tests/distributed. Wrong calls: test_mistakes.py. Several threads: test_threads.py.
+The exchange between ranks: tests/distributed. Wrong calls: test_mistakes.py. Several threads:
+test_threads.py.
 """
 
 from __future__ import annotations
@@ -45,10 +47,17 @@ def test_one_process_is_a_group_of_one():
 
 @pytest.mark.usefixtures("serving")
 def test_models_may_be_built_under_a_default_device():
-    x, *weights = torch.randn(3, 64), torch.randn(8, 64), torch.randn(8, 80, 64), torch.randn(8, 64, 40)
+    x, *weights = (
+        torch.randn(3, 64),
+        torch.randn(8, 64),
+        torch.randn(8, 80, 64),
+        torch.randn(8, 64, 40),
+    )
 
     def built() -> epmoe.MoELayer:
-        return epmoe.MoELayer.from_full(epmoe.ExpertParallel(alone()), *weights, batch_invariant=True)
+        return epmoe.MoELayer.from_full(
+            epmoe.ExpertParallel(alone()), *weights, batch_invariant=True
+        )
 
     with torch.device("meta"):
         layer = built()
@@ -58,51 +67,81 @@ def test_models_may_be_built_under_a_default_device():
 
 
 def test_experts_hear_of_ranks_that_bring_more():
-    """Which GEMM is best follows from the rows of all ranks, of which a rank with one token knows nothing."""
-    x, ids, weights = torch.randn(1, 64), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
+    """Which GEMM is best follows from the rows of all ranks, of which a rank with one token knows
+    nothing.
+    """
+    x = torch.randn(1, 64)
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    weights = torch.ones(1, 2)
     with epmoe.ExpertParallel(alone()) as ep:
-        own, told, after = 2 / 8, 16 * 2 / 8, 2 / 8
+        own = 2 / 8
+        told = 16 * 2 / 8
+        after = 2 / 8
         for within, rows in ((None, own), (16, told), (0, own), (None, after)):
             with ep.at_most(within):
                 d = ep.dispatch(x, ids, weights)
             assert d.segments["rows_per_expert"] == rows
             ep.abort(d)
         for wrong in (-1, 1.5):
-            with pytest.raises(ValueError, match="`tokens` must be an int of at least 0"), ep.at_most(wrong):
+            with (
+                pytest.raises(ValueError, match="`tokens` must be an int of at least 0"),
+                ep.at_most(wrong),
+            ):
                 raise AssertionError
 
 
 def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises():
-    """`d.rows` is a window: saved for a backward pass, it would hold the rows of another layer by then."""
+    """`d.rows` is a window: saved for a backward pass, it would hold the rows of another layer by
+    then.
+    """
     w = torch.randn(64, requires_grad=True)
     with epmoe.ExpertParallel(alone()) as ep:
         for _ in range(2):
-            d = ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
+            d = ep.dispatch(
+                torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+            )
             loss = (d.rows * w).sum()
             ep.combine(d.rows, d)
         loss.backward()  # of the last round
         loss = (d.rows * w).sum()
-        ep.combine(d.rows, ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)))
+        ep.combine(
+            d.rows,
+            ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)),
+        )
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-NO_IDS, NO_WEIGHTS = torch.empty(2, 0, dtype=torch.int32).t(), torch.empty(2, 0).t()
+NO_IDS = torch.empty(2, 0, dtype=torch.int32).t()
+NO_WEIGHTS = torch.empty(2, 0).t()
 EMPTY = torch.empty(0, 128), torch.empty(0, 4, dtype=torch.int32), torch.empty(0, 4)
 
 
 @pytest.mark.parametrize(
     ("x", "ids", "weights"),
     [
-        (torch.randn(1 + 2 * 64)[1:].view(2, 64), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)),
-        (torch.randn(2, 65)[:1, :64], torch.zeros(2, 3, dtype=torch.int32)[:1, :1], torch.ones(2, 5)[:1, :1]),
+        (
+            torch.randn(1 + 2 * 64)[1:].view(2, 64),
+            torch.zeros(2, 1, dtype=torch.int32),
+            torch.ones(2, 1),
+        ),
+        (
+            torch.randn(2, 65)[:1, :64],
+            torch.zeros(2, 3, dtype=torch.int32)[:1, :1],
+            torch.ones(2, 5)[:1, :1],
+        ),
         (torch.empty(64, 0).t(), NO_IDS, NO_WEIGHTS),
         # torch calls a tensor of 0 rows contiguous, whatever the stride within a row
-        *([t[:, :: 2 if i == apart else 1][:, : (64, 2, 2)[i]] for i, t in enumerate(EMPTY)] for apart in range(3)),
+        *(
+            [t[:, :: 2 if i == apart else 1][:, : (64, 2, 2)[i]] for i, t in enumerate(EMPTY)]
+            for apart in range(3)
+        ),
     ],
 )
 def test_rows_may_start_anywhere(x, ids, weights):
-    """Not only at multiples of 16 bytes; a row alone and no row may have any stride. combine needs used rows only."""
+    """Not only at multiples of 16 bytes; a row alone and no row may have any stride. combine needs
+    used rows only.
+    """
     with epmoe.ExpertParallel(alone()) as ep:
         for _ in range(2):  # the second call finds its template
             d = ep.dispatch(x, ids, weights)
@@ -121,7 +160,9 @@ def test_another_gpu_is_another_device():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_gpu_that_is_not_the_current_one():
     with torch.cuda.device(0), epmoe.ExpertParallel(alone(), device="cuda:1") as ep:
-        x, ids, weights = (t.to("cuda:1") for t in (torch.randn(2, 64), torch.tensor([[0], [1]]), torch.ones(2, 1)))
+        x, ids, weights = (
+            t.to("cuda:1") for t in (torch.randn(2, 64), torch.tensor([[0], [1]]), torch.ones(2, 1))
+        )
         d = ep.dispatch(x, ids, weights)
         assert torch.equal(ep.combine(d.rows, d), x)
         with pytest.raises(ValueError, match="`ids` must be on cuda:1, got cuda:0"):
@@ -138,7 +179,9 @@ def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held():
     def handler(*_: object) -> None:
         raise Interrupted
 
-    before, draw, interrupted = signal.signal(signal.SIGALRM, handler), random.Random(0), 0
+    before = signal.signal(signal.SIGALRM, handler)
+    draw = random.Random(0)
+    interrupted = 0
     with epmoe.ExpertParallel(alone()) as ep:
         for _ in range(10_000):
             try:
@@ -154,11 +197,17 @@ def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held():
     assert interrupted > 100
 
 
-@pytest.mark.parametrize("rounds_before, first_s, wait_s", [(0, 1.0, 1.0), (1, LONG_S, 0.2), (2, LONG_S, 0.2)])
+@pytest.mark.parametrize(
+    "rounds_before, first_s, wait_s", [(0, 1.0, 1.0), (1, LONG_S, 0.2), (2, LONG_S, 0.2)]
+)
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_only_the_first_round_waits_for_ranks_that_still_load(stage, rounds_before, first_s, wait_s):
+def test_only_the_first_round_waits_for_ranks_that_still_load(
+    stage, rounds_before, first_s, wait_s
+):
     """Operators and host agree. The signal of a stage does not come."""
-    with epmoe.ExpertParallel(alone(exchange={"timeout_s": 0.2, "warmup_timeout_s": first_s})) as ep:
+    with epmoe.ExpertParallel(
+        alone(exchange={"timeout_s": 0.2, "warmup_timeout_s": first_s})
+    ) as ep:
         tokens = torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1)
         for _ in range(rounds_before):
             d = ep.dispatch(*tokens)
@@ -176,13 +225,15 @@ def test_only_the_first_round_waits_for_ranks_that_still_load(stage, rounds_befo
 
 
 @pytest.mark.parametrize(
-    "experts, kib, fits", [(256, 227, True), (3584, 163, True), (256, 99, True), (3584, 99, False), (8, 64, False)]
+    "experts, kib, fits",
+    [(256, 227, True), (3584, 163, True), (256, 99, True), (3584, 99, False), (8, 64, False)],
 )
 def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
     properties = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     config = epmoe.EPConfig(
-        model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256}, topology={"ep_size": 8}
+        model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256},
+        topology={"ep_size": 8},
     )
     said = rf"a block at most {kib} KiB .* {experts} physical experts over 8 ranks"
     with nullcontext() if fits else pytest.raises(ValueError, match=said):
@@ -198,19 +249,26 @@ class OnGpus(Peers):
 
 
 def test_gpus_without_peer_access_are_named(monkeypatch):
-    """GPU 0 reaches GPU 1, but not 2; GPU 3 is hidden from this process, so that only the driver knows."""
+    """GPU 0 reaches GPU 1, but not 2; GPU 3 is hidden from this process, so that only the driver
+    knows.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 2)
     peers = OnGpus(None, 0, 4, [0, 1, 2, 3])
-    with pytest.raises(RuntimeError, match=r"the GPU of rank 0 has no peer access to that of rank\(s\) \[2\]"):
+    with pytest.raises(
+        RuntimeError, match=r"the GPU of rank 0 has no peer access to that of rank\(s\) \[2\]"
+    ):
         _check_peer_access(peers, torch.device("cuda", 0))
     _check_peer_access(OnGpus(None, 0, 2, [0, 1]), torch.device("cuda", 0))
 
 
 def test_fp8_travels_in_whole_blocks():
     with epmoe.ExpertParallel(alone(4, hidden=256, exchange={"combine_payload": "fp8"})) as ep:
-        ids, weights = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
-        with pytest.raises(ValueError, match=r"`x` must be .*whole blocks of 128, got float32 \[2, 192\]"):
+        ids = torch.zeros(2, 1, dtype=torch.int32)
+        weights = torch.ones(2, 1)
+        with pytest.raises(
+            ValueError, match=r"`x` must be .*whole blocks of 128, got float32 \[2, 192\]"
+        ):
             ep.dispatch(torch.randn(2, 192), ids, weights)
         d = ep.dispatch(x := torch.randn(2, 128), ids, weights)
         assert torch.allclose(ep.combine(d.rows, d), x, rtol=0.1, atol=0.1)
@@ -221,11 +279,16 @@ def test_too_few_files(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", memfd_create)
-    with pytest.raises(RuntimeError, match=r"may not open more files \(its limit is \d+\).*ulimit -n"):
+    with pytest.raises(
+        RuntimeError, match=r"may not open more files \(its limit is \d+\).*ulimit -n"
+    ):
         epmoe.ExpertParallel(alone())
 
 
-E, D, K, M = 12, 64, 3, 16
+E = 12
+D = 64
+K = 3
+M = 16
 CONFIG = alone(E, K, D, max_tokens=M)
 
 
@@ -254,7 +317,9 @@ def test_a_path_for_a_config(tmp_path, as_path):
         assert ep.config == CONFIG
         assert_works(ep)
     with pytest.raises(epmoe.ConfigError, match="missing.yaml: no such configuration file"):
-        epmoe.ExpertParallel(tmp_path / "missing.yaml" if as_path else str(tmp_path / "missing.yaml"))
+        epmoe.ExpertParallel(
+            tmp_path / "missing.yaml" if as_path else str(tmp_path / "missing.yaml")
+        )
 
 
 @pytest.mark.parametrize("launched", ["1", "2"])
@@ -262,34 +327,51 @@ def test_a_group_of_one_under_a_launcher_of_several(launched, monkeypatch, recwa
     """torchrun without init_process_group."""
     monkeypatch.setenv("WORLD_SIZE", launched)
     epmoe.ExpertParallel(CONFIG).close()
-    assert ["no experts are spread" in str(each.message) for each in recwarn] == [True] * (launched == "2")
+    assert ["no experts are spread" in str(each.message) for each in recwarn] == [True] * (
+        launched == "2"
+    )
 
 
 def test_repr_of_results_says_shapes():
     """Values would have to be fetched from the device."""
     x, ids, weights = inputs()
     assert repr(epmoe.Routing(ids, weights)) == "Routing(ids int32 [5, 3], weights float32 [5, 3])"
-    assert repr(epmoe.quantize_fp8(x)) == "Quantized(q float8_e4m3fn [5, 64], scales float32 [5, 1])"
-    tables = "expert_offsets int32 [13], tokens_per_expert int32 [12], row_of_pair int32 [5, 3], counts None"
+    assert (
+        repr(epmoe.quantize_fp8(x)) == "Quantized(q float8_e4m3fn [5, 64], scales float32 [5, 1])"
+    )
+    tables = (
+        "expert_offsets int32 [13], tokens_per_expert int32 [12], row_of_pair int32 [5, 3], "
+        "counts None"
+    )
     permuted = epmoe.permute(x, ids, torch.arange(E, dtype=torch.int32), E)
     assert repr(permuted) == f"Permuted(rows float32 [15, 64], {tables})"
 
 
 def test_repr_of_an_expert_parallel_and_its_handles(ep):
-    """Each says the state of its round, and shapes: values would have to be fetched from the device."""
-    of_ep, of_round = "rank 0 of 1, E=12 K=3 D=64 float32, M=16, cpu", "T=5, D=64 float32, layout='expert'"
+    """Each says the state of its round, and shapes: values would have to be fetched from the
+    device.
+    """
+    of_ep = "rank 0 of 1, E=12 K=3 D=64 float32, M=16, cpu"
+    of_round = "T=5, D=64 float32, layout='expert'"
     assert repr(ep) == f"ExpertParallel({of_ep}, round 0 closed)"
     sent = ep.dispatch_send(*inputs())
     assert repr(sent) == f"Sent(rank 0, round 1 awaits dispatch_recv, {of_round})"
-    d, state = ep.dispatch_recv(sent), "round 1 awaits combine or combine_partial or combine_send"
+    d = ep.dispatch_recv(sent)
+    state = "round 1 awaits combine or combine_partial or combine_send"
     assert repr(ep) == f"ExpertParallel({of_ep}, {state})"
-    rows = "rows float32 [48, 64], scales None, expert_offsets int32 [13], tokens_per_expert int32 [12]"
+    rows = (
+        "rows float32 [48, 64], scales None, expert_offsets int32 [13], tokens_per_expert int32 "
+        "[12]"
+    )
     assert repr(d) == f"Dispatched(rank 0, {state}, {of_round}, {rows})"
     assert repr(d.recv) == "Received(counts int32 [1])"
     ep.combine(d.rows, d)
     later = ep.dispatch(*inputs(), layout="rank")
     assert repr(d).startswith("Dispatched(rank 0, round 1 closed, T=5,")
-    slabs = "counts int32 [1], x float32 [1, 16, 64], scales None, ids int32 [1, 16, 3], weights float32 [1, 16, 3]"
+    slabs = (
+        "counts int32 [1], x float32 [1, 16, 64], scales None, ids int32 [1, 16, 3], weights "
+        "float32 [1, 16, 3]"
+    )
     assert repr(later).endswith(f"layout='rank', recv Received({slabs}))")
     ep.close()
     assert repr(ep) == f"ExpertParallel({of_ep}, closed)"
@@ -300,8 +382,13 @@ def test_what_holds_windows_cannot_be_pickled_or_copied(ep):
     sent = ep.dispatch_send(*inputs())
     d = ep.dispatch_recv(sent)
     save = partial(torch.save, f=io.BytesIO())
-    for value, copies in product((ep, sent, d, d.recv), (pickle.dumps, copy.deepcopy, copy.copy, save)):
-        want = f"{type(value).__name__} cannot be pickled or copied: it holds windows of this process; each process"
+    for value, copies in product(
+        (ep, sent, d, d.recv), (pickle.dumps, copy.deepcopy, copy.copy, save)
+    ):
+        want = (
+            f"{type(value).__name__} cannot be pickled or copied: it holds windows of this "
+            "process; each process"
+        )
         with pytest.raises(TypeError, match=want):
             copies(value)
     ep.combine(d.rows, d)
@@ -310,7 +397,8 @@ def test_what_holds_windows_cannot_be_pickled_or_copied(ep):
 
 def test_a_refused_transform_of_torch_func_leaves_nothing_behind(ep):
     """Also before the first round, whose views later rounds take."""
-    layer, x = full_layer(ep)[0], inputs()[0]
+    layer = full_layer(ep)[0]
+    x = inputs()[0]
 
     def dispatch(x: torch.Tensor) -> torch.Tensor:
         return ep.dispatch(x, *inputs(1)[1:]).rows
@@ -323,7 +411,11 @@ def test_a_refused_transform_of_torch_func_leaves_nothing_behind(ep):
     )
     for call in refused:
         for grad_mode in (True, False):
-            with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), pytest.raises(RuntimeError):
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(grad_mode),
+                pytest.raises(RuntimeError),
+            ):
                 call()
     assert_works(ep)
     with torch.inference_mode(False), torch.enable_grad():

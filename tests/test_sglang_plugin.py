@@ -1,4 +1,6 @@
-"""The part of SGLang's integration that needs no SGLang: entry point, variable, the sentence if it is missing."""
+"""The part of SGLang's integration that needs no SGLang: entry point, variable, the sentence if it
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from epmoe.integrations import sglang
 
 
 def test_the_entry_point_names_the_plugin() -> None:
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "sglang.srt.plugins"
+    ]
     module, name = points["epmoe"].split(":")
     assert getattr(import_module(module), name) is sglang.register
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-def test_does_nothing_unless_it_is_chosen(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_does_nothing_unless_it_is_chosen(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "epmoe.integrations.sglang.dispatcher", raising=False)
     monkeypatch.delenv("EPMOE_SGLANG", raising=False)
     if value is not None:
@@ -33,7 +39,8 @@ def test_does_nothing_unless_it_is_chosen(value: str | None, monkeypatch: pytest
 def test_an_unknown_value_is_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPMOE_SGLANG", value)
     with pytest.raises(
-        ValueError, match=re.escape(f'must be 0, 1, layer or {{"live": {{"every": 1000}}}}, got {value!r}')
+        ValueError,
+        match=re.escape(f'must be 0, 1, layer or {{"live": {{"every": 1000}}}}, got {value!r}'),
     ):
         sglang.register()
 

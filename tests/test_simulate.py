@@ -12,7 +12,9 @@ from epmoe.local.simulate import Kind, simulate_logits, simulate_routing
 
 KINDS = get_args(Kind)
 CLEAN = tuple(kind for kind in KINDS if kind != "adversarial")
-T, E, K = 512, 64, 8
+T = 512
+E = 64
+K = 8
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
@@ -32,7 +34,8 @@ def test_same_seed_gives_the_same_routing(kind):
     torch.manual_seed(1)
     first = simulate_routing(kind, T, E, K, seed=3)
     state = torch.get_rng_state()
-    again, other = simulate_routing(kind, T, E, K, seed=3), simulate_routing(kind, T, E, K, seed=4)
+    again = simulate_routing(kind, T, E, K, seed=3)
+    other = simulate_routing(kind, T, E, K, seed=4)
     assert torch.equal(first.ids, again.ids)
     torch.testing.assert_close(first.weights, again.weights, rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(first.ids, other.ids)
@@ -47,7 +50,8 @@ def load(kind: Kind) -> torch.Tensor:
 def test_popularity():
     mean = K / E
     assert load("uniform").max() < 1.3 * mean and load("uniform").min() > 0.7 * mean
-    zipf, normal = load("zipf").sort(descending=True).values, load("normal")
+    zipf = load("zipf").sort(descending=True).values
+    normal = load("normal")
     assert zipf[0] > 5 * mean and zipf[-1] < mean / 2
     assert normal[E // 2] > 2 * mean and normal[0] < 0.05 * mean and normal[-1] < 0.05 * mean
 
@@ -63,7 +67,9 @@ def test_one_rank_is_hot():
     placement = Placement.build(10, 4)
     ids = simulate_routing("hot_rank", T, 10, 3, ep_size=4, hot_rank=1).ids
     assert (placement.expert_map(1)[ids.long()] >= 0).all()
-    ids = simulate_routing("hot_rank", T, 10, 5, ep_size=4, hot_rank=1).ids  # the rank owns only three experts
+    ids = simulate_routing(
+        "hot_rank", T, 10, 5, ep_size=4, hot_rank=1
+    ).ids  # the rank owns only three experts
     assert ((placement.expert_map(1)[ids.long()] >= 0).sum(dim=1) == 3).all()
 
 
@@ -76,8 +82,15 @@ def test_adversarial_has_every_kind_of_bad_value(id_dtype):
     valid = (ids >= 0) & (ids < E)
     duplicates = (ids.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
     assert duplicates.any() and valid.any()
-    assert (valid.all(dim=1) & ~duplicates & weights.isfinite().all(dim=1)).any()  # some rows are valid throughout
-    assert weights.isnan().any() and weights.isposinf().any() and weights.isneginf().any() and (weights == 0).any()
+    assert (
+        valid.all(dim=1) & ~duplicates & weights.isfinite().all(dim=1)
+    ).any()  # some rows are valid throughout
+    assert (
+        weights.isnan().any()
+        and weights.isposinf().any()
+        and weights.isneginf().any()
+        and (weights == 0).any()
+    )
     if id_dtype == torch.int64:  # ids that become valid when narrowed to 32 bits
         narrowed = ids.to(torch.int32)
         assert (~valid & (narrowed >= 0) & (narrowed < E)).any()

@@ -33,14 +33,22 @@ def buffers(*tensors: Tensor) -> nn.Module:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_layer_is_right_after_its_weights_were_gone(device, level, inference):
-    config = alone(hidden=128, dtype="bfloat16" if device.type == "cuda" else "float32", max_tokens=16)
-    with epmoe.ExpertParallel(config, device=device) as ep, torch.inference_mode(inference), torch.no_grad():
+    config = alone(
+        hidden=128, dtype="bfloat16" if device.type == "cuda" else "float32", max_tokens=16
+    )
+    with (
+        epmoe.ExpertParallel(config, device=device) as ep,
+        torch.inference_mode(inference),
+        torch.no_grad(),
+    ):
         layer, _ = full_layer(ep, bias=True)
         kept = {name: value.cpu() for name, value in layer.state_dict().items()}
         state = [*layer.parameters(), layer.bias]
         weights = epmoe.SleepingWeights(layer)
         x = torch.randn(8, 128, device=device, dtype=config.model.torch_dtype)
-        want, run, y = layer(x).clone(), None, torch.empty(0)
+        want = layer(x).clone()
+        run = None
+        y = torch.empty(0)
         if device.type == "cuda" and layer.experts.gemm != "loop":
             run = torch.cuda.CUDAGraph()
             with torch.cuda.graph(run):
@@ -99,7 +107,8 @@ def test_what_has_gone_or_is_here_already():
 )
 def test_tensors_keep_their_strides(tensors):
     module = buffers(*tensors)
-    strides, want = [one.stride() for one in tensors], [bytes_of(one).clone() for one in tensors]
+    strides = [one.stride() for one in tensors]
+    want = [bytes_of(one).clone() for one in tensors]
     weights = epmoe.SleepingWeights(module)
     for _ in range(2):
         assert [one.stride() for one in module.buffers()] == strides
@@ -111,7 +120,10 @@ def test_tensors_keep_their_strides(tensors):
 def test_tensors_that_share_memory_still_do():
     whole = torch.arange(300.0)
     module = buffers(whole[100:200], whole[150:], whole)
-    for part in (module, buffers(*list(module.buffers())[:2])):  # the second has a part of the first one's memory
+    for part in (
+        module,
+        buffers(*list(module.buffers())[:2]),
+    ):  # the second has a part of the first one's memory
         epmoe.SleepingWeights(part)
         first, second, third = module.buffers()
         assert third.tolist() == [*range(300)] and torch.equal(first[50:], second[:50])
@@ -131,9 +143,13 @@ def test_a_checkpoint_has_each_weight_once():
 
 
 def test_an_interrupted_call_loses_no_weights():
-    """By a signal handler, at any step: after `offload` weights are there, and `restore` may be repeated."""
+    """By a signal handler, at any step: after `offload` weights are there, and `restore` may be
+    repeated.
+    """
     module = nn.Linear(3, 2)
-    want, weights, interrupted = module.weight.clone(), epmoe.SleepingWeights(module), 0
+    want = module.weight.clone()
+    weights = epmoe.SleepingWeights(module)
+    interrupted = 0
     for name in ("offload", "restore"):
         for event in itertools.count():
             if name == "restore":
@@ -149,13 +165,18 @@ def test_an_interrupted_call_loses_no_weights():
     assert interrupted > 20
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some steps are those of finalizers
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # some steps are those of finalizers
 def test_a_signal_during_sleep_and_wake():
-    """Where `sleep` is interrupted this rank is awake with its weights, or asleep; never closed. Graphs go on."""
+    """Where `sleep` is interrupted this rank is awake with its weights, or asleep; never closed.
+    Graphs go on.
+    """
     asleep = 0
     with epmoe.ExpertParallel(alone()) as ep, torch.inference_mode():
         layer, _ = full_layer(ep)
-        weights, x = epmoe.SleepingWeights(layer), randn(4, ep.config.model.hidden_size)
+        weights = epmoe.SleepingWeights(layer)
+        x = randn(4, ep.config.model.hidden_size)
         want = layer(x).clone()
         for call in (partial(ep.sleep, weights.offload), partial(ep.wake, weights.restore)):
             for event in itertools.count():
@@ -179,14 +200,21 @@ def test_a_signal_during_sleep_and_wake():
 @pytest.mark.parametrize("what", ["sleep", "wake", "close"])
 def test_another_thread_at_any_step(what):
     """It resumes, or is refused; in no case do rounds run on memory that goes."""
-    with epmoe.ExpertParallel(alone()) as ep, torch.inference_mode(), ThreadPoolExecutor(1) as other:
+    with (
+        epmoe.ExpertParallel(alone()) as ep,
+        torch.inference_mode(),
+        ThreadPoolExecutor(1) as other,
+    ):
         layer, _ = full_layer(ep)
         x = randn(4, ep.config.model.hidden_size)
         want = layer(x).clone()
         for step in itertools.count():
             if what == "wake":
                 ep.sleep()
-            with suppress(RuntimeError), stopped_at(step, FILES, lambda: other.submit(ep.resume).exception()) as stops:
+            with (
+                suppress(RuntimeError),
+                stopped_at(step, FILES, lambda: other.submit(ep.resume).exception()) as stops,
+            ):
                 getattr(ep, what)()
             if ep._exchange is None:
                 ep.resume()
@@ -195,13 +223,17 @@ def test_another_thread_at_any_step(what):
                 break
 
 
-@pytest.mark.parametrize("module", [nn.Identity(), nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])])
+@pytest.mark.parametrize(
+    "module", [nn.Identity(), nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])]
+)
 def test_what_cannot_sleep(module):
     with pytest.raises(ValueError, match="must have tensors on one device"):
         epmoe.SleepingWeights(module)
 
 
-@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()])
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()]
+)
 def test_tensors_that_are_not_plain_memory(tensor):
     with pytest.raises(TypeError, match="must have dense tensors"):
         epmoe.SleepingWeights(buffers(tensor))

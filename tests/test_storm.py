@@ -1,7 +1,9 @@
-"""Ranks in seats die, stop, leave, come and sleep while experts move, as a seed draws it. After each step every rank
-replays the rounds that it has captured in whichever group: they agree with the dense layer, or do nothing and are told.
+"""Ranks in seats die, stop, leave, come and sleep while experts move, as a seed draws it. After
+each step every rank replays the rounds that it has captured in whichever group: they agree with the
+dense layer, or do nothing and are told.
 
-EPMOE_FUZZ_FIRST=<seed> repeats a storm. EPMOE_STORM_STEPS and EPMOE_STORM_RANKS make it longer or smaller.
+EPMOE_FUZZ_FIRST=<seed> repeats a storm. EPMOE_STORM_STEPS and EPMOE_STORM_RANKS make it longer or
+smaller.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from helpers import long, slow
 from host import E, Host, L, S, captures, go_on, lose, moving, replay, resize, sleep, weights
 from slot_tables import draw_slots
 
-FIRST, STEPS = int(os.environ.get("EPMOE_FUZZ_FIRST", 0)), int(os.environ.get("EPMOE_STORM_STEPS", 6))
+FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
+STEPS = int(os.environ.get("EPMOE_STORM_STEPS", 6))
 SEATS = int(os.environ.get("EPMOE_STORM_RANKS", 4))
-DEADLINE_S, LAST_CALL_S = 5.0, 3.0
+DEADLINE_S = 5.0
+LAST_CALL_S = 3.0
 
 
 def move(state, seed: int, polls: int) -> None:
@@ -36,22 +40,33 @@ def wake(state) -> None:
 
 
 class Storm:
-    """A group through all that happens to it. `captured` has (process, slots of a rank) of each capture."""
+    """A group through all that happens to it. `captured` has (process, slots of a rank) of each
+    capture.
+    """
 
     def __init__(self, host: Host, seed: int) -> None:
-        self.host, self.draw, self.slots, self.captured = host, random.Random(seed), S, set[tuple[int, int]]()
+        self.host, self.draw, self.slots, self.captured = (
+            host,
+            random.Random(seed),
+            S,
+            set[tuple[int, int]](),
+        )
         self.names = host.begin(moving(min(3, SEATS), seats=SEATS, timeout_s=DEADLINE_S))
         self.play()
 
     def play(self) -> None:
-        """Whoever stays captures again only where a rank gets more slots, since one is to hold all experts."""
+        """Whoever stays captures again only where a rank gets more slots, since one is to hold all
+        experts.
+        """
         if len(self.names) == 1:
             self.slots = E
         self.names = self.host.in_order(self.names)
         self.host.play(self.names)
         self.captured |= {(name, self.slots) for name in self.names}
         made = self.host.do(self.names, captures)
-        assert [*map(len, made)] == [sum(name == one for one, _ in self.captured) for name in self.names]
+        assert [*map(len, made)] == [
+            sum(name == one for one, _ in self.captured) for name in self.names
+        ]
 
     def lose(self, number: int) -> int:
         """A rank falls out, and the others go on."""
@@ -79,7 +94,9 @@ class Storm:
             self.names += new
         else:
             stay = self.host.succeed(self.names, resize, self.host.folder, size)
-            for name in [name for name, loaded in zip(self.names, stay, strict=True) if loaded is False]:
+            for name in [
+                name for name, loaded in zip(self.names, stay, strict=True) if loaded is False
+            ]:
                 self.names.remove(name)
                 self.host.signal(name, signal.SIGKILL)
 
@@ -97,10 +114,13 @@ ALL = *CALM, Storm.resize, Storm.stop
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps"), [(FIRST, CALM), slow(FIRST + 1, ALL), *(long(FIRST + n, ALL) for n in (2, 3))]
+    ("seed", "steps"),
+    [(FIRST, CALM), slow(FIRST + 1, ALL), *(long(FIRST + n, ALL) for n in (2, 3))],
 )
 def test_a_storm(host: Host, seed: int, steps: tuple[Callable[[Storm], None], ...]) -> None:
-    storm, coming, happened = Storm(host, seed), [], []
+    storm = Storm(host, seed)
+    coming = []
+    happened = []
     try:
         for _ in range(STEPS):
             coming = coming or storm.draw.sample(steps, len(steps))

@@ -1,4 +1,5 @@
-"""Calls of one `ExpertParallel` from several threads: one thread at a time, and a refused one harms only itself.
+"""Calls of one `ExpertParallel` from several threads: one thread at a time, and a refused one harms
+only itself.
 
 While experts move: tests/test_live.py.
 """
@@ -30,8 +31,11 @@ def ep():
 
 
 def test_a_second_thread_in_a_call(ep, monkeypatch):
-    """Calls of one `ExpertParallel` from several threads must be ordered; every one that is not is refused."""
-    inside, go_on = threading.Event(), threading.Event()
+    """Calls of one `ExpertParallel` from several threads must be ordered; every one that is not is
+    refused.
+    """
+    inside = threading.Event()
+    go_on = threading.Event()
     dispatch = ops.dispatch
 
     def slow_dispatch(*arguments):
@@ -53,7 +57,9 @@ def test_a_second_thread_in_a_call(ep, monkeypatch):
     ):
         with pytest.raises(RuntimeError, match=want):
             call()
-    assert ep.health().timeouts == 0 and "round" in repr(ep)  # what only reads is open to every thread
+    assert ep.health().timeouts == 0 and "round" in repr(
+        ep
+    )  # what only reads is open to every thread
     go_on.set()
     thread.join()
     monkeypatch.undo()
@@ -64,7 +70,9 @@ def test_a_second_thread_in_a_call(ep, monkeypatch):
 
 def test_no_thread_gets_in_while_windows_go(ep, monkeypatch):
     """One that has asked for the exchange before `close`, and calls it afterwards."""
-    exchange, unmap, refused = ep.exchange, Places.unmap, []
+    exchange = ep.exchange
+    unmap = Places.unmap
+    refused = []
 
     def interrupted(places):
         refuse_another_thread(lambda: exchange.run(lambda: None))
@@ -78,7 +86,9 @@ def test_no_thread_gets_in_while_windows_go(ep, monkeypatch):
 
 def test_a_refused_thread_costs_another_no_round(ep, monkeypatch):
     """The thread with the open round waits for the call that is about to be refused."""
-    inside, go_on, next_epoch = threading.Event(), threading.Event(), RoundState.next_epoch
+    inside = threading.Event()
+    go_on = threading.Event()
+    next_epoch = RoundState.next_epoch
     x, *routing = inputs()
     d = ep.dispatch(x, *routing)
 
@@ -107,7 +117,8 @@ def test_a_refused_thread_costs_another_no_round(ep, monkeypatch):
 def test_what_follows_a_refusal_harms_no_round(ep, monkeypatch, during):
     """Neither `abort`, as after any exception, nor a layer that gives its round up, nor `skip`."""
     x, *routing = inputs()
-    dispatch, errors = ops.dispatch, []
+    dispatch = ops.dispatch
+    errors = []
 
     def refused():
         try:
@@ -115,7 +126,10 @@ def test_what_follows_a_refusal_harms_no_round(ep, monkeypatch, during):
                 with pytest.raises(RuntimeError, match="another thread is in a call|still open"):
                     ep.dispatch(x, *routing)
                 ep.abort()
-                with pytest.raises(RuntimeError, match="another thread is in a call|still open"), ep.giving_up(0):
+                with (
+                    pytest.raises(RuntimeError, match="another thread is in a call|still open"),
+                    ep.giving_up(0),
+                ):
                     ep.dispatch(x, *routing)
                 with pytest.raises(RuntimeError, match="another thread"):
                     ep.skip()
@@ -144,7 +158,8 @@ def test_what_follows_a_refusal_harms_no_round(ep, monkeypatch, during):
 
 def test_threads_without_order_get_errors_and_no_wrong_result(ep):
     """A refused call changes nothing and may be repeated; every round that completes is right."""
-    wrong, refused = [], set()
+    wrong = []
+    refused = set()
 
     def repeat_until_accepted(call, *arguments):
         while True:
@@ -152,7 +167,9 @@ def test_threads_without_order_get_errors_and_no_wrong_result(ep):
                 return call(*arguments)
             except RuntimeError as error:
                 refused.add(re.sub(r"\d+", "n", str(error)))
-                time.sleep(1e-5)  # otherwise this loop would keep the interpreter to itself for 5 ms
+                time.sleep(
+                    1e-5
+                )  # otherwise this loop would keep the interpreter to itself for 5 ms
 
     def play(seed: int) -> None:
         for n in range(100):
@@ -168,7 +185,11 @@ def test_threads_without_order_get_errors_and_no_wrong_result(ep):
         thread.join()
     assert not wrong and repr(ep).endswith("round 300 closed)")
     assert refused <= {
-        "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls",
+        (
+            "another thread is in a call of this ExpertParallel: one thread at a time, so order "
+            "their "
+            "calls"
+        ),
         "round n is still open: call combine, or abort on all ranks, before dispatch",
     }
 

@@ -46,7 +46,8 @@ def train(ranks: int, *runs: str) -> list[Curve]:
     assert done.returncode == 0, done.stderr
     curves: list[Curve] = []
     for line in done.stdout.splitlines():
-        if step := re.fullmatch(r"step \d+: loss (\S+), norm (\S+)", line):
+        step = re.fullmatch(r"step \d+: loss (\S+), norm (\S+)", line)
+        if step:
             curves[-1].append((float(step[1]), float(step[2])))
         else:
             curves.append([])
@@ -81,38 +82,56 @@ def unindented(code: str) -> str:
 
 
 def test_the_page_shows_the_script():
-    blocks = [block.code for block in blocks_of(ROOT / "docs" / "training-script.md") if block.language == "python"]
+    blocks = [
+        block.code
+        for block in blocks_of(ROOT / "docs" / "training-script.md")
+        if block.language == "python"
+    ]
     script = unindented((ROOT / EXAMPLE).read_text())
     assert blocks and all(unindented(code) in script for code in blocks)
 
 
 def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
-    """Under DDP and FSDP, with recomputed activations, and where 3 ranks go on with what 4 have saved: their 8
-    sequences and experts are 3, 3 and 2. The same with replicas of the experts on 2 × 2 ranks: saved there, resumed on
-    4 ranks with other replicas, and on 2."""
-    sharded, replicas = "--parallel fsdp --checkpoint-activations", "--replicas 2"
-    alone, recomputed, _ = train(1, "--steps 6", f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new")
+    """Under DDP and FSDP, with recomputed activations, and where 3 ranks go on with what 4 have
+    saved: their 8 sequences and experts are 3, 3 and 2. The same with replicas of the experts on 2
+    × 2 ranks: saved there, resumed on 4 ranks with other replicas, and on 2.
+    """
+    sharded = "--parallel fsdp --checkpoint-activations"
+    replicas = "--replicas 2"
+    alone, recomputed, _ = train(
+        1, "--steps 6", f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new"
+    )
     first, of_four, _, _, *of_replicas, resumed_replicas, resharded_replicas = train(
-        4, f"--steps 3 --save {tmp_path}/ddp", f"--steps 3 {sharded} --save {tmp_path}/fsdp",
-        f"--steps 0 --save {tmp_path}/new_ddp", f"--steps 0 --save {tmp_path}/new_fsdp --parallel fsdp",
+        4,
+        f"--steps 3 --save {tmp_path}/ddp",
+        f"--steps 3 {sharded} --save {tmp_path}/fsdp",
+        f"--steps 0 --save {tmp_path}/new_ddp",
+        f"--steps 0 --save {tmp_path}/new_fsdp --parallel fsdp",
         f"--steps 3 {replicas} --save {tmp_path}/2_ddp",
         f"--steps 3 {replicas} --parallel fsdp --save {tmp_path}/2_fsdp",
-        f"--steps 6 --resume {tmp_path}/2_ddp --parallel fsdp", f"--steps 6 {replicas} --resume {tmp_path}/2_fsdp",
-    )  # fmt: skip
+        f"--steps 6 --resume {tmp_path}/2_ddp --parallel fsdp",
+        f"--steps 6 {replicas} --resume {tmp_path}/2_fsdp",
+    )
     resumed, resharded, of_three = train(
-        3, f"--steps 6 --resume {tmp_path}/ddp", f"--steps 6 --resume {tmp_path}/fsdp --parallel fsdp",
+        3,
+        f"--steps 6 --resume {tmp_path}/ddp",
+        f"--steps 6 --resume {tmp_path}/fsdp --parallel fsdp",
         "--steps 3 --parallel fsdp",
-    )  # fmt: skip
+    )
     [of_two] = train(2, f"--steps 6 --resume {tmp_path}/2_fsdp")
     assert len(alone) == 6 and len(of_replicas) == 2
     for got in (recomputed, first, of_four, of_three, *of_replicas):
         assert_same(got, alone[:3])
     for got in (resumed, resharded, resumed_replicas, resharded_replicas, of_two):
         assert_same(got, alone[3:])
-    new, *of_ranks = (saved(tmp_path / name, tmp_path / "file") for name in ("new", "new_ddp", "new_fsdp"))
+    new, *of_ranks = (
+        saved(tmp_path / name, tmp_path / "file") for name in ("new", "new_ddp", "new_fsdp")
+    )
     assert sum(".experts." in name for name in new) == 2 * 2
     for got in of_ranks:  # DDP and FSDP have left each expert as it was
-        assert got.keys() == new.keys() and all(torch.equal(got[name], value) for name, value in new.items())
+        assert got.keys() == new.keys() and all(
+            torch.equal(got[name], value) for name, value in new.items()
+        )
 
 
 @pytest.fixture
@@ -134,7 +153,9 @@ def train_in_plain_torch(
         if name.endswith((".mlp.gate", ".mlp.router")):
             module.register_forward_pre_hook(
                 lambda gate, args: logits.append(
-                    F.linear(args[0].flatten(0, -2), gate.weight, getattr(gate, "bias", None)).float()
+                    F.linear(
+                        args[0].flatten(0, -2), gate.weight, getattr(gate, "bias", None)
+                    ).float()
                 )
             )
     optimizer = torch.optim.AdamW(model.parameters(), lr=example["LEARNING_RATE"], eps=1e-6)
@@ -144,9 +165,16 @@ def train_in_plain_torch(
             tokens = example["sequences"](step * example["MICRO_BATCHES"] + micro)
             logits.clear()
             output = model(tokens[:, :-1]).logits.flatten(0, 1)
-            counts = [x.topk(top_k).indices.flatten().bincount(minlength=num_experts).float() for x in logits]
-            auxiliary = example["auxiliary_loss"]([Routes(None, None, x, None) for x in logits], counts)
-            loss = (F.cross_entropy(output, tokens[:, 1:].flatten()) + auxiliary) / example["MICRO_BATCHES"]
+            counts = [
+                x.topk(top_k).indices.flatten().bincount(minlength=num_experts).float()
+                for x in logits
+            ]
+            auxiliary = example["auxiliary_loss"](
+                [Routes(None, None, x, None) for x in logits], counts
+            )
+            loss = (F.cross_entropy(output, tokens[:, 1:].flatten()) + auxiliary) / example[
+                "MICRO_BATCHES"
+            ]
             loss.backward()
             total += loss.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), example["MAX_NORM"])
@@ -157,16 +185,28 @@ def train_in_plain_torch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type, dtype", [("qwen3_moe", torch.float32), ("gpt_oss", torch.float32), ("gpt_oss", torch.bfloat16)]
+    "model_type, dtype",
+    [("qwen3_moe", torch.float32), ("gpt_oss", torch.float32), ("gpt_oss", torch.bfloat16)],
 )
-def test_fine_tuning_has_the_numbers_of_transformers_in_plain_torch(tmp_path, of_one, model_type, dtype):
+def test_fine_tuning_has_the_numbers_of_transformers_in_plain_torch(
+    tmp_path, of_one, model_type, dtype
+):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[model_type](
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_local_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(tmp_path)
     want = list(itertools.islice(train_in_plain_torch(model, of_one, 8, 2), 3))

@@ -6,7 +6,11 @@ import adapter_models
 import pytest
 import torch
 from helpers import FLOATS, alone, assert_close, full_layer, poisoned_memory, randn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import epmoe
 from epmoe import GroupedExperts
@@ -14,14 +18,18 @@ from epmoe.native import ops
 from epmoe.training import TrainingExchange, route
 
 OFFSETS = [0, 3, 3, 16, 16]  # an expert without rows; gaps of segments are rows of zeros
-N, E, D = 24, 4, 32
+N = 24
+E = 4
+D = 32
 GPT_OSS = {"interleaved": True, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0}
 
 
 def experts_of(dtype, device, **options) -> GroupedExperts:
     F = options.pop("F", 16)
     shapes = [(E, 2 * F, D), (E, D, F), (E, 2 * F), (E, D)]
-    *weights, gate_up_bias, down_bias = (randn(*s, seed=i).to(dtype).to(device) / 4 for i, s in enumerate(shapes))
+    *weights, gate_up_bias, down_bias = (
+        randn(*s, seed=i).to(dtype).to(device) / 4 for i, s in enumerate(shapes)
+    )
     if options.pop("biased", False):
         options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     return GroupedExperts(*weights, **options)
@@ -31,13 +39,15 @@ def plain(experts, rows, offsets, weights):
     """In fp64, with gradients, of the real rows: weighted outputs, as combine makes them."""
     parameters = [p.detach().double().cpu().requires_grad_() for p in experts.parameters()]
     gate_up, down, *biases = parameters
-    rows, weights = rows.detach().double().cpu().requires_grad_(), weights.detach().double().cpu().requires_grad_()
+    rows = rows.detach().double().cpu().requires_grad_()
+    weights = weights.detach().double().cpu().requires_grad_()
     outs = []
     for i in range(E):
         h = rows[offsets[i] : offsets[i + 1]] @ gate_up[i].T + (biases[0][i] if biases else 0.0)
         gate, up = (h[:, ::2], h[:, 1::2]) if experts.interleaved else h.chunk(2, 1)
         if experts.limit is not None:
-            gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+            gate = gate.clamp(max=experts.limit)
+            up = up.clamp(-experts.limit, experts.limit)
         act = gate * torch.sigmoid(experts.alpha * gate) * (up + experts.up_offset)
         out = act @ down[i].T + (biases[1][i] if biases else 0.0)
         outs.append(weights[offsets[i] : offsets[i + 1], None] * out)
@@ -58,19 +68,29 @@ def weighted(experts, checkpoints=False, **options):
     return call
 
 
-@pytest.mark.parametrize("options", [{}, {"F": 6}, GPT_OSS, {"F": 6, "biased": True}, GPT_OSS | {"biased": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"F": 6}, GPT_OSS, {"F": 6, "biased": True}, GPT_OSS | {"biased": True}]
+)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_experts(device, dtype, options):
-    experts, real = experts_of(dtype, device, **options), OFFSETS[-1]
+    experts = experts_of(dtype, device, **options)
+    real = OFFSETS[-1]
     offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
-    rows, weights, grad = randn(N, D, seed=5).to(dtype), randn(N, seed=6), randn(N, D, seed=7).to(dtype)
-    rows[real:], weights[real:], grad[real:] = torch.nan, torch.nan, torch.nan  # nobody may read these
+    rows = randn(N, D, seed=5).to(dtype)
+    weights = randn(N, seed=6)
+    grad = randn(N, D, seed=7).to(dtype)
+    rows[real:], weights[real:], grad[real:] = (
+        torch.nan,
+        torch.nan,
+        torch.nan,
+    )  # nobody may read these
     unweighted, _ = plain(experts, rows, OFFSETS, torch.ones(N))
     want, leaves = plain(experts, rows, OFFSETS, weights)
     (want * grad[:real].double()).sum().backward()
     results = []
     for call in (weighted(experts), weighted(experts), weighted(experts, checkpoints=True)):
-        x, w = rows.to(device, copy=True).requires_grad_(), weights.to(device, copy=True).requires_grad_()
+        x = rows.to(device, copy=True).requires_grad_()
+        w = weights.to(device, copy=True).requires_grad_()
         experts.zero_grad()
         with poisoned_memory():
             out = call(x, offsets, w)
@@ -79,24 +99,35 @@ def test_experts(device, dtype, options):
         assert not out[real:].any() and not x.grad[real:].any() and not w.grad[real:].any()
         with torch.no_grad():
             assert torch.equal(experts(x, offsets)[:real], out[:real]), "the bits of serving"
-        results.append([x.grad[:real], w.grad[:real], *(p.grad.clone() for p in experts.parameters())])
+        results.append(
+            [x.grad[:real], w.grad[:real], *(p.grad.clone() for p in experts.parameters())]
+        )
     for got, again, kept, leaf in zip(*results, leaves, strict=True):
         assert torch.equal(got, again) and torch.equal(got, kept)
         assert_close(got, leaf.grad[: len(got)], dtype, slack=4)
-    assert not experts.w_down.grad[1].any() and not experts.w_gate_up.grad[1].any(), "no rows, no gradients"
+    assert not experts.w_down.grad[1].any() and not experts.w_gate_up.grad[1].any(), (
+        "no rows, no gradients"
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows, e", [(0, E), (5, 0), (0, 0), (5, E)])
 def test_no_rows_and_no_experts(device, rows, e, biased):
-    biases = {"gate_up_bias": torch.randn(e, 32, device=device), "down_bias": torch.randn(e, D, device=device)}
+    biases = {
+        "gate_up_bias": torch.randn(e, 32, device=device),
+        "down_bias": torch.randn(e, D, device=device),
+    }
     experts = GroupedExperts(
-        torch.randn(e, 32, D, device=device), torch.randn(e, D, 16, device=device), **biases if biased else {}
+        torch.randn(e, 32, D, device=device),
+        torch.randn(e, D, 16, device=device),
+        **biases if biased else {},
     )
     x = torch.full((rows, D), torch.nan, device=device, requires_grad=True)
     offsets = torch.zeros(e + 1, dtype=torch.int32, device=device)
     with poisoned_memory():
-        experts(x, offsets, row_weights=torch.ones(rows, device=device, requires_grad=True)).sum().backward()
+        experts(
+            x, offsets, row_weights=torch.ones(rows, device=device, requires_grad=True)
+        ).sum().backward()
     assert x.grad.shape == x.shape
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
@@ -106,7 +137,9 @@ def test_no_rows_and_no_experts(device, rows, e, biased):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gaps(device, dtype, weighted, biased):
     """Segments with gaps have the gradients of the same rows without them."""
-    experts, tokens, offsets = experts_of(dtype, device, **GPT_OSS, biased=biased), [3, 0, 5, 2], [0, 4, 4, 12, 16]
+    experts = experts_of(dtype, device, **GPT_OSS, biased=biased)
+    tokens = [3, 0, 5, 2]
+    offsets = [0, 4, 4, 12, 16]
     real = [t for i, n in enumerate(tokens) for t in range(offsets[i], offsets[i] + n)]
     rows, grad, weights = (torch.zeros(N, n) for n in (D, D, 1))
     for seed, given in enumerate((rows, grad, weights)):
@@ -114,7 +147,11 @@ def test_gaps(device, dtype, weighted, biased):
         given[offsets[-1] :] = torch.nan
     dense = torch.tensor([0, *torch.tensor(tokens).cumsum(0)])
     results = []
-    for at, starts, counts in ((real, dense, None), (range(N), offsets, tokens), (range(N), offsets, None)):
+    for at, starts, counts in (
+        (real, dense, None),
+        (range(N), offsets, tokens),
+        (range(N), offsets, None),
+    ):
         at, (starts, counts) = (
             list(at),
             (None if v is None else torch.as_tensor(v).int().to(device) for v in (starts, counts)),
@@ -127,7 +164,14 @@ def test_gaps(device, dtype, weighted, biased):
             out.backward(grad[at].to(dtype).to(device))
         place = [at.index(t) for t in real]
         by_weights = [w.grad[place]] if weighted else []
-        results.append([out.detach()[place], x.grad[place], *by_weights, *(p.grad for p in experts.parameters())])
+        results.append(
+            [
+                out.detach()[place],
+                x.grad[place],
+                *by_weights,
+                *(p.grad for p in experts.parameters()),
+            ]
+        )
         if counts is not None:
             gaps = [t for t in range(offsets[-1]) if t not in real]
             assert not x.grad[gaps].any() and (not weighted or not w.grad[gaps].any())
@@ -139,9 +183,13 @@ def test_gaps(device, dtype, weighted, biased):
 @pytest.mark.parametrize("F", [6, 128])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(device, dtype, interleaved, F):
+def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(
+    device, dtype, interleaved, F
+):
     """Whatever lies there: gradients of weights read gaps."""
-    offsets, tokens = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 4, 4, 12], [3, 0, 10**6]))
+    offsets, tokens = (
+        torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 4, 4, 12], [3, 0, 10**6])
+    )
     gate_up, grad = (randn(16, n).to(dtype).to(device) for n in (2 * F, F))
     weights = randn(16, seed=1).to(device)
     gating = (interleaved, 7.0, 1.702, 1.0)
@@ -159,35 +207,52 @@ def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(device, 
 
 @pytest.mark.parametrize("weights_on", ["both", "rows", "combine"])
 def test_rows_past_the_last_segment_reach_no_module_around_the_experts(device, weights_on):
-    """Gains in front of the experts and behind them have the gradients of exactly the rows that arrive."""
+    """Gains in front of the experts and behind them have the gradients of exactly the rows that
+    arrive.
+    """
     options = {"weights_on": weights_on, "tag": 1}
     results = []
     with epmoe.ExpertParallel(alone(), device=device) as ep:
-        exchange, layer = TrainingExchange(ep), full_layer(ep)[0]
+        exchange = TrainingExchange(ep)
+        layer = full_layer(ep)[0]
         x = randn(3, 64).to(device).requires_grad_()
         for num_rows in ("exact", 32):
             gains = torch.ones(2, 64, device=device, requires_grad=True)
             with poisoned_memory(), torch.autograd.detect_anomaly(check_nan=True):
-                routed = exchange.dispatch(x, *route(layer.logits(x), 2), num_rows=num_rows, **options)
+                routed = exchange.dispatch(
+                    x, *route(layer.logits(x), 2), num_rows=num_rows, **options
+                )
                 weights = {"row_weights": routed.row_weights} if weights_on == "both" else {}
-                rows = layer.experts(routed.rows * gains[0], routed.expert_offsets, **weights) * gains[1]
+                rows = (
+                    layer.experts(routed.rows * gains[0], routed.expert_offsets, **weights)
+                    * gains[1]
+                )
                 rows = rows * routed.row_weights[:, None] if weights_on == "rows" else rows
                 y = exchange.combine(rows, routed)
-                results.append(torch.autograd.grad(y.square().sum(), (x, gains, *layer.parameters())))
+                results.append(
+                    torch.autograd.grad(y.square().sum(), (x, gains, *layer.parameters()))
+                )
     for exact, got in zip(*results, strict=True):
         assert_close(got, exact)
 
 
 def test_strides_and_addresses_that_no_vector_fits(device):
-    experts, offsets = experts_of(torch.bfloat16, device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+    experts = experts_of(torch.bfloat16, device)
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
     beside, grad = (randn(N, D + 3, seed=s).bfloat16().to(device) for s in range(2))
     results = []
     for copied in (False, True):
-        x = (beside[:, 1 : D + 1].clone() if copied else beside[:, 1 : D + 1]).detach().requires_grad_()
+        x = (
+            (beside[:, 1 : D + 1].clone() if copied else beside[:, 1 : D + 1])
+            .detach()
+            .requires_grad_()
+        )
         by = grad[:, 1 : D + 1].clone() if copied else grad[:, 1 : D + 1]
         experts.zero_grad()
         experts(x, offsets).backward(by)
-        results.append([x.grad[: OFFSETS[-1]].clone(), *(p.grad.clone() for p in experts.parameters())])
+        results.append(
+            [x.grad[: OFFSETS[-1]].clone(), *(p.grad.clone() for p in experts.parameters())]
+        )
     assert all(map(torch.equal, *results))
 
 
@@ -196,15 +261,31 @@ def test_strides_and_addresses_that_no_vector_fits(device):
 def test_compilers_know_the_strides_of_gradients(gemm, transposed):
     """A checkpoint may have weights transposed; fake kernels then say what the real ones return."""
     weights = randn(E, D, 32).transpose(1, 2) if transposed else randn(E, 32, D)
-    rows, offsets = randn(16, D, seed=1).requires_grad_(), torch.tensor(OFFSETS, dtype=torch.int32)
-    bias, down_bias, factors = (t.requires_grad_() for t in (randn(E, 32), randn(E, D), torch.rand(16)))
-    down, by, gating = randn(E, D, 16).requires_grad_(), randn(16, 32), (False, 7.0, 1.702, 1.0)
+    rows = randn(16, D, seed=1).requires_grad_()
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    bias, down_bias, factors = (
+        t.requires_grad_() for t in (randn(E, 32), randn(E, D), torch.rand(16))
+    )
+    down = randn(E, D, 16).requires_grad_()
+    by = randn(16, 32)
+    gating = (False, 7.0, 1.702, 1.0)
     kept = [t.detach() for t in (rows, randn(16, 32), factors, weights, down, bias, down_bias)]
     for name, given in {
         "train_gemm": (rows, weights.requires_grad_(), offsets, gemm),
         "train_gemm_weights": (by, rows.detach(), offsets, gemm),
         "train_bias": (bias, offsets, 16, gemm),
-        "train_experts": (rows, factors, weights, down, bias, down_bias, offsets, None, *gating, gemm),
+        "train_experts": (
+            rows,
+            factors,
+            weights,
+            down,
+            bias,
+            down_bias,
+            offsets,
+            None,
+            *gating,
+            gemm,
+        ),
         "train_experts_backward": (by, *kept, offsets, None, *gating, gemm, [True] * 6),
     }.items():
         torch.library.opcheck(getattr(torch.ops.epmoe, name), given)
@@ -212,8 +293,10 @@ def test_compilers_know_the_strides_of_gradients(gemm, transposed):
 
 def test_selective_checkpoints(device):
     """What a policy saves is not computed again, and the gradients have the same bits."""
-    experts, offsets = experts_of(torch.bfloat16, device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
-    rows, weights = randn(N, D).bfloat16().to(device), randn(N, seed=1).to(device)
+    experts = experts_of(torch.bfloat16, device)
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+    rows = randn(N, D).bfloat16().to(device)
+    weights = randn(N, seed=1).to(device)
     runs = 0
 
     def policy(context, op, *arguments, **options):
@@ -224,21 +307,27 @@ def test_selective_checkpoints(device):
 
     def saving(x, w):
         contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-        return checkpoint(experts, x, offsets, row_weights=w, use_reentrant=False, context_fn=contexts)
+        return checkpoint(
+            experts, x, offsets, row_weights=w, use_reentrant=False, context_fn=contexts
+        )
 
     results = []
     for call in (lambda x, w: experts(x, offsets, row_weights=w), saving):
-        x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        x = rows.clone().requires_grad_()
+        w = weights.clone().requires_grad_()
         experts.zero_grad()
         call(x, w)[: OFFSETS[-1]].float().square().sum().backward()
         real = slice(OFFSETS[-1])
-        results.append([x.grad[real], w.grad[real], *(p.grad.clone() for p in experts.parameters())])
+        results.append(
+            [x.grad[real], w.grad[real], *(p.grad.clone() for p in experts.parameters())]
+        )
     assert runs == 1 and all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradients_of_gradients_raise(frozen):
-    experts, x = experts_of(torch.float32, "cpu").requires_grad_(not frozen), randn(N, D).requires_grad_()
+    experts = experts_of(torch.float32, "cpu").requires_grad_(not frozen)
+    x = randn(N, D).requires_grad_()
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     y = experts(x, offsets)[: OFFSETS[-1]]
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -247,7 +336,8 @@ def test_gradients_of_gradients_raise(frozen):
 
 
 def test_frozen_parameters_take_no_gemm():
-    experts, x = experts_of(torch.float32, "cpu").requires_grad_(False), randn(N, D).requires_grad_()
+    experts = experts_of(torch.float32, "cpu").requires_grad_(False)
+    x = randn(N, D).requires_grad_()
     with torch.profiler.profile() as profile:
         experts(x, torch.tensor(OFFSETS, dtype=torch.int32))[: OFFSETS[-1]].sum().backward()
     calls = [event.name for event in profile.events()]
@@ -268,20 +358,25 @@ def test_frozen_parameters_take_no_gemm():
 def test_the_backward_pass_keeps_what_it_needs(trains, kept):
     """Never outputs, nor what a frozen part alone would need."""
     experts = experts_of(torch.float32, "cpu", F=8).requires_grad_(trains == "all")
-    x, w = randn(N, D).requires_grad_(trains in ("all", "rows")), torch.rand(N).requires_grad_(trains == "row_weights")
+    x = randn(N, D).requires_grad_(trains in ("all", "rows"))
+    w = torch.rand(N).requires_grad_(trains == "row_weights")
     if trains.startswith("w_"):
         getattr(experts, trains).requires_grad_()
     names = {(N, D): "rows", (N, 16): "gate_up", (E, 16, D): "w_gate_up", (E, D, 8): "w_down"}
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(tuple(t.shape)) or t, lambda t: t
+    ):
         experts(x, torch.tensor(OFFSETS, dtype=torch.int32), row_weights=w)
     assert {names[shape] for shape in saved if shape in names} == kept
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_compiled(biased):
-    experts, offsets = experts_of(torch.bfloat16, "cpu", biased=biased), torch.tensor(OFFSETS, dtype=torch.int32)
-    rows, weights = torch.randn(N, D).bfloat16(), torch.rand(N)
+    experts = experts_of(torch.bfloat16, "cpu", biased=biased)
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    rows = torch.randn(N, D).bfloat16()
+    weights = torch.rand(N)
     results = []
     for call in (experts, torch.compile(experts, backend="aot_eager", fullgraph=True)):
         experts.zero_grad()
@@ -294,7 +389,9 @@ def test_experts_compiled(biased):
 def test_weights_that_only_serve_do_not_train_in_silence(dtype):
     scales = {"gate_up_scales": torch.ones(2, 1, 1), "down_scales": torch.ones(2, 1, 1)}
     options = scales if dtype.itemsize == 1 else {}
-    experts = GroupedExperts(torch.ones(2, 8, 16).to(dtype), torch.ones(2, 16, 4).to(dtype), **options)
+    experts = GroupedExperts(
+        torch.ones(2, 8, 16).to(dtype), torch.ones(2, 16, 4).to(dtype), **options
+    )
     offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
     rows = torch.ones(3, 16, dtype=experts.dtype)
     assert not any(p.requires_grad for p in experts.parameters())
@@ -305,24 +402,28 @@ def test_weights_that_only_serve_do_not_train_in_silence(dtype):
 
 def test_forward_mode_is_refused():
     """It would get derivatives of zero."""
-    experts, offsets = experts_of(torch.float32, "cpu"), torch.tensor(OFFSETS, dtype=torch.int32)
+    experts = experts_of(torch.float32, "cpu")
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
         torch.func.jvp(lambda x: experts(x, offsets), (randn(N, D),), (randn(N, D),))
 
 
 def test_weights_that_a_parametrization_makes(device):
-    """Adapters of PEFT are outside of the experts, whose own parameters are frozen; rows need no gradient either."""
+    """Adapters of PEFT are outside of the experts, whose own parameters are frozen; rows need no
+    gradient either.
+    """
     experts = experts_of(torch.float32, device)
     before = experts.w_gate_up.detach().clone(), experts.w_down.detach().clone()
     factors = adapter_models.parametrize(experts, "w_gate_up", "w_down")
-    rows, offsets = randn(N, D, seed=5).to(device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+    rows = randn(N, D, seed=5).to(device)
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
     grad = randn(OFFSETS[-1], D, seed=6).to(device)
     experts(rows, offsets)[: OFFSETS[-1]].backward(grad)
     got = [factor.grad.clone() for factor in factors]
     merged = [
         weight + torch.bmm(b, a)
         for weight, (a, b) in zip(before, (factors[:2], factors[2:]), strict=True)
-    ]  # fmt: skip
+    ]
     outs = []
     for i in range(E):
         gate, up = (rows[OFFSETS[i] : OFFSETS[i + 1]] @ merged[0][i].T).chunk(2, 1)

@@ -18,14 +18,22 @@ def plain_route(logits, ids, scoring="softmax", renormalize=False, factor=1.0, e
 
 
 def routed(logits, top_k, grad=None, real=None, ids=None, **options):
-    """The routing of `real` tokens, by default all, and the gradients of its logits: those of route, and in fp64."""
+    """The routing of `real` tokens, by default all, and the gradients of its logits: those of
+    route, and in fp64.
+    """
     names = ("scoring", "renormalize", "routed_scaling_factor", "renormalize_epsilon")
-    formula = {name.replace("routed_scaling_", "").replace("renormalize_", ""): options.get(name) for name in names}
-    x, wide = logits.clone().requires_grad_(), logits.double().cpu().requires_grad_()
+    formula = {
+        name.replace("routed_scaling_", "").replace("renormalize_", ""): options.get(name)
+        for name in names
+    }
+    x = logits.clone().requires_grad_()
+    wide = logits.double().cpu().requires_grad_()
     got = route(x, top_k, ids=ids, num_tokens=real, **options)
     grad = randn(*got.weights.shape, seed=9) if grad is None else grad
     got.weights.backward(grad.to(x.device))
-    want = plain_route(wide, got.ids.cpu(), **{name: value for name, value in formula.items() if value is not None})
+    want = plain_route(
+        wide, got.ids.cpu(), **{name: value for name, value in formula.items() if value is not None}
+    )
     want[:real].backward(grad[:real].double())
     return got, x.grad, wide.grad
 
@@ -36,7 +44,11 @@ def routed(logits, top_k, grad=None, real=None, ids=None, **options):
 @pytest.mark.parametrize("groups", [1, 4])
 def test_route(device, scoring, renormalize, dtype, groups):
     options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": 2.5}
-    options |= {"num_expert_groups": groups, "top_groups": -(-groups // 2), "bias": randn(16, seed=3).to(device) / 4}
+    options |= {
+        "num_expert_groups": groups,
+        "top_groups": -(-groups // 2),
+        "bias": randn(16, seed=3).to(device) / 4,
+    }
     logits = randn(12, 16, seed=1).to(dtype).to(device)
     got, by_route, by_torch = routed(logits, 4, real=9, **options)
     want = epmoe.route(logits, 4, num_tokens=9, **options)
@@ -60,8 +72,14 @@ def test_scores_that_are_not_finite_have_no_gradients(device, scoring):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_route_compiled_and_in_a_checkpoint(dtype):
-    logits, bias = torch.randn(5, 8, requires_grad=True), torch.randn(8)
-    options = {"renormalize": True, "scoring": "sigmoid", "routed_scaling_factor": 2.5, "bias": bias}
+    logits = torch.randn(5, 8, requires_grad=True)
+    bias = torch.randn(8)
+    options = {
+        "renormalize": True,
+        "scoring": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "bias": bias,
+    }
 
     def run(logits):
         ids, weights = route(logits, 2, id_dtype=dtype, **options)
@@ -81,7 +99,13 @@ ROW = torch.arange(8.0)[None]
 @pytest.mark.parametrize(
     ("logits", "top_k", "grad", "scoring", "epsilon"),
     [
-        (ROW - 60, 4, FIRST_ALONE, "sigmoid", 0.0),  # what renormalised weights say does not vanish with the scores
+        (
+            ROW - 60,
+            4,
+            FIRST_ALONE,
+            "sigmoid",
+            0.0,
+        ),  # what renormalised weights say does not vanish with the scores
         (ROW - 95, 4, FIRST_ALONE, "sigmoid", 0.0),
         (randn(6, 8), 3, None, "softmax", 0.5),
         (randn(6, 8) - 46, 3, None, "sigmoid", 1e-20),
@@ -89,24 +113,40 @@ ROW = torch.arange(8.0)[None]
     ],
 )
 def test_renormalised_weights(device, logits, top_k, grad, scoring, epsilon):
-    options = {"scoring": scoring, "renormalize": True, "renormalize_epsilon": epsilon, "routed_scaling_factor": 2.5}
+    options = {
+        "scoring": scoring,
+        "renormalize": True,
+        "renormalize_epsilon": epsilon,
+        "routed_scaling_factor": 2.5,
+    }
     _, by_route, by_torch = routed(logits.to(device), top_k, grad, **options)
     assert by_torch.abs().max() > 0.1
     assert_close(by_route, by_torch)
 
 
-@pytest.mark.parametrize(("scoring", "epsilon"), [("softmax", 0.0), ("sigmoid", 0.0), ("sigmoid", 1e-20)])
+@pytest.mark.parametrize(
+    ("scoring", "epsilon"), [("softmax", 0.0), ("sigmoid", 0.0), ("sigmoid", 1e-20)]
+)
 def test_gradients_where_one_weight_is_all_but_one(device, scoring, epsilon):
     """Each within 1e-5 of itself."""
-    options = {"scoring": scoring, "renormalize": True, "renormalize_epsilon": epsilon, "routed_scaling_factor": 2.5}
-    _, by_route, by_torch = routed(torch.tensor([[9.0, -5.0, -6.0, -7.0, -8.0]], device=device), 3, **options)
+    options = {
+        "scoring": scoring,
+        "renormalize": True,
+        "renormalize_epsilon": epsilon,
+        "routed_scaling_factor": 2.5,
+    }
+    _, by_route, by_torch = routed(
+        torch.tensor([[9.0, -5.0, -6.0, -7.0, -8.0]], device=device), 3, **options
+    )
     torch.testing.assert_close(by_route.double().cpu(), by_torch, rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_given_experts(device, scoring, renormalize):
-    """Those of a rollout, with weights and gradients of these logits. An id of no expert has no weight."""
+    """Those of a rollout, with weights and gradients of these logits. An id of no expert has no
+    weight.
+    """
     options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": 2.5}
     logits = randn(6, 16).to(device).requires_grad_()
     own = route(logits, 4, num_tokens=5, **options)
@@ -142,7 +182,8 @@ def test_gradients_of_weights_that_nobody_has_are_not_read(device, scoring, reno
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_a_count_on_the_device_and_wide_ids(device, scoring, id_dtype):
-    logits, count = randn(6, 8, seed=1).to(device), torch.tensor(4, dtype=torch.int32, device=device)
+    logits = randn(6, 8, seed=1).to(device)
+    count = torch.tensor(4, dtype=torch.int32, device=device)
     grads = []
     for num_tokens in (4, count):
         x = logits.clone().requires_grad_()

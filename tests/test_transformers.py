@@ -46,26 +46,38 @@ def experts_of(model):
 def tokens_for(experts, num_tokens: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden = getattr(experts, "hidden_dim", None) or experts.hidden_size
     dtype = experts.down_proj.dtype
-    ids = torch.rand(num_tokens, experts.num_experts, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :top_k]
+    ids = torch.rand(
+        num_tokens, experts.num_experts, generator=torch.Generator().manual_seed(1)
+    ).argsort(1)[:, :top_k]
     return randn(num_tokens, hidden, dtype=dtype), ids, randn(num_tokens, top_k, seed=2).softmax(1)
 
 
 def test_import_registers_both_entry_points():
     assert ExpertsInterface()["epmoe"] is integration.experts_forward
-    expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel", reason="since transformers 5.23")
+    expert_parallel = pytest.importorskip(
+        "transformers.distributed.expert_parallel", reason="since transformers 5.23"
+    )
     assert expert_parallel.EPImplementationInterface()["epmoe"] is integration.EpmoeEP
 
 
 @pytest.mark.parametrize(
-    ("model_type", "warns"), [("llama4_text", True), ("jetmoe", True), ("qwen3_moe", False), ("llama", False)]
+    ("model_type", "warns"),
+    [("llama4_text", True), ("jetmoe", True), ("qwen3_moe", False), ("llama", False)],
 )
 def test_models_with_experts_that_never_ask_for_an_implementation_warn(model_type, warns, recwarn):
-    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+    }
     config = CONFIG_MAPPING[model_type](vocab_size=32, **sizes)
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(config, experts_implementation="epmoe")
     said = " ".join(str(warning.message) for warning in recwarn)
-    assert (f'`experts_implementation="epmoe"` does nothing for {model_type}: its code' in said) == warns
+    assert (
+        f'`experts_implementation="epmoe"` does nothing for {model_type}: its code' in said
+    ) == warns
 
 
 @torch.no_grad()
@@ -85,7 +97,8 @@ def test_metrics_of_a_model():
     prometheus_client = pytest.importorskip("prometheus_client")
     from epmoe.integrations.prometheus import HealthCollector
 
-    model, scraped = loaded("qwen3_moe", experts_implementation="epmoe"), prometheus_client.CollectorRegistry()
+    model = loaded("qwen3_moe", experts_implementation="epmoe")
+    scraped = prometheus_client.CollectorRegistry()
     model(prompt_ids())
     scraped.register(HealthCollector(integration.shared()[0].ep))
     model(prompt_ids(3))
@@ -134,10 +147,15 @@ def test_a_layer_in_static_mode_compiles_after_its_first_call():
         compiled(*tokens_for(experts, 8, 4))
     with calls_of_experts() as calls:
         want = experts(*tokens_for(experts, 8, 4))
-    [(*_, segments)] = calls  # by which GPUs choose the GEMM: no rank need bring the most that it may bring
+    [(*_, segments)] = (
+        calls  # by which GPUs choose the GEMM: no rank need bring the most that it may bring
+    )
     assert segments.rows_per_expert == 8 * 4 / experts.num_experts
     assert torch.equal(compiled(*tokens_for(experts, 8, 4)), want)
-    with torch.enable_grad(), pytest.raises(ValueError, match="static mode serves and does not train: train with `con"):
+    with (
+        torch.enable_grad(),
+        pytest.raises(ValueError, match="static mode serves and does not train: train with `con"),
+    ):
         experts(*tokens_for(experts, 8, 4))
     with pytest.raises(ValueError, match="a rank brings 33 tokens"):
         compiled(*tokens_for(experts, 33, 4))
@@ -167,20 +185,32 @@ def test_weights_are_used_where_they_lie(name):
 
 
 class Ungated(torch.nn.Module):
-    has_gate, has_bias, is_transposed, has_post_expert_norm = False, True, True, True
-    act_fn, post_expert_norm = staticmethod(torch.relu), staticmethod(torch.neg)
+    has_gate = False
+    has_bias = True
+    is_transposed = True
+    has_post_expert_norm = True
+    act_fn = staticmethod(torch.relu)
+    post_expert_norm = staticmethod(torch.neg)
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = {"up_proj": (16, 24), "down_proj": (24, 16), "up_proj_bias": (24,), "down_proj_bias": (16,)}
+        shapes = {
+            "up_proj": (16, 24),
+            "down_proj": (24, 16),
+            "up_proj_bias": (24,),
+            "down_proj_bias": (16,),
+        }
         for seed, (name, shape) in enumerate(shapes.items()):
             self.register_parameter(name, torch.nn.Parameter(randn(3, *shape, seed=seed)))
 
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_experts_without_a_gate(trains):
-    """[n, D] through relu(x · up + b) · down + c, with transposed weights and the last two of three experts."""
-    module, x = Ungated(), randn(7, 16, seed=9)
+    """[n, D] through relu(x · up + b) · down + c, with transposed weights and the last two of three
+    experts.
+    """
+    module = Ungated()
+    x = randn(7, 16, seed=9)
     up, down, up_bias, down_bias = (parameter.double() for parameter in stage.parameters_of(module))
     segments = Segments(torch.tensor([0, 5, 7], dtype=torch.int32), None, 1)
     with torch.set_grad_enabled(trains):
@@ -208,8 +238,11 @@ def test_a_part_of_the_gradients(requires_grad):
 
 
 def test_adapters_of_peft_train():
-    """They are outside of the experts, whose own parameters are frozen; no input of the first layer has a gradient."""
-    single, shared = loaded("qwen3_moe"), loaded("qwen3_moe", experts_implementation="epmoe")
+    """They are outside of the experts, whose own parameters are frozen; no input of the first layer
+    has a gradient.
+    """
+    single = loaded("qwen3_moe")
+    shared = loaded("qwen3_moe", experts_implementation="epmoe")
     gradients = []
     for model in (single, shared):
         model.requires_grad_(False)
@@ -225,7 +258,11 @@ def test_adapters_of_peft_train():
 
 
 @pytest.mark.parametrize(
-    "where", ["native.ops.dispatch", *(f"exchange.node.RoundState.{name}" for name in ("receive", "permit", "close"))]
+    "where",
+    [
+        "native.ops.dispatch",
+        *(f"exchange.node.RoundState.{name}" for name in ("receive", "permit", "close")),
+    ],
 )
 @torch.inference_mode()
 def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
@@ -266,7 +303,10 @@ def test_the_experts_function_is_an_error_under_expert_parallelism():
     ("first", "message"),
     [
         ("import sys; sys.modules['transformers'] = None", r"pip install 'epmoe\[hf\]'"),
-        ("import transformers; transformers.__version__ = '5.16.2'", "needs transformers 5.17 or newer, got 5.16.2"),
+        (
+            "import transformers; transformers.__version__ = '5.16.2'",
+            "needs transformers 5.17 or newer, got 5.16.2",
+        ),
     ],
 )
 def test_transformers_absent_or_too_old(first, message):
@@ -292,10 +332,15 @@ def test_transformers_without_ep_implementations_has_the_experts_function():
 def test_demo_tokenizer_decodes_its_encoded_prompts():
     tokenizer = demo.make_tokenizer()
     assert tokenizer.get_vocab_size() == demo.MODELS["mixtral"]["vocab_size"]
-    assert [tokenizer.decode(tokenizer.encode(prompt).ids) for prompt in demo.PROMPTS] == list(demo.PROMPTS)
+    assert [tokenizer.decode(tokenizer.encode(prompt).ids) for prompt in demo.PROMPTS] == list(
+        demo.PROMPTS
+    )
     assert tokenizer.decode(range(tokenizer.get_vocab_size())).isprintable()
 
 
 def test_unknown_demo_model_is_an_error():
-    with pytest.raises(ValueError, match="`name` must be one of qwen3_moe, mixtral, deepseek_v3, gpt_oss, got 'llama'"):
+    with pytest.raises(
+        ValueError,
+        match="`name` must be one of qwen3_moe, mixtral, deepseek_v3, gpt_oss, got 'llama'",
+    ):
         demo.run_model("llama")

@@ -1,5 +1,6 @@
-"""What the host concludes of kernels that do not begin, from copies of a stream that this file imagines. On GPUs:
-tests/distributed/test_busy_gpu.py."""
+"""What the host concludes of kernels that do not begin, from copies of a stream that this file
+imagines. On GPUs: tests/distributed/test_busy_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,18 @@ class Gpu:
     def __init__(self) -> None:
         self.state, self.stream = layouts.struct("RoundState")(), list[Callable[[], None]]()
         self.errors = [0, 0]
-        self.time_s, self.phases = 100.0, 0
-        self.shows, self.behind_now = True, lambda: None  # whether copies of now come, and what happens behind one
-        now, errors = self.state_now, lambda: struct.pack("<2q", *self.errors)
+        self.time_s = 100.0
+        self.phases = 0
+        self.shows, self.behind_now = (
+            True,
+            lambda: None,
+        )  # whether copies of now come, and what happens behind one
+        now = self.state_now
+        errors = lambda: struct.pack("<2q", *self.errors)
         before_launch = InStream(self), InStream(self)
-        self.watch = Watch(before_launch, InStream(self), *(SimpleNamespace(read=read) for read in (now, errors)))
+        self.watch = Watch(
+            before_launch, InStream(self), *(SimpleNamespace(read=read) for read in (now, errors))
+        )
 
     def state_now(self) -> bytes | None:
         state = bytes(self.state) if self.shows else None
@@ -75,14 +83,16 @@ class Gpu:
         """Polls for so long. What is late, and after how many seconds."""
         begin = self.time_s
         while self.time_s - begin < seconds:
-            if late := self.look(comes):
+            late = self.look(comes)
+            if late:
                 return late, self.time_s - begin
         return None
 
 
 class InStream:
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.copied = gpu, b"none so far"
+        self.gpu = gpu
+        self.copied = b"none so far"
 
     def start(self) -> None:
         assert self.copied, "the copy before has not come"
@@ -98,10 +108,14 @@ class Kernel:
     """A stage with both phases. It has no place until it may begin."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.has_place, self.begun, self.ended = gpu, False, False, False
+        self.gpu = gpu
+        self.has_place = False
+        self.begun = False
+        self.ended = False
 
     def begin(self, ends: bool = False) -> None:
-        self.has_place, self.ended = True, ends
+        self.has_place = True
+        self.ended = ends
         self.gpu.run()
 
     def run(self) -> bool:
@@ -301,7 +315,9 @@ class InQueue:
     """A copy in a hardware queue, which a kernel without a place may hold."""
 
     def __init__(self) -> None:
-        self.held, self.buffer, self.copied = False, b"", b"none so far"
+        self.held = False
+        self.buffer = b""
+        self.copied = b"none so far"
 
     def start(self) -> None:
         assert self.copied, "the copy before has not come"
@@ -345,7 +361,8 @@ def test_a_copy_of_now_takes_another_queue(queues):
 
 
 def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
-    queue, peek = InQueue(), Peek(torch.zeros(1))
+    queue = InQueue()
+    peek = Peek(torch.zeros(1))
     now = CopyOfNow([queue])
     times = [1.0, 0.0, 1.0, 0.0]  # it is late at once
     for module in (unscheduled, waiting):
@@ -358,9 +375,12 @@ def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
 
 def test_polls_take_no_look_of_a_launch_away(monkeypatch):
     with epmoe.ExpertParallel(alone()) as ep:
-        exchange, looks = ep.exchange, list[Comes]()
+        exchange = ep.exchange
+        looks = list[Comes]()
         monkeypatch.setattr(exchange, "_late", looks.append)
-        x, ids, weights = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+        x = torch.ones(4, 64)
+        ids = torch.zeros(4, 2, dtype=torch.int32)
+        weights = torch.ones(4, 2)
         d = ep.dispatch(x, ids, weights)
         begin_looks(exchange)
         thread = Thread(target=exchange.look)
@@ -379,15 +399,20 @@ def begin_looks(exchange: NodeExchange) -> None:
 def test_the_exchange_reports_it(monkeypatch):
     """Every later call raises it, also a call that launches."""
     with epmoe.ExpertParallel(alone()) as ep:
-        x, ids, weights = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+        x = torch.ones(4, 64)
+        ids = torch.zeros(4, 2, dtype=torch.int32)
+        weights = torch.ones(4, 2)
         d = ep.dispatch(x, ids, weights)
         exchange = ep.exchange
-        monkeypatch.setattr(exchange, "_late", lambda comes: Late(1, 1) if comes == "launch" else None)
+        monkeypatch.setattr(
+            exchange, "_late", lambda comes: Late(1, 1) if comes == "launch" else None
+        )
         begin_looks(exchange)
         ep.poll()
         for raising in (lambda: ep.combine(d.rows, d), ep.poll, ep.check):
             with pytest.raises(
-                epmoe.EPTimeoutError, match="combine of round 1 .*this rank's own kernel was not scheduled"
+                epmoe.EPTimeoutError,
+                match="combine of round 1 .*this rank's own kernel was not scheduled",
             ):
                 raising()
         assert exchange.rounds.state and exchange.missing() == 0  # this rank is not missing

@@ -1,4 +1,6 @@
-"""Versions of weights in a folder: what a trainer may hand over, where memory is full, and where the folder goes."""
+"""Versions of weights in a folder: what a trainer may hand over, where memory is full, and where
+the folder goes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def folder(tmp_path) -> Path:
     return tmp_path / "versions"
 
 
-@pytest.mark.parametrize("odd", [{"a": 1}, {"a": None}, {1: A}, {"a": np.zeros(2)}, {"a": A.to_sparse()}])
+@pytest.mark.parametrize(
+    "odd", [{"a": 1}, {"a": None}, {1: A}, {"a": np.zeros(2)}, {"a": A.to_sparse()}]
+)
 def test_dense_weights_that_are_no_plain_tensors(layer, folder, odd):
     sender = WeightSender(layer, folder)
     with pytest.raises(TypeError, match=r"`dense\[.*\]` must be a plain tensor"):
@@ -54,7 +58,8 @@ def test_how_many_versions_stay(layer, folder, keep):
 
 
 def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
-    sender, limits = WeightSender(layer, folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sender = WeightSender(layer, folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     sender.send(1)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -80,7 +85,10 @@ def test_a_trainer_of_other_experts_is_refused(ep, folder, experts):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_trainer_of_other_layers_is_refused(layer, folder, layers):
     WeightSender(nn.ModuleList([deepcopy(layer) for _ in range(layers)]), folder).send(1)
-    with pytest.raises(ValueError, match=f"`model` and version 1 must have the same layers: one .* '{min(layers, 2)}'"):
+    with pytest.raises(
+        ValueError,
+        match=f"`model` and version 1 must have the same layers: one .* '{min(layers, 2)}'",
+    ):
         WeightReceiver(layer.ep, nn.ModuleList([layer, deepcopy(layer)]), folder)
 
 
@@ -88,7 +96,9 @@ def test_two_trainers_in_one_folder_are_named(ep, layer, folder):
     WeightSender(layer, folder).send(1)
     [whole] = folder.glob("v*")
     shutil.copy(whole, folder / whole.name.replace(ep.origin, "another"))
-    with pytest.raises(ValueError, match="several trainers have sent version 1 into .*: each needs"):
+    with pytest.raises(
+        ValueError, match="several trainers have sent version 1 into .*: each needs"
+    ):
         WeightReceiver(ep, layer, folder)
 
 
@@ -101,8 +111,12 @@ def test_a_draft_of_a_former_generation_goes(ep, layer, folder):
 
 
 def test_a_trainer_that_begins_takes_the_folder(layer, folder, monkeypatch):
-    """The former one still lives, and learns it at its next version, also while one of them writes."""
-    former, senders, save = WeightSender(layer, folder), [], torch.save
+    """The former one still lives, and learns it at its next version, also while one of
+    them writes.
+    """
+    former = WeightSender(layer, folder)
+    senders = []
+    save = torch.save
 
     def saved(meanwhile: Callable[[], None], *arguments: object) -> None:
         monkeypatch.setattr(torch, "save", save)
@@ -142,10 +156,13 @@ def test_a_file_that_goes_between_two_looks_of_torch(ep, layer, folder, monkeypa
 
 @torch.inference_mode()
 def test_no_weights_change_in_an_open_round_or_by_a_closed_receiver(ep, layer, folder):
-    receiver, sender = WeightReceiver(ep, layer, folder), WeightSender(layer, folder)
+    receiver = WeightReceiver(ep, layer, folder)
+    sender = WeightSender(layer, folder)
     calls = receiver.tick, partial(receiver.load, 1), partial(WeightReceiver, ep, layer, folder)
     sender.send(1)
-    ep.dispatch_send(randn(1, ep.config.model.hidden_size), torch.arange(2).int()[None], torch.ones(1, 2))
+    ep.dispatch_send(
+        randn(1, ep.config.model.hidden_size), torch.arange(2).int()[None], torch.ones(1, 2)
+    )
     for call in calls:
         with pytest.raises(EPStateError, match="round 1 is open: weights change between rounds"):
             call()
@@ -153,7 +170,9 @@ def test_no_weights_change_in_an_open_round_or_by_a_closed_receiver(ep, layer, f
     receiver.load(1)
     receiver.close()
     for call in calls[:2]:
-        with pytest.raises(EPStateError, match="it is closed, or the group has changed: make a new WeightReceiver"):
+        with pytest.raises(
+            EPStateError, match="it is closed, or the group has changed: make a new WeightReceiver"
+        ):
             call()
 
 
@@ -167,6 +186,9 @@ def test_a_server_goes_on_without_the_folder(ep, layer, folder):
         receiver.tick()
         layer(randn(1, ep.config.model.hidden_size))
     assert receiver.version == 1
-    with pytest.raises(TimeoutError, match="version 2 .* did not come into .*versions within 0.01 s: the newest .* -1"):
+    with pytest.raises(
+        TimeoutError,
+        match="version 2 .* did not come into .*versions within 0.01 s: the newest .* -1",
+    ):
         receiver.load(2, timeout_s=0.01)
     receiver.close()

@@ -1,4 +1,6 @@
-"""The plugin for vLLM in releases that it does not know: stubs of vLLM, each of another shape, without vLLM."""
+"""The plugin for vLLM in releases that it does not know: stubs of vLLM, each of another shape,
+without vLLM.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ LAYER = "vllm.model_executor.layers.fused_moe.routed_experts"
 
 
 CONFIG: dict[str, Any] = {
-    "parallel_config": SimpleNamespace(enable_eplb=False, use_ubatching=False, enable_elastic_ep=False),
-    "compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True)),
+    "parallel_config": SimpleNamespace(
+        enable_eplb=False, use_ubatching=False, enable_elastic_ep=False
+    ),
+    "compilation_config": SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True)
+    ),
     "use_v2_model_runner": True,
 }
 
@@ -65,19 +71,28 @@ class Vllm(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        stub, name = self, spec.name
+        stub = self
+        name = spec.name
         known: dict[str, Any] = {
             "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
-            "__version__": self.version, "init_logger": logger, "op_registry_oot": self.replaced,
+            "__version__": self.version,
+            "init_logger": logger,
+            "op_registry_oot": self.replaced,
             "RoutedExperts": type("RoutedExperts", (Experts,), {}),
             "GptOssRoutedExperts": type("GptOssRoutedExperts", (Experts,), {}),
             "SleepModeBackendFactory": SimpleNamespace(register_backend=lambda *_: None),
-            "get_current_vllm_config": lambda: SimpleNamespace(additional_config=self.chosen, **CONFIG),
-        }  # fmt: skip
+            "get_current_vllm_config": lambda: SimpleNamespace(
+                additional_config=self.chosen, **CONFIG
+            ),
+        }
 
         class Module(ModuleType):
             def __getattr__(self, attribute: str) -> Any:
-                if f"{name}.{attribute}" in stub.gone or attribute.startswith("__") and attribute not in known:
+                if (
+                    f"{name}.{attribute}" in stub.gone
+                    or attribute.startswith("__")
+                    and attribute not in known
+                ):
                     raise AttributeError(f"module {name} has no attribute {attribute}")
                 return known.get(attribute, type(attribute, (), {}))
 
@@ -108,23 +123,32 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Vllm]]:
 GONE = {
     "a factory in place of the layer": ("0.34.0", (LAYER,)),
     "a runner in place of the modular kernel": (
-        "0.35.1", ("vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEKernel",),
+        "0.35.1",
+        ("vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEKernel",),
     ),
     "another name of the interface of an exchange": (
-        "0.36.0", ("vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEPrepareAndFinalizeModular",),
+        "0.36.0",
+        ("vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEPrepareAndFinalizeModular",),
     ),
     "before the layer": ("0.25.0", (LAYER, "vllm.model_executor.custom_op")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("version", "gone"), GONE.values(), ids=GONE)
-def test_a_release_of_another_shape(install, monkeypatch, caplog, version: str, gone: tuple[str, ...]) -> None:
+def test_a_release_of_another_shape(
+    install, monkeypatch, caplog, version: str, gone: tuple[str, ...]
+) -> None:
     install(version, gone)
     register()
-    assert f"epmoe cannot be chosen: vLLM {version} has no layer of experts that epmoe knows" in caplog.text
+    assert (
+        f"epmoe cannot be chosen: vLLM {version} has no layer of experts that epmoe knows"
+        in caplog.text
+    )
     assert Experts.registered is None
     monkeypatch.setenv("EPMOE_VLLM", "rank")
-    with pytest.raises(RuntimeError, match=f"chooses epmoe, but vLLM {version} .* install vLLM 0.26 to 0.33"):
+    with pytest.raises(
+        RuntimeError, match=f"chooses epmoe, but vLLM {version} .* install vLLM 0.26 to 0.33"
+    ):
         register()
 
 
@@ -136,7 +160,9 @@ def test_a_release_of_the_same_shape_that_was_not_tried(install, version: str) -
     layer = Experts.registered()
     assert layer._get_quant_method("layers.0", None, None) is layer
     stub.chosen = {"epmoe": "rank"}
-    with pytest.raises(ConfigError, match=re.escape(f"tried with vLLM 0.26 to 0.33, and this is {version}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"tried with vLLM 0.26 to 0.33, and this is {version}")
+    ):
         layer._get_quant_method("layers.0", None, None)
 
 
@@ -153,20 +179,31 @@ def test_a_release_that_was_tried(install, caplog, version: str) -> None:
 
 @pytest.mark.parametrize("backend", ["flashinfer_nvlink_one_sided", "of_another_plugin"])
 def test_another_exchange_than_the_default_serves(install, caplog, backend: str) -> None:
-    """A default that depends on the GPU, or a registry's name: vLLM's method stays as it is, and a warning says why."""
+    """A default that depends on the GPU, or a registry's name: vLLM's method stays as it is, and a
+    warning says why.
+    """
     install("0.33.0").chosen = {"epmoe": "rank"}
     register()
     layer = Experts.registered()
     assert layer._get_quant_method("layers.0", None, moe_of(backend)) is layer
-    assert f"not used, since --all2all-backend is {backend}, not allgather_reducescatter: vLLM's own" in caplog.text
+    assert (
+        f"not used, since --all2all-backend is {backend}, not allgather_reducescatter: vLLM's own"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("runner", ["V2", "V1"])
-def test_experts_that_move_under_either_model_runner(install, caplog, monkeypatch, runner: str) -> None:
+def test_experts_that_move_under_either_model_runner(
+    install, caplog, monkeypatch, runner: str
+) -> None:
     """V2 replays steps without a forward context, so a warning says in which steps experts move."""
     monkeypatch.setitem(CONFIG, "use_v2_model_runner", runner == "V2")
     install("0.33.0").chosen = {"epmoe": {"layout": "layer", "live": {"slots_per_rank": 4}}}
     register()
-    method = Experts.registered()._get_quant_method("layers.0", None, moe_of("allgather_reducescatter"))
+    method = Experts.registered()._get_quant_method(
+        "layers.0", None, moe_of("allgather_reducescatter")
+    )
     assert method.epmoe_choice.live == {"slots_per_rank": 4}
-    assert ("epmoe moves experts only in steps with a prefill: model runner V2" in caplog.text) == (runner == "V2")
+    assert ("epmoe moves experts only in steps with a prefill: model runner V2" in caplog.text) == (
+        runner == "V2"
+    )

@@ -22,7 +22,9 @@ CELLS = [
 def test_a_cell_names_what_exists(cell: Cell) -> None:
     if cell.kind == "yes":
         path, _, name = cell.says.partition("::")
-        assert re.search(rf"^def {name}\(", (ROOT / "tests" / path).read_text(encoding="utf-8"), re.MULTILINE)
+        assert re.search(
+            rf"^def {name}\(", (ROOT / "tests" / path).read_text(encoding="utf-8"), re.MULTILINE
+        )
     elif cell.kind == "no":
         source = (ROOT / "epmoe" / cell.file).read_text(encoding="utf-8")
         assert cell.says in re.sub(r'"\s+f?"', "", source)  # strings of several lines
@@ -31,7 +33,9 @@ def test_a_cell_names_what_exists(cell: Cell) -> None:
 
 
 def test_the_newest_torch_that_was_tried_is_the_one_that_users_are_told() -> None:
-    torches = {tuple(map(int, re.findall(r"torch (\d+)\.(\d+)", line)[0])) for line in tried.lines()}
+    torches = {
+        tuple(map(int, re.findall(r"torch (\d+)\.(\d+)", line)[0])) for line in tried.lines()
+    }
     assert max(torches) == TRIED_TORCH[1] and min(torches) >= TRIED_TORCH[0]
 
 

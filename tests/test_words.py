@@ -1,4 +1,6 @@
-"""Words in windows of shared memory: operators that post and read them, and what other CPUs make of their order."""
+"""Words in windows of shared memory: operators that post and read them, and what other CPUs make of
+their order.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,18 @@ from launched import TIMEOUT_S
 from epmoe.exchange.window import SharedMemoryWindow
 from epmoe.native import ops
 
-CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+CROSS = "aarch64-linux-gnu-g++"
+EMULATOR = "qemu-aarch64"
 PACKAGES = {CROSS: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user"}  # of Debian
 MISSING = [package for tool, package in PACKAGES.items() if shutil.which(tool) is None]
 ON_ARM = pytest.param(
-    CROSS, EMULATOR,
+    CROSS,
+    EMULATOR,
     marks=[
         pytest.mark.slow,
         pytest.mark.skipif(bool(MISSING), reason=f"aarch64 needs Debian's {' and '.join(MISSING)}"),
     ],
-)  # fmt: skip
+)
 
 
 def test_words_are_read_as_they_were_posted():
@@ -47,19 +51,35 @@ def test_the_last_of_64_ranks_can_die_and_leave():
     window._note(1 << 63 | 5)
     window.store(0, 1 << 63)
     assert [region.view(torch.int64).tolist() for region in window.regions] == [
-        [-(2**63), 0], [-(2**63), 5 - 2**63],
-    ]  # fmt: skip
+        [-(2**63), 0],
+        [-(2**63), 5 - 2**63],
+    ]
 
 
 @pytest.mark.parametrize(("compiler", "emulator"), [("c++", ""), ON_ARM])
 def test_what_a_word_announces_is_there(tmp_path, compiler, emulator):
-    """An emulator orders accesses at least as its host does, so the instructions are looked at, too."""
+    """An emulator orders accesses at least as its host does, so the instructions are looked at,
+    too.
+    """
     source = ROOT / "tests" / "words.cpp"
-    command = [compiler, "-std=c++20", "-O2", "-pthread", "-static", f"-I{ROOT / 'csrc'}", str(source)]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O2",
+        "-pthread",
+        "-static",
+        f"-I{ROOT / 'csrc'}",
+        str(source),
+    ]
     subprocess.run([*command, "-o", str(tmp_path / "words")], check=True, timeout=TIMEOUT_S)
     run = [*filter(None, [emulator]), str(tmp_path / "words")]
-    assert subprocess.run(run, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout == "0\n"
+    assert (
+        subprocess.run(run, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout
+        == "0\n"
+    )
     if emulator:
-        subprocess.run([*command, "-S", "-o", str(tmp_path / "words.s")], check=True, timeout=TIMEOUT_S)
+        subprocess.run(
+            [*command, "-S", "-o", str(tmp_path / "words.s")], check=True, timeout=TIMEOUT_S
+        )
         text = Path(tmp_path / "words.s").read_text()
         assert re.search(r"\bstlr\b", text) and re.search(r"\bldap?r\b", text)

@@ -1,6 +1,8 @@
-"""What was tried: tests/tried.txt has a line for each environment in which the tests of a target of make have passed.
+"""What was tried: tests/tried.txt has a line for each environment in which the tests of a target of
+make have passed.
 
-The targets set EPMOE_TRIED, and conftest.py calls `record` at the end. docs/where.md shows the lines.
+The targets set EPMOE_TRIED, and conftest.py calls `record` at the end. docs/where.md shows the
+lines.
 """
 
 from __future__ import annotations

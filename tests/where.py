@@ -1,4 +1,5 @@
-"""The table of docs/where.md: which feature works in which stack, by a test, a message or a reason for each cell.
+"""The table of docs/where.md: which feature works in which stack, by a test, a message or a reason
+for each cell.
 
 `python tests/where.py` writes the page; tests/test_where.py holds it.
 """
@@ -45,16 +46,22 @@ def absent(why: str) -> Cell:
 D = "distributed/"
 TRAINS = absent("The stack trains and does not serve.")
 SERVES = absent("The stack serves and does not train.")
-VLLM, SGLANG = "integrations/vllm/layer.py", "integrations/sglang/dispatcher.py"
+VLLM = "integrations/vllm/layer.py"
+SGLANG = "integrations/sglang/dispatcher.py"
 OWN_GEMMS = absent("The stack's own experts compute: what formats they take is the stack's.")
-BY_HOST = absent("The stack ends all its ranks when one dies, and has no way to take a smaller group.")
+BY_HOST = absent(
+    "The stack ends all its ranks when one dies, and has no way to take a smaller group."
+)
 ONE_NODE = no("training needs a group of one node", "training/exchange.py")
 TABLE: dict[str, tuple[Cell, ...]] = {
     "serves": (
         yes(D + "test_exchange.py::test_agrees_with_the_dense_reference"),
         yes("stacks/test_vllm_engine.py::test_two_ranks_generate_the_tokens_of_one"),
         yes("stacks/test_sglang.py::test_a_batch_on_each_rank"),
-        yes(D + "test_transformers.py::test_generation_from_different_prompts_equals_a_single_process"),
+        yes(
+            D
+            + "test_transformers.py::test_generation_from_different_prompts_equals_a_single_process"
+        ),
         TRAINS,
         no("epmoe takes part in training only", "integrations/megatron.py"),
     ),
@@ -64,11 +71,16 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         SERVES,
         yes(D + "test_transformers_training.py::test_the_trainer"),
         yes("stacks/test_torchtitan.py::test_a_hundred_steps_have_the_losses_of_all_to_all"),
-        yes("stacks/test_megatron.py::test_gradients_of_experts_and_router_are_those_of_all_to_all"),
+        yes(
+            "stacks/test_megatron.py::test_gradients_of_experts_and_router_are_those_of_all_to_all"
+        ),
     ),
     "CUDA graphs": (
         yes(D + "test_graphs.py::test_ranks_that_replay_different_graphs"),
-        absent("A layer is captured by `benchmarks/vllm_layer.py`; an engine on GPUs has not been tried by a test."),
+        absent(
+            "A layer is captured by `benchmarks/vllm_layer.py`; an engine on GPUs has not been "
+            "tried by a test."
+        ),
         yes("stacks/test_sglang.py::test_a_captured_layer"),
         yes(D + "test_transformers_static.py::test_a_captured_forward_pass"),
         absent("`non_blocking_capacity_factor` admits them; no test captures one."),
@@ -76,9 +88,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "CUDA graphs, while ranks come and go": (
         yes("test_outlive.py::test_graphs_go_on_while_ranks_come_and_go"),
-        absent("vLLM fixes the number of ranks, and its settings have no key for `topology.max_ranks`."),
+        absent(
+            "vLLM fixes the number of ranks, and its settings have no key for `topology.max_ranks`."
+        ),
         no("the framework fixes the number of ranks", "integrations/session.py"),
-        absent("transformers' layers have experts that stay; `configure` has no key for `topology.max_ranks`."),
+        absent(
+            "transformers' layers have experts that stay; `configure` has no key for "
+            "`topology.max_ranks`."
+        ),
         TRAINS,
         TRAINS,
     ),
@@ -102,7 +119,9 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes(D + "test_layers.py::test_a_layer_in_mxfp4_is_that_of_its_values"),
         yes("stacks/test_vllm_engine.py::test_gpt_oss_in_mxfp4_as_it_is"),
         no("MXFP8, or DeepGEMM on Blackwell", SGLANG),
-        absent("transformers keeps MXFP4 in a module of its own, without `use_experts_implementation`."),
+        absent(
+            "transformers keeps MXFP4 in a module of its own, without `use_experts_implementation`."
+        ),
         OWN_GEMMS,
         OWN_GEMMS,
     ),
@@ -119,8 +138,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes("stacks/test_vllm_kernels.py::test_two_ranks_compute_what_one_computes"),
         yes("stacks/test_sglang.py::test_block_fp8"),
         yes("test_transformers.py::test_fp8_payload_reaches_the_experts_in_their_dtype"),
-        absent("Rounds of training take fp8 by `TrainingExchange(payload=…)`; the override has no key for it."),
-        absent("Rounds of training take fp8 by `TrainingExchange(payload=…)`; Megatron has no setting for it."),
+        absent(
+            "Rounds of training take fp8 by `TrainingExchange(payload=…)`; the override has no key "
+            "for it."
+        ),
+        absent(
+            "Rounds of training take fp8 by `TrainingExchange(payload=…)`; Megatron has no setting "
+            "for it."
+        ),
     ),
     "more tokens than the windows hold": (
         absent("A call is one round: the caller splits it."),
@@ -134,8 +159,10 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes(D + "test_adapters.py::test_each_token_gets_its_adapter"),
         absent(
             "A warning, and vLLM's own exchange serves: what tells it the adapters is undeclared. "
-            "`FusedMoEPrepareAndFinalizeModular` would have to declare `set_lora_context`, and `MoELoRAContext` to "
-            "have the ids of the tokens as `token_lora_mapping`, int32 [T], beside `local_token_lora_mapping` of rows."
+            "`FusedMoEPrepareAndFinalizeModular` would have to declare `set_lora_context`, and "
+            "`MoELoRAContext` to "
+            "have the ids of the tokens as `token_lora_mapping`, int32 [T], beside "
+            "`local_token_lora_mapping` of rows."
         ),
         absent("SGLang would have to hand a dispatcher the adapters of the tokens."),
         yes("test_given.py::test_adapters_of_sequences_and_tokens"),
@@ -154,7 +181,10 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes(D + "test_moves.py::test_experts_move_while_rounds_go_on"),
         yes("stacks/test_vllm_engine.py::test_experts_move_while_prompts_drift"),
         yes("stacks/test_sglang_live.py::test_experts_move_while_prompts_drift"),
-        absent("The stack's experts stay where the stack has loaded them; it would have to hand out their memory."),
+        absent(
+            "The stack's experts stay where the stack has loaded them; it would have to hand out "
+            "their memory."
+        ),
         no("`placement.live` must be unset for training", "training/exchange.py"),
         no("`placement.live` must be unset for training", "training/exchange.py"),
     ),
@@ -176,8 +206,12 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "weights handed over while it serves": (
         yes(D + "test_hand_over.py::test_a_token_meets_one_version"),
-        absent("A receiver takes `MoELayer`s; vLLM loads its own experts again, by calls of its own."),
-        absent("A receiver takes `MoELayer`s; SGLang loads its own experts again, by calls of its own."),
+        absent(
+            "A receiver takes `MoELayer`s; vLLM loads its own experts again, by calls of its own."
+        ),
+        absent(
+            "A receiver takes `MoELayer`s; SGLang loads its own experts again, by calls of its own."
+        ),
         yes("test_rl_script.py::test_few_steps"),
         absent("A sender takes `MoELayer`s; torchtitan's experts are a module of the model."),
         absent("A sender takes `MoELayer`s; Megatron's experts compute."),
@@ -194,7 +228,10 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes(D + "test_two_machines.py::test_a_token_crosses_once_per_node"),
         absent("A group that spans machines is an error at the start."),
         absent("A group that spans machines is an error while the model is built."),
-        yes(D + "test_transformers.py::test_generation_from_different_prompts_equals_a_single_process"),
+        yes(
+            D
+            + "test_transformers.py::test_generation_from_different_prompts_equals_a_single_process"
+        ),
         ONE_NODE,
         ONE_NODE,
     ),
@@ -227,7 +264,10 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         SERVES,
         SERVES,
         absent("transformers' own EP has no pipeline that trains."),
-        absent("The order of 1F1B is tried in one process; torchtitan's trainer, which makes stages, needs GPUs."),
+        absent(
+            "The order of 1F1B is tried in one process; torchtitan's trainer, which makes stages, "
+            "needs GPUs."
+        ),
         yes("stacks/test_megatron.py::test_its_pipeline"),
     ),
     "activation checkpoints": (
@@ -243,7 +283,9 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes("stacks/test_vllm_engine.py::test_two_ranks_generate_the_tokens_of_one"),
         yes("stacks/test_sglang.py::test_experts_of_our_own"),
         yes(D + "test_transformers.py::test_one_layer_with_batches_of_any_length"),
-        absent("The override takes torchtitan's dispatcher; its experts are a module of the model."),
+        absent(
+            "The override takes torchtitan's dispatcher; its experts are a module of the model."
+        ),
         absent("Megatron's experts compute."),
     ),
     "replicas of experts (EP below DP)": (
@@ -266,14 +308,19 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         yes("test_outlive.py::test_sleep_frees_all_and_graphs_go_on_after_wake"),
         yes("stacks/test_vllm_reload.py::test_sleep_and_weights_that_are_loaded_again"),
         absent("SGLang frees its own memory; the windows stay. It has no call for an exchange."),
-        absent("transformers has no sleep mode; `shared()[0].ep.sleep()` is for a loop of your own."),
+        absent(
+            "transformers has no sleep mode; `shared()[0].ep.sleep()` is for a loop of your own."
+        ),
         TRAINS,
         TRAINS,
     ),
     "metrics for Prometheus": (
         yes("test_prometheus.py::test_every_count_is_exported"),
         yes("stacks/test_vllm_deaths.py::test_a_rank_dies"),
-        absent("`HealthCollector` takes any `ExpertParallel`; SGLang's own exporter is in another process."),
+        absent(
+            "`HealthCollector` takes any `ExpertParallel`; SGLang's own exporter is in another "
+            "process."
+        ),
         yes("test_transformers.py::test_metrics_of_a_model"),
         absent("torchtitan has loggers of its own."),
         absent("Megatron has loggers of its own."),

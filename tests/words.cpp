@@ -1,5 +1,5 @@
-// Two threads pass parts through one staging, as ranks do in moves of experts: a part is there when its word is, and is
-// overwritten only once it has been copied. Prints how many were wrong.
+// Two threads pass parts through one staging, as ranks do in moves of experts: a part is there when
+// its word is, and is overwritten only once it has been copied. Prints how many were wrong.
 #include "cpu/words.h"
 
 #include <cstdio>

@@ -1,8 +1,10 @@
-"""DeepEP: the low-latency kernels (`Buffer`, expert-major rows) and, from 2.0 on, `ElasticBuffer` (rank-major rows).
+"""DeepEP: the low-latency kernels (`Buffer`, expert-major rows) and, from 2.0 on, `ElasticBuffer`
+(rank-major rows).
 
-The calls are those of sgl-deep-ep 0.1.2.post1, DeepEP 2.1 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2.
-Wheels on PyPI are each for one torch: 0.1.0 to 0.1.2 for 2.13, 0.1.2.post1 for 2.14. torch 2.11 lacks a constructor
-that they link, and from 0.1.1 on they link functions of NCCL 2.30.
+The calls are those of sgl-deep-ep 0.1.2.post1, DeepEP 2.1 for CUDA 13. `Buffer` has had these calls
+since DeepEP 1.2. Wheels on PyPI are each for one torch: 0.1.0 to 0.1.2 for 2.13, 0.1.2.post1 for
+2.14. torch 2.11 lacks a constructor that they link, and from 0.1.1 on they link functions of NCCL
+2.30.
 """
 
 from __future__ import annotations
@@ -38,18 +40,24 @@ class DeepEPExchange(ExchangeSide):
 
 
 class LowLatency(DeepEPExchange):
-    """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies the weights."""
+    """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies
+    the weights.
+    """
 
     expects = "weights"
 
     def out(self) -> Any:
         x_TD = self.sample.x_TD
         E = self.sample.config.model.num_experts
-        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(x_TD, self.ids_TK, len(x_TD), E, use_fp8=False)
+        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
+            x_TD, self.ids_TK, len(x_TD), E, use_fp8=False
+        )
         return rows, handle, counts
 
     def back(self, handle: Any) -> Tensor:
-        return self.buffer.low_latency_combine(self.given, self.ids_TK, self.sample.weights_TK, handle[1])[0]
+        return self.buffer.low_latency_combine(
+            self.given, self.ids_TK, self.sample.weights_TK, handle[1]
+        )[0]
 
     def arrived(self, handle: Any) -> list[Tensor]:
         rows, _, counts = handle
@@ -57,7 +65,9 @@ class LowLatency(DeepEPExchange):
 
 
 class Elastic(DeepEPExchange):
-    """Rows [N, D], one for each (token, rank). The host reads no count, so N is the most that may come."""
+    """Rows [N, D], one for each (token, rank). The host reads no count, so N is the most that may
+    come.
+    """
 
     def out(self) -> Any:
         rows, _, _, handle, _ = self.buffer.dispatch(
@@ -78,7 +88,10 @@ class Elastic(DeepEPExchange):
 
 
 class DeepEP(Peer):
-    install = "sgl-deep-ep (DeepEP 2; for one torch and NCCL 2.30), or deep_ep from github.com/deepseek-ai/DeepEP"
+    install = (
+        "sgl-deep-ep (DeepEP 2; for one torch and NCCL 2.30), or deep_ep from "
+        "github.com/deepseek-ai/DeepEP"
+    )
 
     def __init__(self, kernels: str) -> None:
         self.name = f"DeepEP {kernels}"
@@ -97,10 +110,13 @@ class DeepEP(Peer):
         return ""
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[ExchangeSide]:
+    def exchange(
+        self, sample: Sample, payload: Payload, group: dist.ProcessGroup
+    ) -> Iterator[ExchangeSide]:
         import deep_ep
 
-        model, T = sample.config.model, sample.tokens
+        model = sample.config.model
+        T = sample.tokens
         if payload is not Payload.PLAIN or sample.dtype != torch.bfloat16:
             raise LeftOut("this driver sends bf16 rows")
         if self.kernels == "elastic":

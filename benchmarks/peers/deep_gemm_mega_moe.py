@@ -1,4 +1,5 @@
-"""DeepGEMM's fp8 MegaMoE for Hopper: a whole layer in one kernel, behind a kernel that quantizes rows. Route is ours.
+"""DeepGEMM's fp8 MegaMoE for Hopper: a whole layer in one kernel, behind a kernel that quantizes
+rows. Route is ours.
 
 The calls are those of sgl-deep-gemm 0.1.5.
 """
@@ -35,17 +36,25 @@ class MegaMoE(Peer):
         model = case.ep.config.model
         T = len(case.x_TD)
         weights = deep_gemm.transform_weights_for_mega_moe_sm90(
-            (experts.w_gate_up.data, experts.gate_up_scales.data), (experts.w_down.data, experts.down_scales.data)
+            (experts.w_gate_up.data, experts.gate_up_scales.data),
+            (experts.w_down.data, experts.down_scales.data),
         )
         buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(
-            case.group, model.num_experts, T, model.num_experts_per_tok, model.hidden_size, model.intermediate_size
+            case.group,
+            model.num_experts,
+            T,
+            model.num_experts_per_tok,
+            model.hidden_size,
+            model.intermediate_size,
         )
         y_TD = torch.empty_like(case.x_TD)
         inputs = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
 
         def run() -> Tensor:
             routing = case.routed()
-            deep_gemm.mega_moe_pre_dispatch_sm90(case.x_TD, routing.ids, routing.weights, *inputs, T)
+            deep_gemm.mega_moe_pre_dispatch_sm90(
+                case.x_TD, routing.ids, routing.weights, *inputs, T
+            )
             deep_gemm.fp8_mega_moe(y_TD, *weights, buffer)
             return y_TD
 

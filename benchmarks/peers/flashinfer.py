@@ -1,7 +1,8 @@
-"""FlashInfer: the one-sided exchange over NVLink, and layers for Hopper in bf16 (cake) and in fp8 (push and pull).
+"""FlashInfer: the one-sided exchange over NVLink, and layers for Hopper in bf16 (cake) and in fp8
+(push and pull).
 
-The calls are those of flashinfer-python 0.7.2.post1. Route is ours. A further kernel of a layer is one more function
-here, and its `Layer`.
+The calls are those of flashinfer-python 0.7.2.post1. Route is ours. A further kernel of a layer is
+one more function here, and its `Layer`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def bootstrap(group: dist.ProcessGroup) -> Any:
 
 
 class OneSided(ExchangeSide):
-    """Rank-major rows; experts write into its workspace. fp8 rows and their scales are there before the timing."""
+    """Rank-major rows; experts write into its workspace. fp8 rows and their scales are there before
+    the timing.
+    """
 
     def __init__(self, communication: Any, sample: Sample, payload: Payload) -> None:
         super().__init__("FlashInfer", sample)
@@ -48,7 +51,9 @@ class OneSided(ExchangeSide):
         )
 
     def back(self, handle: Any) -> Tensor:
-        return self.communication.combine(self.communication.get_combine_input_buffer(self.sample.dtype))
+        return self.communication.combine(
+            self.communication.get_combine_input_buffer(self.sample.dtype)
+        )
 
     def outputs(self, handle: Any) -> Tensor:
         rows = handle.hidden_states
@@ -58,7 +63,9 @@ class OneSided(ExchangeSide):
 
     def arrived(self, handle: Any) -> list[Tensor]:
         ranks = self.communication.ep_size
-        return slabs(self.sample, handle.hidden_states.unflatten(0, (ranks, handle.tokens_per_rank)))
+        return slabs(
+            self.sample, handle.hidden_states.unflatten(0, (ranks, handle.tokens_per_rank))
+        )
 
 
 class FlashInfer(Peer):
@@ -75,7 +82,9 @@ class Exchange(FlashInfer):
     name = "FlashInfer"
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[ExchangeSide]:
+    def exchange(
+        self, sample: Sample, payload: Payload, group: dist.ProcessGroup
+    ) -> Iterator[ExchangeSide]:
         from flashinfer.moe_ep import MoEEpCommParams, NVLinkOneSidedConfig, create_communication
 
         if payload is Payload.FP8_BOTH:
@@ -96,7 +105,9 @@ class Exchange(FlashInfer):
 class Layer(FlashInfer):
     """One kernel. `make` returns its backend and the weights that the layer is given."""
 
-    def __init__(self, name: str, fp8: bool, make: Callable[[WholeLayer, dict[str, Any]], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, name: str, fp8: bool, make: Callable[[WholeLayer, dict[str, Any]], tuple[Any, Any]]
+    ) -> None:
         self.name = name
         self.fp8 = fp8
         self.make = make
@@ -113,7 +124,9 @@ class Layer(FlashInfer):
         shape = {"intermediate_size": model.intermediate_size, "top_k": model.num_experts_per_tok}
         backend, weights = self.make(case, shape)
         sizes = moe_ep.FleetParams(
-            num_experts=model.num_experts, max_tokens_per_rank=len(case.x_TD), token_hidden_size=model.hidden_size
+            num_experts=model.num_experts,
+            max_tokens_per_rank=len(case.x_TD),
+            token_hidden_size=model.hidden_size,
         )
         layer = moe_ep.MoEEpLayer(bootstrap(case.group), sizes, weights, backend=backend)
         y_TD = torch.empty_like(case.x_TD)
@@ -133,14 +146,19 @@ def push(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
 
     experts = case.experts
     weights = Sm90PushWeights(
-        experts.w_gate_up.data, experts.gate_up_scales.data, experts.w_down.data, experts.down_scales.data
+        experts.w_gate_up.data,
+        experts.gate_up_scales.data,
+        experts.w_down.data,
+        experts.down_scales.data,
     )
     kernel = moe_ep.Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig(**shape)
     return moe_ep.MegaConfig(kernel, preprocess_weights=False, transformed_weights=weights), None
 
 
 def pull(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
-    """It quantizes weights by itself, since it wants the rows of gate and up by turns. Its exchange is NVSHMEM's."""
+    """It quantizes weights by itself, since it wants the rows of gate and up by turns. Its exchange
+    is NVSHMEM's.
+    """
     from flashinfer import moe_ep
 
     experts = case.experts

@@ -1,10 +1,13 @@
-"""The MegaMoE for Hopper of sgl-deep-gemm 0.2.5, which keeps rows in a ring, beside any torch. Route is ours.
+"""The MegaMoE for Hopper of sgl-deep-gemm 0.2.5, which keeps rows in a ring, beside any torch.
+Route is ours.
 
-The library of the wheel wants torch 2.13. Its kernel is a header, and mega_moe_ring.cu launches it: with the choices of
-the wheel for a buffer of as many tokens as the call has, and in our windows, which have no NVLink multicast.
+The library of the wheel wants torch 2.13. Its kernel is a header, and mega_moe_ring.cu launches it:
+with the choices of the wheel for a buffer of as many tokens as the call has, and in our windows,
+which have no NVLink multicast.
 
     export MEGA_MOE_HEADERS=FOLDER/deep_gemm/include              # of the wheel, unpacked
-    python benchmarks/peers/mega_moe_ring.py CONFIG.yaml 1 16 64  # compiles ahead for these T, without a GPU
+    python benchmarks/peers/mega_moe_ring.py CONFIG.yaml 1 16 64  # compiles ahead for these T,
+    without a GPU
 """
 
 from __future__ import annotations
@@ -35,10 +38,17 @@ VERSION = "0.2.5"
 MULTIPROCESSORS = 132  # of H100 and H200 with SXM
 _SOURCE = Path(__file__).with_suffix(".cu")
 _FLAGS = (  # those of the wheel for its kernels, and what a library needs
-    "-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--ptxas-options=--register-usage-level=10",
-    "--expt-relaxed-constexpr", "--expt-extended-lambda", "--diag-suppress=39,161,174,177,186,940",
-    "-Xcompiler=-O3,-fPIC,-fconcepts", "-shared", "-cudart=static",
-)  # fmt: skip
+    "-std=c++20",
+    "-O3",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "--ptxas-options=--register-usage-level=10",
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
+    "--diag-suppress=39,161,174,177,186,940",
+    "-Xcompiler=-O3,-fPIC,-fconcepts",
+    "-shared",
+    "-cudart=static",
+)
 _SHARED_BYTES = 227 << 10  # that a block may have
 _BLOCK = 128  # of rows, and of scales
 _TILE_N = 256
@@ -50,7 +60,16 @@ class _Args(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *("x_TD", "ids_TK", "weights_TK", "y_TD", "gate_up", "down", "gate_up_scales", "down_scales"),
+            *(
+                "x_TD",
+                "ids_TK",
+                "weights_TK",
+                "y_TD",
+                "gate_up",
+                "down",
+                "gate_up_scales",
+                "down_scales",
+            ),
             *("windows_R", "rank", "T"),
         )
     ]
@@ -68,23 +87,36 @@ class Kernel(NamedTuple):
 
     @classmethod
     def of(cls, config: EPConfig, tokens: int) -> Kernel:
-        """Raises LeftOut where the wheel has no kernel, or another one than those that are known here."""
-        model, F = config.model, config.model.intermediate_size or 0
+        """Raises LeftOut where the wheel has no kernel, or another one than those that are known
+        here.
+        """
+        model = config.model
+        F = config.model.intermediate_size or 0
         if model.hidden_size not in range(512, 8193, 512) or F not in range(256, 4097, 256):
-            raise LeftOut("it takes D that 512 divides, up to 8192, and F that 256 divides, up to 4096")
+            raise LeftOut(
+                "it takes D that 512 divides, up to 8192, and F that 256 divides, up to 4096"
+            )
         if tokens >= 8192:
-            raise LeftOut("from 8192 tokens on the wheel publishes rows in batches, which nobody has tried here")
-        R, E, K = config.topology.ep_size, model.num_experts, model.num_experts_per_tok
+            raise LeftOut(
+                "from 8192 tokens on the wheel publishes rows in batches, which nobody has tried "
+                "here"
+            )
+        R = config.topology.ep_size
+        E = model.num_experts
+        K = model.num_experts_per_tok
         return cls(R, E, K, model.hidden_size, F, tokens)
 
     @property
     def constants(self) -> dict[str, int]:
         """By the names of mega_moe_ring.cu."""
-        e, capacity = self.E // self.R, round_up(self.T, _BLOCK)
+        e = self.E // self.R
+        capacity = round_up(self.T, _BLOCK)
         tall = self.T * self.K / e >= 64
         pool = round_up(self.R * capacity * min(self.K, e) + e * (_BLOCK - 1), _BLOCK)
         lag = ring = 0
-        if capacity >= 1024:  # the second product follows the first at a distance, over a ring of rows
+        if (
+            capacity >= 1024
+        ):  # the second product follows the first at a distance, over a ring of rows
             units = e * max(1, -(-capacity * self.K // (e * 1024)))
             lag = min(max(int(0.45 * units + 0.5), 8), 64)
             ring = min((8 * (lag + 4) + 4) * 128, pool)
@@ -94,13 +126,24 @@ class Kernel(NamedTuple):
         early = self.D >= 512 * self.K
         stages, shared = self._stages(128 if tall else 64, pool, early)
         return {
-            "RANKS": self.R, "EXPERTS": self.E, "TOP_K": self.K, "HIDDEN": self.D, "INTERMEDIATE": self.F,
-            "MAX_TOKENS": capacity, "SMS": MULTIPROCESSORS, "WAVE": wave, "TILE_M": 128 if tall else 64,
-            "RING_TOKENS": ring, "LAG": lag and 4000 + lag, "STAGES": stages, "SHARED_BYTES": shared,
-            "COUNTS": int(4 <= self.T <= 128), "EARLY": int(self.T <= 256),
+            "RANKS": self.R,
+            "EXPERTS": self.E,
+            "TOP_K": self.K,
+            "HIDDEN": self.D,
+            "INTERMEDIATE": self.F,
+            "MAX_TOKENS": capacity,
+            "SMS": MULTIPROCESSORS,
+            "WAVE": wave,
+            "TILE_M": 128 if tall else 64,
+            "RING_TOKENS": ring,
+            "LAG": lag and 4000 + lag,
+            "STAGES": stages,
+            "SHARED_BYTES": shared,
+            "COUNTS": int(4 <= self.T <= 128),
+            "EARLY": int(self.T <= 256),
             "STORES": (4 if max(self.D, self.F) >= 4096 else 2) if tall else 0,
             "EARLY_COMBINE": int(early and min(self.D, self.F) // 128 > stages),
-        }  # fmt: skip
+        }
 
     def _stages(self, m: int, pool: int, early: bool) -> tuple[int, int]:
         """How many tiles of both operands fit into shared memory, and the bytes of all of it."""
@@ -123,7 +166,9 @@ class Kernel(NamedTuple):
     @property
     def library(self) -> Path:
         """Where it lies, beside the headers. Its name has a digest of all that it is made of."""
-        digest = hashlib.sha256(f"{self.constants} {_FLAGS} {_SOURCE.read_text()}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(
+            f"{self.constants} {_FLAGS} {_SOURCE.read_text()}".encode()
+        ).hexdigest()[:16]
         return _headers().parent / "built" / f"mega_moe_{digest}.so"
 
     def compile(self) -> str:
@@ -146,7 +191,8 @@ class Kernel(NamedTuple):
 
     def load(self, peers: Peers) -> Any:
         """Collective: rank 0 compiles."""
-        if problem := peers.all_gather(self.compile() if peers.rank == 0 else "")[0]:
+        problem = peers.all_gather(self.compile() if peers.rank == 0 else "")[0]
+        if problem:
             raise RuntimeError(f"{_SOURCE.name} did not compile: {problem}")
         library = ctypes.CDLL(str(self.library))
         library.window_bytes.restype = ctypes.c_int64
@@ -180,17 +226,22 @@ class MegaMoERing(Peer):
 
     @contextmanager
     def layer(self, case: WholeLayer) -> Iterator[Callable[[], Tensor]]:
-        experts, tokens = case.experts, len(case.x_TD)
+        experts = case.experts
+        tokens = len(case.x_TD)
         if not experts.is_fp8 or torch.cuda.get_device_capability() != (9, 0):
             raise LeftOut("it takes fp8 weights on compute capability 9.0")
         if torch.cuda.get_device_properties().multi_processor_count != MULTIPROCESSORS:
             raise LeftOut(f"it is compiled for {MULTIPROCESSORS} multiprocessors")
-        peers, device = Peers.of(case.group), case.x_TD.device
+        peers = Peers.of(case.group)
+        device = case.x_TD.device
         library = Kernel.of(case.ep.config, tokens).load(peers)
         nbytes = round_up(library.window_bytes(), 512)
-        window = NVLinkWindow(nbytes + 512, peers, Seats.full(peers.size), addresses_on(device), dead_at=nbytes)
+        window = NVLinkWindow(
+            nbytes + 512, peers, Seats.full(peers.size), addresses_on(device), dead_at=nbytes
+        )
         windows_R = (ctypes.c_int64 * peers.size)(*(region.data_ptr() for region in window.regions))
-        y_TD, gate_up = torch.empty_like(case.x_TD), _by_turns(experts.w_gate_up.data.view(torch.uint8))
+        y_TD = torch.empty_like(case.x_TD)
+        gate_up = _by_turns(experts.w_gate_up.data.view(torch.uint8))
         scales = experts.gate_up_scales, experts.down_scales
         assert scales[0] is not None and scales[1] is not None
         args = _Args(
@@ -208,7 +259,8 @@ class MegaMoERing(Peer):
         def run() -> Tensor:
             routing = case.routed()
             args.ids_TK, args.weights_TK = routing.ids.data_ptr(), routing.weights.data_ptr()
-            if problem := library.launch(ctypes.byref(args), torch.cuda.current_stream().cuda_stream):
+            problem = library.launch(ctypes.byref(args), torch.cuda.current_stream().cuda_stream)
+            if problem:
                 raise RuntimeError(problem.decode())
             return y_TD
 

@@ -1,4 +1,5 @@
-"""torch.distributed's collectives, NCCL on GPUs: an all-to-all of rank-major rows, and all-gather + reduce-scatter.
+"""torch.distributed's collectives, NCCL on GPUs: an all-to-all of rank-major rows, and all-gather +
+reduce-scatter.
 
 Splits and indices are made beforehand, as if counts cost nothing.
 """
@@ -33,10 +34,14 @@ class AllToAllSingle(ExchangeSide):
 
     def out(self) -> Any:
         rows = self.sample.x_TD[self.token_N]
-        dist.all_to_all_single(self.received, rows, self.splits_in, self.splits_out, group=self.group)
+        dist.all_to_all_single(
+            self.received, rows, self.splits_in, self.splits_out, group=self.group
+        )
 
     def back(self, handle: Any) -> Tensor:
-        dist.all_to_all_single(self.home, self.given, self.splits_out, self.splits_in, group=self.group)
+        dist.all_to_all_single(
+            self.home, self.given, self.splits_out, self.splits_in, group=self.group
+        )
         y = torch.zeros_like(self.sample.x_TD, dtype=torch.float32)
         return y.index_add_(0, self.token_N, self.home.float()).to(self.sample.dtype)
 
@@ -48,7 +53,9 @@ class AllToAllSingle(ExchangeSide):
 
 
 class AllGather(ExchangeSide):
-    """Every token everywhere, with its ids and weights; a rank puts out zeros for tokens that do not need it."""
+    """Every token everywhere, with its ids and weights; a rank puts out zeros for tokens that do
+    not need it.
+    """
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all-gather", sample)
@@ -84,10 +91,15 @@ class Collectives(Peer):
         return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[ExchangeSide]:
+    def exchange(
+        self, sample: Sample, payload: Payload, group: dist.ProcessGroup
+    ) -> Iterator[ExchangeSide]:
         if payload is not Payload.PLAIN:
             raise LeftOut("it sends rows as they are")
         yield self.side(sample, group)
 
 
-PEERS = [Collectives("NCCL all_to_all_single", AllToAllSingle), Collectives("NCCL all-gather", AllGather)]
+PEERS = [
+    Collectives("NCCL all_to_all_single", AllToAllSingle),
+    Collectives("NCCL all-gather", AllGather),
+]

@@ -1,9 +1,9 @@
 """A tensor-parallel layer: torch's collectives around our route, permute, experts and finalize.
 
-Every rank has F / R columns of every expert and computes the tokens of all ranks. The GEMMs are the fastest that
-`GroupedExperts` finds, so that layouts are compared and not libraries. With "all-reduce" all ranks have all tokens and
-logits beforehand, as tensor-parallel attention leaves them. With "all-gather" each rank has its own, as with
-data-parallel attention.
+Every rank has F / R columns of every expert and computes the tokens of all ranks. The GEMMs are the
+fastest that `GroupedExperts` finds, so that layouts are compared and not libraries. With
+"all-reduce" all ranks have all tokens and logits beforehand, as tensor-parallel attention leaves
+them. With "all-gather" each rank has its own, as with data-parallel attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from epmoe.native.formats import SCALE_BLOCK
 
 
 class TensorParallel(Peer):
-    """One of the two. `gathers`: whether tokens travel within the layer, and sums go to the rank of their token."""
+    """One of the two. `gathers`: whether tokens travel within the layer, and sums go to the rank of
+    their token.
+    """
 
     install = "torch"
 
@@ -65,11 +67,17 @@ class TensorParallel(Peer):
             p = permute(x, ids, identity, E, alignment=alignment)
             if scales is not None:
                 of_rows = scales.new_empty(len(p.rows), scales.shape[1])
-                scales = of_rows.index_copy_(0, p.row_of_pair.flatten().long(), scales.repeat_interleave(K, dim=0))
+                scales = of_rows.index_copy_(
+                    0, p.row_of_pair.flatten().long(), scales.repeat_interleave(K, dim=0)
+                )
             out = experts(
-                p.rows, p.expert_offsets, scales, tokens_per_expert=p.tokens_per_expert, alignment=alignment,
+                p.rows,
+                p.expert_offsets,
+                scales,
+                tokens_per_expert=p.tokens_per_expert,
+                alignment=alignment,
                 rows_per_expert=per_expert,
-            )  # fmt: skip
+            )
             y_BD = finalize(out, p, weights)
             if self.gathers:
                 dist.reduce_scatter_tensor(y_TD, y_BD, group=group)
@@ -102,8 +110,13 @@ def sharded(experts: GroupedExperts, group: dist.ProcessGroup) -> GroupedExperts
 
     options: dict[str, Any] = {"batch_invariant": experts.batch_invariant}
     if experts.gate_up_scales is not None and experts.down_scales is not None:
-        options |= {"gate_up_scales": gate_up(experts.gate_up_scales), "down_scales": down(experts.down_scales)}
-    return GroupedExperts(gate_up(experts.w_gate_up), down(experts.w_down), **options).requires_grad_(False)
+        options |= {
+            "gate_up_scales": gate_up(experts.gate_up_scales),
+            "down_scales": down(experts.down_scales),
+        }
+    return GroupedExperts(
+        gate_up(experts.w_gate_up), down(experts.w_down), **options
+    ).requires_grad_(False)
 
 
 def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -113,4 +126,7 @@ def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-PEERS = [TensorParallel("torch TP, all-reduce", False), TensorParallel("torch TP, all-gather", True)]
+PEERS = [
+    TensorParallel("torch TP, all-reduce", False),
+    TensorParallel("torch TP, all-gather", True),
+]

@@ -1,4 +1,5 @@
-// The gated activation and the scales block by block on the CPU. Only rows of pairs are read and written.
+// The gated activation and the scales block by block on the CPU. Only rows of pairs are read and
+// written.
 #include <vector>
 
 #include "convert.h"
@@ -15,7 +16,8 @@ void gated_activation(const GatedActivationArgs& args) {
     std::vector<float> value_F(args.F), up_F(args.F), scale_B(blocks);
     for_each_real_row(args.segments, args.N, [&](int32_t expert, int64_t t) {
       auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
-      auto* bias = args.bias_e2F ? static_cast<const T*>(args.bias_e2F) + expert * 2 * args.F : nullptr;
+      auto* bias =
+          args.bias_e2F ? static_cast<const T*>(args.bias_e2F) + expert * 2 * args.F : nullptr;
       for (int64_t i = 0; i < args.F; ++i) {
         value_F[i] = to_float(row[step * i]);
         up_F[i] = to_float(row[step * i + to_up]);
@@ -28,7 +30,8 @@ void gated_activation(const GatedActivationArgs& args) {
       if (args.scales_BN) {
         auto* out = static_cast<Float8*>(args.out_NF) + t * args.F;
         quantize_row(value_F.data(), args.F, out, scale_B.data(), kScaleBlock);
-        for (int64_t b = 0; b < blocks; ++b) args.scales_BN[b * args.scales_stride + t] = scale_B[b];
+        for (int64_t b = 0; b < blocks; ++b)
+          args.scales_BN[b * args.scales_stride + t] = scale_B[b];
       } else {
         T* out = static_cast<T*>(args.out_NF) + t * args.F;
         for (int64_t i = 0; i < args.F; ++i) out[i] = from_float<T>(value_F[i]);
@@ -43,7 +46,8 @@ void weighted_gates(const WeightedGatesArgs& args) {
     using T = decltype(type);
     for_each_real_row(args.segments, args.N, [&](int32_t expert, int64_t t) {
       auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
-      if (args.tokens_per_expert && t - args.segments.expert_offsets[expert] >= args.tokens_per_expert[expert]) {
+      if (args.tokens_per_expert &&
+          t - args.segments.expert_offsets[expert] >= args.tokens_per_expert[expert]) {
         if (args.grad_NF) {
           std::fill_n(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, 2 * args.F, T{});
           args.grad_weights_N[t] = 0.0f;
@@ -56,13 +60,15 @@ void weighted_gates(const WeightedGatesArgs& args) {
       if (!args.grad_NF) {
         T* out = static_cast<T*>(args.out_NF) + t * args.F;
         for (int64_t i = 0; i < args.F; ++i)
-          out[i] = from_float<T>(weight * gated(to_float(row[step * i]), to_float(row[step * i + to_up]), args.gating));
+          out[i] = from_float<T>(weight * gated(to_float(row[step * i]),
+                                                to_float(row[step * i + to_up]), args.gating));
         return;
       }
       auto* grad = static_cast<const T*>(args.grad_NF) + t * args.F;
       T* out = static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F;
       for (int64_t i = 0; i < args.F; ++i) {
-        auto at = gated_with_gradients(to_float(row[step * i]), to_float(row[step * i + to_up]), args.gating);
+        auto at = gated_with_gradients(to_float(row[step * i]), to_float(row[step * i + to_up]),
+                                       args.gating);
         float by = to_float(grad[i]);
         grad_weight += by * at.value;
         out[step * i] = from_float<T>(by * weight * at.gate);

@@ -1,6 +1,6 @@
-// Which copy of an expert a source rank sends a token to. Each source brings 1/R of an expert's load, and a copy takes
-// its share of it. Sources fill the copy of their own rank first; what sources and copies have left is matched in
-// proportion.
+// Which copy of an expert a source rank sends a token to. Each source brings 1/R of an expert's
+// load, and a copy takes its share of it. Sources fill the copy of their own rank first; what
+// sources and copies have left is matched in proportion.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -12,7 +12,8 @@
 namespace epmoe::cpu {
 namespace {
 
-constexpr double kNumbers = 65536;  // that the copies of an expert share: `copy_by_quota` in copies.h
+constexpr double kNumbers =
+    65536;  // that the copies of an expert share: `copy_by_quota` in copies.h
 
 // In ascending order, whatever the loads are.
 std::vector<int32_t> slots_of(const Layer& layer, int32_t expert) {
@@ -21,10 +22,10 @@ std::vector<int32_t> slots_of(const Layer& layer, int32_t expert) {
   return slots;
 }
 
-// The entries of an expert, where `parts` says how much of the source's tokens each copy gets. A copy without a number
-// has no entry.
-void write_entries(int32_t expert, const std::vector<int32_t>& slots, const std::vector<double>& parts,
-                   QuotaTable out) {
+// The entries of an expert, where `parts` says how much of the source's tokens each copy gets. A
+// copy without a number has no entry.
+void write_entries(int32_t expert, const std::vector<int32_t>& slots,
+                   const std::vector<double>& parts, QuotaTable out) {
   int32_t* entry = out.entries + expert * out.width;
   int32_t* end = entry + out.width;
   double sum = std::accumulate(parts.begin(), parts.end(), 0.0), before = 0;
@@ -44,9 +45,11 @@ void choose_by_shares(const Layer& layer, int32_t source, QuotaTable out) {
   std::vector<double> bring(R);
   for (int32_t x = 0; x < layer.E; ++x) {
     std::vector<int32_t> slots = slots_of(layer, x);
-    std::stable_partition(slots.begin(), slots.end(), [&](int32_t p) { return layer.rank_of(p) == source; });
+    std::stable_partition(slots.begin(), slots.end(),
+                          [&](int32_t p) { return layer.rank_of(p) == source; });
     size_t n = slots.size();
-    std::vector<double> left(n), parts(n);  // what a copy can still take, and what it takes from this source
+    std::vector<double> left(n),
+        parts(n);  // what a copy can still take, and what it takes from this source
     std::fill(bring.begin(), bring.end(), 1.0 / R);
     double takes = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -79,7 +82,8 @@ void choose_one_copy(const Layer& layer, QuotaTable out) {
       std::vector<int32_t>& here = active[layer.rank_of(p)];
       if (seen[layer.rank_of(p)]) continue;
       seen[layer.rank_of(p)] = true;
-      auto freed = here.size() < most ? here.insert(here.end(), x) : std::find_if(here.begin(), here.end(), place);
+      auto freed = here.size() < most ? here.insert(here.end(), x)
+                                      : std::find_if(here.begin(), here.end(), place);
       if (freed == here.end()) continue;
       *freed = x, chosen[x] = p;
       return true;

@@ -1,6 +1,7 @@
-// The shares of copies. One expert after another divides its load among the ranks of its copies as water fills vessels:
-// the emptiest first. Sweeps over all experts lower the sum of the squares of rank loads. It is least exactly where
-// ranks are as equal as they can be (Fujishige 1980), and a sweep that changes nothing has found that.
+// The shares of copies. One expert after another divides its load among the ranks of its copies as
+// water fills vessels: the emptiest first. Sweeps over all experts lower the sum of the squares of
+// rank loads. It is least exactly where ranks are as equal as they can be (Fujishige 1980), and a
+// sweep that changes nothing has found that.
 #include <cmath>
 #include <numeric>
 #include <tuple>
@@ -44,7 +45,8 @@ double Layer::divide(int32_t expert) {
   std::vector<int32_t>& of = copies[expert];
   auto load = [&](int32_t p) -> double& { return rank_load[rank_of(p)]; };
   for (int32_t p : of) load(p) -= taken[p];
-  std::sort(of.begin(), of.end(), [&](int32_t a, int32_t b) { return std::tie(load(a), a) < std::tie(load(b), b); });
+  std::sort(of.begin(), of.end(),
+            [&](int32_t a, int32_t b) { return std::tie(load(a), a) < std::tie(load(b), b); });
   double level = 0, sum = loads[expert], change = 0;
   for (size_t n = 0; n < of.size() && (n == 0 || load(of[n]) < level); ++n)
     sum += load(of[n]), level = sum / static_cast<double>(n + 1);

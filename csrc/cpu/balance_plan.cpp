@@ -1,7 +1,8 @@
-// Moves from one placement to a better one, step by step. A step takes load from a rank that is near the busiest: it
-// copies one of the rank's experts to another rank, or exchanges it for a lighter one there. Where both are the only
-// copies of their experts, the exchange goes through a free slot. Steps are ranked by an estimate, and the best of them
-// are carried out on trial. No step raises the load of the busiest rank.
+// Moves from one placement to a better one, step by step. A step takes load from a rank that is
+// near the busiest: it copies one of the rank's experts to another rank, or exchanges it for a
+// lighter one there. Where both are the only copies of their experts, the exchange goes through a
+// free slot. Steps are ranked by an estimate, and the best of them are carried out on trial. No
+// step raises the load of the busiest rank.
 #include <cmath>
 #include <numeric>
 #include <tuple>
@@ -16,7 +17,8 @@ constexpr size_t kTriedWhenStuck = 64;
 constexpr int32_t kSweeps = 10;       // that divide the loads of a trial
 constexpr double kNearBusiest = 0.9;  // of the load of the busiest rank
 constexpr double kRounding = 1e-9;
-constexpr double kWorthwhile = 3e-4;  // of the cost of a placement; a move that saves less is not made
+constexpr double kWorthwhile =
+    3e-4;  // of the cost of a placement; a move that saves less is not made
 
 double square(double v) { return v * v; }
 
@@ -29,8 +31,9 @@ class Planner {
   std::vector<Move> step(size_t most) {
     std::vector<int32_t> ranks(layer_.R);
     std::iota(ranks.begin(), ranks.end(), 0);
-    std::stable_sort(ranks.begin(), ranks.end(),
-                     [&](int32_t a, int32_t b) { return layer_.rank_load[a] > layer_.rank_load[b]; });
+    std::stable_sort(ranks.begin(), ranks.end(), [&](int32_t a, int32_t b) {
+      return layer_.rank_load[a] > layer_.rank_load[b];
+    });
     find_holes();
     for (size_t tried : {kTried, kTriedWhenStuck})
       for (int32_t rank : ranks) {
@@ -43,7 +46,8 @@ class Planner {
  private:
   // The expert of `from` is copied into `to`, or the two slots exchange their experts.
   struct Candidate {
-    double gain;  // what a move of it takes off the sum of the squares of rank loads, as an estimate
+    double
+        gain;  // what a move of it takes off the sum of the squares of rank loads, as an estimate
     int32_t from, to;
     bool exchanges;
   };
@@ -51,7 +55,8 @@ class Planner {
     int32_t expert, slot;
   };
 
-  // What lies above the goal, squared, since the busiest rank counts most; and a little of the rest, as room for more.
+  // What lies above the goal, squared, since the busiest rank counts most; and a little of the
+  // rest, as room for more.
   double cost_of(const Layer& layer) const {
     double above = 0, spread = 0;
     for (double load : layer.rank_load)
@@ -70,7 +75,8 @@ class Planner {
   }
 
   bool can_come(int32_t expert, int32_t rank) const {
-    return static_cast<int32_t>(layer_.copies[expert].size()) < most_copies_ && !layer_.holds(rank, expert);
+    return static_cast<int32_t>(layer_.copies[expert].size()) < most_copies_ &&
+           !layer_.holds(rank, expert);
   }
 
   std::vector<Move> relieve(int32_t rank, size_t most, size_t tried) {
@@ -83,7 +89,8 @@ class Planner {
     tried = std::min(tried, found.size());
     std::partial_sort(found.begin(), found.begin() + static_cast<int64_t>(tried), found.end(),
                       [](const Candidate& a, const Candidate& b) {
-                        return std::make_tuple(-a.gain, a.from, a.to) < std::make_tuple(-b.gain, b.from, b.to);
+                        return std::make_tuple(-a.gain, a.from, a.to) <
+                               std::make_tuple(-b.gain, b.from, b.to);
                       });
     double cost = cost_of(layer_), saved = kWorthwhile * cost;
     std::vector<Put> best;
@@ -93,7 +100,8 @@ class Planner {
       for (const Put& put : puts) trial_.put(put.expert, put.slot);
       trial_.level(kSweeps);
       double saves = (cost - cost_of(trial_)) / static_cast<double>(puts.size());
-      if (saves > saved && trial_.busiest() <= layer_.busiest() * (1 + kRounding)) saved = saves, best = puts;
+      if (saves > saved && trial_.busiest() <= layer_.busiest() * (1 + kRounding))
+        saved = saves, best = puts;
     }
     std::vector<Move> moves;
     for (const Put& put : best) moves.push_back(layer_.put(put.expert, put.slot));
@@ -101,8 +109,8 @@ class Planner {
     return moves;
   }
 
-  // A copy takes half of the difference between two ranks, or all that `from` takes. What its slot took falls to the
-  // rank with least load that has that expert, too.
+  // A copy takes half of the difference between two ranks, or all that `from` takes. What its slot
+  // took falls to the rank with least load that has that expert, too.
   void add_copies(int32_t from, std::vector<Candidate>& found) const {
     double here = layer_.rank_load[layer_.rank_of(from)];
     for (int32_t to = 0; to < layer_.R * layer_.S; ++to) {
@@ -125,18 +133,21 @@ class Planner {
     int32_t rank = layer_.rank_of(from);
     for (int32_t to = 0; to < layer_.R * layer_.S; ++to) {
       double less = layer_.taken[from] - layer_.taken[to];
-      double gain = 2 * less * (layer_.rank_load[rank] - layer_.rank_load[layer_.rank_of(to)] - less);
-      if (less <= 0 || gain <= 0 || layer_.slots[to] == kEmpty || !can_come(layer_.slots[to], rank) ||
-          !can_come(layer_.slots[from], layer_.rank_of(to)))
+      double gain =
+          2 * less * (layer_.rank_load[rank] - layer_.rank_load[layer_.rank_of(to)] - less);
+      if (less <= 0 || gain <= 0 || layer_.slots[to] == kEmpty ||
+          !can_come(layer_.slots[to], rank) || !can_come(layer_.slots[from], layer_.rank_of(to)))
         continue;
-      bool is_direct =
-          layer_.is_free(from) || layer_.is_free(to) || holes_[rank] != kEmpty || holes_[layer_.rank_of(to)] != kEmpty;
+      bool is_direct = layer_.is_free(from) || layer_.is_free(to) || holes_[rank] != kEmpty ||
+                       holes_[layer_.rank_of(to)] != kEmpty;
       size_t moves = is_direct ? 2 : 3;
-      if (moves <= most && hole_ != kEmpty) found.push_back({gain / static_cast<double>(moves), from, to, true});
+      if (moves <= most && hole_ != kEmpty)
+        found.push_back({gain / static_cast<double>(moves), from, to, true});
     }
   }
 
-  // In this order every expert keeps a copy. A hole on one of the two ranks takes the expert that comes there for good.
+  // In this order every expert keeps a copy. A hole on one of the two ranks takes the expert that
+  // comes there for good.
   std::vector<Put> puts_of(const Candidate& c) const {
     int32_t x = layer_.slots[c.from], y = layer_.slots[c.to];
     if (!c.exchanges) return {{x, c.to}};

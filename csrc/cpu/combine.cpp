@@ -1,5 +1,5 @@
-// combine on the CPU: a rank sums each received slot and writes the sum into the window of the slot's source. The
-// source then adds up what comes back for its tokens.
+// combine on the CPU: a rank sums each received slot and writes the sum into the window of the
+// slot's source. The source then adds up what comes back for its tokens.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -11,16 +11,17 @@
 namespace epmoe::cpu {
 namespace {
 
-// Writes one partial row into its slot of the source's window, in the format of combine. `packed_D` is workspace for
-// the dtype of x.
+// Writes one partial row into its slot of the source's window, in the format of combine. `packed_D`
+// is workspace for the dtype of x.
 template <typename T>
-void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum_D, int64_t D, T* packed_D,
-              bool stream) {
+void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum_D, int64_t D,
+              T* packed_D, bool stream) {
   const ExchangePlan& plan = ex.plan;
   int64_t index = plan.rank * plan.M + slot;
   char* out = in_window<char>(ex, source, plan.combine_rows) + index * plan.combine_stride_bytes;
   if (wire(plan.combine_format).has_scales()) {
-    float* scales = in_window<float>(ex, source, plan.combine_scales) + index * plan.combine_scale_blocks;
+    float* scales =
+        in_window<float>(ex, source, plan.combine_scales) + index * plan.combine_scale_blocks;
     quantize_row(sum_D, D, out, scales, wire(plan.combine_format).block);
   } else {
     for (int64_t d = 0; d < D; ++d) packed_D[d] = from_float<T>(sum_D[d]);
@@ -29,19 +30,23 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
 }
 
 // Writes a value of each pair of a slot into the window of the slot's source.
-void send_values(const Exchange& ex, const CombineArgs& args, int32_t K, int64_t source, int64_t slot) {
+void send_values(const Exchange& ex, const CombineArgs& args, int32_t K, int64_t source,
+                 int64_t slot) {
   const ExchangePlan& plan = ex.plan;
   auto* row_of_pair = in_scratch<int32_t>(ex, plan.row_of_pair) + (source * plan.M + slot) * plan.K;
-  auto* out = in_window<float>(ex, source, plan.combine_values) + (plan.rank * plan.M + slot) * plan.K;
+  auto* out =
+      in_window<float>(ex, source, plan.combine_values) + (plan.rank * plan.M + slot) * plan.K;
   for (int32_t k = 0; k < K; ++k) {
     int32_t row = row_of_pair[k];
     out[k] = row >= 0 && row < args.num_rows ? args.row_values_N[row] : 0.0f;
   }
 }
 
-// Sends the partial rows of all received slots: their weighted sums over experts, or with rank-major rows the rows.
+// Sends the partial rows of all received slots: their weighted sums over experts, or with
+// rank-major rows the rows.
 template <typename T>
-void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round, const int32_t* counts_R) {
+void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round,
+               const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   FinalizeArgs finalize_args{
       .rows_ND = args.rows,  // of T
@@ -68,7 +73,8 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
       if (args.expert_major) {
         finalize_slot<T>(finalize_args, row, sum_D.data());
       } else {
-        auto* partial = reinterpret_cast<const T*>(static_cast<const char*>(args.rows) + row * args.rows_stride_bytes);
+        auto* partial = reinterpret_cast<const T*>(static_cast<const char*>(args.rows) +
+                                                   row * args.rows_stride_bytes);
         for (int64_t d = 0; d < args.D; ++d) sum_D[d] = to_float(partial[d]);
       }
       send_row<T>(ex, source, slot, sum_D.data(), args.D, packed_D.data(), stream);
@@ -82,20 +88,24 @@ template <typename T>
 void add_returned(const Exchange& ex, int64_t r, int64_t slot, int64_t D, float* sum_D) {
   const ExchangePlan& plan = ex.plan;
   int64_t index = r * plan.M + slot;
-  const char* row = in_window<char>(ex, plan.rank, plan.combine_rows) + index * plan.combine_stride_bytes;
+  const char* row =
+      in_window<char>(ex, plan.rank, plan.combine_rows) + index * plan.combine_stride_bytes;
   WireTraits traits = wire(plan.combine_format);
   if (!traits.has_scales()) return add_row(sum_D, reinterpret_cast<const T*>(row), 1.0f, D);
-  const float* scales = in_window<float>(ex, plan.rank, plan.combine_scales) + index * plan.combine_scale_blocks;
+  const float* scales =
+      in_window<float>(ex, plan.rank, plan.combine_scales) + index * plan.combine_scale_blocks;
   for (int64_t begin = 0; begin < D; begin += traits.block) {
-    add_row(sum_D + begin, reinterpret_cast<const Float8*>(row) + begin, scales[begin / traits.block],
-            std::min(traits.block, D - begin));
+    add_row(sum_D + begin, reinterpret_cast<const Float8*>(row) + begin,
+            scales[begin / traits.block], std::min(traits.block, D - begin));
   }
 }
 
-// Adds the values that rank `r` has returned for the pairs in `slot`, of which it has set those of other ranks to 0.
+// Adds the values that rank `r` has returned for the pairs in `slot`, of which it has set those of
+// other ranks to 0.
 void add_values(const Exchange& ex, int64_t r, int64_t slot, int32_t K, float* values_K) {
   const ExchangePlan& plan = ex.plan;
-  auto* returned = in_window<float>(ex, plan.rank, plan.combine_values) + (r * plan.M + slot) * plan.K;
+  auto* returned =
+      in_window<float>(ex, plan.rank, plan.combine_values) + (r * plan.M + slot) * plan.K;
   for (int32_t k = 0; k < K; ++k) values_K[k] += returned[k];
 }
 
@@ -134,11 +144,13 @@ void send(const Exchange& ex, const CombineArgs& args, RoundState& round) {
   if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, counts);
 }
 
-// A rank without room for its rows learns how many rows the fullest rank needed, since the config is the same on all.
+// A rank without room for its rows learns how many rows the fullest rank needed, since the config
+// is the same on all.
 void widen_needed_rows(const Exchange& ex) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_combine);
   int64_t& needed = ex.status->needed_rows;
-  for (int64_t r = 0; needed && r < ex.plan.R; ++r) needed = std::max<int64_t>(needed, headers[r].needed_rows);
+  for (int64_t r = 0; needed && r < ex.plan.R; ++r)
+    needed = std::max<int64_t>(needed, headers[r].needed_rows);
 }
 
 // Tells the host which other ranks have aborted the round: y lacks their experts.
@@ -157,7 +169,8 @@ void report_aborted(const Exchange& ex, uint32_t epoch) {
 template <typename T>
 void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
   Wait waited = Wait::kFailed;
-  if (!round.latched) waited = wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch);
+  if (!round.latched)
+    waited = wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch);
   if (waited == Wait::kInterrupted) return;
   if (waited == Wait::kArrived) {
     sum_returned<T>(ex, args, round);
@@ -170,8 +183,9 @@ void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
   ++round.progress.phases;
 }
 
-// Closes the round from any state without rows; does nothing if none is open. It allocates nothing and waits for no
-// rank: if others have not ended the round when this rank opens the next one, dispatch waits for them.
+// Closes the round from any state without rows; does nothing if none is open. It allocates nothing
+// and waits for no rank: if others have not ended the round when this rank opens the next one,
+// dispatch waits for them.
 void abort_round(const Exchange& ex, RoundState& round) {
   round.progress.phases += -round.progress.phases & 3;
   round.progress.deadline_ns = 0;
@@ -181,8 +195,8 @@ void abort_round(const Exchange& ex, RoundState& round) {
   if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, nullptr);
 }
 
-// After a round that was aborted before this rank had seen all others: whether a rank has more rounds. Ranks
-// close a round after they have sent their dispatch header.
+// After a round that was aborted before this rank had seen all others: whether a rank has more
+// rounds. Ranks close a round after they have sent their dispatch header.
 void note_more_rounds_once_closed(const Exchange& ex, RoundState& round) {
   if (round.latched) return;
   if (wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch) == Wait::kArrived)

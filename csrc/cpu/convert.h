@@ -1,5 +1,5 @@
-// Element types on the CPU: conversion from and to fp32, the fp8 format with one scale a block, loads of ids and
-// weights.
+// Element types on the CPU: conversion from and to fp32, the fp8 format with one scale a block,
+// loads of ids and weights.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -21,11 +21,14 @@ struct Float8 {  // e4m3, finite: no Inf, NaN is 0x7f
 
 inline float to_float(float value) { return value; }
 inline float to_float(Float16 value) { return static_cast<float>(value); }
-inline float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(BFloat16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
 inline float to_float(Float8 value) {
   uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24, magnitude = value.bits & 0x7f;
   if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
-  // Read as the top bits of an fp32 number, the bits are 2^-120 times the value, denormals included.
+  // Read as the top bits of an fp32 number, the bits are 2^-120 times the value, denormals
+  // included.
   return std::bit_cast<float>(sign | magnitude << 20) * 0x1p120f;
 }
 
@@ -41,7 +44,8 @@ inline Float8 to_float8(float value) {
   if (magnitude != magnitude) return {static_cast<uint8_t>(sign | 0x7f)};
   if (magnitude >= 448.0f) return {static_cast<uint8_t>(sign | 0x7e)};  // saturates
   // Below the normal range the step is 2^-9; above, three bits of mantissa are kept.
-  if (magnitude < 0x1p-6f) return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 512)))};
+  if (magnitude < 0x1p-6f)
+    return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 512)))};
   uint32_t m = std::bit_cast<uint32_t>(magnitude);
   uint32_t rounded = (m + 0x7ffffu + (m >> 20 & 1u)) >> 20;
   return {static_cast<uint8_t>(sign | std::min<uint32_t>(rounded - (120u << 3), 0x7e))};
@@ -72,14 +76,16 @@ auto visit(DType dtype, F&& f) {
 }
 
 inline float load_float(const void* base, DType dtype, int64_t index) {
-  return visit(dtype, [&](auto type) { return to_float(static_cast<const decltype(type)*>(base)[index]); });
+  return visit(
+      dtype, [&](auto type) { return to_float(static_cast<const decltype(type)*>(base)[index]); });
 }
 
 inline int64_t load_id(const void* base, bool wide, int64_t index) {
   return wide ? static_cast<const int64_t*>(base)[index] : static_cast<const int32_t*>(base)[index];
 }
 
-// The largest finite magnitude of n values. Inf and NaN do not count, so that they do not set a scale.
+// The largest finite magnitude of n values. Inf and NaN do not count, so that they do not set a
+// scale.
 template <typename T>
 float finite_amax(const T* values, int64_t n) {
   float largest = 0.0f;
@@ -90,15 +96,16 @@ float finite_amax(const T* values, int64_t n) {
   return largest;
 }
 
-// Quantizes a row of n values to e4m3, with a scale for each `block` of them. Inf saturates and NaN stays NaN; other
-// values of the block are not affected.
+// Quantizes a row of n values to e4m3, with a scale for each `block` of them. Inf saturates and NaN
+// stays NaN; other values of the block are not affected.
 template <typename T>
 void quantize_row(const T* row, int64_t n, void* out, float* scales, int64_t block) {
   for (int64_t begin = 0; begin < n; begin += block) {
     int64_t end = std::min(begin + block, n);
     float scale = scale_for(finite_amax(row + begin, end - begin));
     scales[begin / block] = scale;
-    for (int64_t i = begin; i < end; ++i) static_cast<Float8*>(out)[i] = from_float<Float8>(to_float(row[i]) / scale);
+    for (int64_t i = begin; i < end; ++i)
+      static_cast<Float8*>(out)[i] = from_float<Float8>(to_float(row[i]) / scale);
   }
 }
 

@@ -1,5 +1,5 @@
-// dispatch on the CPU: a rank writes each of its tokens once into the window of each rank that needs it. The receiver
-// then permutes the rows.
+// dispatch on the CPU: a rank writes each of its tokens once into the window of each rank that
+// needs it. The receiver then permutes the rows.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -10,7 +10,8 @@
 namespace epmoe::cpu {
 namespace {
 
-// Reads the pairs of token t and counts what is wrong with them. Returns the ranks that need the token, as a mask.
+// Reads the pairs of token t and counts what is wrong with them. Returns the ranks that need the
+// token, as a mask.
 uint64_t read_ranks(const Exchange& ex, const DispatchArgs& args, int64_t t, Pairs& pairs) {
   const ExchangePlan& plan = ex.plan;
   PairTables tables{
@@ -25,16 +26,20 @@ uint64_t read_ranks(const Exchange& ex, const DispatchArgs& args, int64_t t, Pai
   };
   auto* owners = in_scratch<int32_t>(ex, plan.table_owners);
   uint64_t ranks = 0;
-  read_pairs(tables, args, t, pairs, [&](int32_t k) { ranks |= uint64_t{1} << owners[pairs.ids[k]]; });
+  read_pairs(tables, args, t, pairs,
+             [&](int32_t k) { ranks |= uint64_t{1} << owners[pairs.ids[k]]; });
   return ranks;
 }
 
-// Writes one token into its slot of `rank`'s window: the row, its scales if there are any, and its pairs.
-void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs, int64_t rank, int32_t slot,
-                const void* row, int64_t row_bytes, const float* scales, bool stream) {
+// Writes one token into its slot of `rank`'s window: the row, its scales if there are any, and its
+// pairs.
+void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs, int64_t rank,
+                int32_t slot, const void* row, int64_t row_bytes, const float* scales,
+                bool stream) {
   const ExchangePlan& plan = ex.plan;
   int64_t index = plan.rank * plan.M + slot;
-  copy_row(in_window<char>(ex, rank, plan.recv_x) + index * plan.x_stride_bytes, row, row_bytes, stream);
+  copy_row(in_window<char>(ex, rank, plan.recv_x) + index * plan.x_stride_bytes, row, row_bytes,
+           stream);
   if (scales) {
     std::copy_n(scales, wire(plan.payload_format).num_scales(args.D),
                 in_window<float>(ex, rank, plan.recv_scales) + index * plan.scale_blocks);
@@ -49,7 +54,8 @@ void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs
 }
 
 // Sends all tokens. Adds to counts_R[r] the number of rows sent to rank r.
-void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, std::vector<int32_t>& counts_R) {
+void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens,
+                 std::vector<int32_t>& counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   Pairs pairs(plan.K, plan.E);
@@ -71,20 +77,22 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
   for (int64_t r = 0; r < plan.R; ++r) rows_sent[r] += counts_R[r];
 }
 
-// Reads every source's header into counts_R. Returns the ranks whose call differs from this rank's, as a
-// mask; `other` becomes that of Status.
-uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* counts_R, int64_t& other) {
+// Reads every source's header into counts_R. Returns the ranks whose call differs from this rank's,
+// as a mask; `other` becomes that of Status.
+uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* counts_R,
+                      int64_t& other) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
   uint64_t mismatched = 0;
   for (int64_t r = 0; r < ex.plan.R; ++r) {
     counts_R[r] = 0;
     if (headers[r].empty) continue;
     bool other_tag = headers[r].tag != round.progress.tag;
-    if (other_tag || headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype ||
-        headers[r].mode != round.mode)
+    if (other_tag || headers[r].K != round.K || headers[r].D != round.D ||
+        headers[r].dtype != round.dtype || headers[r].mode != round.mode)
       mismatched |= uint64_t{1} << r;
     if (other_tag && !other) other = 1 + (r << 16 | (headers[r].tag & kMaxTag));
-    counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(headers[r].counts[round.dispatch_epoch % 2], 0, ex.plan.M));
+    counts_R[r] = static_cast<int32_t>(
+        std::clamp<int64_t>(headers[r].counts[round.dispatch_epoch % 2], 0, ex.plan.M));
   }
   return mismatched;
 }
@@ -111,7 +119,9 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
       .dtype = wire(plan.payload_format).dtype_of(args.dtype),
       .B = static_cast<int32_t>(wire(plan.payload_format).num_scales(args.D)),
       .x_stride_bytes = plan.x_stride_bytes,
-      .scales_SB = wire(plan.payload_format).has_scales() ? in_window<float>(ex, plan.rank, plan.recv_scales) : nullptr,
+      .scales_SB = wire(plan.payload_format).has_scales()
+                       ? in_window<float>(ex, plan.rank, plan.recv_scales)
+                       : nullptr,
       .scales_stride = plan.scale_blocks,
       .ids_SK = in_window<int32_t>(ex, plan.rank, plan.recv_ids),
       .ids_stride = plan.K,
@@ -137,10 +147,12 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
   permute(permute_args);
   if (needed > plan.max_rows) ex.status->needed_rows = std::max(ex.status->needed_rows, needed);
   auto* total = in_scratch<int64_t>(ex, plan.health_tokens_per_expert);
-  for (int64_t i = 0; i < plan.num_local_experts; ++i) total[i] += permute_args.tokens_per_expert[i];
+  for (int64_t i = 0; i < plan.num_local_experts; ++i)
+    total[i] += permute_args.tokens_per_expert[i];
 }
 
-// Multiplies each expert-major row, or its scales, by the weight of its pair, and sets the weight to 1.
+// Multiplies each expert-major row, or its scales, by the weight of its pair, and sets the weight
+// to 1.
 void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* weights = in_window<float>(ex, plan.rank, plan.recv_weights);
@@ -160,14 +172,15 @@ void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* co
   });
 }
 
-// For training: hands out the weight of each pair's row, and sets it to 1 where combine only adds. Rows past the last
-// segment become zeros where a caller reads them.
+// For training: hands out the weight of each pair's row, and sets it to 1 where combine only adds.
+// Rows past the last segment become zeros where a caller reads them.
 void keep_weights(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   if (args.row_weights_N) std::fill_n(args.row_weights_N, ex.plan.max_rows, 0.0f);
   if (args.zero_tail) {
     int64_t bytes = wire_row_bytes(ex.plan.payload_format, args.D, args.dtype);
     int64_t used = in_scratch<int32_t>(ex, ex.plan.expert_offsets)[ex.plan.num_local_experts];
-    std::memset(in_scratch<char>(ex, ex.plan.rows) + used * bytes, 0, (ex.plan.max_rows - used) * bytes);
+    std::memset(in_scratch<char>(ex, ex.plan.rows) + used * bytes, 0,
+                (ex.plan.max_rows - used) * bytes);
   }
   auto* weights = in_window<float>(ex, ex.plan.rank, ex.plan.recv_weights);
   auto* row_of_pair = in_scratch<int32_t>(ex, ex.plan.row_of_pair);
@@ -178,7 +191,8 @@ void keep_weights(const Exchange& ex, const DispatchArgs& args, const int32_t* c
   });
 }
 
-// layout="rank": counts the received pairs, and writes the sentinel and weight 0 into all unused slots.
+// layout="rank": counts the received pairs, and writes the sentinel and weight 0 into all unused
+// slots.
 void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* ids = in_window<int32_t>(ex, plan.rank, plan.recv_ids);
@@ -192,13 +206,15 @@ void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32
   });
   for (int64_t r = 0; r < plan.R; ++r) {
     std::fill(ids + (r * plan.M + counts_R[r]) * plan.K, ids + (r + 1) * plan.M * plan.K, sentinel);
-    std::fill(weights + (r * plan.M + counts_R[r]) * plan.K, weights + (r + 1) * plan.M * plan.K, 0.0f);
+    std::fill(weights + (r * plan.M + counts_R[r]) * plan.K, weights + (r + 1) * plan.M * plan.K,
+              0.0f);
   }
 }
 
-// The send phase opens a round. Normally it waits for nobody, because combine has waited for every rank to end the last
-// round. A rank that aborted the last round has not, and waits now; returns false if that wait did not succeed. State
-// changes right before the signal, so the call may be repeated after an exception.
+// The send phase opens a round. Normally it waits for nobody, because combine has waited for every
+// rank to end the last round. A rank that aborted the last round has not, and waits now; returns
+// false if that wait did not succeed. State changes right before the signal, so the call may be
+// repeated after an exception.
 bool send(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
@@ -218,11 +234,13 @@ bool send(const Exchange& ex, const DispatchArgs& args) {
   round->dtype = static_cast<int16_t>(args.dtype);
   round->mode = args.to_caller | args.adds_only << 1 | args.returns_values << 2;
   ++round->progress.phases;
-  if (!round->latched) signal_all(ex, plan.signal_dispatch, round->dispatch_epoch, *round, counts.data());
+  if (!round->latched)
+    signal_all(ex, plan.signal_dispatch, round->dispatch_epoch, *round, counts.data());
   return true;
 }
 
-// The receive phase. After a failed wait or a mismatch of the calls the round is empty: all counts are 0.
+// The receive phase. After a failed wait or a mismatch of the calls the round is empty: all counts
+// are 0.
 void receive(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
@@ -236,7 +254,8 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
   uint64_t mismatched = 0;
   int64_t other = 0;
   if (arrived) mismatched = read_headers(ex, *round, counts, other);
-  if (arrived && round->progress.more_rounds) note_more_rounds(ex, round->dispatch_epoch, round->progress);
+  if (arrived && round->progress.more_rounds)
+    note_more_rounds(ex, round->dispatch_epoch, round->progress);
   if (mismatched)
     *ex.status = {.code = kMismatch,
                   .stage = kDispatch,

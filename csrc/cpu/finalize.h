@@ -1,4 +1,5 @@
-// The weighted sum of one received slot over this rank's experts. finalize stores it; combine sends it.
+// The weighted sum of one received slot over this rank's experts. finalize stores it; combine sends
+// it.
 #pragma once
 #include "args.h"
 #include "convert.h"
@@ -10,8 +11,9 @@ inline void add_row(float* sum, const T* row, float weight, int64_t n) {
   for (int64_t d = 0; d < n; ++d) sum[d] += weight * to_float(row[d]);
 }
 
-// sum_D = sum over k of weight * row, in the order of k; zeros if the slot has no row. Rows of weight 0 are skipped, so
-// that 0 * NaN never arises. The tests build finalize without the check of the row.
+// sum_D = sum over k of weight * row, in the order of k; zeros if the slot has no row. Rows of
+// weight 0 are skipped, so that 0 * NaN never arises. The tests build finalize without the check of
+// the row.
 template <typename T, bool checked = true>
 inline void finalize_slot(const FinalizeArgs& args, int64_t slot, float* sum_D) {
   std::fill_n(sum_D, args.D, 0.0f);

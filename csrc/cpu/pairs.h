@@ -1,4 +1,5 @@
-// The pairs of one token as their source checks them: what is wrong is counted here, and nowhere else.
+// The pairs of one token as their source checks them: what is wrong is counted here, and nowhere
+// else.
 #pragma once
 #include <utility>
 #include <vector>
@@ -19,7 +20,8 @@ struct PairTables {
   Quotas quotas;             // in place of copies, where experts move
 };
 
-// The checked pairs of one token: physical ids, -1 where there is nothing to compute, and finite weights.
+// The checked pairs of one token: physical ids, -1 where there is nothing to compute, and finite
+// weights.
 struct Pairs {
   std::vector<int32_t> ids;
   std::vector<float> weights;
@@ -27,9 +29,11 @@ struct Pairs {
   Pairs(int64_t K, int64_t E) : ids(K), weights(K), last_token(E, -1) {}
 };
 
-// Reads the pairs of token t. Calls visit(k) for each pair that has an expert. Args: DispatchArgs or RailPackArgs.
+// Reads the pairs of token t. Calls visit(k) for each pair that has an expert. Args: DispatchArgs
+// or RailPackArgs.
 template <typename Args, typename Visit>
-void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pairs, Visit&& visit) {
+void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pairs,
+                Visit&& visit) {
   for (int32_t k = 0; k < args.K; ++k) {
     int64_t id = load_id(args.ids_TK, args.wide_ids, t * args.ids_stride + k);
     float weight = load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
@@ -45,16 +49,16 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
     pairs.last_token[id] = t;
     if (!live) continue;
     auto expert = static_cast<int32_t>(id);
-    pairs.ids[k] = tables.quotas.lines
-                       ? copy_by_quota(tables.quotas, t, expert)
-                       : copy_in_turn(tables.copies_EC, tables.copies_E, tables.copies, tables.rank, t, expert);
+    pairs.ids[k] = tables.quotas.lines ? copy_by_quota(tables.quotas, t, expert)
+                                       : copy_in_turn(tables.copies_EC, tables.copies_E,
+                                                      tables.copies, tables.rank, t, expert);
     pairs.weights[k] = weight;
     visit(k);
   }
 }
 
-// The rows of a call as they travel: as they come, or quantized, until the next one is. Args: DispatchArgs or
-// RailPackArgs.
+// The rows of a call as they travel: as they come, or quantized, until the next one is. Args:
+// DispatchArgs or RailPackArgs.
 template <typename Args>
 class WireRows {
  public:
@@ -68,7 +72,8 @@ class WireRows {
     const void* row = static_cast<const char*>(args_.x_TD) + t * args_.x_stride_bytes;
     if (!quantizes_) return {row, args_.scales_TB + t * args_.scales_stride};  // null, plus 0
     visit(args_.dtype, [&](auto type) {
-      quantize_row(static_cast<const decltype(type)*>(row), args_.D, row_.data(), scales_.data(), wire(format_).block);
+      quantize_row(static_cast<const decltype(type)*>(row), args_.D, row_.data(), scales_.data(),
+                   wire(format_).block);
     });
     return {row_.data(), scales_.data()};
   }

@@ -1,5 +1,5 @@
-// permute on the CPU: one counting sort by local expert; then each row of x is read once and copied to its expert-major
-// rows.
+// permute on the CPU: one counting sort by local expert; then each row of x is read once and copied
+// to its expert-major rows.
 #include <algorithm>
 #include <vector>
 
@@ -29,8 +29,8 @@ void permute(const PermuteArgs& args) {
     for (int32_t k = 0; k < args.K; ++k)
       if (int32_t local = local_expert(args, slot, k); local >= 0) ++pairs[local];
   });
-  // Segments start at multiples of the alignment. Pairs whose row would lie past max_rows are dropped; the order is
-  // expert-major.
+  // Segments start at multiples of the alignment. Pairs whose row would lie past max_rows are
+  // dropped; the order is expert-major.
   int64_t begin = 0, dropped = 0;
   for (int32_t i = 0; i < experts; ++i) {
     next[i] = begin;
@@ -67,16 +67,19 @@ void permute(const PermuteArgs& args) {
 
   if (stream) finish_streaming();
 
-  // Slots that are not real get -1 in the map, and the rows of the gaps become zeros: no output stays uninitialised.
+  // Slots that are not real get -1 in the map, and the rows of the gaps become zeros: no output
+  // stays uninitialised.
   for (int64_t r = 0; args.counts_R && r < args.R; ++r) {
     int64_t count = std::clamp<int64_t>(args.counts_R[r], 0, slab);
     for (int64_t slot = r * slab + count; slot < (r + 1) * slab; ++slot)
       std::fill_n(args.row_of_pair_SK + slot * args.row_of_pair_stride, args.K, -1);
   }
   for (int32_t i = 0; i < experts; ++i) {
-    int64_t first_gap = args.expert_offsets[i] + args.tokens_per_expert[i], end = args.expert_offsets[i + 1];
+    int64_t first_gap = args.expert_offsets[i] + args.tokens_per_expert[i],
+            end = args.expert_offsets[i + 1];
     std::memset(rows + first_gap * row_bytes, 0, (end - first_gap) * row_bytes);
-    if (args.scales_SB) std::fill(args.row_scales_NB + first_gap * blocks, args.row_scales_NB + end * blocks, 1.0f);
+    if (args.scales_SB)
+      std::fill(args.row_scales_NB + first_gap * blocks, args.row_scales_NB + end * blocks, 1.0f);
   }
 }
 

@@ -1,5 +1,5 @@
-// Padding and fp8 on the CPU. Rows at and past the number of tokens are stale memory: both kernels make them zeros, and
-// they never count in an amax.
+// Padding and fp8 on the CPU. Rows at and past the number of tokens are stale memory: both kernels
+// make them zeros, and they never count in an amax.
 #include <algorithm>
 
 #include "convert.h"
@@ -39,7 +39,8 @@ void quantize(const QuantizeArgs& args) {
     for (int64_t t = 0; t < real; ++t) {
       char* row = q + t * row_bytes;
       float* scales = packed ? reinterpret_cast<float*>(row + args.D) : args.scales_TB + t * blocks;
-      quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, row, scales, args.block);
+      quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, row, scales,
+                   args.block);
     }
   });
   std::memset(q + real * row_bytes, 0, (args.T - real) * row_bytes);
@@ -55,7 +56,8 @@ void unpack(const UnpackArgs& args) {
       auto* q = reinterpret_cast<const Float8*>(packed);
       auto* scales = reinterpret_cast<const float*>(packed + args.D);
       T* out = static_cast<T*>(args.rows_ND) + t * args.D;
-      for (int64_t i = 0; i < args.D; ++i) out[i] = from_float<T>(to_float(q[i]) * scales[i / kScaleBlock]);
+      for (int64_t i = 0; i < args.D; ++i)
+        out[i] = from_float<T>(to_float(q[i]) * scales[i / kScaleBlock]);
     });
   });
 }

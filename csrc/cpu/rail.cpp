@@ -1,5 +1,6 @@
-// The rail on the CPU: pack copies each token once into the slab of each node that needs it, and sum adds up what the
-// nodes send back. Between the two, slabs travel over the network, and each node runs its own exchange.
+// The rail on the CPU: pack copies each token once into the slab of each node that needs it, and
+// sum adds up what the nodes send back. Between the two, slabs travel over the network, and each
+// node runs its own exchange.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -12,7 +13,9 @@ namespace epmoe::cpu {
 namespace {
 
 // The first slot of node m's slab, counted from `sent`; of the own node, from `own`.
-int64_t first_slot(int64_t slab_rows, int64_t node, int64_t m) { return m == node ? 0 : (m - (m > node)) * slab_rows; }
+int64_t first_slot(int64_t slab_rows, int64_t node, int64_t m) {
+  return m == node ? 0 : (m - (m > node)) * slab_rows;
+}
 
 PairTables tables_of(const RailPackArgs& args, int64_t* counters) {
   return {args.E, args.copies, args.rank, args.copies_EC, args.copies_E, counters, false, {}};
@@ -42,11 +45,13 @@ void assign_slots(const RailPackArgs& args, int64_t tokens) {
   for (int64_t m = 0; m < args.num_nodes; ++m) {
     args.rows_by_node[m] = static_cast<int32_t>(std::min(wanted[m], args.slab_rows));
     args.rows_sent_by_node[m] += args.rows_by_node[m];
-    if (wanted[m] > args.slab_rows) *args.needed = std::max(*args.needed, static_cast<int32_t>(wanted[m]));
+    if (wanted[m] > args.slab_rows)
+      *args.needed = std::max(*args.needed, static_cast<int32_t>(wanted[m]));
   }
 }
 
-// Writes the ids and weights of one slot. Pairs of other nodes, and of a null `pairs`, are no pairs here.
+// Writes the ids and weights of one slot. Pairs of other nodes, and of a null `pairs`, are no pairs
+// here.
 void write_pairs(const RailPackArgs& args, char* slot, int64_t node, const Pairs* pairs) {
   auto* ids = reinterpret_cast<int32_t*>(slot + args.slot.ids);
   auto* weights = reinterpret_cast<float*>(slot + args.slot.weights);
@@ -62,7 +67,8 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
   Pairs pairs(args.K, args.E);
   int64_t uncounted[kNumCounters] = {};  // `assign_slots` has counted
   WireRows rows(args, args.format);
-  int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype), blocks = wire(args.format).num_scales(args.D);
+  int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype),
+          blocks = wire(args.format).num_scales(args.D);
   bool stream = streams(tokens * args.slot.bytes);
   for (int64_t t = 0; t < tokens; ++t) {
     const int32_t* slots = args.slots_by_node + t * args.num_nodes;
@@ -88,10 +94,12 @@ void rail_pack(const RailPackArgs& args) {
   assign_slots(args, tokens);
   std::vector<char*> slabs(args.num_nodes);
   for (int64_t m = 0; m < args.num_nodes; ++m) {
-    slabs[m] = (m == args.node ? args.own : args.sent) + first_slot(args.slab_rows, args.node, m) * args.slot.bytes;
+    slabs[m] = (m == args.node ? args.own : args.sent) +
+               first_slot(args.slab_rows, args.node, m) * args.slot.bytes;
     for (int64_t i = args.rows_by_node[m]; i < args.slab_rows; ++i)
       write_pairs(args, slabs[m] + i * args.slot.bytes, m, nullptr);
-    RailTag tag{static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
+    RailTag tag{static_cast<int32_t>(args.D), args.K,
+                static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
     std::memcpy(slabs[m] + args.slot.tag, &tag, sizeof(tag));
   }
   copy_tokens(args, slabs, tokens);

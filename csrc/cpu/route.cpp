@@ -1,4 +1,5 @@
-// route on the CPU: scores are sanitised, then K experts are chosen one by one, each time the best key not yet taken.
+// route on the CPU: scores are sanitised, then K experts are chosen one by one, each time the best
+// key not yet taken.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -51,8 +52,9 @@ bool score_row(const RouteArgs& args, Row& row) {
   return sanitised;
 }
 
-// Fills row.keys, by which experts are chosen. Both scorings are monotonic, so without a bias the logits decide: scores
-// that rounding makes equal stay apart. In a row whose softmax is undefined all keys are equal.
+// Fills row.keys, by which experts are chosen. Both scorings are monotonic, so without a bias the
+// logits decide: scores that rounding makes equal stay apart. In a row whose softmax is undefined
+// all keys are equal.
 void key_row(const RouteArgs& args, bool sanitised, Row& row) {
   for (int32_t i = 0; i < args.E; ++i) {
     float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.logits[i];
@@ -60,12 +62,15 @@ void key_row(const RouteArgs& args, bool sanitised, Row& row) {
   }
 }
 
-// Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0. The value of a group
-// is the sum of its best biased scores, or its best key where one score counts.
+// Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0.
+// The value of a group is the sum of its best biased scores, or its best key where one score
+// counts.
 void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_keys) {
   int32_t size = args.E / args.num_groups, count = args.scores_per_group;
   std::vector<int32_t> order(size);
-  auto value = [&](int32_t i) { return args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i]; };
+  auto value = [&](int32_t i) {
+    return args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
+  };
   group_keys.resize(args.num_groups);
   for (int32_t g = 0; g < args.num_groups; ++g) {
     std::iota(order.begin(), order.end(), g * size);
@@ -95,10 +100,12 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
     int32_t best = -1;
     for (int32_t i = 0; i < args.E; ++i) {
 #if defined(EPMOE_MUTATE_ROUTE_CLAMP)
-      // The known bug of the field: it compares floats, and "removes" the chosen expert with a value against which NaN
-      // does not lose.
+      // The known bug of the field: it compares floats, and "removes" the chosen expert with a
+      // value against which NaN does not lose.
       float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
-      float leader = best < 0 ? 0.0f : args.bias_E ? row.scores[best] + args.bias_E[best] : row.scores[best];
+      float leader = best < 0      ? 0.0f
+                     : args.bias_E ? row.scores[best] + args.bias_E[best]
+                                   : row.scores[best];
       if (best < 0 || value > leader) best = i;
 #else
       if (!taken[i] && (best < 0 || row.keys[i] > row.keys[best])) best = i;
@@ -142,7 +149,8 @@ void route(const RouteArgs& args) {
     if (args.num_groups > 1) drop_groups(args, row, group_keys);
     args.wide_ids ? select<int64_t>(args, t, row) : select<int32_t>(args, t, row);
   }
-  for (int64_t t = real; t < args.T; ++t) args.wide_ids ? pad<int64_t>(args, t) : pad<int32_t>(args, t);
+  for (int64_t t = real; t < args.T; ++t)
+    args.wide_ids ? pad<int64_t>(args, t) : pad<int32_t>(args, t);
   if (args.counters) {
     args.counters[kSanitisedRows] += sanitised_rows;
     args.counters[kPaddedRows] += args.T - real;

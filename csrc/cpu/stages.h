@@ -1,5 +1,5 @@
-// The CPU kernels. ops.cpp and ops_exchange.cpp have checked the arguments. Ids, counts and row indices inside tensors
-// are unchecked, and the kernels check them before they become addresses.
+// The CPU kernels. ops.cpp and ops_exchange.cpp have checked the arguments. Ids, counts and row
+// indices inside tensors are unchecked, and the kernels check them before they become addresses.
 #pragma once
 #include "args.h"
 #include "exchange.h"

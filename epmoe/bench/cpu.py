@@ -1,10 +1,12 @@
-"""Times rounds of `ExpertParallel` on the CPU against the same work over `all_to_all_single` of gloo, in one run.
+"""Times rounds of `ExpertParallel` on the CPU against the same work over `all_to_all_single` of
+gloo, in one run.
 
-On several nodes ours sends a token once to each node that needs it, in slabs of T slots, as it is and as fp8. The
-(token, expert) pairs of `all_to_all_single` go straight to the ranks of their experts.
+On several nodes ours sends a token once to each node that needs it, in slabs of T slots, as it is
+and as fp8. The (token, expert) pairs of `all_to_all_single` go straight to the ranks of their
+experts.
 
-All sides get the same tokens and the same routing, and take turns. The expert outputs are made beforehand, so that only
-dispatch and combine are timed.
+All sides get the same tokens and the same routing, and take turns. The expert outputs are made
+beforehand, so that only dispatch and combine are timed.
 """
 
 from __future__ import annotations
@@ -25,23 +27,33 @@ _COLUMNS = (
     TOKENS,
     SIDE,
     *times("µs on the slowest rank", "both, the median of samples"),
-    Column("ratio", "ratio", "the round of all_to_all_single divided by this side's", "{:.1f}x".format),
-    Column("ratio_kept", "ratio, kept", "the same, where all_to_all_single keeps its buffers", "{:.1f}x".format),
+    Column(
+        "ratio", "ratio", "the round of all_to_all_single divided by this side's", "{:.1f}x".format
+    ),
+    Column(
+        "ratio_kept",
+        "ratio, kept",
+        "the same, where all_to_all_single keeps its buffers",
+        "{:.1f}x".format,
+    ),
 )
-# Most rounds of a sample; a large T gets fewer. The skew with which ranks leave the barrier must not show in the mean.
+# Most rounds of a sample; a large T gets fewer. The skew with which ranks leave the barrier must
+# not show in the mean.
 _ROUNDS = 16
 
 
 def run(job: Job) -> Report:
     """Measure each T. Collective.
 
-    `advance` is called after each set of samples, one of every side. On several nodes fp8 is left out unless D is a
-    multiple of 128. Raises ValueError if the configuration asks for an fp8 payload, RuntimeError if the output of a
-    side is not the weighted sum over the token's experts.
+    `advance` is called after each set of samples, one of every side. On several nodes fp8 is left
+    out unless D is a multiple of 128. Raises ValueError if the configuration asks for an fp8
+    payload, RuntimeError if the output of a side is not the weighted sum over the token's experts.
     """
     config = job.config
     if config.exchange.quantizes:
-        raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows")
+        raise ValueError(
+            "`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows"
+        )
     several = config.topology.num_nodes > 1
     payloads = {"epmoe": Payload.PLAIN}
     if several and Payload.FP8_OUT in Payload.for_rows(config):
@@ -56,18 +68,25 @@ def run(job: Job) -> Report:
 
 
 def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
-    """The figures of each T by side. The last two sides are the baseline, with fresh buffers and with kept ones."""
+    """The figures of each T by side. The last two sides are the baseline, with fresh buffers and
+    with kept ones.
+    """
     results: list[Figures] = []
     for T, sides in taken.items():
         *_, fresh, kept = sides.values()
         for side, of_side in sides.items():
-            ratios = {"ratio": fresh.round / of_side.round, "ratio_kept": kept.round / of_side.round}
+            ratios = {
+                "ratio": fresh.round / of_side.round,
+                "ratio_kept": kept.round / of_side.round,
+            }
             results.append({"tokens": T, "side": side, **of_side._asdict(), **ratios})
     return Report("rail" if several_nodes else "gloo", _COLUMNS, results)
 
 
 def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
-    sample = Sample(job.config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64)
+    sample = Sample(
+        job.config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64
+    )
     baseline = "pairs" if job.config.topology.num_nodes > 1 else "gloo"
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
     with ExitStack() as bounds:

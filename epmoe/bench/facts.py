@@ -1,4 +1,6 @@
-"""The facts of a run that stand in front of the figures in a benchmark's JSON: what ran, where, with which versions."""
+"""The facts of a run that stand in front of the figures in a benchmark's JSON: what ran, where,
+with which versions.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,25 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(folder: Path = Path(__file__).resolve().parents[2]) -> str | None:
-    """The commit of the checkout in `folder`, with "-dirty" where files differ from it; None if it is no checkout."""
+    """The commit of the checkout in `folder`, with "-dirty" where files differ from it; None if it
+    is no checkout.
+    """
     if not (folder / ".git").exists():
         return None
-    command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--abbrev=40", "--dirty"]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "--no-optional-locks",
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--dirty",
+    ]
     try:
-        done = subprocess.run([*command, "--exclude", "*"], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            [*command, "--exclude", "*"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
@@ -77,6 +92,8 @@ def commit(folder: Path = Path(__file__).resolve().parents[2]) -> str | None:
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+        return (
+            next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+        )
     except (OSError, StopIteration):
         return platform.machine()

@@ -1,5 +1,6 @@
-// The lower bound of an exchange over NVLink. One kernel stores rows into the peers' windows, publishes one flag in
-// each window and waits for the peers' flags. Every address is known beforehand: nothing is routed, counted or summed.
+// The lower bound of an exchange over NVLink. One kernel stores rows into the peers' windows,
+// publishes one flag in each window and waits for the peers' flags. Every address is known
+// beforehand: nothing is routed, counted or summed.
 #include "cuda/device/launch.cuh"
 #include "cuda/exchange/signal.cuh"
 
@@ -29,9 +30,11 @@ constexpr int kFloorThreads = 512;
 constexpr int kInFlight = 4;  // loads that a thread issues before its first store
 
 __device__ __forceinline__ void store_rows(const FloorArgs& args) {
-  auto vectors = static_cast<uint32_t>(args.vectors), total = static_cast<uint32_t>(args.n) * vectors;
+  auto vectors = static_cast<uint32_t>(args.vectors),
+       total = static_cast<uint32_t>(args.n) * vectors;
   uint32_t stride = gridDim.x * kFloorThreads;
-  for (uint32_t first = blockIdx.x * kFloorThreads + threadIdx.x; first < total; first += kInFlight * stride) {
+  for (uint32_t first = blockIdx.x * kFloorThreads + threadIdx.x; first < total;
+       first += kInFlight * stride) {
     uint4 values[kInFlight];
     uint4* to[kInFlight];
 #pragma unroll
@@ -79,7 +82,8 @@ __global__ void __launch_bounds__(kFloorThreads) floor_kernel(FloorArgs args) {
 }  // namespace epmoe::cuda
 
 // Called from Python through ctypes. Returns the text of an error, or null.
-extern "C" const char* epmoe_floor(const epmoe::cuda::FloorArgs* args, int blocks, cudaStream_t stream) {
+extern "C" const char* epmoe_floor(const epmoe::cuda::FloorArgs* args, int blocks,
+                                   cudaStream_t stream) {
   using namespace epmoe::cuda;
   cudaError_t error = launch(floor_kernel, blocks, kFloorThreads, 0, stream, *args);
   return error ? cudaGetErrorString(error) : nullptr;

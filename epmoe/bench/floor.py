@@ -1,7 +1,9 @@
-"""The floor of the exchange: one kernel each way that stores the rows that must cross, and waits for the flags.
+"""The floor of the exchange: one kernel each way that stores the rows that must cross, and waits
+for the flags.
 
-The kernel (floor.cu) gets the source and target address of each row. Rows arrive densely, in order of source rank. The
-kernel is not part of the library: `FloorWindow` compiles it on the machine that runs the benchmark.
+The kernel (floor.cu) gets the source and target address of each row. Rows arrive densely, in order
+of source rank. The kernel is not part of the library: `FloorWindow` compiles it on the machine that
+runs the benchmark.
 """
 
 from __future__ import annotations
@@ -34,14 +36,26 @@ class _Args(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("rows_n", "n", "vectors", "flags_R", "arrived_R", "state", "rank", "R", "timeout_ns")
+        for name in (
+            "rows_n",
+            "n",
+            "vectors",
+            "flags_R",
+            "arrived_R",
+            "state",
+            "rank",
+            "R",
+            "timeout_ns",
+        )
     ]
 
 
 class FloorWindow:
     """The kernel and one window that fits every T and payload of a configuration. Collective."""
 
-    def __init__(self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self.rank = rank
         self.size = config.topology.ep_size
         self.group = group
@@ -49,21 +63,39 @@ class FloorWindow:
         peers = Peers.of(group)
         self.launch = _compiled(peers, device)
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
-        self.region_bytes = rows * wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
+        self.region_bytes = rows * wire_bytes(
+            config.model.hidden_size, config.model.torch_dtype, "auto"
+        )
         nbytes = _FLAG_BYTES + 2 * self.region_bytes
-        self.window = NVLinkWindow(nbytes, peers, Seats.full(peers.size), addresses_on(device), dead_at=0)
-        self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)  # `FloorState` of each way
+        self.window = NVLinkWindow(
+            nbytes, peers, Seats.full(peers.size), addresses_on(device), dead_at=0
+        )
+        self.states = torch.zeros(
+            2, 4, dtype=torch.int32, device=device
+        )  # `FloorState` of each way
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 
 
 class Floor(Side):
-    """Rows of `out_bytes` bytes to other ranks and rows of `back_bytes` bytes back, with `blocks` blocks each way."""
+    """Rows of `out_bytes` bytes to other ranks and rows of `back_bytes` bytes back, with `blocks`
+    blocks each way.
+    """
 
-    def __init__(self, window: FloorWindow, sample: Sample, out_bytes: int, back_bytes: int, name: str = "floor"):
+    def __init__(
+        self,
+        window: FloorWindow,
+        sample: Sample,
+        out_bytes: int,
+        back_bytes: int,
+        name: str = "floor",
+    ):
         self.name = name
         self.window = window
         self.blocks = BLOCKS[-1]
-        self._ways = [_Way(window, 0, sample.remote_RR, out_bytes), _Way(window, 1, sample.remote_RR.T, back_bytes)]
+        self._ways = [
+            _Way(window, 0, sample.remote_RR, out_bytes),
+            _Way(window, 1, sample.remote_RR.T, back_bytes),
+        ]
         self.check()
 
     def out(self) -> Any:
@@ -84,21 +116,29 @@ class Floor(Side):
         self.back(self.out())
         for way in self._ways:
             wanted = torch.empty_like(way.arrived)
-            dist.all_to_all_single(wanted, way.source, way.splits_in, way.splits_out, group=self.window.group)
+            dist.all_to_all_single(
+                wanted, way.source, way.splits_in, way.splits_out, group=self.window.group
+            )
             if not torch.equal(way.arrived, wanted):
-                raise RuntimeError(f"{self.name}: the arrived rows differ from those that NCCL delivers")
+                raise RuntimeError(
+                    f"{self.name}: the arrived rows differ from those that NCCL delivers"
+                )
         self.raise_if_missed()
 
     def raise_if_missed(self) -> None:
         """Raise RuntimeError if a flag missed its deadline: the times of that round are void."""
-        if any(missed := self.window.states[:, 2].tolist()):
+        missed = self.window.states[:, 2].tolist()
+        if any(missed):
             raise RuntimeError(
-                f"{self.name}: rank {self.window.rank} timed out waiting for other ranks (bits {missed})"
+                f"{self.name}: rank {self.window.rank} timed out waiting for other ranks (bits "
+                f"{missed})"
             )
 
 
 class _Way:
-    """The rows of one way and their targets. traffic_RR: rows from each rank (first index) to each other rank."""
+    """The rows of one way and their targets. traffic_RR: rows from each rank (first index) to each
+    other rank.
+    """
 
     def __init__(self, window: FloorWindow, way: int, traffic_RR: Tensor, row_bytes: int) -> None:
         rank = window.rank
@@ -112,12 +152,18 @@ class _Way:
         options = {"dtype": torch.uint8, "device": window.device, "generator": generator}
         self.source = torch.randint(1, 255, shape, **options)  # type: ignore[call-overload]
         rows_in = sum(self.splits_in)
-        self.arrived = window.window.local[region : region + rows_in * row_bytes].view(rows_in, row_bytes)
+        self.arrived = window.window.local[region : region + rows_in * row_bytes].view(
+            rows_in, row_bytes
+        )
         first_R = traffic_RR[:rank].sum(dim=0) * row_bytes + region
         addresses = [region.data_ptr() for region in window.window.regions]
-        targets = [address + first for address, first in zip(addresses, first_R.tolist(), strict=True)]
+        targets = [
+            address + first for address, first in zip(addresses, first_R.tolist(), strict=True)
+        ]
         self._moves = moves(self.source, rank, self.splits_out, targets).to(window.device)
-        self._flags = torch.tensor([address + flags + 4 * rank for address in addresses], device=window.device)
+        self._flags = torch.tensor(
+            [address + flags + 4 * rank for address in addresses], device=window.device
+        )
         self._args = _Args(
             rows_n=self._moves.data_ptr(),
             n=len(self._moves),
@@ -131,13 +177,16 @@ class _Way:
         )
 
     def push(self, blocks: int) -> None:
-        problem = self.window.launch(ctypes.byref(self._args), blocks, torch.cuda.current_stream().cuda_stream)
+        problem = self.window.launch(
+            ctypes.byref(self._args), blocks, torch.cuda.current_stream().cuda_stream
+        )
         if problem:
             raise RuntimeError(f"floor: {problem.decode()}")
 
 
 def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> Tensor:
-    """Addresses int64 [n, 2]: source and target of each row. splits[r] rows go to address `targets[r]` and on.
+    """Addresses int64 [n, 2]: source and target of each row. splits[r] rows go to address
+    `targets[r]` and on.
 
     The order keeps all links busy, and never makes one rank the target of all others at a time.
     """
@@ -159,10 +208,17 @@ def _compiled(peers: Peers, device: torch.device) -> Any:
         if peers.rank == 0:
             major, minor = torch.cuda.get_device_capability(device)
             source = Path(__file__).with_suffix(".cu")
-            options = [*build.CUDA_FLAGS, f"-arch=sm_{major}{minor}", f"-I{build.csrc()}", "-Xcompiler=-fPIC"]
+            options = [
+                *build.CUDA_FLAGS,
+                f"-arch=sm_{major}{minor}",
+                f"-I{build.csrc()}",
+                "-Xcompiler=-fPIC",
+            ]
             command = ["nvcc", "-shared", *options, "-o", library, str(source)]
             try:
-                problem = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+                problem = subprocess.run(
+                    command, capture_output=True, text=True, check=False
+                ).stderr
                 problem = "" if Path(library).exists() else problem or "nvcc wrote no library"
             except OSError as error:
                 problem = str(error)

@@ -1,7 +1,9 @@
-"""Times rounds of `ExpertParallel` on GPUs against the machine's floor and NCCL, on the same routing, in one run.
+"""Times rounds of `ExpertParallel` on GPUs against the machine's floor and NCCL, on the same
+routing, in one run.
 
-`Contender` lists who takes part. All contenders carry rows in the model's dtype; ours and the floor also carry fp8
-rows. Every contender's output is checked first, with its buffers filled with NaN before.
+`Contender` lists who takes part. All contenders carry rows in the model's dtype; ours and the floor
+also carry fp8 rows. Every contender's output is checked first, with its buffers filled with NaN
+before.
 """
 
 from __future__ import annotations
@@ -22,15 +24,33 @@ from epmoe.bench.timing import Times, host_us, measure, measure_eager, round_us
 from epmoe.service import ExpertParallel
 
 DEFAULT_TOKENS = (1, 16, 64, 128, 512, 4096)
-_CAPTURED = times("from graphs with events between, about 1 µs more", "µs on the slowest rank, median of graphs of 10")
+_CAPTURED = times(
+    "from graphs with events between, about 1 µs more",
+    "µs on the slowest rank, median of graphs of 10",
+)
 _EAGER = times(
     "of the GPU alone, with events between, while the host is ahead",
     "µs on the slowest rank, median of chains of 50 calls without a graph (floor: with one)",
 )
 _COLUMNS = (
-    Column("wire_gbps", "GB/s", "unique remote rows of the busiest rank, both ways, over the round", "{:.0f}".format),
-    Column("floor_percent", "floor", "the floor's round as a percentage of this round", "{:.0f}%".format),
-    Column("host", "host", "µs of the host in an eager dispatch + combine", lambda us: "{:.0f} + {:.0f}".format(*us)),
+    Column(
+        "wire_gbps",
+        "GB/s",
+        "unique remote rows of the busiest rank, both ways, over the round",
+        "{:.0f}".format,
+    ),
+    Column(
+        "floor_percent",
+        "floor",
+        "the floor's round as a percentage of this round",
+        "{:.0f}%".format,
+    ),
+    Column(
+        "host",
+        "host",
+        "µs of the host in an eager dispatch + combine",
+        lambda us: "{:.0f} + {:.0f}".format(*us),
+    ),
     Column("blocks", "blocks", "thread blocks of the floor's kernel"),
     Column("wire_bytes_out", "", "bytes between ranks that the busiest rank sends in dispatch"),
     Column("wire_bytes_back", "", "bytes between ranks that the busiest rank sends in combine"),
@@ -41,7 +61,9 @@ class Contender(StrEnum):
     """What is measured."""
 
     FLOOR = "floor"
-    """one kernel each way that stores the rows, raises flags and waits, with the fastest number of blocks"""
+    """one kernel each way that stores the rows, raises flags and waits, with the fastest number of
+    blocks
+    """
     ROWS = "rows"
     """NCCL's all_to_all_single of the same rows"""
     RANK_MAJOR = "rank-major"
@@ -50,9 +72,17 @@ class Contender(StrEnum):
     """ours, expert-major"""
 
 
-def report(results: Sequence[Figures], left_out: dict[str, str] | None = None, *, eager: bool = False) -> Report:
+def report(
+    results: Sequence[Figures], left_out: dict[str, str] | None = None, *, eager: bool = False
+) -> Report:
     """The figures of `results`, in ascending T. `left_out`: why peers are missing."""
-    columns = (TOKENS, SIDE, Column("payload", "payload"), *(_EAGER if eager else _CAPTURED), *_COLUMNS)
+    columns = (
+        TOKENS,
+        SIDE,
+        Column("payload", "payload"),
+        *(_EAGER if eager else _CAPTURED),
+        *_COLUMNS,
+    )
     return Report("eager" if eager else "gpu", columns, results, left_out or {})
 
 
@@ -66,10 +96,12 @@ def run(
 ) -> Report:
     """Measure each T. Collective.
 
-    `eager`: calls one after the other in place of graphs, but for the floor. `advance` is called after each
-    (T, payload). Raises RuntimeError if an output is wrong; that of a peer leaves the peer out.
+    `eager`: calls one after the other in place of graphs, but for the floor. `advance` is called
+    after each (T, payload). Raises RuntimeError if an output is wrong; that of a peer leaves the
+    peer out.
     """
-    config, group = job.config, job.group
+    config = job.config
+    group = job.group
     results: list[Figures] = []
     samples: dict[int, Sample] = {}
     window = None
@@ -81,17 +113,22 @@ def run(
             for T in job.tokens:
                 if T not in samples:
                     samples[T] = Sample(config, ep.rank, T, job.routing, ep.device)
-                for row in _measure(ep, contest, samples[T], payload, contenders, window, job.repeats, eager):
+                for row in _measure(
+                    ep, contest, samples[T], payload, contenders, window, job.repeats, eager
+                ):
                     job.log(f"{T} tokens, {payload}, {row['side']}: round {row['round']:.1f} µs")
                     results.append(row)
                 if ep.device.type == "cuda":
-                    torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
+                    # the graphs' pools would leave the next windows too little memory
+                    torch.cuda.empty_cache()
                 job.advance()
     ordered = sorted(results, key=lambda result: job.tokens.index(result["tokens"]))
     return report(ordered, contest.left_out, eager=eager)
 
 
-def result(sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None) -> dict[str, Any]:
+def result(
+    sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None
+) -> dict[str, Any]:
     """One row. Bytes are those of the busiest rank."""
     rows_out, rows_back = (int(sample.remote_RR.sum(dim=dim).max()) for dim in (1, 0))
     out, back = sample.row_bytes(payload)

@@ -1,7 +1,8 @@
-"""Times whole MoE layers, from logits to y, with their experts alone on the same rows, a floor, and layers of peers.
+"""Times whole MoE layers, from logits to y, with their experts alone on the same rows, a floor, and
+layers of peers.
 
-The experts have random weights, and their sizes are those of the configuration. `Precision` lists what is measured. A
-precision that a machine lacks is left out, and the report says why.
+The experts have random weights, and their sizes are those of the configuration. `Precision` lists
+what is measured. A precision that a machine lacks is left out, and the report says why.
 """
 
 from __future__ import annotations
@@ -37,10 +38,19 @@ _FIGURES = (
     Column(
         "floor",
         "floor",
-        "µs to read the weights of experts that have rows at the speed of a copy, or to compute, where that is longer",
+        (
+            "µs to read the weights of experts that have rows at the speed of a copy, or to "
+            "compute, "
+            "where that is longer"
+        ),
         microseconds,
     ),
-    Column("layer", "layer", "µs of route, dispatch, experts and combine on the slowest rank, median", microseconds),
+    Column(
+        "layer",
+        "layer",
+        "µs of route, dispatch, experts and combine on the slowest rank, median",
+        microseconds,
+    ),
     Column("experts", "experts", "µs of the experts alone, on the same rows", microseconds),
     Column("on_top", "on top", "layer minus experts", microseconds),
     Column("exchange", "exchange", "µs of route, dispatch and combine alone", microseconds),
@@ -50,19 +60,29 @@ _FIGURES = (
 def report(results: Sequence[Figures], left_out: Mapping[str, str], dtype: str) -> Report:
     """The figures of `results`, in ascending T.
 
-    `left_out`: why precisions and peers are missing; `dtype`: the model's, which is the plain precision.
+    `left_out`: why precisions and peers are missing; `dtype`: the model's, which is the plain
+    precision.
     """
-    precision = Column("precision", "precision", show=lambda name: name.replace(Precision.PLAIN, dtype))
+    precision = Column(
+        "precision", "precision", show=lambda name: name.replace(Precision.PLAIN, dtype)
+    )
     columns = (TOKENS, precision, SIDE, *_FIGURES)
-    return Report("layer", columns, results, left_out, plotted=("layer", "experts"), what="a layer, µs")
+    return Report(
+        "layer", columns, results, left_out, plotted=("layer", "experts"), what="a layer, µs"
+    )
 
 
 def check(config: EPConfig) -> None:
-    """Raise ValueError if `config` has no `model.intermediate_size`, or asks for fp8 rows; `Precision` decides."""
+    """Raise ValueError if `config` has no `model.intermediate_size`, or asks for fp8 rows;
+    `Precision` decides.
+    """
     if config.model.intermediate_size is None:
         raise ValueError("`model.intermediate_size` must be set, to the width of the experts")
     if config.exchange.quantizes:
-        raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: fp8 is one of the precisions")
+        raise ValueError(
+            "`exchange.payload` and `exchange.combine_payload` must be auto: fp8 is one of the "
+            "precisions"
+        )
 
 
 def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
@@ -71,13 +91,16 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
     `advance` is called once for each T and precision. Raises ValueError as `check`.
     """
     check(job.config)
-    device = torch.device("cuda", torch.cuda.current_device()) if job.on_gpus else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if job.on_gpus else torch.device("cpu")
+    )
     results: list[Figures] = []
     contest = Contest(peers, "layer", job.group)
     copy = copy_bytes_per_us(device)
     left_out: dict[str, str] = {}
     for precision in Precision:
-        if reason := problem_with(precision, job.config, device):
+        reason = problem_with(precision, job.config, device)
+        if reason:
             left_out[precision] = reason
             for _ in job.tokens:
                 job.advance()
@@ -86,12 +109,17 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
             if job.on_gpus:
                 torch.cuda.empty_cache()  # the next weights need the room
     return report(
-        sorted(results, key=lambda result: result["tokens"]), left_out | contest.left_out, job.config.model.dtype
+        sorted(results, key=lambda result: result["tokens"]),
+        left_out | contest.left_out,
+        job.config.model.dtype,
     )
 
 
-def _measure(job: Job, precision: Precision, device: torch.device, contest: Contest, copy: float) -> list[Figures]:
-    config, group = job.config, job.group
+def _measure(
+    job: Job, precision: Precision, device: torch.device, contest: Contest, copy: float
+) -> list[Figures]:
+    config = job.config
+    group = job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)
     results: list[Figures] = []
     payload = Payload.FP8_OUT if precision is Precision.FP8 else Payload.PLAIN
@@ -102,9 +130,17 @@ def _measure(job: Job, precision: Precision, device: torch.device, contest: Cont
             whole, alone, exchange = (_round_us(side, T, job) for side in sides)
             layer.check()
             ep.check()
-            job.log(f"{T} tokens, {precision}: layer {whole:.1f} µs, experts {alone:.1f}, exchange {exchange:.1f}")
+            job.log(
+                f"{T} tokens, {precision}: layer {whole:.1f} µs, experts {alone:.1f}, exchange "
+                f"{exchange:.1f}"
+            )
             rows, floor = slowest([layer.num_rows, layer.floor_us(copy)], group)
-            case: dict[str, Any] = {"tokens": T, "precision": precision, "rows": int(rows), "floor": floor}
+            case: dict[str, Any] = {
+                "tokens": T,
+                "precision": precision,
+                "rows": int(rows),
+                "floor": floor,
+            }
             ours = {"layer": whole, "experts": alone, "on_top": whole - alone, "exchange": exchange}
             results.append(case | {"side": f"epmoe, {experts.gemm}"} | ours)
             if precision in (Precision.PLAIN, Precision.FP8):  # what peers take
@@ -122,4 +158,10 @@ def _measure(job: Job, precision: Precision, device: torch.device, contest: Cont
 def _round_us(side: Side, tokens: int, job: Job) -> float:
     if job.on_gpus:
         return round_us(side, job.repeats, job.group)
-    return round_us(side, job.repeats, job.group, rounds=max(1, min(_MOST_ROUNDS, 256 // max(tokens, 1))), how="cpu")
+    return round_us(
+        side,
+        job.repeats,
+        job.group,
+        rounds=max(1, min(_MOST_ROUNDS, 256 // max(tokens, 1))),
+        how="cpu",
+    )

@@ -1,4 +1,6 @@
-"""What `bench --layer` compares: a MoE layer from logits to y, its experts alone, and the layer without its experts."""
+"""What `bench --layer` compares: a MoE layer from logits to y, its experts alone, and the layer
+without its experts.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, dequantize_weig
 from epmoe.native.arguments import FP8
 from epmoe.service import ExpertParallel
 
-# Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet of the H200 SXM (the
-# H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with sparsity, which doubles them.
+# Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet
+# of the H200 SXM (the H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with
+# sparsity, which doubles them.
 DENSE_FLOP_PER_US = {((9, 0), 2): 989.5e6, ((9, 0), 1): 1979e6}
 _COPIES = 5
 _SAMPLED = 4  # tokens of each rank whose y is compared with a reference
@@ -40,7 +43,9 @@ class Precision(StrEnum):
     PLAIN_DEEP_GEMM = "plain, DeepGEMM"
     """the same on DeepGEMM"""
     FP8 = "fp8"
-    """dispatch quantizes rows, weights are fp8; DeepGEMM on GPUs. combine carries the model's dtype"""
+    """dispatch quantizes rows, weights are fp8; DeepGEMM on GPUs. combine carries the
+    model's dtype
+    """
     MXFP4 = "MXFP4"
     """rows in the model's dtype, weights are MXFP4"""
 
@@ -64,18 +69,30 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
     if D % step or f % step:
         return f"D and F must be multiples of {step}, got {D} and {f}"
     if precision is Precision.MXFP4:
-        return None if device.type == "cpu" or on_hopper(device) else "it dequantizes weights on this GPU"
+        return (
+            None
+            if device.type == "cpu" or on_hopper(device)
+            else "it dequantizes weights on this GPU"
+        )
     if device.type == "cpu":
         return "DeepGEMM is for GPUs" if precision is Precision.PLAIN_DEEP_GEMM else None
     dtype = FP8 if precision is Precision.FP8 else torch.bfloat16
     try:
-        choose("deep_gemm", *(torch.empty(1, n, k, dtype=dtype, device=device) for n, k in _shapes(config).values()))
+        choose(
+            "deep_gemm",
+            *(
+                torch.empty(1, n, k, dtype=dtype, device=device)
+                for n, k in _shapes(config).values()
+            ),
+        )
     except (ImportError, ValueError) as error:
         return str(error)
     return None
 
 
-def random_experts(config: EPConfig, rank: int, device: torch.device, precision: Precision) -> GroupedExperts:
+def random_experts(
+    config: EPConfig, rank: int, device: torch.device, precision: Precision
+) -> GroupedExperts:
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
     placement = config.place_experts()
     generator = torch.Generator(device)
@@ -83,7 +100,10 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
     e = placement.num_local_experts(rank)
     dtype, packed = (config.model.torch_dtype, 1) if given is None else (given.codes, given.packed)
     shapes = _shapes(config)
-    weights = {name: torch.empty(e, n, k // packed, dtype=dtype, device=device) for name, (n, k) in shapes.items()}
+    weights = {
+        name: torch.empty(e, n, k // packed, dtype=dtype, device=device)
+        for name, (n, k) in shapes.items()
+    }
     scales = {
         name: torch.empty(given.scales_shape(e, n, k), dtype=given.scale, device=device)
         for name, (n, k) in shapes.items()
@@ -114,25 +134,38 @@ Handle = tuple[Dispatched, Tensor]
 
 
 class WholeLayer(Side):
-    """route, dispatch, experts and combine of T tokens of this rank. The logits are made beforehand.
+    """route, dispatch, experts and combine of T tokens of this rank. The logits are made
+    beforehand.
 
-    Every y of a few tokens is compared with sums that all ranks compute without the exchange, each over its experts.
+    Every y of a few tokens is compared with sums that all ranks compute without the exchange, each
+    over its experts.
     """
 
     def __init__(
-        self, ep: ExpertParallel, experts: GroupedExperts, tokens: int, routing: Kind, group: dist.ProcessGroup
+        self,
+        ep: ExpertParallel,
+        experts: GroupedExperts,
+        tokens: int,
+        routing: Kind,
+        group: dist.ProcessGroup,
     ) -> None:
         self.name = "the layer"
         self.ep = ep
         self.experts = experts
         self.group = group
-        model, R, rank = ep.config.model, ep.size, ep.rank
+        model = ep.config.model
+        R = ep.size
+        rank = ep.rank
         mine = slice(rank * tokens, (rank + 1) * tokens)
         logits = simulate_logits(routing, R * tokens, model.num_experts, ep_size=R)
         x_TD = torch.randn(tokens, model.hidden_size, generator=torch.Generator().manual_seed(rank))
         self.logits_TE = logits[mine].to(ep.device)
         self.x_TD = x_TD.to(ep.device, model.torch_dtype)
-        self.bias_E = torch.zeros(model.num_experts, device=ep.device) if ep.config.routing.selection_bias else None
+        self.bias_E = (
+            torch.zeros(model.num_experts, device=ep.device)
+            if ep.config.routing.selection_bias
+            else None
+        )
         self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
         self.expected_SD = self._expected()
         self.check()
@@ -160,7 +193,12 @@ class WholeLayer(Side):
         return [*self.received(dispatched), *self.real_rows(outputs_ND)]
 
     def received(self, d: Dispatched) -> list[Tensor]:
-        return [rows for tensor in (d.rows, d.scales) if tensor is not None for rows in self.real_rows(tensor)]
+        return [
+            rows
+            for tensor in (d.rows, d.scales)
+            if tensor is not None
+            for rows in self.real_rows(tensor)
+        ]
 
     def real_rows(self, tensor_ND: Tensor) -> list[Tensor]:
         """The rows of pairs, a part for each expert: nothing writes the rows between segments."""
@@ -176,22 +214,33 @@ class WholeLayer(Side):
             self.check_output(self.name, self.back(handle))
 
     def floor_us(self, copy: float) -> float:
-        """What this rank's experts take at least, µs: to read their weights, or to compute, where that is longer.
+        """What this rank's experts take at least, µs: to read their weights, or to compute, where
+        that is longer.
 
-        copy: bytes a µs that a copy reads and writes. Where the rate of computing is not known, to read.
+        copy: bytes a µs that a copy reads and writes. Where the rate of computing is not known, to
+        read.
         """
-        weights = [getattr(self.experts, name) for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales")]
-        expert_bytes = sum(w[0].numel() * w.element_size() for w in weights if w is not None and len(w))
+        weights = [
+            getattr(self.experts, name)
+            for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales")
+        ]
+        expert_bytes = sum(
+            w[0].numel() * w.element_size() for w in weights if w is not None and len(w)
+        )
         w_down = self.experts.w_down
         _, D, f = plain_shape(w_down)
         flop = 6 * D * f * sum(self.counts_e)  # three products, a multiply and an add each
         busy = sum(count > 0 for count in self.counts_e)
         capability = torch.cuda.get_device_capability(w_down.device) if w_down.is_cuda else (0, 0)
-        rate = DENSE_FLOP_PER_US.get((capability, 1 if self.experts.is_fp8 else self.experts.dtype.itemsize), math.inf)
+        rate = DENSE_FLOP_PER_US.get(
+            (capability, 1 if self.experts.is_fp8 else self.experts.dtype.itemsize), math.inf
+        )
         return max(busy * expert_bytes / copy, flop / rate)
 
     def check_output(self, name: str, y_TD: Tensor) -> None:
-        """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the experts."""
+        """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the
+        experts.
+        """
         y_SD = y_TD[self.sampled].float()
         error_S = (y_SD - self.expected_SD).norm(dim=1)
         norm_S = self.expected_SD.norm(dim=1)
@@ -200,7 +249,9 @@ class WholeLayer(Side):
             raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
-        """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""
+        """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the
+        tokens of all.
+        """
         ep = self.ep
         E = ep.config.model.num_experts
         local_E = torch.full((E,), -1, device=ep.device)
@@ -217,7 +268,9 @@ class WholeLayer(Side):
         def weights(name: str) -> Tensor:
             w = getattr(self.experts, f"w_{name}")[index]
             scales = getattr(self.experts, f"{name}_scales")
-            return (w if scales is None else dequantize_weights(w, scales[index], torch.float32))[None]
+            return (w if scales is None else dequantize_weights(w, scales[index], torch.float32))[
+                None
+            ]
 
         return swiglu_reference(weights("gate_up"), weights("down"))(rows_nD, 0)
 
@@ -258,7 +311,8 @@ def without_experts(layer: WholeLayer) -> Side:
 
 
 def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
-    D, f = config.model.hidden_size, config.model.intermediate_size
+    D = config.model.hidden_size
+    f = config.model.intermediate_size
     assert f is not None  # `run` has checked it
     return {"gate_up": (2 * f, D), "down": (D, f)}
 

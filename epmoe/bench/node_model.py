@@ -1,7 +1,7 @@
 """Predicts the µs of an exchange within a node.
 
-Letters: T tokens a rank, K experts a token, G ranks, u the ranks that a token needs. Rows are those of one way, on
-average. The model knows nothing of ranks that wait for one another.
+Letters: T tokens a rank, K experts a token, G ranks, u the ranks that a token needs. Rows are those
+of one way, on average. The model knows nothing of ranks that wait for one another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Speeds:
     nvlink_gb_per_s: float = 340.0
     """GB/s of rows that a rank sends to the other ranks of its node."""
     local_gb_per_s: float = 2400.0
-    """GB/s, bytes read plus bytes written, at which a rank moves rows between a window and the experts."""
+    """GB/s, bytes read plus bytes written, at which a rank moves rows between a window and the
+    experts.
+    """
     row_ns: float = 0.0
     """ns that such a row takes besides its bytes."""
     exchange_us: float = 4.2
@@ -46,9 +48,12 @@ class Spread(NamedTuple):
     def of(cls, config: EPConfig) -> Self:
         """Route random logits, in the experts' groups and placement of `config`.
 
-        Groups are scored as with a bias, by their two best experts: the models that have groups have one.
+        Groups are scored as with a bias, by their two best experts: the models that have groups
+        have one.
         """
-        model, routing, R = config.model, config.routing, config.topology.ep_size
+        model = config.model
+        routing = config.routing
+        R = config.topology.ep_size
         K = model.num_experts_per_tok
         tokens = -(-_ROUTED // R)
         ids = route_reference(
@@ -71,7 +76,9 @@ class RowBytes(NamedTuple):
 
     @classmethod
     def of(cls, config: EPConfig) -> tuple[Self, Self]:
-        """Rows of dispatch, of the payload. Rows of combine: the payload, and x's dtype where experts write them."""
+        """Rows of dispatch, of the payload. Rows of combine: the payload, and x's dtype where
+        experts write them.
+        """
         out, plain, back = (
             wire_bytes(config.model.hidden_size, config.model.torch_dtype, payload)
             for payload in (config.exchange.payload, "auto", config.exchange.combine_payload)
@@ -90,7 +97,8 @@ class NodeModel:
 
     def us(self, T: int, row: RowBytes) -> float:
         """The slower of the wire and of the rows that each GPU moves itself."""
-        speeds, spread = self.speeds, self.spread
+        speeds = self.speeds
+        spread = self.spread
         rows = T * spread.ranks * (self.ranks - 1) / self.ranks
         wire = rows * row.node / (speeds.nvlink_gb_per_s * _BYTES_PER_US)
         row_us = row.experts / (speeds.local_gb_per_s * _BYTES_PER_US) + speeds.row_ns / 1000

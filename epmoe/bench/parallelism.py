@@ -1,24 +1,31 @@
-"""What one MoE layer moves, reads and takes with expert parallel, tensor parallel and replicated experts, on one node.
+"""What one MoE layer moves, reads and takes with expert parallel, tensor parallel and replicated
+experts, on one node.
 
-Letters: R GPUs, each with T tokens; B = R·T; E experts, K of them a token; D and F; w the bytes of an expert's weights.
-n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are equally likely.
+Letters: R GPUs, each with T tokens; B = R·T; E experts, K of them a token; D and F; w the bytes of
+an expert's weights. n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are
+equally likely.
 
     layout     reads, bytes of weights      sends, bytes                   rows           exchange
-    EP         w·max of E/R·p, E/R·p·(1−p)  T·u·(R−1)/R·(row out + back)   max of B·K/R   dispatch and combine
-    TP         w·E/R·p(B)                   2·(R−1)/R·B·row                B·K, F/R wide  permute, finalize, all-reduce
-    replicas   w·E·p(T)                     0                              T·K            of one rank, nothing sent
+    EP         w·max of E/R·p, E/R·p·(1−p)  T·u·(R−1)/R·(row out + back)   max of B·K/R   dispatch
+    and combine TP         w·E/R·p(B)                   2·(R−1)/R·B·row                B·K, F/R wide
+    permute, finalize, all-reduce replicas   w·E·p(T)                     0
+    T·K            of one rank, nothing sent
 
-    max        of R ranks that differ by chance: mean + m(R)·√variance, m(R) the largest of R normal draws on average;
+    max        of R ranks that differ by chance: mean + m(R)·√variance, m(R) the largest of R normal
+    draws on average;
                the variance of rows is B·K/R·(E−K)/(E−1), times `load` like their mean
     experts    n rows an expert. n ≤ `_FEW_ROWS`: few_us + (1.02 + 0.009·n)·reads / memory; else
-               gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory, c = 6·D·F·rows / flop
-    exchange   EP: `NodeModel.us`, both ways, and quantize_ns for each row that is read or written in fp8
-               TP: local_us + local·bytes of permute and finalize / memory + collective_us + sends / collective
+               gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory, c = 6·D·F·rows /
+               flop
+    exchange   EP: `NodeModel.us`, both ways, and quantize_ns for each row that is read or written
+    in fp8
+               TP: local_us + local·bytes of permute and finalize / memory + collective_us + sends /
+               collective
     layer      route_us + exchange + experts
 
-EP has tokens by rank, and TP has all tokens on all ranks, as tensor-parallel attention leaves them. Where attention is
-data parallel, an all-gather and a reduce-scatter of as many bytes replace TP's all-reduce. docs/parallelism.md compares
-the model with measurements.
+EP has tokens by rank, and TP has all tokens on all ranks, as tensor-parallel attention leaves them.
+Where attention is data parallel, an all-gather and a reduce-scatter of as many bytes replace TP's
+all-reduce. docs/parallelism.md compares the model with measurements.
 """
 
 from __future__ import annotations
@@ -40,7 +47,9 @@ from epmoe.native.arguments import FP8
 BATCHES = (1, 16, 128, 512, 1024, 4096)
 """T that are compared."""
 WRONG = 1.15
-"""EP is the wrong choice if it takes so many times as long as another layout: the model is not more exact."""
+"""EP is the wrong choice if it takes so many times as long as another layout: the model is not more
+exact.
+"""
 _BYTES_PER_US = 1000  # at 1 GB/s
 _MULTIPROCESSORS = 132  # of both GPUs
 _FEW_ROWS = 8.0  # with more, the layers that the constants were fitted to took a GEMM
@@ -49,7 +58,9 @@ _GEMM = 1.08  # bytes of GEMMs over those that must be read, in time
 
 @dataclass(frozen=True)
 class Gpu:
-    """Constants of a GPU of compute capability 9.0, whose sources are in docs/parallelism.md. 1 GB/s is 10⁹ bytes/s."""
+    """Constants of a GPU of compute capability 9.0, whose sources are in docs/parallelism.md. 1
+    GB/s is 10⁹ bytes/s.
+    """
 
     memory_gb_per_s: float
     """GB/s, bytes read plus bytes written, of a plain copy."""
@@ -58,7 +69,9 @@ class Gpu:
     route_us: float = 2.0
     """µs of route."""
     local_us: tuple[float, float] = (21.0, 38.0)
-    """µs of permute, with aligned segments, and finalize without rows; in fp8 they quantize and sort scales, too."""
+    """µs of permute, with aligned segments, and finalize without rows; in fp8 they quantize and
+    sort scales, too.
+    """
     local: tuple[float, float] = (1.2, 1.7)
     """Time of their bytes over that of a plain copy, in bf16 and in fp8."""
     few_us: float = 6.0
@@ -66,7 +79,9 @@ class Gpu:
     gemm_us: float = 18.0
     """µs of the experts without weights and rows: two grouped GEMMs, the activation, the scales."""
     busy: tuple[float, float] = (0.58, 0.47)
-    """Share of the dense rate that the GEMMs reach where nothing waits for memory, in bf16 and in fp8."""
+    """Share of the dense rate that the GEMMs reach where nothing waits for memory, in bf16 and in
+    fp8.
+    """
     quantize_ns: float = 1.5
     """ns that a row of dispatch takes longer in fp8."""
     collective_us: float = 11.5
@@ -106,12 +121,14 @@ def better_than_ep(costs: dict[str, Cost]) -> str | None:
 
 
 class Comparison:
-    """The costs of a one-node configuration's layouts on some GPU. Raises ValueError for a case that the model
-    lacks."""
+    """The costs of a one-node configuration's layouts on some GPU. Raises ValueError for a case
+    that the model lacks.
+    """
 
     def __init__(self, config: EPConfig, gpu: Gpu, fp8: bool) -> None:
         model = config.model
-        if problem := problem_with(config, fp8):
+        problem = problem_with(config, fp8)
+        if problem:
             raise ValueError(problem)
         assert model.intermediate_size is not None
         self.gpu = gpu
@@ -128,10 +145,14 @@ class Comparison:
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
         self.alone = NodeModel(gpu.node, 1, Spread(self.K, 1.0))  # of one rank
         elements = 3 * self.D * self.F
-        self.expert_bytes = elements * self.element + (elements * 4 / math.prod(FP8_BLOCKS.block) if fp8 else 0)
+        self.expert_bytes = elements * self.element + (
+            elements * 4 / math.prod(FP8_BLOCKS.block) if fp8 else 0
+        )
 
     def costs(self, T: int, load: float = 1.0) -> dict[str, Cost]:
-        """The cost of "EP", "TP" and "replicas" with R·T tokens. `load`: rows of EP's busiest rank over the mean."""
+        """The cost of "EP", "TP" and "replicas" with R·T tokens. `load`: rows of EP's busiest rank
+        over the mean.
+        """
         R = self.R
         K = self.K
         E = self.E
@@ -141,10 +162,16 @@ class Comparison:
         all_reduced = 2 * (R - 1) / R * B * 2 * self.D
         gpu = self.gpu
         spread = self.exchange.spread
-        reduced = gpu.collective_us + all_reduced / (gpu.collective_gb_per_s * _BYTES_PER_US) if R > 1 else 0.0
+        reduced = (
+            gpu.collective_us + all_reduced / (gpu.collective_gb_per_s * _BYTES_PER_US)
+            if R > 1
+            else 0.0
+        )
         sent = T * spread.ranks * (R - 1) / R * (out.node + back.node)
         busy = self._busy(B)
-        read = self.expert_bytes * min(E / R, self._busiest(E / R * busy, E / R * busy * (1 - busy)))
+        read = self.expert_bytes * min(
+            E / R, self._busiest(E / R * busy, E / R * busy * (1 - busy))
+        )
         rows = load * B * K / R
         rows = min(B * K, self._busiest(rows, rows * (E - K) / max(E - 1, 1)))
         ep_us = self._experts_us(read, rows, self.F, B * K / E)
@@ -155,28 +182,40 @@ class Comparison:
         return {
             "EP": self._cost(self._exchanged_us(self.exchange, T), ep_us, sent, read, weights / R),
             "TP": self._cost(self._local_us(B) + reduced, tp_us, all_reduced, tp_read, weights / R),
-            "replicas": self._cost(self._exchanged_us(self.alone, T), own_us, 0.0, own_read, weights),
+            "replicas": self._cost(
+                self._exchanged_us(self.alone, T), own_us, 0.0, own_read, weights
+            ),
         }
 
     def borders(self) -> dict[str, int]:
-        """The largest T whose experts take each kernel for few rows, with EP; those of more take a grouped GEMM."""
+        """The largest T whose experts take each kernel for few rows, with EP; those of more take a
+        grouped GEMM.
+        """
         step = FewRows.steps.get(self.dtype, math.inf)
         if self.D % step or self.F % step:
             return {}
-        reading = Reading.of(self.E / self.R * self.expert_bytes, self.gpu.memory_gb_per_s, _MULTIPROCESSORS)
+        reading = Reading.of(
+            self.E / self.R * self.expert_bytes, self.gpu.memory_gb_per_s, _MULTIPROCESSORS
+        )
         by_tma = most_rows_by_tma(self.dtype, reading)
         rows = {FewRows.name: most_rows(self.dtype, reading), FewRowsByTma.name: by_tma}
         rows = {InvariantFewRows.name: by_tma} if self.invariant else rows
         tokens = {name: int(most * self.E / (self.R * self.K)) for name, most in rows.items()}
         return {name: T for name, T in tokens.items() if T}
 
-    def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:
-        return Cost(self.gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held)
+    def _cost(
+        self, exchange_us: float, experts_us: float, sent: float, read: float, held: float
+    ) -> Cost:
+        return Cost(
+            self.gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held
+        )
 
     def _exchanged_us(self, exchange: NodeModel, T: int) -> float:
         spread = exchange.spread
         quantized = T * (spread.experts + spread.ranks) if self.element == 1 else 0
-        return sum(exchange.us(T, way) for way in self.ways) + quantized * self.gpu.quantize_ns / 1000
+        return (
+            sum(exchange.us(T, way) for way in self.ways) + quantized * self.gpu.quantize_ns / 1000
+        )
 
     def _experts_us(self, read: float, rows: float, width: float, of_each: float) -> float:
         """µs of the experts, which have this width and `of_each` rows on average."""
@@ -190,14 +229,20 @@ class Comparison:
         return float(gpu.gemm_us + (moved**3 + computed**3) ** (1 / 3))
 
     def _row_bytes(self, width: float) -> float:
-        """Bytes that the experts read and write for a row: x, gate and up and the activation twice, and the output."""
+        """Bytes that the experts read and write for a row: x, gate and up and the activation twice,
+        and the output.
+        """
         return self.D * self.element + 8 * width + 2 * width * self.element + 2 * self.D
 
     def _local_us(self, tokens: int) -> float:
-        """µs of permute and finalize, which read and write a row for each token and each of its experts."""
+        """µs of permute and finalize, which read and write a row for each token and each of its
+        experts.
+        """
         moved = tokens * (1 + self.K) * self.D * (self.element + 2)
         fp8 = self.element == 1
-        return self.gpu.local_us[fp8] + self.gpu.local[fp8] * moved / (self.gpu.memory_gb_per_s * _BYTES_PER_US)
+        return self.gpu.local_us[fp8] + self.gpu.local[fp8] * moved / (
+            self.gpu.memory_gb_per_s * _BYTES_PER_US
+        )
 
     def _busiest(self, mean: float, variance: float) -> float:
         """The largest of R independent draws, on average (Blom's approximation)."""
@@ -211,7 +256,8 @@ class Comparison:
 
 def problem_with(config: EPConfig, fp8: bool) -> str | None:
     """Why the model does not know this case, or None."""
-    model, step = config.model, FP8_BLOCKS.block[1]
+    model = config.model
+    step = FP8_BLOCKS.block[1]
     if model.intermediate_size is None:
         return "`model.intermediate_size` must be set, to the width of the experts"
     if model.torch_dtype.itemsize != 2:

@@ -1,7 +1,9 @@
-"""Peers: exchanges and whole layers of other libraries, timed and checked like ours, on the same routing in one run.
+"""Peers: exchanges and whole layers of other libraries, timed and checked like ours, on the same
+routing in one run.
 
-A driver is a Python file whose list `PEERS` holds objects of `Peer`; `epmoe bench --peers FOLDER` runs all drivers of a
-folder. A peer that is absent, or that does not take a case, is left out, and the report says why.
+A driver is a Python file whose list `PEERS` holds objects of `Peer`; `epmoe bench --peers FOLDER`
+runs all drivers of a folder. A peer that is absent, or that does not take a case, is left out, and
+the report says why.
 """
 
 from __future__ import annotations
@@ -32,32 +34,37 @@ class LeftOut(Exception):
 class Peer:
     """One library. A driver overrides `version`, and `exchange` or `layer` or both.
 
-    The placement is linear, with as many experts on each rank and no copies. Every rank has at least one token. The
-    methods may raise anything, even on one rank alone: the peer is then left out on all, with the first line of the
-    error as the reason.
+    The placement is linear, with as many experts on each rank and no copies. Every rank has at
+    least one token. The methods may raise anything, even on one rank alone: the peer is then left
+    out on all, with the first line of the error as the reason.
     """
 
     name: str  # in tables
     install: str  # named where the library is absent
 
     def version(self) -> str:
-        """The version that runs. Raises ImportError, where the library is absent or does not load."""
+        """The version that runs. Raises ImportError, where the library is absent or
+        does not load.
+        """
         raise NotImplementedError
 
     def exchange(
         self, sample: Sample, payload: Payload, group: dist.ProcessGroup
     ) -> AbstractContextManager[ExchangeSide]:
-        """A side that exchanges the tokens of `sample`. Collective. Raises LeftOut without such a payload."""
+        """A side that exchanges the tokens of `sample`. Collective. Raises LeftOut without such a
+        payload.
+        """
         raise NotImplementedError
 
     def layer(self, case: WholeLayer) -> AbstractContextManager[Callable[[], Tensor]]:
         """A function that computes y [T, D] with route, in the dtype of x. Collective.
 
-        The function takes x_TD and logits_TE of `case`. It calls `case.routed()` for the ids int32 [T, K] and weights
-        fp32 [T, K], so that all layers have the same route in their time. On GPUs it is captured into a CUDA graph; y
-        may be the same tensor in every call. `case.experts` holds this rank's weights: w_gate_up [e, 2·F, D] and
-        w_down [e, D, F], as fp8 with gate_up_scales and down_scales [e, n / 128, k / 128] where is_fp8. `case.ep` is
-        our exchange, `case.group` the ranks.
+        The function takes x_TD and logits_TE of `case`. It calls `case.routed()` for the ids int32
+        [T, K] and weights fp32 [T, K], so that all layers have the same route in their time. On
+        GPUs it is captured into a CUDA graph; y may be the same tensor in every call.
+        `case.experts` holds this rank's weights: w_gate_up [e, 2·F, D] and w_down [e, D, F], as fp8
+        with gate_up_scales and down_scales [e, n / 128, k / 128] where is_fp8. `case.ep` is our
+        exchange, `case.group` the ranks.
 
         Raises LeftOut if the library has no such layer.
         """
@@ -69,23 +76,31 @@ class _GivenUp(Exception):
 
 
 class Contest:
-    """The peers of a run that have `method`. left_out: why others are missing, the first reason, by name.
+    """The peers of a run that have `method`. left_out: why others are missing, the first reason, by
+    name.
 
-    All methods are collective. A peer that raises on one rank is left out on all: ranks agree after each step, before
-    one of them waits for a rank that has given up. What a library does within a step is its own.
+    All methods are collective. A peer that raises on one rank is left out on all: ranks agree after
+    each step, before one of them waits for a rank that has given up. What a library does within a
+    step is its own.
     """
 
-    def __init__(self, peers: Sequence[Peer], method: Literal["exchange", "layer"], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, peers: Sequence[Peer], method: Literal["exchange", "layer"], group: dist.ProcessGroup
+    ) -> None:
         self.group = group
         self.left_out = dict[str, str]()
         self._present: dict[str, Peer] = {}
         for peer in peers:
-            if getattr(type(peer), method) is not getattr(Peer, method):  # others need not be loaded
+            if getattr(type(peer), method) is not getattr(
+                Peer, method
+            ):  # others need not be loaded
                 with suppress(_GivenUp):
                     version = self._step(peer.name, peer.version, peer.install)
                     self._present[f"{peer.name} {version}".strip()] = peer
 
-    def exchanges(self, sample: Sample, payload: Payload, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
+    def exchanges(
+        self, sample: Sample, payload: Payload, time: Callable[[Side], _T]
+    ) -> Iterator[tuple[str, _T]]:
         def checked(name: str, side: ExchangeSide) -> Side:
             side.name, side.exact = name, False  # rows may arrive in another order
             side.check()
@@ -96,14 +111,21 @@ class Contest:
 
         yield from self._measured(sample.placement, sample.tokens, payload, enter, checked, time)
 
-    def layers(self, case: WholeLayer, precision: str, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
+    def layers(
+        self, case: WholeLayer, precision: str, time: Callable[[Side], _T]
+    ) -> Iterator[tuple[str, _T]]:
         def checked(name: str, run: Callable[[], Tensor]) -> Side:
             poison([run()])
             case.check_output(name, run())
             return Calls(name, run, exact=False)
 
         yield from self._measured(
-            case.ep.placement, len(case.x_TD), precision, lambda peer: peer.layer(case), checked, time
+            case.ep.placement,
+            len(case.x_TD),
+            precision,
+            lambda peer: peer.layer(case),
+            checked,
+            time,
         )
 
     def _measured(
@@ -115,11 +137,16 @@ class Contest:
         checked: Callable[[str, Any], Side],
         time: Callable[[Side], _T],
     ) -> Iterator[tuple[str, _T]]:
-        """The results of `time` by peer. A failed step leaves open what was opened: to close it is collective."""
-        E, R = placement.num_experts, placement.ep_size
+        """The results of `time` by peer. A failed step leaves open what was opened: to close it is
+        collective.
+        """
+        E = placement.num_experts
+        R = placement.ep_size
         if E % R or placement != Placement.build(E, R):
             if self._present:
-                self.left_out["peers"] = "they want as many experts on each rank, in order and without copies"
+                self.left_out["peers"] = (
+                    "they want as many experts on each rank, in order and without copies"
+                )
             return
         for name, peer in self._present.items() if tokens else ():
             step = partial(self._step, f"{name}, {case}")
@@ -131,22 +158,31 @@ class Contest:
                 yield name, figures
 
     def _step(self, name: str, do: Callable[[], _T], install: str = "") -> _T:
-        """What `do` returns. Raises _GivenUp on all ranks, and keeps the reason, if it raises on one."""
+        """What `do` returns. Raises _GivenUp on all ranks, and keeps the reason, if it raises on
+        one.
+        """
         problem = ""
         try:
             made = do()
         except LeftOut as error:
             problem = str(error)
         except Exception as error:  # whatever a library raises: the run goes on without it
-            problem = f"needs {install}: {error}" if isinstance(error, ImportError) and install else repr(error)
-        if reason := next(filter(None, Peers.of(self.group).all_gather(problem)), ""):
+            problem = (
+                f"needs {install}: {error}"
+                if isinstance(error, ImportError) and install
+                else repr(error)
+            )
+        reason = next(filter(None, Peers.of(self.group).all_gather(problem)), "")
+        if reason:
             self.left_out.setdefault(name, reason.partition("\n")[0])
             raise _GivenUp
         return made
 
 
 def load(path: Path) -> list[Peer]:
-    """The peers of a driver, or of all drivers of a folder by their names. Raises ValueError if there are none."""
+    """The peers of a driver, or of all drivers of a folder by their names. Raises ValueError if
+    there are none.
+    """
     files = [path] if path.suffix == ".py" else sorted(path.glob("[!_]*.py"))
     peers: list[Peer] = []
     for file in files:

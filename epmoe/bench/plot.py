@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Lines = Mapping[str, Sequence[tuple[int, float]]]
-"""(T, µs) of each side by its label. Labels "A, B" and "A, C" have one colour, "A, B" and "D, B" the same dashes."""
+"""(T, µs) of each side by its label. Labels "A, B" and "A, C" have one colour, "A, B" and "D, B"
+the same dashes.
+"""
 
 
 def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold: str = "") -> None:
-    """Draw a panel for each heading, over one axis of times. The file's suffix picks the format (.png, .svg, .pdf).
+    """Draw a panel for each heading, over one axis of times. The file's suffix picks the format
+    (.png, .svg, .pdf).
 
     bold: label of a wide line with its figures. The same lines give the same bytes of a .png.
     """
@@ -30,10 +33,24 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
                 side, _, case = label.partition(", ")
                 color = colors.setdefault(side, f"C{len(colors)}")
                 dash = dashes.setdefault(case, ("-", "--", ":", "-.")[len(dashes) % 4])
-                look = {"color": color, "ls": dash, "lw": 2.6 if label == bold else 1.6, "zorder": 3 + (label == bold)}
-                (legend[label],) = axes.loglog(*zip(*points, strict=True), marker="o", markersize=4.5, **look)
+                look = {
+                    "color": color,
+                    "ls": dash,
+                    "lw": 2.6 if label == bold else 1.6,
+                    "zorder": 3 + (label == bold),
+                }
+                (legend[label],) = axes.loglog(
+                    *zip(*points, strict=True), marker="o", markersize=4.5, **look
+                )
                 for T, us in points if label == bold else ():
-                    axes.annotate(f"{us:g}", (T, us), (6, -13), textcoords="offset points", color=color, fontsize=9)
+                    axes.annotate(
+                        f"{us:g}",
+                        (T, us),
+                        (6, -13),
+                        textcoords="offset points",
+                        color=color,
+                        fontsize=9,
+                    )
             tokens = sorted({T for points in lines.values() for T, _ in points})
             axes.set(title=heading, xlabel="tokens per rank")
             axes.set_xticks(tokens, [str(T) for T in tokens], rotation=45)
@@ -41,5 +58,7 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
             axes.minorticks_off()
             axes.margins(0.08, 0.15)
             axes.grid(alpha=0.3)
-        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False)
+        figure.legend(
+            legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False
+        )
         figure.savefig(path, dpi=130)

@@ -1,4 +1,6 @@
-"""What a benchmark takes, a `Job`, and what it gives back: a `Report`, as a table, a JSON file and a plot."""
+"""What a benchmark takes, a `Job`, and what it gives back: a `Report`, as a table, a JSON file and
+a plot.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Column(NamedTuple):
 
 
 Figures = Mapping[str, Any]
-"""One row of figures by the keys of the columns. A figure that was not measured is None or missing."""
+"""One row of figures by the keys of the columns. A figure that was not measured is
+None or missing.
+"""
 
 TOKENS = Column("tokens", "T", "tokens of a rank")
 SIDE = Column("side", "side")
@@ -99,17 +103,28 @@ class Report:
     def content(self) -> Mapping[str, Any]:
         """The JSON file without the facts of the run."""
         units = {column.key: column.unit for column in self.columns if column.unit}
-        return {"units": units, "plotted": self.plotted, "left_out": self.left_out, "results": self.results}
+        return {
+            "units": units,
+            "plotted": self.plotted,
+            "left_out": self.left_out,
+            "results": self.results,
+        }
 
     def table(self, title: str = "") -> Table:
-        """The figures for a terminal, with what each column is and why sides and cases are missing."""
+        """The figures for a terminal, with what each column is and why sides and cases
+        are missing.
+        """
         shown = [column for column in self.columns if column.heading]
         caption = [". ".join(f"{column.heading}: {column.unit}" for column in shown if column.unit)]
         caption += [f"{name} was left out: {reason}" for name, reason in self.left_out.items()]
         view = Table(title=title, caption="\n".join(caption), pad_edge=False)
         for column in shown:
-            view.add_column(column.heading, justify="right" if column.unit else "left", no_wrap=not column.unit)
-        for number, (_, section) in enumerate(itertools.groupby(self.results, lambda result: result[shown[0].key])):
+            view.add_column(
+                column.heading, justify="right" if column.unit else "left", no_wrap=not column.unit
+            )
+        for number, (_, section) in enumerate(
+            itertools.groupby(self.results, lambda result: result[shown[0].key])
+        ):
             if number:
                 view.add_section()
             for row, result in enumerate(section):
@@ -118,11 +133,15 @@ class Report:
         return view
 
     def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Write the figures for a program, with the `facts` of the run before them, as the function `write_json`."""
+        """Write the figures for a program, with the `facts` of the run before them, as the function
+        `write_json`.
+        """
         write_json(path, {**(facts or {}), **self.content})
 
     def plot(self, path: Path, title: str = "") -> None:
-        """Plot the times of every side over T. The file's suffix picks the format (.png, .svg, .pdf)."""
+        """Plot the times of every side over T. The file's suffix picks the format (.png, .svg,
+        .pdf).
+        """
         texts = [column for column in self.columns if not column.unit]
         times = [column for column in self.columns if column.key in self.plotted]
         lines: dict[str, list[tuple[int, float]]] = {}
@@ -130,7 +149,8 @@ class Report:
             words = [cell(text, result) for text in texts]
             if len(times) > 1 or not words:
                 words.append(column.heading)
-            if (us := result.get(column.key)) is not None:
+            us = result.get(column.key)
+            if us is not None:
                 lines.setdefault(", ".join(words), []).append((result["tokens"], us))
         draw(path, title, self.what, {"": lines})
 

@@ -1,4 +1,6 @@
-"""The input of a benchmark: one rank's tokens and routing, the expected output, and the rows between ranks."""
+"""The input of a benchmark: one rank's tokens and routing, the expected output, and the rows
+between ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,18 @@ class Payload(StrEnum):
 
     @classmethod
     def for_rows(cls, config: EPConfig) -> list[Self]:
-        """All payloads, or plain alone if `hidden_size` is not a multiple of the 128 elements of an fp8 block."""
+        """All payloads, or plain alone if `hidden_size` is not a multiple of the 128 elements of an
+        fp8 block.
+        """
         return list(cls) if config.model.hidden_size % 128 == 0 else [cls.PLAIN]
 
     @property
     def wires(self) -> tuple[PayloadName, PayloadName]:
         """exchange.payload and exchange.combine_payload."""
-        return "auto" if self is Payload.PLAIN else "fp8", "fp8" if self is Payload.FP8_BOTH else "auto"
+        return (
+            "auto" if self is Payload.PLAIN else "fp8",
+            "fp8" if self is Payload.FP8_BOTH else "auto",
+        )
 
     def applied(self, config: EPConfig) -> EPConfig:
         """`config` with this payload."""
@@ -40,11 +47,13 @@ class Payload(StrEnum):
 
 
 class Sample:
-    """T tokens of one rank, the same for all sides. An expert multiplies a row by a factor of its own.
+    """T tokens of one rank, the same for all sides. An expert multiplies a row by a factor of its
+    own.
 
-    Every rank simulates the routing of all ranks. So an expert that is popular on one rank is popular on all, and each
-    rank knows how many rows will arrive. needs_TR: bool [T, R], whether a rank holds an expert of a token. rows_RR:
-    int64 [R, R], rows from each source (first index) to each destination.
+    Every rank simulates the routing of all ranks. So an expert that is popular on one rank is
+    popular on all, and each rank knows how many rows will arrive. needs_TR: bool [T, R], whether a
+    rank holds an expert of a token. rows_RR: int64 [R, R], rows from each source (first index) to
+    each destination.
     """
 
     def __init__(
@@ -56,7 +65,8 @@ class Sample:
         device: torch.device | str = "cpu",
         id_dtype: torch.dtype = torch.int32,
     ) -> None:
-        model, R = config.model, config.topology.ep_size
+        model = config.model
+        R = config.topology.ep_size
         self.config = config
         self.placement = config.place_experts()
         self.rank = rank
@@ -64,18 +74,29 @@ class Sample:
         self.hidden = model.hidden_size
         self.dtype = model.torch_dtype
         ids, weights = simulate_routing(
-            routing, R * tokens, model.num_experts, model.num_experts_per_tok, id_dtype=id_dtype, ep_size=R
+            routing,
+            R * tokens,
+            model.num_experts,
+            model.num_experts_per_tok,
+            id_dtype=id_dtype,
+            ep_size=R,
         )
         mine = slice(rank * tokens, (rank + 1) * tokens)
         needs_RTR = ranks_needed(self.placement, ids.view(R, tokens, ids.shape[1]).long())
         self.needs_TR = needs_RTR[rank]
         self.rows_RR = needs_RTR.sum(dim=1)
-        x_TD = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(rank)).to(self.dtype)
+        x_TD = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(rank)).to(
+            self.dtype
+        )
         factors_E = torch.linspace(0.5, 1.5, model.num_experts)
         sums_T1 = (weights[mine] * factors_E[ids[mine].long()]).sum(dim=1, keepdim=True)
-        self.x_TD, self.ids_TK, self.weights_TK = (t.to(device) for t in (x_TD, ids[mine], weights[mine]))
+        self.x_TD, self.ids_TK, self.weights_TK = (
+            t.to(device) for t in (x_TD, ids[mine], weights[mine])
+        )
         self.expected_TD = (x_TD.float() * sums_T1).to(device, self.dtype)
-        self.factors_e1 = factors_E[self.placement.logical_experts(rank)].unsqueeze(1).to(device, self.dtype)
+        self.factors_e1 = (
+            factors_E[self.placement.logical_experts(rank)].unsqueeze(1).to(device, self.dtype)
+        )
 
     def experts(self, rows_ND: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
         """Outputs of this rank's experts for the rows that arrived, [offsets[-1], D]."""
@@ -87,12 +108,16 @@ class Sample:
         return rows * self.factors_e1[expert_N]
 
     def check(self, name: str, y_TD: Tensor, expects: str = "sum", *, fp8: bool = False) -> None:
-        """Raise RuntimeError unless y is what `ExchangeSide` expects, to the precision of `dtype`, or of fp8 rows."""
+        """Raise RuntimeError unless y is what `ExchangeSide` expects, to the precision of `dtype`,
+        or of fp8 rows.
+        """
         if expects == "sum":
             expected_TD = self.expected_TD
             problem = "the round's output is not the weighted sum over its experts"
         else:
-            factors_T = self.needs_TR.sum(dim=1) if expects == "echo" else self.weights_TK.sum(dim=1)
+            factors_T = (
+                self.needs_TR.sum(dim=1) if expects == "echo" else self.weights_TK.sum(dim=1)
+            )
             expected_TD = self.x_TD * factors_T[:, None].to(self.x_TD)
             problem = "the rows that came back differ from the rows that left"
         limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
@@ -100,7 +125,9 @@ class Sample:
             raise RuntimeError(f"{name}: {problem}")
 
     def needed_here(self, ids_NK: Tensor) -> Tensor:
-        """bool [N, 1]: whether this rank holds one of the experts ids [N, K]. Placements are linear, without copies."""
+        """bool [N, 1]: whether this rank holds one of the experts ids [N, K]. Placements are
+        linear, without copies.
+        """
         experts = self.config.model.num_experts // self.config.topology.ep_size
         return (ids_NK // experts == self.rank).any(dim=1, keepdim=True)
 
@@ -122,7 +149,9 @@ def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:
 
 
 def ranks_needed(placement: Placement, ids_RTK: Tensor) -> Tensor:
-    """bool [R, T, R]: whether source r sends token t to a rank. Copies of experts are chosen as in dispatch."""
+    """bool [R, T, R]: whether source r sends token t to a rank. Copies of experts are chosen as in
+    dispatch.
+    """
     R, T, _ = ids_RTK.shape
     turn_RT1 = torch.arange(R).view(R, 1, 1) + torch.arange(T).view(1, T, 1)
     copy_RTK = turn_RT1 % placement.num_copies().long()[ids_RTK]

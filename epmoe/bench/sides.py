@@ -22,7 +22,9 @@ class Side:
 
     name: str  # for messages
     exact = True  # all rounds give the same bits
-    head_start_ms = 1  # a GPU sleeps before a sample, while the host enqueues a round and the sample
+    head_start_ms = (
+        1  # a GPU sleeps before a sample, while the host enqueues a round and the sample
+    )
 
     def out(self) -> Any:
         """Start a round and return the handle for `back`."""
@@ -48,10 +50,12 @@ class Calls(Side):
 
 
 class ExchangeSide(Side):
-    """A side that takes back what the experts put out for the rows of a sample, computed before the timing.
+    """A side that takes back what the experts put out for the rows of a sample, computed before the
+    timing.
 
-    expects: the y of these experts. They return their rows once for each rank that got a row ("echo") or once for each
-    expert, whose weights combine applies ("weights"); or they multiply them by the sample's factors ("sum").
+    expects: the y of these experts. They return their rows once for each rank that got a row
+    ("echo") or once for each expert, whose weights combine applies ("weights"); or they multiply
+    them by the sample's factors ("sum").
     """
 
     fp8 = False
@@ -66,7 +70,8 @@ class ExchangeSide(Side):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Run two rounds with experts. After the first, arrived rows become NaN; the second must write each again.
+        """Run two rounds with experts. After the first, arrived rows become NaN; the second must
+        write each again.
 
         Raises RuntimeError unless y is right in both.
         """
@@ -94,7 +99,9 @@ class Ours(ExchangeSide):
 
     def out(self) -> Dispatched:
         sample = self.sample
-        return self.ep.dispatch(sample.x_TD, sample.ids_TK, sample.weights_TK, layout=self.layout, tag=self.tag)
+        return self.ep.dispatch(
+            sample.x_TD, sample.ids_TK, sample.weights_TK, layout=self.layout, tag=self.tag
+        )
 
 
 class Fused(Ours):
@@ -110,7 +117,11 @@ class Fused(Ours):
         return self.sample.experts(handle.rows, handle.scales, handle.expert_offsets)
 
     def arrived(self, handle: Dispatched) -> list[Tensor]:
-        return [tensor[: len(self.given)] for tensor in (handle.rows, handle.scales) if tensor is not None]
+        return [
+            tensor[: len(self.given)]
+            for tensor in (handle.rows, handle.scales)
+            if tensor is not None
+        ]
 
 
 class RankMajor(Ours):
@@ -122,18 +133,23 @@ class RankMajor(Ours):
         return self.ep.combine_partial(self.given, handle)
 
     def outputs(self, handle: Dispatched) -> Tensor:
-        x, scales = handle.recv.x, handle.recv.scales
+        x = handle.recv.x
+        scales = handle.recv.scales
         if scales is None:
             return x.clone()
         return dequantize_rows(x.flatten(0, 1), scales.flatten(0, 1), handle.dtype).view(x.shape)
 
     def arrived(self, handle: Dispatched) -> list[Tensor]:
         buffers = [handle.recv.x, handle.recv.scales]
-        return [slab for buffer in buffers if buffer is not None for slab in slabs(self.sample, buffer)]
+        return [
+            slab for buffer in buffers if buffer is not None for slab in slabs(self.sample, buffer)
+        ]
 
 
 def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
-    """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted, counted or summed."""
+    """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted,
+    counted or summed.
+    """
     splits_out = sample.remote_RR[sample.rank].tolist()
     splits_in = sample.remote_RR[:, sample.rank].tolist()
     sent = torch.randn(sum(splits_out), sample.hidden, device=sample.x_TD.device).to(sample.dtype)
@@ -157,7 +173,9 @@ def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
 
 @dataclass(frozen=True)
 class SentPairs:
-    """The expert-major rows [N, D] of `AllToAll`, and all that `back` needs to send their outputs back."""
+    """The expert-major rows [N, D] of `AllToAll`, and all that `back` needs to send their outputs
+    back.
+    """
 
     rows: Tensor
     expert_offsets: Tensor  # [e + 1], the first row of each local expert
@@ -168,25 +186,33 @@ class SentPairs:
 
 
 class AllToAll(ExchangeSide):
-    """Dispatch and combine as layers usually write them, over `all_to_all_single`. The host reads the counts.
+    """Dispatch and combine as layers usually write them, over `all_to_all_single`. The host reads
+    the counts.
 
-    One row travels for each (token, expert) pair. Dispatch sorts pairs by expert, exchanges counts, exchanges rows and
-    puts the arrived rows into expert order. Combine exchanges rows, undoes the sort and sums with the weights.
+    One row travels for each (token, expert) pair. Dispatch sorts pairs by expert, exchanges counts,
+    exchanges rows and puts the arrived rows into expert order. Combine exchanges rows, undoes the
+    sort and sums with the weights.
 
-    By default every call allocates its buffers, as such layers do because sizes change with the routing, and x and the
-    weights may want gradients. With `keep_buffers` each buffer stays at the largest size seen. No page fault is left
-    then: the best case of this method.
+    By default every call allocates its buffers, as such layers do because sizes change with the
+    routing, and x and the weights may want gradients. With `keep_buffers` each buffer stays at the
+    largest size seen. No page fault is left then: the best case of this method.
     """
 
     expects = "sum"
 
-    def __init__(self, sample: Sample, group: dist.ProcessGroup, name: str, *, keep_buffers: bool = False) -> None:
+    def __init__(
+        self, sample: Sample, group: dist.ProcessGroup, name: str, *, keep_buffers: bool = False
+    ) -> None:
         super().__init__(name, sample)
         self.group = group
         self.keep_buffers = keep_buffers
         placement = sample.placement
-        self.experts_per_rank = [placement.num_local_experts(rank) for rank in range(placement.ep_size)]
-        owner_major = sorted(range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p))
+        self.experts_per_rank = [
+            placement.num_local_experts(rank) for rank in range(placement.ep_size)
+        ]
+        owner_major = sorted(
+            range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p)
+        )
         self.position_P = torch.tensor(owner_major).argsort().to(sample.x_TD.device)
         self._buffers: dict[str, Tensor] = {}
         self.check()
@@ -203,15 +229,27 @@ class AllToAll(ExchangeSide):
         order = positions.argsort(stable=True)
         counts_P = positions.bincount(minlength=len(self.position_P))
         local = self.experts_per_rank[self.sample.rank]
-        counts_Re = torch.empty(len(self.experts_per_rank), local, dtype=torch.int64, device=x_TD.device)
+        counts_Re = torch.empty(
+            len(self.experts_per_rank), local, dtype=torch.int64, device=x_TD.device
+        )
         dist.all_to_all_single(
-            counts_Re.view(-1), counts_P, [local] * len(counts_Re), self.experts_per_rank, group=self.group
+            counts_Re.view(-1),
+            counts_P,
+            [local] * len(counts_Re),
+            self.experts_per_rank,
+            group=self.group,
         )
         splits_out = [int(counts.sum()) for counts in counts_P.cpu().split(self.experts_per_rank)]
         splits_in = counts_Re.sum(dim=1).tolist()
         out = self._gathered("out", x_TD, order // ids_TK.shape[1])
-        arrived = self._exchanged(self._rows("arrived", sum(splits_in), x_TD), out, splits_in, splits_out)
-        expert = torch.arange(local, device=x_TD.device).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
+        arrived = self._exchanged(
+            self._rows("arrived", sum(splits_in), x_TD), out, splits_in, splits_out
+        )
+        expert = (
+            torch.arange(local, device=x_TD.device)
+            .repeat(len(counts_Re))
+            .repeat_interleave(counts_Re.view(-1))
+        )
         arrival = expert.argsort(stable=True)
         rows = self._gathered("rows", arrived, arrival)
         offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
@@ -221,7 +259,9 @@ class AllToAll(ExchangeSide):
         """[T, D], the weighted sums of the experts' outputs [N, D]."""
         T, K = weights_TK.shape
         back = self._rows("arrived", len(rows_ND), rows_ND).index_copy_(0, handle.arrival, rows_ND)
-        home = self._exchanged(self._rows("out", T * K, rows_ND), back, handle.splits_out, handle.splits_in)
+        home = self._exchanged(
+            self._rows("out", T * K, rows_ND), back, handle.splits_out, handle.splits_in
+        )
         pairs = self._rows("pairs", T * K, rows_ND).index_copy_(0, handle.order, home)
         weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
         return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
@@ -232,7 +272,9 @@ class AllToAll(ExchangeSide):
     def arrived(self, handle: SentPairs) -> list[Tensor]:
         return [handle.rows]
 
-    def _exchanged(self, received: Tensor, rows: Tensor, splits_in: list[int], splits_out: list[int]) -> Tensor:
+    def _exchanged(
+        self, received: Tensor, rows: Tensor, splits_in: list[int], splits_out: list[int]
+    ) -> Tensor:
         if rows.requires_grad:
             return all_to_all_single(received, rows, splits_in, splits_out, group=self.group)
         dist.all_to_all_single(received, rows, splits_in, splits_out, group=self.group)

@@ -1,9 +1,9 @@
 """Takes all times of the benchmarks: of a `Side` on GPUs and on the CPU, or of any call.
 
-On GPUs a CUDA graph of rounds is replayed. Before it, a kernel sleeps for about 1 ms, so that the host can enqueue
-everything, and one round brings the ranks into step. A figure is the median over replays of the slowest rank. The
-outputs are poisoned before the replays. After them they must equal, bit for bit, the outputs of an eager round; those
-of a peer must be close to them.
+On GPUs a CUDA graph of rounds is replayed. Before it, a kernel sleeps for about 1 ms, so that the
+host can enqueue everything, and one round brings the ranks into step. A figure is the median over
+replays of the slowest rank. The outputs are poisoned before the replays. After them they must
+equal, bit for bit, the outputs of an eager round; those of a peer must be close to them.
 
 On the CPU a sample is a few rounds back to back after a barrier, by the wall clock.
 """
@@ -24,17 +24,22 @@ from torch.cuda import CUDAGraph
 
 from epmoe.bench.sides import ExchangeSide, Side, poison
 
-ROUNDS, EAGER_ROUNDS = 10, 3
+ROUNDS = 10
+EAGER_ROUNDS = 3
 BATCHES, CALLS = 5, 50  # for host time; all kernels of a batch fit into a stream's queue
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 
 How = Literal["captured", "eager", "cpu"]
-"""Whether a sample replays a CUDA graph, or calls rounds one after the other, on GPUs or on the CPU."""
+"""Whether a sample replays a CUDA graph, or calls rounds one after the other, on GPUs or on the
+CPU.
+"""
 _T = TypeVar("_T")
 
 
 class Times(NamedTuple):
-    """Microseconds of one round: dispatch with permute, combine with finalize, and both together."""
+    """Microseconds of one round: dispatch with permute, combine with finalize, and
+    both together.
+    """
 
     dispatch: float
     combine: float
@@ -44,8 +49,9 @@ class Times(NamedTuple):
 def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     """The times of `side` on GPUs. Collective.
 
-    The round is timed with a graph of rounds alone. Dispatch and combine are timed with a second graph that has events
-    between them, which cost about 1 µs each. Raises RuntimeError if the replays' outputs differ from an eager round's.
+    The round is timed with a graph of rounds alone. Dispatch and combine are timed with a second
+    graph that has events between them, which cost about 1 µs each. Raises RuntimeError if the
+    replays' outputs differ from an eager round's.
     """
     wanted = _eager_outputs(side)
     ways = ways_us(side, replays, group, wanted=wanted)
@@ -55,20 +61,28 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
 def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
     """The times of `side` called without graphs, on GPUs. Collective.
 
-    A round is that of a chain of rounds, one called after the other: it takes what the slower of host and GPU takes.
-    Dispatch and combine are the GPU's alone, from events, while the host is ahead. Raises RuntimeError if the last
-    round of a chain puts out something else than the first.
+    A round is that of a chain of rounds, one called after the other: it takes what the slower of
+    host and GPU takes. Dispatch and combine are the GPU's alone, from events, while the host is
+    ahead. Raises RuntimeError if the last round of a chain puts out something else than the first.
     """
     whole = statistics.median(_chain_us(side, group) for _ in range(repeats))
-    return Times(*ways_us(side, repeats, group, rounds=EAGER_ROUNDS, how="eager"), *slowest([whole], group))
+    return Times(
+        *ways_us(side, repeats, group, rounds=EAGER_ROUNDS, how="eager"), *slowest([whole], group)
+    )
 
 
 def measure_in_turns(
-    sides: Sequence[ExchangeSide], repeats: int, rounds: int, group: dist.ProcessGroup, advance: Callable[[], object]
+    sides: Sequence[ExchangeSide],
+    repeats: int,
+    rounds: int,
+    group: dist.ProcessGroup,
+    advance: Callable[[], object],
 ) -> list[Times]:
-    """The times of each side on the CPU, which take turns: the median over samples of the slowest rank. Collective.
+    """The times of each side on the CPU, which take turns: the median over samples of the slowest
+    rank. Collective.
 
-    `advance` is called after a sample of every side. Raises RuntimeError if the output of a sample is wrong.
+    `advance` is called after a sample of every side. Raises RuntimeError if the output of a sample
+    is wrong.
     """
     micros = torch.zeros(repeats, len(sides), 3, dtype=torch.float64)
     for repeat in range(repeats):
@@ -84,22 +98,38 @@ def measure_in_turns(
 
 
 def round_us(
-    side: Side, samples: int, group: dist.ProcessGroup, *, rounds: int = ROUNDS, how: How = "captured"
+    side: Side,
+    samples: int,
+    group: dist.ProcessGroup,
+    *,
+    rounds: int = ROUNDS,
+    how: How = "captured",
 ) -> float:
-    """Microseconds of a round, the median over samples of `rounds` rounds, on the slowest rank. Collective.
+    """Microseconds of a round, the median over samples of `rounds` rounds, on the slowest rank.
+    Collective.
 
     Raises RuntimeError if the outputs of a captured round differ from an eager round's.
     """
     if how == "captured":
         return rounds_in_turns([side], samples, group, rounds)[0]
-    times = _samples(side, partial(_repeat, side, rounds), rounds, samples, group, on_gpus=how == "eager")
+    times = _samples(
+        side, partial(_repeat, side, rounds), rounds, samples, group, on_gpus=how == "eager"
+    )
     return slowest([statistics.median(times)], group)[0]
 
 
 def ways_us(
-    side: Side, samples: int, group: dist.ProcessGroup, *, rounds: int = ROUNDS, how: How = "captured", wanted: Any = ()
+    side: Side,
+    samples: int,
+    group: dist.ProcessGroup,
+    *,
+    rounds: int = ROUNDS,
+    how: How = "captured",
+    wanted: Any = (),
 ) -> tuple[float, float]:
-    """`round_us` of `out` and of `back`: on GPUs between events, of 1 µs each. `wanted`: outputs of an eager round."""
+    """`round_us` of `out` and of `back`: on GPUs between events, of 1 µs each. `wanted`: outputs of
+    an eager round.
+    """
     if how == "captured":
         wanted = wanted or _eager_outputs(side)
         events: list[torch.cuda.Event] = []
@@ -113,9 +143,15 @@ def ways_us(
 
 
 def rounds_in_turns(
-    sides: Sequence[Side], samples: int, group: dist.ProcessGroup, rounds: int = ROUNDS, wanted: Any = ()
+    sides: Sequence[Side],
+    samples: int,
+    group: dist.ProcessGroup,
+    rounds: int = ROUNDS,
+    wanted: Any = (),
 ) -> list[float]:
-    """`round_us` of captured rounds, for sides whose graphs are replayed by turns; `wanted` as by `ways_us`."""
+    """`round_us` of captured rounds, for sides whose graphs are replayed by turns; `wanted` as by
+    `ways_us`.
+    """
     wanted = wanted or [_eager_outputs(side) for side in sides]
     recorded = [_recorded(side, rounds) for side in sides]
     times: list[list[float]] = [[] for _ in sides]
@@ -128,9 +164,11 @@ def rounds_in_turns(
 
 
 def host_us(side: Side, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Host microseconds of an eager `out` and of an eager `back` while the GPU lags behind. Collective.
+    """Host microseconds of an eager `out` and of an eager `back` while the GPU lags behind.
+    Collective.
 
-    The median over the calls of a batch, of the fastest batch: other processes on the same core slow the others down.
+    The median over the calls of a batch, of the fastest batch: other processes on the same core
+    slow the others down.
     """
     batches = [_host_batch_us(side) for _ in range(BATCHES)]
     out, back = slowest([min(times) for times in zip(*batches, strict=True)], group)
@@ -145,7 +183,9 @@ def slowest(figures: list[float], group: dist.ProcessGroup | None = None) -> lis
 
 
 def everywhere(condition: bool, group: dist.ProcessGroup) -> bool:
-    """Whether `condition` holds on all ranks. Collective: a rank that raised alone would keep the others waiting."""
+    """Whether `condition` holds on all ranks. Collective: a rank that raised alone would keep the
+    others waiting.
+    """
     return not slowest([not condition], group)[0]
 
 
@@ -159,7 +199,9 @@ def captured(body: Callable[[], _T]) -> tuple[CUDAGraph, _T]:
 
 
 def elapsed_us(run: Callable[[], object], on_gpu: bool = True) -> float:
-    """Microseconds of `run()`: between events on the current stream of a GPU, or by the wall clock."""
+    """Microseconds of `run()`: between events on the current stream of a GPU, or by
+    the wall clock.
+    """
     if not on_gpu:
         start = time.perf_counter()
         run()
@@ -173,7 +215,9 @@ def elapsed_us(run: Callable[[], object], on_gpu: bool = True) -> float:
 
 
 def _rounds(side: Side, count: int, stamp: Callable[[], object] = lambda: None) -> tuple[Any, Any]:
-    """The last round's handle and output. `stamp` is called at the start and after each `out` and each `back`."""
+    """The last round's handle and output. `stamp` is called at the start and after each `out` and
+    each `back`.
+    """
     stamp()
     for _ in range(count):
         handle = side.out()
@@ -190,7 +234,9 @@ def _repeat(side: Side, count: int) -> Any:
     return came_back
 
 
-def _recorded(side: Side, rounds: int, stamp: Callable[[], object] = lambda: None) -> tuple[CUDAGraph, list[Tensor]]:
+def _recorded(
+    side: Side, rounds: int, stamp: Callable[[], object] = lambda: None
+) -> tuple[CUDAGraph, list[Tensor]]:
     """A graph of rounds, and what the last of them is to put out, poisoned."""
     graph, (handle, came_back) = captured(lambda: _rounds(side, rounds, stamp))
     poison(outputs := [*side.arrived(handle), *_tensors(came_back)])
@@ -208,22 +254,33 @@ def _tensors(came_back: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [came_back] if isinstance(came_back, Tensor) else [*came_back]
 
 
-def _check(side: Side, replayed: list[Tensor], wanted: list[Tensor], group: dist.ProcessGroup) -> None:
+def _check(
+    side: Side, replayed: list[Tensor], wanted: list[Tensor], group: dist.ProcessGroup
+) -> None:
     """Raise RuntimeError on all ranks unless the outputs of a graph agree with `wanted` on all."""
     first = 0 if side.exact else -1  # rows may arrive in another order: then only what came back
     pairs = zip(replayed[first:], wanted[first:], strict=True)
     if not everywhere(all(_agree(got, right, side.exact) for got, right in pairs), group):
-        raise RuntimeError(f"{side.name}: the outputs of a replayed round differ from an eager round's")
+        raise RuntimeError(
+            f"{side.name}: the outputs of a replayed round differ from an eager round's"
+        )
 
 
 def _agree(got: Tensor, wanted: Tensor, exact: bool) -> bool:
     if exact:
         return torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
-    return torch.allclose(got.float(), wanted.float(), rtol=2**-4, atol=2**-4 * float(wanted.float().abs().mean()))
+    return torch.allclose(
+        got.float(), wanted.float(), rtol=2**-4, atol=2**-4 * float(wanted.float().abs().mean())
+    )
 
 
 def _samples(
-    side: Side, run: Callable[[], object], rounds: int, samples: int, group: dist.ProcessGroup, on_gpus: bool = True
+    side: Side,
+    run: Callable[[], object],
+    rounds: int,
+    samples: int,
+    group: dist.ProcessGroup,
+    on_gpus: bool = True,
 ) -> list[float]:
     """Microseconds a round of `run`, which plays `rounds` of them, in each sample."""
     times = []
@@ -261,10 +318,14 @@ def _ways_us(
     return _means([begin.elapsed_time(end) * 1e3 for begin, end in pairwise(events)])
 
 
-def _eager_ways_us(side: Side, rounds: int, group: dist.ProcessGroup, *, on_gpus: bool) -> tuple[float, float]:
+def _eager_ways_us(
+    side: Side, rounds: int, group: dist.ProcessGroup, *, on_gpus: bool
+) -> tuple[float, float]:
     if on_gpus:
         events: list[torch.cuda.Event] = []
-        return _ways_us(side, partial(_rounds, side, rounds, partial(_stamp, events)), events, group)
+        return _ways_us(
+            side, partial(_rounds, side, rounds, partial(_stamp, events)), events, group
+        )
     _align(side, group, on_gpus)
     return _means(_wall_us(side, rounds)[0])
 

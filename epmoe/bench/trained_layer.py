@@ -1,4 +1,6 @@
-"""What `bench --training` compares: a whole layer, forward and backward, over our exchange and over torch's calls."""
+"""What `bench --training` compares: a whole layer, forward and backward, over our exchange and over
+torch's calls.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,33 @@ Through = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TrainedLayer(Side):
-    """Router, exchange and experts of T tokens of this rank: `out` is the forward pass, `back` the backward pass.
+    """Router, exchange and experts of T tokens of this rank: `out` is the forward pass, `back` the
+    backward pass.
 
     The router reads the logits, which are simulated, from the first E items of a token.
     """
 
     head_start_ms = 5
 
-    def __init__(self, name: str, sample: Sample, routing: Kind, experts: GroupedExperts, through: Through) -> None:
-        model, R, T = sample.config.model, sample.placement.ep_size, sample.tokens
+    def __init__(
+        self, name: str, sample: Sample, routing: Kind, experts: GroupedExperts, through: Through
+    ) -> None:
+        model = sample.config.model
+        R = sample.placement.ep_size
+        T = sample.tokens
         self.name = name
         self.sample = sample
         self.through = through
         self.options = sample.config.routing.options | {"top_k": model.num_experts_per_tok}
-        logits_TE = simulate_logits(routing, R * T, model.num_experts, ep_size=R)[sample.rank * T :][:T]
+        logits_TE = simulate_logits(routing, R * T, model.num_experts, ep_size=R)[
+            sample.rank * T :
+        ][:T]
         items = min(sample.hidden, model.num_experts)
         x_TD = sample.x_TD.detach().clone()
         x_TD[:, :items] = logits_TE[:, :items].clamp(min=-64).to(x_TD)  # −Inf times 0 would be NaN
-        self.grad_TD = torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(sample.rank)).to(x_TD)
+        self.grad_TD = torch.randn(
+            x_TD.shape, generator=torch.Generator().manual_seed(sample.rank)
+        ).to(x_TD)
         self.x_TD = x_TD.requires_grad_()
         self.router_ED = torch.eye(model.num_experts, sample.hidden).to(x_TD).requires_grad_()
         self.inputs = [self.x_TD, self.router_ED, *experts.parameters()]
@@ -67,7 +78,9 @@ class TrainedLayer(Side):
 
 
 class OverExchange:
-    """`Through` as a `MoELayer` goes, with as many static rows as arrive, which the first call counts."""
+    """`Through` as a `MoELayer` goes, with as many static rows as arrive, which the first call
+    counts.
+    """
 
     def __init__(self, exchange: TrainingExchange, experts: GroupedExperts) -> None:
         self.exchange = exchange
@@ -75,9 +88,13 @@ class OverExchange:
         self.num_rows: int | Literal["exact"] = "exact"
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        routed = self.exchange.dispatch(x_TD, ids_TK, weights_TK, weights_on="both", num_rows=self.num_rows)
+        routed = self.exchange.dispatch(
+            x_TD, ids_TK, weights_TK, weights_on="both", num_rows=self.num_rows
+        )
         self.num_rows = len(routed.rows)
-        outputs_ND = self.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
+        outputs_ND = self.experts(
+            routed.rows, routed.expert_offsets, row_weights=routed.row_weights
+        )
         return self.exchange.combine(outputs_ND, routed)
 
 
@@ -94,7 +111,13 @@ def over_all_to_all(pairs: AllToAll, experts: GroupedExperts) -> Through:
 def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[str, float]:
     """The figures of a layer by the keys of the columns, from µs of both passes."""
     model = layer.sample.config.model
-    flop = 6 * layer.sample.tokens * model.num_experts_per_tok * model.hidden_size * (model.intermediate_size or 0)
+    flop = (
+        6
+        * layer.sample.tokens
+        * model.num_experts_per_tok
+        * model.hidden_size
+        * (model.intermediate_size or 0)
+    )
     return {
         "layer": forward + backward,
         "forward": forward,
@@ -106,4 +129,6 @@ def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[s
 
 def in_memory_order(gradients: Iterable[Tensor]) -> list[Tensor]:
     """The same memory, contiguous: a GEMM may return the gradient of a weight transposed."""
-    return [each.permute(sorted(range(each.ndim), key=each.stride, reverse=True)) for each in gradients]
+    return [
+        each.permute(sorted(range(each.ndim), key=each.stride, reverse=True)) for each in gradients
+    ]

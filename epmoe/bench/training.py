@@ -1,7 +1,9 @@
-"""Times forward and backward: the exchange alone, a whole layer, both over torch's all-to-all too, and experts alone.
+"""Times forward and backward: the exchange alone, a whole layer, both over torch's all-to-all too,
+and experts alone.
 
-On GPUs CUDA graphs of passes are replayed, and their gradients must equal those of an eager pass bit by bit. all-to-all
-reads its counts on the host, so it runs eagerly; its gradients must be close to those of the exchange.
+On GPUs CUDA graphs of passes are replayed, and their gradients must equal those of an eager pass
+bit by bit. all-to-all reads its counts on the host, so it runs eagerly; its gradients must be close
+to those of the exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, micro
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import AllToAll, Calls, Side
 from epmoe.bench.timing import everywhere, round_us, slowest, ways_us
-from epmoe.bench.trained_layer import OverExchange, TrainedLayer, in_memory_order, over_all_to_all, pass_figures
+from epmoe.bench.trained_layer import (
+    OverExchange,
+    TrainedLayer,
+    in_memory_order,
+    over_all_to_all,
+    pass_figures,
+)
 from epmoe.local.experts import GroupedExperts
 from epmoe.native.formats import TRAINING_FORMATS, PayloadName
 from epmoe.service import ExpertParallel
@@ -29,27 +37,50 @@ from epmoe.training.exchange import WeightsOn
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
 _CAPTURED, _EAGER = 8, 5  # passes of a graph, whose gradients share memory, and of an eager sample
 _TIMES = (
-    Column("rows", "rows", "µs of dispatch and combine, weights on rows, on the slowest rank, median", microseconds),
+    Column(
+        "rows",
+        "rows",
+        "µs of dispatch and combine, weights on rows, on the slowest rank, median",
+        microseconds,
+    ),
     Column("combine", "combine", "the same with weights in combine", microseconds),
-    Column("layer", "layer", "µs of router, dispatch, experts and combine, weights on both", microseconds),
+    Column(
+        "layer",
+        "layer",
+        "µs of router, dispatch, experts and combine, weights on both",
+        microseconds,
+    ),
     Column("experts", "experts", "µs of the experts alone, on as many rows", microseconds),
 )
 _FIGURES = (
     Column("share", "share", "rows / experts", "{:.1%}".format),
-    Column("forward", "forward", "µs of the layer's forward pass, from graphs with events between", microseconds),
+    Column(
+        "forward",
+        "forward",
+        "µs of the layer's forward pass, from graphs with events between",
+        microseconds,
+    ),
     Column("backward", "backward", "µs of its backward pass", microseconds),
     Column(
-        "forward_tflops", "forward, TFLOP/s", "of the experts' three products of T·K rows on each rank", "{:.3g}".format
+        "forward_tflops",
+        "forward, TFLOP/s",
+        "of the experts' three products of T·K rows on each rank",
+        "{:.3g}".format,
     ),
     Column("backward_tflops", "backward, TFLOP/s", "of their six products", "{:.3g}".format),
     Column(
         "memory",
         "memory",
-        "GB of a GPU that the layer takes at most: weights, gradients, what autograd keeps, and epmoe's windows",
+        (
+            "GB of a GPU that the layer takes at most: weights, gradients, what autograd keeps, "
+            "and "
+            "epmoe's windows"
+        ),
         "{:.1f}".format,
     ),
 )
-OURS, TORCH = "epmoe", "all_to_all_single"
+OURS = "epmoe"
+TORCH = "all_to_all_single"
 _T = TypeVar("_T")
 
 
@@ -72,7 +103,9 @@ class Passes:
         self.x = sample.x_TD.requires_grad_()
         self.weights = sample.weights_TK.requires_grad_()
         self.ids = sample.ids_TK
-        self.grad = torch.randn(sample.x_TD.shape, generator=torch.Generator().manual_seed(ep.rank)).to(self.x)
+        self.grad = torch.randn(
+            sample.x_TD.shape, generator=torch.Generator().manual_seed(ep.rank)
+        ).to(self.x)
         with torch.no_grad():
             routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="rows")
             self.exchange.combine(routed.rows, routed)
@@ -84,7 +117,9 @@ class Passes:
 
     def exchanged(self, weights_on: WeightsOn) -> Sequence[Tensor]:
         """The exchange, whose experts return their rows."""
-        routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on=weights_on, num_rows=self.num_rows)
+        routed = self.exchange.dispatch(
+            self.x, self.ids, self.weights, weights_on=weights_on, num_rows=self.num_rows
+        )
         y = self.exchange.combine(routed.rows, routed)
         if routed.row_weights is None:
             return torch.autograd.grad(y, (self.x, self.weights), self.grad)
@@ -96,26 +131,36 @@ class Passes:
     def all_to_all(self) -> Sequence[Tensor]:
         """The exchange in torch's calls, which `AllToAll` tells."""
         sent = self.pairs.sent(self.x, self.ids)
-        return torch.autograd.grad(self.pairs.summed(sent.rows, self.weights, sent), (self.x, self.weights), self.grad)
+        return torch.autograd.grad(
+            self.pairs.summed(sent.rows, self.weights, sent), (self.x, self.weights), self.grad
+        )
 
     def alone(self) -> Sequence[Tensor]:
         assert self.experts is not None and self.row_weights is not None
         rows = self.rows.requires_grad_()
         weights = self.row_weights.requires_grad_()
         out = self.experts(rows, self.offsets, row_weights=weights)
-        return torch.autograd.grad(out, (rows, weights, *self.experts.parameters()), self.rows.detach())
+        return torch.autograd.grad(
+            out, (rows, weights, *self.experts.parameters()), self.rows.detach()
+        )
 
 
 def run(job: Job, payload: PayloadName = "auto") -> Report:
-    """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as `TrainingExchange` does."""
+    """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as
+    `TrainingExchange` does.
+    """
     config = job.config
     results = list[Figures]()
     with ExpertParallel(config, job.group) as ep:
         experts = None
         if config.model.intermediate_size is not None:
-            experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM).requires_grad_()
+            experts = random_experts(
+                config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM
+            ).requires_grad_()
         for T in job.tokens:
-            passes = Passes(ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, job.group, payload)
+            passes = Passes(
+                ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, job.group, payload
+            )
             _check("all-to-all", passes.all_to_all(), passes.exchanged("combine"), passes, job)
             ours = {"rows": _us(partial(passes.exchanged, "rows"), job)}
             ours["combine"] = _us(partial(passes.exchanged, "combine"), job)
@@ -123,17 +168,29 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
             if experts is not None:
                 ours["experts"] = _us(passes.alone, job)
                 ours["share"] = ours["rows"] / ours["experts"]
-                for figures, of_layer in zip((ours, theirs), _layers(passes, experts, job), strict=True):
+                for figures, of_layer in zip(
+                    (ours, theirs), _layers(passes, experts, job), strict=True
+                ):
                     figures |= of_layer
             ep.check()
             for side, figures in ((OURS, ours), (TORCH, theirs)):
                 results.append({"tokens": T, "side": side, **figures})
-                job.log(f"{T} tokens, {side}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+                job.log(
+                    f"{T} tokens, {side}: "
+                    + ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                )
             if job.on_gpus:
                 torch.cuda.empty_cache()  # of the graphs' pools
             job.advance()
     plotted = [column.key for column in _TIMES]
-    return Report("training", (TOKENS, SIDE, *_TIMES, *_FIGURES), results, {}, plotted, "forward + backward, µs")
+    return Report(
+        "training",
+        (TOKENS, SIDE, *_TIMES, *_FIGURES),
+        results,
+        {},
+        plotted,
+        "forward + backward, µs",
+    )
 
 
 def _layers(passes: Passes, experts: GroupedExperts, job: Job) -> Iterator[Figures]:
@@ -141,26 +198,38 @@ def _layers(passes: Passes, experts: GroupedExperts, job: Job) -> Iterator[Figur
     layer = partial(TrainedLayer, sample=passes.sample, routing=job.routing, experts=experts)
     ours = layer("the layer", through=OverExchange(passes.exchange, experts))
     theirs = layer("the layer over all-to-all", through=over_all_to_all(passes.pairs, experts))
-    copies = passes.sample.placement.num_physical_experts > job.config.model.num_experts  # all_to_all takes the first
+    copies = (
+        passes.sample.placement.num_physical_experts > job.config.model.num_experts
+    )  # all_to_all takes the first
     wanted = ours.results()
     _check(theirs.name, theirs.results()[: 3 if copies else None], wanted, passes, job)
     del wanted  # gigabytes
-    for side, captured, windows in ((ours, True, passes.exchange.ep.memory_plan().total_bytes), (theirs, False, 0)):
+    for side, captured, windows in (
+        (ours, True, passes.exchange.ep.memory_plan().total_bytes),
+        (theirs, False, 0),
+    ):
         figures = pass_figures(side, *_timed(ways_us, side, job, captured))
         if job.on_gpus:
             figures |= {"memory": slowest([side.memory_bytes() + windows], job.group)[0] / 1e9}
         yield figures
 
 
-def _check(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], passes: Passes, job: Job) -> None:
-    """Raise RuntimeError on all ranks unless results agree, to the precision of rows and of the payload."""
+def _check(
+    name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], passes: Passes, job: Job
+) -> None:
+    """Raise RuntimeError on all ranks unless results agree, to the precision of rows and of the
+    payload.
+    """
     limit = max(4 * torch.finfo(passes.x.dtype).eps, 1e-4)
-    if element := TRAINING_FORMATS[passes.payload].element:
+    element = TRAINING_FORMATS[passes.payload].element
+    if element:
         limit = max(limit, torch.finfo(element).eps)
 
     def close(a: Tensor, b: Tensor) -> bool:
         error, norm = (each.norm(dtype=torch.float32) for each in (a - b, b))
-        return bool(error <= limit * norm + 1e-6)  # where a gradient vanishes, rounding is left; False of NaN
+        return bool(
+            error <= limit * norm + 1e-6
+        )  # where a gradient vanishes, rounding is left; False of NaN
 
     if not everywhere(all(map(close, got, wanted)), job.group):
         raise RuntimeError(f"{name}: its gradients are not those of the exchange")

@@ -1,8 +1,9 @@
-"""LoRA adapters of experts out of a folder of PEFT: its `target_parameters` (`ParamWrapper` of PEFT 0.21), or modules
-of single experts.
+"""LoRA adapters of experts out of a folder of PEFT: its `target_parameters` (`ParamWrapper` of PEFT
+0.21), or modules of single experts.
 
-    experts.lora_A.weight [E·r, k]: r rows for each expert    experts.7.gate_proj.lora_A.weight [r, D]
-    experts.lora_B.weight [n, r·E]: column j·E + i is the     experts.7.gate_proj.lora_B.weight [F, r]
+    experts.lora_A.weight [E·r, k]: r rows for each expert    experts.7.gate_proj.lora_A.weight [r,
+    D] experts.lora_B.weight [n, r·E]: column j·E + i is the     experts.7.gate_proj.lora_B.weight
+    [F, r]
                                     j-th of expert i
 
 The wrappers of two weights of one module are nested, and only the shapes tell which is whose.
@@ -25,15 +26,41 @@ from torch import Tensor
 from epmoe.local.adapters import LoRA
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 
-_LORA, _A, _B = ".lora_", "A.weight", "B.weight"
+_LORA = ".lora_"
+_A = "A.weight"
+_B = "B.weight"
 _OTHER_FUNCTIONS = (
-    "use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",
-    "kasa_config", "velora_config", "monteclora_config", "layer_replication",
-)  # fmt: skip
-"""Keys of a config by which an adapter is another function than b · a, or its base model another one."""
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of `init_lora_weights`
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+    "layer_replication",
+)
+"""Keys of a config by which an adapter is another function than b · a, or its base model another
+one.
+"""
+_CHANGE_THE_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # beginnings of `init_lora_weights`
 _PARAMETERS = ("gate_up_proj", "w_gate_up"), ("down_proj", "w_down")
-_PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_PROJECTIONS = {
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "down_proj": "down",
+    "w2": "down",
+}
 _MOST_NAMED = 6
 
 _Rank = Annotated[int, Field(strict=True, ge=1)]
@@ -71,15 +98,18 @@ class _Config(BaseModel):
         return config
 
     def is_sure_of_square(self, interleaved: bool) -> bool:
-        """Whether b · a is a square weight [n, k] of experts, not its transpose: since PEFT 0.20, and before 0.19 for
-        gpt-oss, whose parameters are [k, n]."""
+        """Whether b · a is a square weight [n, k] of experts, not its transpose: since PEFT 0.20,
+        and before 0.19 for gpt-oss, whose parameters are [k, n].
+        """
         version = [int(number) for number in re.findall(r"\d+", self.peft_version or "")[:2]]
         return version >= [0, 20] or interleaved and version < [0, 19]
 
     def of(self, *names: str) -> tuple[int, float]:
         """The rank and the scaling of a module or parameter, which has one of these names."""
         r = _matched(self.rank_pattern, names, self.r)
-        return r, _matched(self.alpha_pattern, names, self.lora_alpha) / (math.sqrt(r) if self.use_rslora else r)
+        return r, _matched(self.alpha_pattern, names, self.lora_alpha) / (
+            math.sqrt(r) if self.use_rslora else r
+        )
 
 
 class StoredAdapter(NamedTuple):
@@ -92,7 +122,9 @@ class StoredAdapter(NamedTuple):
 
     @classmethod
     def given(cls, adapter: LoRA | None, sizes: _Sizes) -> StoredAdapter:
-        """Factors that a caller has; None adds nothing. Raises TypeError or ValueError where they do not fit."""
+        """Factors that a caller has; None adds nothing. Raises TypeError or ValueError where they
+        do not fit.
+        """
         E, D, wide, F = sizes
         parts = list[_Factors | None]()
         for name, (n, k) in (("gate_up", (wide, D)), ("down", (D, F))):
@@ -138,22 +170,24 @@ def load_adapter(
 
     Args:
         folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
-        block: the name of the block in the model, such as "model.layers.3.mlp", as `MoELayer.from_safetensors` takes
-            it. Its experts are `BLOCK.experts`, or `BLOCK.experts.0` and so on. Of single experts, the ranks of
-            `gate_proj` and `up_proj` (or `w1` and `w3`) add up.
-        experts: the logical experts to read, in the order wanted, such as `ExpertParallel.logical_experts` says.
+        block: the name of the block in the model, such as "model.layers.3.mlp", as
+            `MoELayer.from_safetensors` takes it. Its experts are `BLOCK.experts`, or
+            `BLOCK.experts.0` and so on. Of single experts, the ranks of `gate_proj` and `up_proj`
+            (or `w1` and `w3`) add up.
+        experts: the logical experts to read, in the order wanted, such as
+            `ExpertParallel.logical_experts` says.
         sizes: E, D, rows of gate and up of an expert (2F), and F.
         interleaved: that of the experts, see `GroupedExperts`.
-        experts_only: leaves parts of the adapter outside of MoE blocks, such as those of attention, and parts of shared
-            experts to the host. Otherwise they are an error.
+        experts_only: leaves parts of the adapter outside of MoE blocks, such as those of attention,
+            and parts of shared experts to the host. Otherwise they are an error.
 
     Returns:
         The adapter, on the CPU, whose b have its scaling. What it leaves alone is None.
 
     Raises:
-        ValueError: the folder is none of PEFT's, or broken; the adapter is no plain LoRA; it has parts that nobody
-            serves, such as the router's; what it has for these experts does not fit `sizes` and its config, or it has
-            nothing for them.
+        ValueError: the folder is none of PEFT's, or broken; the adapter is no plain LoRA; it has
+            parts that nobody serves, such as the router's; what it has for these experts does not
+            fit `sizes` and its config, or it has nothing for them.
         ImportError: safetensors is not installed.
     """
     return read_adapter(folder, block, sizes, interleaved, experts_only).of(experts)
@@ -183,8 +217,11 @@ def read_adapter(
 
 
 def _of_experts(names: Sequence[str], block: str, experts_only: bool) -> list[str]:
-    """The names of tensors of a block's experts. Raises ValueError for parts that nobody serves, and for nothing."""
-    ours, unserved = [], []
+    """The names of tensors of a block's experts. Raises ValueError for parts that nobody serves,
+    and for nothing.
+    """
+    ours = []
+    unserved = []
     for name in sorted(names):
         _, inside, below = f".{name}".partition(f".{block}.")
         if inside and below.startswith("experts."):
@@ -194,11 +231,15 @@ def _of_experts(names: Sequence[str], block: str, experts_only: bool) -> list[st
         elif not experts_only or inside and not below.startswith("shared"):
             unserved.append(name)
     if unserved:
-        hint = "" if experts_only else "; `experts_only=True` leaves what is no router's to the host"
+        hint = (
+            "" if experts_only else "; `experts_only=True` leaves what is no router's to the host"
+        )
         raise ValueError(f"the adapter has parts that are not served: {_some(unserved)}{hint}")
     if not ours:
         some = [name for name in names if "experts" in name]
-        raise ValueError(f"the adapter has nothing for `{block}.experts`; of experts it has: {_some(some)}")
+        raise ValueError(
+            f"the adapter has nothing for `{block}.experts`; of experts it has: {_some(some)}"
+        )
     return ours
 
 
@@ -217,18 +258,27 @@ def _assembled(
 
 
 def _of_all(
-    modules: Mapping[str, Mapping[str, Tensor]], block: str, config: _Config, sizes: _Sizes, interleaved: bool
+    modules: Mapping[str, Mapping[str, Tensor]],
+    block: str,
+    config: _Config,
+    sizes: _Sizes,
+    interleaved: bool,
 ) -> StoredAdapter:
     """The adapter of modules with all experts."""
     E, D, wide, F = sizes
     shapes = (wide, D), (D, F)
     parts: list[_Factors | None] = [None, None]
     for module, ends in modules.items():
-        got = tuple(ends[end].shape[i] for end, i in ((_B, 0), (_A, -1)) if end in ends and ends[end].dim())
+        got = tuple(
+            ends[end].shape[i] for end, i in ((_B, 0), (_A, -1)) if end in ends and ends[end].dim()
+        )
         part = shapes.index(got) if got in shapes else 0
-        r, by = config.of(*(f"{module.replace('.base_layer', '')}.{name}" for name in _PARAMETERS[part]))
+        r, by = config.of(
+            *(f"{module.replace('.base_layer', '')}.{name}" for name in _PARAMETERS[part])
+        )
         a, b = _pair(module, ends, shapes, E, r)
-        n, k = len(b), a.shape[1]
+        n = len(b)
+        k = a.shape[1]
         if n == k and not config.is_sure_of_square(interleaved):
             raise ValueError(
                 f"an adapter of square weights [{n}, {k}] must be saved by PEFT 0.20 or newer, got "
@@ -249,7 +299,9 @@ def _of_single(
 ) -> StoredAdapter:
     """The adapter of modules of single experts. Factors of gate and of up stand side by side."""
     E, D, wide, F = sizes
-    gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, F), slice(F, None))
+    gate, up = (
+        (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, F), slice(F, None))
+    )
     places = {"gate": (0, gate, (F, D)), "up": (0, up, (F, D)), "down": (1, slice(None), (D, F))}
     found: tuple[dict[int, dict[str, _Factors]], ...] = {}, {}
     for module, ends in modules.items():
@@ -265,7 +317,8 @@ def _of_single(
     parts: list[_Factors | None] = []
     for experts, (n, k) in zip(found, ((wide, D), (D, F)), strict=True):
         r = max((sum(len(a) for a, _ in each.values()) for each in experts.values()), default=0)
-        a_all, b_all = torch.zeros(E, r, k), torch.zeros(E, n, r)
+        a_all = torch.zeros(E, r, k)
+        b_all = torch.zeros(E, n, r)
         for x, each in experts.items():
             start = 0
             for projection, (a, b) in each.items():
@@ -276,10 +329,21 @@ def _of_single(
     return StoredAdapter(*parts)
 
 
-def _pair(module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, int]], experts: int, r: int) -> _Factors:
-    """lora_A [experts · r, k] and lora_B [n, r · experts] of a module. Raises ValueError for any other tensors."""
-    a, b = ends.get(_A), ends.get(_B)
-    if a is not None and b is not None and len(ends) == 2 and a.dtype in FLOATS and b.dtype in FLOATS:
+def _pair(
+    module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, int]], experts: int, r: int
+) -> _Factors:
+    """lora_A [experts · r, k] and lora_B [n, r · experts] of a module. Raises ValueError for any
+    other tensors.
+    """
+    a = ends.get(_A)
+    b = ends.get(_B)
+    if (
+        a is not None
+        and b is not None
+        and len(ends) == 2
+        and a.dtype in FLOATS
+        and b.dtype in FLOATS
+    ):
         rows = experts * r
         if any(a.shape == (rows, k) and b.shape == (n, rows) for n, k in shapes):
             return a, b
@@ -287,13 +351,18 @@ def _pair(module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, i
     wanted = " or ".join(f"{n}, {k}" for n, k in shapes)
     got = ", ".join(f"lora_{end} {describe(ends[end])}" for end in sorted(ends))
     raise ValueError(
-        f"`{module}` must have lora_{_A} [{many}r, k] and lora_{_B} [n, {many}r], for r = {r} and n, k = {wanted}, got "
+        f"`{module}` must have lora_{_A} [{many}r, k] and lora_{_B} [n, {many}r], for r = {r} and "
+        f"n, k = {wanted}, got "
         f"{got}"
     )
 
 
-def _matched(patterns: Mapping[re.Pattern[str], _Number] | None, names: Sequence[str], usual: _Number) -> _Number:
-    """What PEFT takes for a module: the value of the first pattern that the end of its name matches."""
+def _matched(
+    patterns: Mapping[re.Pattern[str], _Number] | None, names: Sequence[str], usual: _Number
+) -> _Number:
+    """What PEFT takes for a module: the value of the first pattern that the end of its name
+    matches.
+    """
     for pattern, value in (patterns or {}).items():
         if any(re.match(rf"(.*\.)?({pattern.pattern})$", name) for name in names):
             return value

@@ -1,7 +1,9 @@
-"""Folders of torch.distributed.checkpoint that a save replaces as a whole, whichever of its writes is the last.
+"""Folders of torch.distributed.checkpoint that a save replaces as a whole, whichever of its writes
+is the last.
 
     saved/shards-5f2c…/   the files of all ranks, which nobody reads yet
-    saved/.metadata       names them: one rename replaces it, then the files of the checkpoint before go
+    saved/.metadata       names them: one rename replaces it, then the files of the checkpoint
+    before go
 
 torch's own readers take such a folder, too. They find files by the paths in `.metadata`.
 """
@@ -28,13 +30,17 @@ _SHARDS = "shards-"
 
 
 def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers) -> None:
-    """Write a state dict, of which each rank has its own part; see `epmoe.checkpoint.save`. Collective."""
+    """Write a state dict, of which each rank has its own part; see `epmoe.checkpoint.save`.
+    Collective.
+    """
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
     path = Path(folder)
     with peers.together():
         if "://" in os.fspath(folder):
-            raise ValueError(f"{folder}: must be a path, for others give `sharded_state_dict` to torch's `save`")
+            raise ValueError(
+                f"{folder}: must be a path, for others give `sharded_state_dict` to torch's `save`"
+            )
         if peers.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             _clean(path)
@@ -51,22 +57,27 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers)
 
 
 def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) -> None:
-    """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective. All ranks read one checkpoint,
-    even while another is saved."""
+    """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective. All ranks
+    read one checkpoint, even while another is saved.
+    """
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
     with peers.together():
         shards = _shards(path)
     path /= peers.all_gather(shards)[0]
-    with _telling(f"{folder}: has no checkpoint of this model and optimizer", ValueError), peers.waiting():
+    with (
+        _telling(f"{folder}: has no checkpoint of this model and optimizer", ValueError),
+        peers.waiting(),
+    ):
         dcp.load(state, checkpoint_id=path, process_group=peers.group)
 
 
 @contextmanager
 def appearing(folder: str | os.PathLike[str], peers: Peers) -> Iterator[tuple[Path, Path]]:
-    """A folder that appears as a whole or not at all: its path, and that of a hidden folder beside it, which rank 0
-    makes, and which gets the name at the end unless a rank raises. Collective."""
+    """A folder that appears as a whole or not at all: its path, and that of a hidden folder beside
+    it, which rank 0 makes, and which gets the name at the end unless a rank raises. Collective.
+    """
     target = Path(folder).resolve()
     hidden = target.with_name(f".{target.name}.partial")
     try:
@@ -91,7 +102,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _telling(what: str, kind: type[Exception]) -> Iterator[None]:
-    """Raises an error of one sentence, on all ranks, in place of torch's, which has the traces of all ranks."""
+    """Raises an error of one sentence, on all ranks, in place of torch's, which has the traces of
+    all ranks.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -108,7 +121,9 @@ def _read(path: Path) -> Metadata:
     try:
         return FileSystemReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: must be a folder with a checkpoint, got {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path}: must be a folder with a checkpoint, got {type(error).__name__}: {error}"
+        ) from None
 
 
 def _shards(path: Path) -> str:

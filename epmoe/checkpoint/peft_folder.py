@@ -13,27 +13,37 @@ from epmoe.training.models import expert_parallels
 def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
     """Save adapters whose factors are spread, by PEFT's `save_pretrained`. Collective.
 
-    PEFT, and `MoELayer.load_adapter` in groups of any size, read what rank 0 writes. The folder appears as a whole or
-    not at all.
+    PEFT, and `MoELayer.load_adapter` in groups of any size, read what rank 0 writes. The folder
+    appears as a whole or not at all.
 
     Args:
-        model: of PEFT, with the factors of `epmoe.training.spread_adapters` or plain ones, not in DDP.
+        model: of PEFT, with the factors of `epmoe.training.spread_adapters` or plain ones, not in
+            DDP.
         folder: which all ranks see, and which does not exist yet.
         options: other arguments of `save_pretrained`.
 
     Raises:
         ValueError: `folder` exists, or the model is none of PEFT.
-        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
+            them.
     """
     eps = expert_parallels(model)
-    with naming("save_adapter", eps), all_ranks(eps) as peers, appearing(folder, peers) as (target, hidden):
+    with (
+        naming("save_adapter", eps),
+        all_ranks(eps) as peers,
+        appearing(folder, peers) as (target, hidden),
+    ):
         with peers.together():
             if not hasattr(model, "peft_config"):
                 raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
             if peers.rank == 0 and target.exists():
                 raise ValueError(f"{target}: must not exist yet")
             state = model.state_dict()
-        factors = {key: value for key, value in state.items() if "lora_" in key and hasattr(value, "full_tensor")}
+        factors = {
+            key: value
+            for key, value in state.items()
+            if "lora_" in key and hasattr(value, "full_tensor")
+        }
         with peers.waiting():
             state |= {key: value.full_tensor() for key, value in factors.items()}
         with peers.together():

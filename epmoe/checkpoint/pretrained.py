@@ -1,9 +1,11 @@
 """A trained model as a folder of Hugging Face, which transformers loads.
 
     every rank   its experts ─────────────────────▶ files of its own ─┐
-    all ranks    tensors that ranks share or part ─▶ files of rank 0 ─┴─▶ index ─▶ the folder gets its name
+    all ranks    tensors that ranks share or part ─▶ files of rank 0 ─┴─▶ index ─▶ the folder gets
+    its name
 
-All ranks know the tensors of each file. What several ranks have parts of travels to the rank that writes it.
+All ranks know the tensors of each file. What several ranks have parts of travels to the rank that
+writes it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ class _Saved(NamedTuple):
     shape: list[int]
     read: Callable[[], Tensor]  # returns the tensor on the rank that writes it
     owner: tuple[int, int] | None = None
-    """The one rank that has it: the number of its ExpertParallel in the model, and its rank there. None: all ranks have
-    it or parts of it. Then `read` is collective, and rank 0 writes."""
+    """The one rank that has it: the number of its ExpertParallel in the model, and its rank there.
+    None: all ranks have it or parts of it. Then `read` is collective, and rank 0 writes.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -57,40 +60,52 @@ def save_pretrained(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Save a model as the folder of Hugging Face from which its layers come, which transformers loads. Collective.
+    """Save a model as the folder of Hugging Face from which its layers come, which transformers
+    loads. Collective.
 
-    Every rank writes files with its experts; rank 0 writes everything else, also experts of checkpoints that have one
-    tensor of all experts. A rank holds the tensors of a file on the CPU besides the model. They have the dtypes of the
-    model. Their names are those of `like`, but without scales: experts that were fp8 or MXFP4 are saved as the model
-    has them. Other files of `like`, such as those of the tokenizer, are copied; `config.json` gets the dtype of the
-    experts, and loses a quantization.
+    Every rank writes files with its experts; rank 0 writes everything else, also experts of
+    checkpoints that have one tensor of all experts. A rank holds the tensors of a file on the CPU
+    besides the model. They have the dtypes of the model. Their names are those of `like`, but
+    without scales: experts that were fp8 or MXFP4 are saved as the model has them. Other files of
+    `like`, such as those of the tokenizer, are copied; `config.json` gets the dtype of the experts,
+    and loses a quantization.
 
-    The folder appears as a whole or not at all: files are written to a hidden folder beside it, which is renamed.
+    The folder appears as a whole or not at all: files are written to a hidden folder beside it,
+    which is renamed.
 
     Args:
-        module: a model whose MoE blocks are `MoELayer`s with fp32, fp16 or bf16 `GroupedExperts`. A layer, or the
-            module whose child it is, has the name of the block. The names of other tensors are those of `like`. A
-            module `shared` of a layer is the block's own module of shared experts, or has it as a child under its name.
+        module: a model whose MoE blocks are `MoELayer`s with fp32, fp16 or bf16 `GroupedExperts`. A
+            layer, or the module whose child it is, has the name of the block. The names of other
+            tensors are those of `like`. A module `shared` of a layer is the block's own module of
+            shared experts, or has it as a child under its name.
         folder: which all ranks see, and which does not exist yet, or is empty.
         like: the checkpoint from which the layers come, with all its files.
         max_shard_bytes: the largest size of a file with several tensors.
 
     Raises:
-        TypeError: experts are no `GroupedExperts` of a `MoELayer`, or are MXFP4; or a tensor is fp8.
-        ValueError: `folder` exists; a tensor has no name or another shape in `like`, or one of a MoE block there is
-            missing in the model; ranks have different models.
+        TypeError: experts are no `GroupedExperts` of a `MoELayer`, or are MXFP4; or a tensor is
+            fp8.
+        ValueError: `folder` exists; a tensor has no name or another shape in `like`, or one of a
+            MoE block there is missing in the model; ranks have different models.
         EPError: EPStateError or EPTimeoutError, as in `save`.
     """
     module = module.module if isinstance(module, DistributedDataParallel) else module
     source = like if isinstance(like, SafetensorsFolder) else SafetensorsFolder(like)
-    eps, layers = expert_parallels(module), _layers(module)
-    with naming("save_pretrained", eps), all_ranks(eps) as peers, appearing(folder, peers) as (target, hidden):
+    eps = expert_parallels(module)
+    layers = _layers(module)
+    with (
+        naming("save_pretrained", eps),
+        all_ranks(eps) as peers,
+        appearing(folder, peers) as (target, hidden),
+    ):
         with peers.together():
             files = _files(_tensors(module, layers, eps, source), max_shard_bytes)
             described = [(name, [each[:3] for each in tensors]) for name, tensors in files.items()]
             digest = hashlib.sha256(repr(described).encode()).hexdigest()
         if len(set(peers.all_gather(digest))) > 1:
-            raise ValueError("ranks must have the same model and `like`, got other names, dtypes or shapes")
+            raise ValueError(
+                "ranks must have the same model and `like`, got other names, dtypes or shapes"
+            )
         mine = {(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
         with peers.together():
             if peers.rank == 0:
@@ -109,9 +124,14 @@ def save_pretrained(
 
 
 def _tensors(
-    module: nn.Module, layers: list[tuple[str, Any]], eps: list[ExpertParallel], source: SafetensorsFolder
+    module: nn.Module,
+    layers: list[tuple[str, Any]],
+    eps: list[ExpertParallel],
+    source: SafetensorsFolder,
 ) -> list[_Saved]:
-    """All tensors of the folder, in an order that is the same on all ranks. Raises what `save_pretrained` says."""
+    """All tensors of the folder, in an order that is the same on all ranks. Raises what
+    `save_pretrained` says.
+    """
     state = dict(module.state_dict())
     saved: list[_Saved] = []
     names: dict[str, str] = {}  # of other tensors of MoE blocks, by key
@@ -119,7 +139,8 @@ def _tensors(
     for prefix, layer in layers:
         if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
             raise TypeError(
-                f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer with "
+                f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer "
+                "with "
                 f"`from_safetensors(…, dtype=…)`, got {layer.experts}"
             )
         stored = source.stored(prefix, prefix.rpartition(".")[0])
@@ -128,7 +149,8 @@ def _tensors(
         wanted = *sorted(parameters), *layer.experts.w_down.shape[1:]
         if found != wanted:
             raise ValueError(
-                f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: {wanted}, got {found}"
+                f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: "
+                f"{wanted}, got {found}"
             )
         state.pop(f"{prefix}._extra_state", None)
         tensors = {name: state.pop(f"{prefix}.experts.{name}") for name in parameters}
@@ -144,30 +166,47 @@ def _tensors(
                 continue
             raise ValueError(f"{source.path}: has no tensor for `{key}` of the model")
         shape = source.shape(name)
-        may_be = [shape, [shape[-1]]] if key in names and shape[:-1] == [1] else [shape]  # [1, E], a bias of the choice
+        may_be = (
+            [shape, [shape[-1]]] if key in names and shape[:-1] == [1] else [shape]
+        )  # [1, E], a bias of the choice
         if list(value.shape) not in may_be:
-            raise ValueError(f"{source.path}: `{name}` is {shape}, but `{key}` of the model is {list(value.shape)}")
+            raise ValueError(
+                f"{source.path}: `{name}` is {shape}, but `{key}` of the model is "
+                f"{list(value.shape)}"
+            )
         saved.append(_Saved(name, value.dtype, shape, partial(_whole, value)))
     written = {each.name for each in saved}
     for prefix, others in blocks.items():
-        if missing := sorted(others - written):
+        missing = sorted(others - written)
+        if missing:
             raise ValueError(
-                f"{source.path}: the model must have {', '.join(missing)}: let `shared` of `{prefix}` be a module "
+                f"{source.path}: the model must have {', '.join(missing)}: let `shared` of "
+                f"`{prefix}` be a module "
                 "whose names end like these"
             )
     for each in saved:
         if each.dtype.itemsize == 1 and each.dtype.is_floating_point:
-            raise TypeError(f"`{each.name}` must be dequantized to be saved, got {dtype_name(each.dtype)}")
+            raise TypeError(
+                f"`{each.name}` must be dequantized to be saved, got {dtype_name(each.dtype)}"
+            )
     return sorted(saved, key=lambda each: (each.owner or (-1, 0), each.name))
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:
     modules = module.named_modules(remove_duplicate=False)
-    return [(name, each) for name, each in modules if hasattr(each, "ep") and hasattr(each, "router_weight")]
+    return [
+        (name, each)
+        for name, each in modules
+        if hasattr(each, "ep") and hasattr(each, "router_weight")
+    ]
 
 
-def _of_experts(layer: Any, number: int, stored: Stored, tensors: Mapping[str, Tensor]) -> Iterator[_Saved]:
-    """The tensors of a layer's experts, whose ExpertParallel has a number. Of copies of an expert one is written."""
+def _of_experts(
+    layer: Any, number: int, stored: Stored, tensors: Mapping[str, Tensor]
+) -> Iterator[_Saved]:
+    """The tensors of a layer's experts, whose ExpertParallel has a number. Of copies of an expert
+    one is written.
+    """
     for argument, tensor in tensors.items():
         local = local_view(tensor.detach())
         names = stored.dequantized[argument]
@@ -175,7 +214,9 @@ def _of_experts(layer: Any, number: int, stored: Stored, tensors: Mapping[str, T
         if stored.fused:
             transposed = stored.dequantized_transposed and argument.startswith("w_")
             shape = [stored.num, *(shape[::-1] if transposed else shape)]
-            yield _Saved(names[0], local.dtype, shape, partial(_all_experts, local, layer, transposed))
+            yield _Saved(
+                names[0], local.dtype, shape, partial(_all_experts, local, layer, transposed)
+            )
             continue
         for x in range(stored.num):
             rank, index = layer.ep.holder(x, layer.tag)
@@ -208,7 +249,9 @@ def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFol
     found = [name for name in stored.others if name.endswith(f".{own}")]
     if len(found) != 1:
         names = ", ".join(sorted(found)) or "none"
-        raise ValueError(f"{source.path}: must have one tensor for `{key}` of the model, got {names}")
+        raise ValueError(
+            f"{source.path}: must have one tensor for `{key}` of the model, got {names}"
+        )
     return found[0]
 
 
@@ -220,7 +263,9 @@ def _tied(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _files(tensors: list[_Saved], max_shard_bytes: int) -> dict[str, list[_Saved]]:
-    """The files, named as `save_pretrained` of transformers does, with their tensors, which have one owner."""
+    """The files, named as `save_pretrained` of transformers does, with their tensors, which have
+    one owner.
+    """
     shards: list[list[_Saved]] = []
     room = 0
     for tensor in tensors:
@@ -230,12 +275,20 @@ def _files(tensors: list[_Saved], max_shard_bytes: int) -> dict[str, list[_Saved
         shards[-1].append(tensor)
         room -= tensor.num_bytes
     count = len(shards)
-    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [WHOLE]
+    names = (
+        [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        if count > 1
+        else [WHOLE]
+    )
     return dict(zip(names, shards, strict=True))
 
 
 def _begin(
-    source: SafetensorsFolder, target: Path, hidden: Path, files: Mapping[str, list[_Saved]], dtype: str
+    source: SafetensorsFolder,
+    target: Path,
+    hidden: Path,
+    files: Mapping[str, list[_Saved]],
+    dtype: str,
 ) -> None:
     """Make the hidden folder, with the files that are not of tensors."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -248,9 +301,14 @@ def _begin(
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         (hidden / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for other in source.path.iterdir():
-        if other.is_file() and other.suffix != ".safetensors" and other.name not in (INDEX, "config.json"):
+        if (
+            other.is_file()
+            and other.suffix != ".safetensors"
+            and other.name not in (INDEX, "config.json")
+        ):
             shutil.copyfile(other, hidden / other.name)
-    if (described := source.path / "config.json").is_file():
+    described = source.path / "config.json"
+    if described.is_file():
         config = json.loads(described.read_text(encoding="utf-8"))
         for part in (config, config.get("text_config")):
             for key in _QUANTIZATION if isinstance(part, dict) else ():
@@ -267,7 +325,9 @@ def _gathered(tensors: list[_Saved], kept: bool = True) -> dict[str, Tensor]:
     for each in tensors:
         tensor = each.read()
         if kept:
-            out[each.name] = torch.empty(each.shape, dtype=each.dtype).copy_(tensor.detach().reshape(each.shape))
+            out[each.name] = torch.empty(each.shape, dtype=each.dtype).copy_(
+                tensor.detach().reshape(each.shape)
+            )
     return out
 
 

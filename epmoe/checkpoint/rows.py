@@ -1,4 +1,6 @@
-"""A rank's rows of a tensor [E, …] for torch.distributed.checkpoint: any experts in any order, with copies."""
+"""A rank's rows of a tensor [E, …] for torch.distributed.checkpoint: any experts in any order, with
+copies.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,23 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 _COPIES = (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default)
 
 
 class Rows(Tensor):
-    """A tensor [E, …] of all logical experts, of which this rank has rows in any order: no DTensor can say so.
+    """A tensor [E, …] of all logical experts, of which this rank has rows in any order: no DTensor
+    can say so.
 
-    torch.distributed.checkpoint saves and loads it, also asynchronously. It has no other operators. It shares the
-    memory of `local` [e, …]; `held` has the logical expert of each row, −1 for a row of none.
+    torch.distributed.checkpoint saves and loads it, also asynchronously. It has no other operators.
+    It shares the memory of `local` [e, …]; `held` has the logical expert of each row, −1 for a row
+    of none.
     """
 
     local: Tensor
@@ -25,14 +33,18 @@ class Rows(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, held: list[int], num_experts: int) -> Self:
         shape = (num_experts, *local.shape[1:])
-        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device
+        )
         made.local, made.held = local, held
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in _COPIES:  # those of torch's stager, which copies the attributes itself
-            raise NotImplementedError(f"`epmoe.checkpoint` has rows of experts here, which have no {func}")
+            raise NotImplementedError(
+                f"`epmoe.checkpoint` has rows of experts here, which have no {func}"
+            )
         return cls(args[0].local, args[0].held, len(args[0]))
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
@@ -50,11 +62,14 @@ class Rows(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The place of each row in [E, …]."""
-        sizes, rest = torch.Size((1, *self.shape[1:])), (0,) * (self.dim() - 1)
+        sizes = torch.Size((1, *self.shape[1:]))
+        rest = (0,) * (self.dim() - 1)
         return [ChunkStorageMetadata(torch.Size((x, *rest)), sizes) for x in self.held if x >= 0]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The row [1, …] of a chunk. Where torch loads, its number among the chunks tells copies of an expert apart."""
+        """The row [1, …] of a chunk. Where torch loads, its number among the chunks tells copies of
+        an expert apart.
+        """
         assert index.offset is not None
         (x, *_), number = index.offset, index.index
         numbered = [i for i, held in enumerate(self.held) if held >= 0]

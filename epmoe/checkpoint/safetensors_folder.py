@@ -1,4 +1,6 @@
-"""A checkpoint as Hugging Face has it, a folder of safetensors, of which each rank reads its own experts."""
+"""A checkpoint as Hugging Face has it, a folder of safetensors, of which each rank reads its own
+experts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epmoe.local.gemm.gemm import on_hopper
-from epmoe.local.weight_formats import FORMATS, FP8_BLOCKS, MXFP4_GROUPS, bits_of, dequantize_weights, granularity
+from epmoe.local.weight_formats import (
+    FORMATS,
+    FP8_BLOCKS,
+    MXFP4_GROUPS,
+    bits_of,
+    dequantize_weights,
+    granularity,
+)
 from epmoe.native.arguments import FLOATS, FP8, MXFP4, dtype_name
 from epmoe.native.package import sentence
 
@@ -40,13 +49,21 @@ _SUFFIXES = (
     (".weight", ".scale"),
     (".weight_packed", ".weight_scale"),
 )
-"""Of the names of an expert's weight and its scales: DeepSeek's, compressed-tensors', DeepSeek-V4's, MX formats."""
+"""Of the names of an expert's weight and its scales: DeepSeek's, compressed-tensors',
+DeepSeek-V4's, MX formats.
+"""
 
 
 def _format(
-    gate_up: Sequence[str], down: str, weight: str, scales: str | None = None, bias: str | None = None
+    gate_up: Sequence[str],
+    down: str,
+    weight: str,
+    scales: str | None = None,
+    bias: str | None = None,
 ) -> dict[str, list[str]]:
-    """Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an expert."""
+    """Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an
+    expert.
+    """
     parts = {"gate_up": gate_up, "down": (down,)}
     kinds = {"w_*": weight, "*_scales": scales, "*_bias": bias}
     return {
@@ -73,7 +90,11 @@ _MOST_NAMES = 6  # of a message
 _PARTS = ("gate_up", "down")
 _WEIGHTS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
 _PACKED = ("U8", "I8")  # bytes, each of which has two numbers
-_SCALES = {"F8_E4M3": ("F32", "F16", "BF16", "F8_E8M0", "U8"), "U8": ("U8", "F8_E8M0"), "I8": ("U8", "F8_E8M0")}
+_SCALES = {
+    "F8_E4M3": ("F32", "F16", "BF16", "F8_E8M0", "U8"),
+    "U8": ("U8", "F8_E8M0"),
+    "I8": ("U8", "F8_E8M0"),
+}
 """Dtypes of scales, by that of their weights. Bytes are UE8M0."""
 
 
@@ -88,7 +109,9 @@ class _Header(NamedTuple):
         return f"`{self.name}` is {self.dtype} {self.shape}"
 
     def of_expert(self, fused: bool, packed: bool = False) -> list[int]:
-        """The shape of one expert's tensor, in numbers, two of which are in a byte if it is `packed`."""
+        """The shape of one expert's tensor, in numbers, two of which are in a byte if it is
+        `packed`.
+        """
         shape = self.shape[1:] if fused else self.shape
         if packed and len(shape) == 3:  # groups of bytes
             shape = [shape[0], shape[1] * shape[2]]
@@ -99,12 +122,16 @@ class Stored(NamedTuple):
     """How a MoE block is stored."""
 
     router: dict[str, str]  # arguments of `MoELayer`, with the names of their tensors
-    tensors: dict[str, list[str]]  # arguments of `GroupedExperts`, with names in which * is the number of an expert
+    tensors: dict[
+        str, list[str]
+    ]  # arguments of `GroupedExperts`, with names in which * is the number of an expert
     others: set[str]  # names of other tensors below the block, such as those of shared experts
     num: int  # E
     transposed: bool
     native: torch.dtype | None
-    """The dtype in which `GroupedExperts` take weights with these scales: fp8 or MXFP4. None: no scales, or others."""
+    """The dtype in which `GroupedExperts` take weights with these scales: fp8 or MXFP4. None: no
+    scales, or others.
+    """
     D: int  # 0 if a file with a header that is needed is not there
     F: int
 
@@ -115,7 +142,11 @@ class Stored(NamedTuple):
     @property
     def dequantized(self) -> dict[str, list[str]]:
         """`tensors` as they are called in a checkpoint without scales."""
-        kept = {argument: names for argument, names in self.tensors.items() if not argument.endswith("_scales")}
+        kept = {
+            argument: names
+            for argument, names in self.tensors.items()
+            if not argument.endswith("_scales")
+        }
         return {
             argument: [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
             for argument, names in kept.items()
@@ -123,27 +154,33 @@ class Stored(NamedTuple):
 
     @property
     def dequantized_transposed(self) -> bool:
-        """Whether weights are transposed in a checkpoint without scales, as those of gpt-oss are."""
+        """Whether weights are transposed in a checkpoint without scales, as those of
+        gpt-oss are.
+        """
         return self.transposed or self.tensors["w_down"][0].endswith("_blocks")
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors in a folder, by name. Each is read when it is asked for, and nothing is downloaded.
+    """The tensors in a folder, by name. Each is read when it is asked for, and nothing is
+    downloaded.
 
-    A MoE block is named as in the model, like "model.layers.3.mlp"; the `block_sparse_moe` of Mixtral's checkpoints is
-    found by that name, too. Its experts have tensors each, such as `BLOCK.experts.7.gate_proj.weight`, or one for all,
-    such as `BLOCK.experts.gate_up_proj` [E, 2F, D] or transposed, with scales and biases if there are any: the page on
-    checkpoints has the formats. All experts of a block have the same tensors, dtypes and shapes, one expert for each
-    row of the router. Anything else below `BLOCK.experts` or the router is refused, since a model without it is another
-    function.
+    A MoE block is named as in the model, like "model.layers.3.mlp"; the `block_sparse_moe` of
+    Mixtral's checkpoints is found by that name, too. Its experts have tensors each, such as
+    `BLOCK.experts.7.gate_proj.weight`, or one for all, such as `BLOCK.experts.gate_up_proj` [E, 2F,
+    D] or transposed, with scales and biases if there are any: the page on checkpoints has the
+    formats. All experts of a block have the same tensors, dtypes and shapes, one expert for each
+    row of the router. Anything else below `BLOCK.experts` or the router is refused, since a model
+    without it is another function.
 
     Args:
-        path: of the folder. Its files are those that transformers reads: `model.safetensors` alone if it is there,
-            otherwise those of `model.safetensors.index.json`, of which some may be absent, otherwise all. The headers
-            of files say which tensors they have, and the index says it of absent files.
+        path: of the folder. Its files are those that transformers reads: `model.safetensors` alone
+            if it is there, otherwise those of `model.safetensors.index.json`, of which some may be
+            absent, otherwise all. The headers of files say which tensors they have, and the index
+            says it of absent files.
 
     Raises:
-        ValueError: the folder has no weights, a file cannot be read, or two files have a tensor of one name.
+        ValueError: the folder has no weights, a file cannot be read, or two files have a tensor of
+            one name.
         ImportError: safetensors is not installed.
     """
 
@@ -161,8 +198,11 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
         for file in files:
             for name in self._open(file).keys():  # noqa: SIM118
-                if (other := self._file_of.setdefault(name, file)) != file:
-                    raise ValueError(f"{self.path}: only one file must have `{name}`, got {other} and {file}")
+                other = self._file_of.setdefault(name, file)
+                if other != file:
+                    raise ValueError(
+                        f"{self.path}: only one file must have `{name}`, got {other} and {file}"
+                    )
         for name, file in indexed.items():
             if file not in files:
                 self._file_of.setdefault(name, file)
@@ -184,13 +224,17 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def router(self, block: str) -> dict[str, Tensor | None]:
         """The router of a MoE block, by its name: arguments of `MoELayer`.
 
-        These are `router_weight` [E, D], and `bias` and `logit_bias` [E] or None. With a `bias` both are fp32, because
-        models that have one compute their scores in fp32; otherwise the weight has the checkpoint's dtype. Raises
-        ValueError where there is no such block, or its router has tensors of another format.
+        These are `router_weight` [E, D], and `bias` and `logit_bias` [E] or None. With a `bias`
+        both are fp32, because models that have one compute their scores in fp32; otherwise the
+        weight has the checkpoint's dtype. Raises ValueError where there is no such block, or its
+        router has tensors of another format.
         """
         names = self._router(*self._find(block))
-        router = {name: self.get(names.get(name, "")) for name in ("router_weight", "bias", "logit_bias")}
-        weight, bias = router["router_weight"], router["bias"]
+        router = {
+            name: self.get(names.get(name, "")) for name in ("router_weight", "bias", "logit_bias")
+        }
+        weight = router["router_weight"]
+        bias = router["bias"]
         assert weight is not None
         if bias is None:
             return router
@@ -203,41 +247,51 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """Some experts of a MoE block. Of other experts only headers are read, of the files that are there.
+        """Some experts of a MoE block. Of other experts only headers are read, of the files that
+        are there.
 
-        fp8 with scales of blocks of 128 × 128 stays as it is, and on GPUs of compute capability 9 so does MXFP4. All
-        other weights with scales become bf16, and a warning of the logger "epmoe" names the tensors.
+        fp8 with scales of blocks of 128 × 128 stays as it is, and on GPUs of compute capability 9
+        so does MXFP4. All other weights with scales become bf16, and a warning of the logger
+        "epmoe" names the tensors.
 
         Args:
             block: its name.
-            logical: the experts, in the order of the result: `Placement.logical_experts` of a rank for instance.
+            logical: the experts, in the order of the result: `Placement.logical_experts` of a rank
+                for instance.
             device: of the result.
-            dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded once; or fp8 e4m3
-                or float4_e2m1fn_x2 for fp8 of blocks or MXFP4 as it is, on any device. None: the checkpoint's, but as
-                above.
+            dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded
+                once; or fp8 e4m3 or float4_e2m1fn_x2 for fp8 of blocks or MXFP4 as it is, on any
+                device. None: the checkpoint's, but as above.
 
         Returns:
-            Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the checkpoint has them.
-            Scales are fp32, or those of MXFP4; biases of experts with scales are bf16. fp8 experts have zeros up to the
-            next F that is a multiple of 128: they add nothing.
+            Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the
+            checkpoint has them. Scales are fp32, or those of MXFP4; biases of experts with scales
+            are bf16. fp8 experts have zeros up to the next F that is a multiple of 128: they add
+            nothing.
 
         Raises:
             TypeError: `dtype` is another one.
-            ValueError: there is no such block, or its experts have another format: the message names the file, the
-                tensors and their dtypes and shapes. Or they are not fp8 of blocks or MXFP4, as `dtype` wants them.
+            ValueError: there is no such block, or its experts have another format: the message
+                names the file, the tensors and their dtypes and shapes. Or they are not fp8 of
+                blocks or MXFP4, as `dtype` wants them.
             LookupError: the checkpoint has no expert of this number.
         """
         if dtype not in (None, *FLOATS, *FORMATS):
-            raise TypeError(f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *FORMATS)))}, got {dtype}")
+            raise TypeError(
+                f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *FORMATS)))}, got "
+                f"{dtype}"
+            )
         block, router = self._find(block)
         E = self.shape(f"{block}.{router}.weight")[0]
-        if outside := sorted({x for x in logical if not 0 <= x < E}):
+        outside = sorted({x for x in logical if not 0 <= x < E})
+        if outside:
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
         stored = self._stored(block, E)
         if dtype in FORMATS and dtype != stored.native:
             needed = "MXFP4" if dtype == MXFP4 else "fp8 with a scale for each block of 128 × 128"
             raise ValueError(
-                f"{self.path}: the experts of `{block}` must be {needed} to be loaded in {dtype_name(dtype)}"
+                f"{self.path}: the experts of `{block}` must be {needed} to be loaded in "
+                f"{dtype_name(dtype)}"
             )
         if dtype is None and "down_scales" in stored.tensors:
             dtype = stored.native
@@ -250,12 +304,17 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
     def stored(self, *blocks: str) -> Stored:
-        """How the first of these MoE blocks is stored. Raises the ValueErrors of `router` and `experts`."""
+        """How the first of these MoE blocks is stored. Raises the ValueErrors of `router` and
+        `experts`.
+        """
         block, router = self._find(*blocks)
         names = self._router(block, router)
         E = self.shape(names["router_weight"])[0]
         stored = self._stored(block, E)
-        ours = {*names.values(), *_of_all((name for each in stored.tensors.values() for name in each), E)}
+        ours = {
+            *names.values(),
+            *_of_all((name for each in stored.tensors.values() for name in each), E),
+        }
         return stored._replace(router=names, others=self._under(f"{block}.") - ours)
 
     def shape(self, name: str) -> list[int]:
@@ -264,14 +323,23 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return shape
 
     def _router(self, block: str, router: str) -> dict[str, str]:
-        """Arguments of `MoELayer` with the names of their tensors. Raises ValueError where the router has others."""
-        names = {"router_weight": f"{block}.{router}.weight", "logit_bias": f"{block}.{router}.bias"}
+        """Arguments of `MoELayer` with the names of their tensors. Raises ValueError where the
+        router has others.
+        """
+        names = {
+            "router_weight": f"{block}.{router}.weight",
+            "logit_bias": f"{block}.{router}.bias",
+        }
         choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
         if choice:
             names["bias"] = min(choice)
-        if unread := (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - set(names.values()):
+        unread = (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - set(
+            names.values()
+        )
+        if unread:
             raise ValueError(
-                f"{self._path(min(unread))}: the router of `{block}` must have a `{router}.weight`, and may have "
+                f"{self._path(min(unread))}: the router of `{block}` must have a "
+                f"`{router}.weight`, and may have "
                 f"`{router}.bias` and one bias of the choice, got also {_some(unread)}"
             )
         return {argument: name for argument, name in names.items() if name in self}
@@ -283,7 +351,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         out = {}
         for part in _PARTS:
             weights, scales, biases = (
-                [self._read(name, x, of_bytes).to(device) for name in stored.tensors.get(argument, ())]
+                [
+                    self._read(name, x, of_bytes).to(device)
+                    for name in stored.tensors.get(argument, ())
+                ]
                 for argument, of_bytes in (
                     (f"w_{part}", MXFP4),
                     (f"{part}_scales", MXFP4_GROUPS.scale),
@@ -293,9 +364,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             if stored.transposed:
                 weights = [weight.t() for weight in weights]
             if dtype == FP8:
-                weights = [_padded(weight, padding, 0 if part == "gate_up" else 1) for weight in weights]
+                weights = [
+                    _padded(weight, padding, 0 if part == "gate_up" else 1) for weight in weights
+                ]
             elif dtype in FLOATS and scales:
-                weights = [dequantize_weights(*pair, dtype) for pair in zip(weights, scales, strict=True)]
+                weights = [
+                    dequantize_weights(*pair, dtype) for pair in zip(weights, scales, strict=True)
+                ]
                 scales = []
             out[f"w_{part}"] = _joined(weights).to(dtype)
             if scales:
@@ -307,49 +382,77 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return out
 
     def _read(self, name: str, x: int, of_bytes: torch.dtype | None) -> Tensor:
-        """The tensor of expert x, which has a row for each row of a weight. Bytes are in the dtype `of_bytes`."""
+        """The tensor of expert x, which has a row for each row of a weight. Bytes are in the dtype
+        `of_bytes`.
+        """
         tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
         tensor = tensor.flatten(1) if tensor.dim() == 3 else tensor
-        return tensor.view(of_bytes) if of_bytes and tensor.dtype in (torch.uint8, torch.int8) else tensor
+        return (
+            tensor.view(of_bytes)
+            if of_bytes and tensor.dtype in (torch.uint8, torch.int8)
+            else tensor
+        )
 
     def _find(self, *blocks: str) -> tuple[str, str]:
-        """The name in the checkpoint of the first of these blocks that is there, and its router's."""
+        """The name in the checkpoint of the first of these blocks that is there, and
+        its router's.
+        """
         for block in blocks:
             for name in (block, f"{block.rpartition('.')[0]}.block_sparse_moe"):
                 for router in _ROUTERS:
                     if f"{name}.{router}.weight" in self:
                         return name, router
-        raise ValueError(f"{self.path}: has no MoE block `{blocks[0]}`: it has no tensor `{blocks[0]}.gate.weight`")
+        raise ValueError(
+            f"{self.path}: has no MoE block `{blocks[0]}`: it has no tensor "
+            f"`{blocks[0]}.gate.weight`"
+        )
 
     def _tensors(self, block: str, E: int) -> dict[str, list[str]]:
-        """The one of `_FORMATS` that the experts have, without arguments that they lack, and with full names. Raises
-        ValueError unless each of E experts has its tensors, and the experts have no others."""
+        """The one of `_FORMATS` that the experts have, without arguments that they lack, and with
+        full names. Raises ValueError unless each of E experts has its tensors, and the experts have
+        no others.
+        """
         held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
         held -= {f"{block}.{bias}" for bias in _CHOICE_BIASES}
-        patterns = {re.sub(r"^experts\.\d+\.", _EACH, name.removeprefix(f"{block}.")) for name in held}
-        present = [{argument: names for argument, names in known.items() if patterns & {*names}} for known in _FORMATS]
+        patterns = {
+            re.sub(r"^experts\.\d+\.", _EACH, name.removeprefix(f"{block}.")) for name in held
+        }
+        present = [
+            {argument: names for argument, names in known.items() if patterns & {*names}}
+            for known in _FORMATS
+        ]
         present = [each for each in present if {"w_gate_up", "w_down"} <= each.keys()]
         if not present:
             where = self._path(min(held)) if held else self.path
             raise ValueError(
-                f"{where}: the experts of `{block}` must be `gate_proj`, `up_proj` and `down_proj`, "
-                f"or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and `down_proj` of all, got "
+                f"{where}: the experts of `{block}` must be `gate_proj`, `up_proj` and "
+                "`down_proj`, "
+                "or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and `down_proj` of "
+                "all, got "
                 f"{_some(self._under(f'{block}.'))}"
             )
         found = min(present, key=lambda each: len(patterns.difference(*each.values())))
         names = {pattern for of_argument in found.values() for pattern in of_argument}
         wanted = _of_all((f"{block}.{pattern}" for pattern in names), E)
         if wanted != held:
-            odd = f"got also {_some(held - wanted)}" if held - wanted else f"lack {_some(wanted - held)}"
+            odd = (
+                f"got also {_some(held - wanted)}"
+                if held - wanted
+                else f"lack {_some(wanted - held)}"
+            )
             raise ValueError(
-                f"{self._path(min(held - wanted or held))}: the experts of `{block}`, 0 to {E - 1} as its router has "
+                f"{self._path(min(held - wanted or held))}: the experts of `{block}`, 0 to {E - 1} "
+                "as its router has "
                 f"{E} rows, have {_some(names)}, but {odd}"
             )
-        return {argument: [f"{block}.{pattern}" for pattern in found[argument]] for argument in found}
+        return {
+            argument: [f"{block}.{pattern}" for pattern in found[argument]] for argument in found
+        }
 
     def _stored(self, block: str, E: int) -> Stored:
-        """How the experts are stored. Only headers are read, and not those of files that other ranks have. Raises
-        ValueError unless all experts have one format, and it is a known one."""
+        """How the experts are stored. Only headers are read, and not those of files that other
+        ranks have. Raises ValueError unless all experts have one format, and it is a known one.
+        """
         tensors = self._tensors(block, E)
         headers: dict[str, _Header] = {}
         for argument, names in tensors.items():
@@ -359,26 +462,43 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     header = _Header(name, part.get_dtype(), part.get_shape())
                     first = headers.setdefault(argument, header)
                     if header[1:] != first[1:]:
-                        raise self._refusal(header, f"but {first}: all experts must have one format")
+                        raise self._refusal(
+                            header, f"but {first}: all experts must have one format"
+                        )
         if headers.keys() != tensors.keys():
-            return Stored({}, tensors, set(), E, False, None, 0, 0)  # to read what is not there is an error
-        gate_up, down = headers["w_gate_up"], headers["w_down"]
+            return Stored(
+                {}, tensors, set(), E, False, None, 0, 0
+            )  # to read what is not there is an error
+        gate_up = headers["w_gate_up"]
+        down = headers["w_down"]
         packed = down.dtype in _PACKED and "down_scales" in headers
         if gate_up.dtype != down.dtype or down.dtype not in _WEIGHTS and not packed:
-            raise self._refusal(gate_up, f"and {down}: both must have one dtype of {', '.join(_WEIGHTS)}")
+            raise self._refusal(
+                gate_up, f"and {down}: both must have one dtype of {', '.join(_WEIGHTS)}"
+            )
         fused = "*" not in tensors["w_down"][0]
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
-        up, (*_, n, k) = gate_up.of_expert(fused, packed), (0, 0, *down.of_expert(fused, packed))  # of any dimensions
+        up, (*_, n, k) = (
+            gate_up.of_expert(fused, packed),
+            (0, 0, *down.of_expert(fused, packed)),
+        )  # of any dimensions
         transposed = fused and "down_scales" not in headers and up == [k, 2 * n]
         D, F = (k, n) if transposed else (n, k)
         if not transposed and up != [2 * F if fused else F, D]:
             raise self._refusal(gate_up, f"and {down}, which do not fit each other")
-        native = {self._native(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed) for part in _PARTS}
-        return Stored({}, tensors, set(), E, transposed, native.pop() if len(native) == 1 else None, D, F)
+        native = {
+            self._native(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed)
+            for part in _PARTS
+        }
+        return Stored(
+            {}, tensors, set(), E, transposed, native.pop() if len(native) == 1 else None, D, F
+        )
 
-    def _native(self, weight: _Header, scales: _Header | None, fused: bool, packed: bool) -> torch.dtype | None:
+    def _native(
+        self, weight: _Header, scales: _Header | None, fused: bool, packed: bool
+    ) -> torch.dtype | None:
         """`Stored.native` of a weight. Raises ValueError unless it has the scales that it needs."""
         known = _SCALES.get(weight.dtype)
         if known is None:
@@ -390,10 +510,22 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         n, k = weight.of_expert(fused, packed)
         shared = granularity(scales.of_expert(fused), n, k)
         in_groups = shared == MXFP4_GROUPS.block
-        if scales.dtype not in known or shared is None or not in_groups and (packed or scales.dtype == "U8"):
+        if (
+            scales.dtype not in known
+            or shared is None
+            or not in_groups
+            and (packed or scales.dtype == "U8")
+        ):
             _, *wanted = (MXFP4_GROUPS if packed else FP8_BLOCKS).scales_shape(1, n, k)
-            each = "group of 32" if packed else "block of 128 × 128, or one for each row, group of 32 or weight"
-            why = f"but scales must be {' or '.join(known)} {wanted} for {[n, k]}, one for each {each}"
+            each = (
+                "group of 32"
+                if packed
+                else "block of 128 × 128, or one for each row, group of 32 or weight"
+            )
+            why = (
+                f"but scales must be {' or '.join(known)} {wanted} for {[n, k]}, one for each "
+                f"{each}"
+            )
             raise self._refusal(scales, why)
         return MXFP4 if packed else FP8 if shared == FP8_BLOCKS.block else None
 
@@ -427,7 +559,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         described = json.loads(index.read_text(encoding="utf-8"))
         return {str(name): str(file) for name, file in described["weight_map"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: must have a `weight_map` of names to files, got {error!r}") from None
+        raise ValueError(
+            f"{index}: must have a `weight_map` of names to files, got {error!r}"
+        ) from None
 
 
 def _of(expert: int, pattern: str) -> str:
@@ -451,14 +585,18 @@ def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
     """fp8 [n, k] with zeros behind its rows or columns."""
     if not by:
         return weight
-    padded: Tensor = pad(weight.view(torch.uint8), (0, 0, 0, by) if dim == 0 else (0, by))  # fp8 cannot be padded
+    padded: Tensor = pad(
+        weight.view(torch.uint8), (0, 0, 0, by) if dim == 0 else (0, by)
+    )  # fp8 cannot be padded
     return padded.view(weight.dtype)
 
 
 def _stack(
     read: Callable[[int], dict[str, Tensor]], logical: Sequence[int], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """[e, …] on `device`, written expert by expert. Without any expert, expert 0 says the shapes."""
+    """[e, …] on `device`, written expert by expert. Without any expert, expert 0 says
+    the shapes.
+    """
     first = read(logical[0] if logical else 0)
     out = {
         name: torch.empty(len(logical), *tensor.shape, dtype=tensor.dtype, device=device)

@@ -1,7 +1,9 @@
-"""Checkpoints of models whose experts are spread over ranks: what one group saves, a group of any other size loads.
+"""Checkpoints of models whose experts are spread over ranks: what one group saves, a group of any
+other size loads.
 
-In all of them a tensor of experts is [E, …]. A rank has its own rows of it: of a DTensor where the experts can train,
-else of `Rows`. torch's functions for state dicts find both, in models that are compiled or wrapped, too.
+In all of them a tensor of experts is [E, …]. A rank has its own rows of it: of a DTensor where the
+experts can train, else of `Rows`. torch's functions for state dicts find both, in models that are
+compiled or wrapped, too.
 """
 
 from __future__ import annotations
@@ -29,21 +31,31 @@ _OPTIMIZER = "optimizer."  # in front of the keys of an optimizer's state
 
 
 class _Named:
-    """Names the experts of a state dict: a hook, after `state_dict`, of modules that have an `ExpertParallel`."""
+    """Names the experts of a state dict: a hook, after `state_dict`, of modules that have an
+    `ExpertParallel`.
+    """
 
     def __init__(self) -> None:
-        self.rows = dict[int, tuple[ExpertParallel, int]]()  # by the id of `Rows`; and the tag of the layer
+        self.rows = dict[
+            int, tuple[ExpertParallel, int]
+        ]()  # by the id of `Rows`; and the tag of the layer
         self.lists = dict[int, Tensor]()  # by the id of a list of all experts, the rank's own
-        self.experts = set[nn.Module]()  # whose ExpertParallel is known: that of the nearest module around them
+        self.experts = set[
+            nn.Module
+        ]()  # whose ExpertParallel is known: that of the nearest module around them
 
     def __call__(self, owner: Any, state: dict[str, Any], prefix: str, _: object) -> None:
         [ep, *_], tag = eps_of(owner), getattr(owner, "tag", 0)
-        held, E = ep.logical_experts(tag), ep.placement.num_experts
+        held = ep.logical_experts(tag)
+        E = ep.placement.num_experts
         if hasattr(owner, "router_weight"):
-            key, experts = f"{prefix}_extra_state", torch.arange(E, dtype=torch.int32)
+            key = f"{prefix}_extra_state"
+            experts = torch.arange(E, dtype=torch.int32)
             self.lists[id(experts)], state[key] = state[key], experts
         for path, module in owner.named_modules():
-            if module in self.experts or not (isinstance(module, GroupedExperts) or path == "experts"):
+            if module in self.experts or not (
+                isinstance(module, GroupedExperts) or path == "experts"
+            ):
                 continue
             self.experts.update(module.modules())
             for name, _value in module.named_parameters():
@@ -52,7 +64,8 @@ class _Named:
                     continue
                 if value.shape[:1] != (len(held),):
                     raise ValueError(
-                        f"`{key}` must have a row for each of the {len(held)} experts of this rank, got "
+                        f"`{key}` must have a row for each of the {len(held)} experts of this "
+                        "rank, got "
                         f"{list(value.shape)}: after `resume`, give the layer its new experts first"
                     )
                 from epmoe.checkpoint.rows import Rows  # takes most of a second
@@ -69,24 +82,27 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 
     Args:
         module: a layer or a model.
-        cpu_offload: only rank 0 of the group gets tensors, on the CPU, and the other ranks get {}. Otherwise every rank
-            gets them, on the device of its layer.
+        cpu_offload: only rank 0 of the group gets tensors, on the CPU, and the other ranks get {}.
+            Otherwise every rank gets them, on the device of its layer.
 
     Returns:
         Tensors of experts are [E, …]. The others may share the memory of the module.
 
     Raises:
-        ValueError: a parameter of a layer's experts has not a row for each of them; or nothing says of which rank some
-            `GroupedExperts` are.
-        EPStateError: the `ExpertParallel` of a layer is closed. Or experts move on a rank, which the others name: call
-            `ExpertParallel.apply` on all ranks before.
-        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
+        ValueError: a parameter of a layer's experts has not a row for each of them; or nothing says
+            of which rank some `GroupedExperts` are.
+        EPStateError: the `ExpertParallel` of a layer is closed. Or experts move on a rank, which
+            the others name: call `ExpertParallel.apply` on all ranks before.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
+            them.
     """
     eps = expert_parallels(module)
     with naming("full_state_dict", eps):
         with together(eps):
             if any(ep.size > 1 and ep.group is None for ep in eps):
-                raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
+                raise EPStateError(
+                    "this ExpertParallel is closed: its ranks have no group any more"
+                )
             state, named = _state_of(module)
         is_first = not any(ep.rank for ep in eps)
         peers = peers_of(eps[0]) if eps else Peers.of(None)
@@ -97,28 +113,35 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
             elif hasattr(value, "full_tensor"):
                 with peers.waiting():
                     whole = value.full_tensor()
-            state[key] = whole.cpu() if cpu_offload and is_first and isinstance(whole, Tensor) else whole
+            state[key] = (
+                whole.cpu() if cpu_offload and is_first and isinstance(whole, Tensor) else whole
+            )
     return state if is_first or not cpu_offload else {}
 
 
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any size.
+    """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any
+    size.
 
-    `state_dict` may also be another one with the same keys and shapes. No rank waits for another. Every rank needs the
-    whole dict: `torch.load(file, mmap=True)` reads of a file what the rank takes.
+    `state_dict` may also be another one with the same keys and shapes. No rank waits for another.
+    Every rank needs the whole dict: `torch.load(file, mmap=True)` reads of a file what the rank
+    takes.
 
-    Raises ValueError where `state_dict` does not hold all experts, and as `full_state_dict`; and torch's RuntimeError
-    for missing or unexpected keys and for shapes.
+    Raises ValueError where `state_dict` does not hold all experts, and as `full_state_dict`; and
+    torch's RuntimeError for missing or unexpected keys and for shapes.
     """
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
     own, named = _state_of(module)
     local = dict(state_dict)
     for key in own.keys() & local.keys():
-        value, given = own[key], local[key]
+        value = own[key]
+        given = local[key]
         if id(value) in named.lists:
             if given.tolist() != value.tolist():
-                raise ValueError(f"`{key}` must list all {len(value)} experts, got {_listed(given.tolist())}")
+                raise ValueError(
+                    f"`{key}` must list all {len(value)} experts, got {_listed(given.tolist())}"
+                )
             local[key] = named.lists[id(value)]
         elif (id(value) in named.rows or is_spread(value)) and len(given) != len(value):
             raise ValueError(f"`{key}` must hold all {len(value)} experts, got {len(given)}")
@@ -128,20 +151,26 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
             from torch.distributed.tensor import distribute_tensor
 
             given = given.to(value.device)
-            local[key] = distribute_tensor(given, value.device_mesh, value.placements, src_data_rank=None)
+            local[key] = distribute_tensor(
+                given, value.device_mesh, value.placements, src_data_rank=None
+            )
     set_model_state_dict(module, local)
 
 
-def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The state dict with tensors [E, …] of all logical experts, of which this rank has its own rows.
+def sharded_state_dict(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """The state dict with tensors [E, …] of all logical experts, of which this rank has its own
+    rows.
 
-    It is what torch.distributed.checkpoint takes (`save`, `async_save`, `load`), also within a larger dict. Of an
-    expert that several ranks hold, torch writes one copy. Tensors share the memory of the module: what is read into
-    them is loaded.
+    It is what torch.distributed.checkpoint takes (`save`, `async_save`, `load`), also within a
+    larger dict. Of an expert that several ranks hold, torch writes one copy. Tensors share the
+    memory of the module: what is read into them is loaded.
 
     State of the `optimizer`, which optimises parameters of the module, has keys such as
-    `optimizer.state.experts.w_down.exp_avg`. `load` gives it to the optimizer. Raises the ValueErrors of
-    `full_state_dict`, and ValueError where the optimizer has state of experts that is no DTensor.
+    `optimizer.state.experts.w_down.exp_avg`. `load` gives it to the optimizer. Raises the
+    ValueErrors of `full_state_dict`, and ValueError where the optimizer has state of experts that
+    is no DTensor.
     """
     return _state_of(module, optimizer)[0]
 
@@ -153,10 +182,11 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a layer or a model by torch.distributed.checkpoint. Every rank calls it and writes its share.
+    """Save a layer or a model by torch.distributed.checkpoint. Every rank calls it and writes its
+    share.
 
-    Where the folder has a checkpoint, it has this one or the new one at any moment, whichever rank dies: files are
-    written beside those that are there, and one rename of a file is the last step.
+    Where the folder has a checkpoint, it has this one or the new one at any moment, whichever rank
+    dies: files are written beside those that are there, and one rename of a file is the last step.
 
     Args:
         module: a layer or a model.
@@ -167,7 +197,8 @@ def save(
     Raises:
         ValueError: see `sharded_state_dict`; or `folder` is no path.
         RuntimeError: a rank cannot write; on all ranks. The folder stays as it was.
-        EPError: EPStateError or EPTimeoutError of `full_state_dict`. Ranks may be as far apart when they have written.
+        EPError: EPStateError or EPTimeoutError of `full_state_dict`. Ranks may be as far apart when
+            they have written.
     """
     eps = expert_parallels(module)
     with naming("save", eps), all_ranks(eps, group) as peers:
@@ -183,12 +214,14 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load what ranks of any number have saved with `save`. Every rank calls it and reads its own experts only.
+    """Load what ranks of any number have saved with `save`. Every rank calls it and reads its own
+    experts only.
 
-    Arguments are those of `save`. A module on the meta device gets memory by `to_empty` first. With an optimizer its
-    state is loaded, too. Errors are those of `sharded_state_dict`, and the EPErrors of `save`: ranks may be as far
-    apart when they have read. ValueError, on all ranks, means also that `folder` has no checkpoint, or one without the
-    optimizer, or with other keys or shapes.
+    Arguments are those of `save`. A module on the meta device gets memory by `to_empty` first. With
+    an optimizer its state is loaded, too. Errors are those of `sharded_state_dict`, and the
+    EPErrors of `save`: ranks may be as far apart when they have read. ValueError, on all ranks,
+    means also that `folder` has no checkpoint, or one without the optimizer, or with other keys or
+    shapes.
     """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -201,9 +234,17 @@ def load(
         with peers.together():
             state, named = _state_of(module, optimizer)
         folders.load(state, folder, peers)
-    of_optimizer = {key.removeprefix(_OPTIMIZER): state.pop(key) for key in list(state) if key.startswith(_OPTIMIZER)}
+    of_optimizer = {
+        key.removeprefix(_OPTIMIZER): state.pop(key)
+        for key in list(state)
+        if key.startswith(_OPTIMIZER)
+    }
     set_model_state_dict(
-        module, {key: named.lists.get(id(value), getattr(value, "local", value)) for key, value in state.items()}
+        module,
+        {
+            key: named.lists.get(id(value), getattr(value, "local", value))
+            for key, value in state.items()
+        },
     )
     if optimizer is not None:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -211,15 +252,22 @@ def load(
 
 
 def check_held(state: Tensor, ep: ExpertParallel, want: Sequence[int]) -> None:
-    """Raises ValueError unless `state` lists the experts that a rank holds in a layer, whose weights come with it."""
-    if (got := state.tolist()) != want:
+    """Raises ValueError unless `state` lists the experts that a rank holds in a layer, whose
+    weights come with it.
+    """
+    got = state.tolist()
+    if got != want:
         raise ValueError(
-            f"the state dict has the weights of the logical experts {_listed(got)}, but rank {ep.rank} of {ep.size} "
-            f"holds {_listed(want)}: other ranks load what `full_state_dict` or `epmoe.checkpoint.save` has saved"
+            f"the state dict has the weights of the logical experts {_listed(got)}, but rank "
+            f"{ep.rank} of {ep.size} "
+            f"holds {_listed(want)}: other ranks load what `full_state_dict` or "
+            "`epmoe.checkpoint.save` has saved"
         )
 
 
-def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[dict[str, Any], _Named]:
+def _state_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[dict[str, Any], _Named]:
     """The state dict of a module, of all experts, and under other keys that of its optimizer."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -236,14 +284,23 @@ def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None)
             hook.remove()
     for name, experts in module.named_modules():
         plain = isinstance(experts, GroupedExperts) and not is_spread(experts.w_down)
-        if plain and experts not in named.experts and dist.is_initialized() and dist.get_world_size() > 1:
+        if (
+            plain
+            and experts not in named.experts
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
             raise ValueError(
-                f"`{name}` must belong to an ExpertParallel: GroupedExperts are the experts of one rank, and nothing "
-                "says of which. Call `epmoe.training.spread`, or let a module around them have the ExpertParallel"
+                f"`{name}` must belong to an ExpertParallel: GroupedExperts are the experts of one "
+                "rank, and nothing "
+                "says of which. Call `epmoe.training.spread`, or let a module around them have the "
+                "ExpertParallel"
             )
     if optimizer is not None:
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        experts = {key for key, value in state.items() if is_spread(value) or id(value) in named.rows}
+        experts = {
+            key for key, value in state.items() if is_spread(value) or id(value) in named.rows
+        }
         of_optimizer: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=flat)
         for key, value in of_optimizer.items():
             name, _, _own = key.removeprefix("state.").rpartition(".")
@@ -252,23 +309,31 @@ def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def _checked(key: str, value: Any) -> Any:
-    """State of an optimizer for experts, which is that of all of them, or a number. Raises ValueError otherwise."""
+    """State of an optimizer for experts, which is that of all of them, or a number. Raises
+    ValueError otherwise.
+    """
     if hasattr(value, "device_mesh"):
         if any(placement.is_partial() for placement in value.placements):
             from torch.distributed.tensor import Replicate
 
-            return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+            return value.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in value.placements]
+            )
     elif isinstance(value, Tensor) and value.numel() > 1:
         raise ValueError(
-            f"`{key}` of the optimizer must be a DTensor, as its parameter, got {list(value.shape)}: a checkpoint "
+            f"`{key}` of the optimizer must be a DTensor, as its parameter, got "
+            f"{list(value.shape)}: a checkpoint "
             "would keep that of one rank"
         )
     return value
 
 
 def gather(local: Tensor, ep: ExpertParallel, tag: int, *, cpu_offload: bool) -> Tensor:
-    """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
-    peers, E = peers_of(ep), ep.placement.num_experts
+    """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get
+    nothing of use.
+    """
+    peers = peers_of(ep)
+    E = ep.placement.num_experts
     kept = E if ep.rank == 0 or not cpu_offload else 1  # one row is enough to send from
     full = torch.empty(kept, *local.shape[1:], dtype=local.dtype)
     for x in range(E):

@@ -1,4 +1,6 @@
-"""The command line, `epmoe` or `python -m epmoe`: one file per command. It needs the `cli` extra."""
+"""The command line, `epmoe` or `python -m epmoe`: one file per command. It needs the
+`cli` extra.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import typer
 from typer.core import TyperGroup
 
 from epmoe.cli import balance, bench, doctor, plan, run
-from epmoe.cli.console import SEE_TRACEBACK, UserError, fail, launched_rank, message_file, quiet_exit
+from epmoe.cli.console import (
+    SEE_TRACEBACK,
+    UserError,
+    fail,
+    launched_rank,
+    message_file,
+    quiet_exit,
+)
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.group.errors import EPError
 from epmoe.native.build import BuildError
@@ -20,7 +29,9 @@ from epmoe.native.package import __version__, explain
 
 class _Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep what was typed, for the ranks that a command starts. Under torchrun only rank 0 prints the usage."""
+        """Keep what was typed, for the ranks that a command starts. Under torchrun only rank 0
+        prints the usage.
+        """
         ctx.meta["epmoe.arguments"] = list(args)
         return super().parse_args(ctx, args)
 
@@ -31,12 +42,15 @@ class _Commands(TyperGroup):
         try:
             raise SystemExit(super().main(*args, **kwargs | {"standalone_mode": False}))
         except Exception as error:
-            if code := getattr(error, "exit_code", None):  # click refuses what was typed
+            code = getattr(error, "exit_code", None)
+            if code:  # click refuses what was typed
                 raise SystemExit(code) from None
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. A user's mistake is one message and exit code 2; a failed exchange is exit code 1."""
+        """Run a command. A user's mistake is one message and exit code 2; a failed exchange is exit
+        code 1.
+        """
         try:
             return super().invoke(ctx)
         except (ConfigError, UserError, BuildError) as error:
@@ -51,7 +65,9 @@ class _Commands(TyperGroup):
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of the output has gone
                 raise
-            raise fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), code=1) from None
+            raise fail(
+                f"{error.filename}: {error.strerror}" if error.filename else str(error), code=1
+            ) from None
         except SystemExit:  # from rich: the reader of the output has gone
             raise quiet_exit() from None
         except KeyboardInterrupt:
@@ -77,7 +93,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Expert-parallel dispatch and combine for Mixture-of-Experts models."""

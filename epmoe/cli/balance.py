@@ -1,4 +1,6 @@
-"""`epmoe balance CONFIG --loads FILE`: which experts would move, and the loads of ranks before and after."""
+"""`epmoe balance CONFIG --loads FILE`: which experts would move, and the loads of ranks before and
+after.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import typer
 from torch import Tensor
 
 from epmoe.bench.report import write_json
-from epmoe.cli.console import UserError, check_output, console, human_bytes, plain_table, print_table
+from epmoe.cli.console import (
+    UserError,
+    check_output,
+    console,
+    human_bytes,
+    plain_table,
+    print_table,
+)
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
 from epmoe.live.balance import GOAL, MAX_MOVES
@@ -24,33 +33,54 @@ _SUFFIXES = (".json", ".pt", ".npy")
 def balance(
     config: Annotated[Path, CONFIG],
     loads: Annotated[
-        Path, typer.Option(help="Load of each expert, \\[layers, E] or \\[E]: a JSON list, a tensor (.pt) or .npy.")
+        Path,
+        typer.Option(
+            help="Load of each expert, \\[layers, E] or \\[E]: a JSON list, a tensor (.pt) or .npy."
+        ),
     ],
-    goal: Annotated[float, typer.Option(min=1, help="Load of the busiest rank over the mean that is enough.")] = GOAL,
+    goal: Annotated[
+        float, typer.Option(min=1, help="Load of the busiest rank over the mean that is enough.")
+    ] = GOAL,
     max_moves: Annotated[int, typer.Option(min=0, help="Most moves of a layer.")] = MAX_MOVES,
-    out: Annotated[Path | None, typer.Option(help="Write the experts in all slots to this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the experts in all slots to this JSON file.")
+    ] = None,
 ) -> None:
-    """Plan the moves of experts that give all ranks as much load, from the placement of a configuration."""
+    """Plan the moves of experts that give all ranks as much load, from the placement of a
+    configuration.
+    """
     parsed = load(config)
     check_output("--out", out, (".json",))
     loads_LE = _read(loads, parsed.model.num_experts)
-    section, R = parsed.placement, parsed.topology.ep_size
+    section = parsed.placement
+    R = parsed.topology.ep_size
     most_copies = section.most_copies if section.live else None
     try:
         slots_LP = _slots(parsed, len(loads_LE))
-        plan = plan_of(loads_LE, slots_LP, ep_size=R, goal=goal, max_moves=max_moves, most_copies=most_copies)
+        plan = plan_of(
+            loads_LE, slots_LP, ep_size=R, goal=goal, max_moves=max_moves, most_copies=most_copies
+        )
     except ValueError as error:
         raise UserError(str(error)) from None
-    moved = torch.tensor([move.layer for move in plan.moves], dtype=torch.int64).bincount(minlength=len(loads_LE))
+    moved = torch.tensor([move.layer for move in plan.moves], dtype=torch.int64).bincount(
+        minlength=len(loads_LE)
+    )
     table = plain_table(("layer", "before", "after", "moves"))
-    for layer, (before, after) in enumerate(zip(plan.balance_before, plan.balance_after, strict=True)):
+    for layer, (before, after) in enumerate(
+        zip(plan.balance_before, plan.balance_after, strict=True)
+    ):
         table.add_row(f"{layer}", f"{before:.3f}", f"{after:.3f}", f"{int(moved[layer])}")
     print_table(table)
-    console.print(f"\n{len(plan.moves)} moves{_volume(parsed, len(plan.moves))}; before and after are max / mean")
+    console.print(
+        f"\n{len(plan.moves)} moves{_volume(parsed, len(plan.moves))}; before and after are max / "
+        "mean"
+    )
     if slots_LP.shape[1] == parsed.model.num_experts:
         console.print(
-            "No slot is free, on any rank: each holds the only copy of its expert, and nothing can move. "
-            f"`placement.{'slots_per_rank' if section.live else 'num_redundant_experts'}` gives more slots."
+            "No slot is free, on any rank: each holds the only copy of its expert, and nothing can "
+            "move. "
+            f"`placement.{'slots_per_rank' if section.live else 'num_redundant_experts'}` gives "
+            "more slots."
         )
     if out is not None:
         write_json(out, {"slots": plan.slots.tolist()})
@@ -60,7 +90,9 @@ def _read(path: Path, num_experts: int) -> Tensor:
     """Loads [L, E]."""
     suffix = path.suffix.lower()
     if suffix not in _SUFFIXES:
-        raise UserError(f"`--loads` must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {path}")
+        raise UserError(
+            f"`--loads` must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {path}"
+        )
     try:
         if suffix == ".json":
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -74,9 +106,13 @@ def _read(path: Path, num_experts: int) -> Tensor:
     except OSError as error:
         raise UserError(f"`--loads` cannot be read: {path}: {error.strerror}") from None
     except Exception as error:  # each format has errors of its own
-        raise UserError(f"`--loads` must be numbers [layers, {num_experts}]: {path}: {error}") from None
+        raise UserError(
+            f"`--loads` must be numbers [layers, {num_experts}]: {path}: {error}"
+        ) from None
     if loads.dim() not in (1, 2) or not loads.numel() or loads.shape[-1] != num_experts:
-        raise UserError(f"`--loads` must be numbers [layers, {num_experts}], got {list(loads.shape)} in {path}")
+        raise UserError(
+            f"`--loads` must be numbers [layers, {num_experts}], got {list(loads.shape)} in {path}"
+        )
     return loads.reshape(-1, num_experts)
 
 

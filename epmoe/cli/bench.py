@@ -1,4 +1,6 @@
-"""`epmoe bench CONFIG`: times the exchange, on CPUs against gloo, on GPUs against the floor and NCCL; or layers."""
+"""`epmoe bench CONFIG`: times the exchange, on CPUs against gloo, on GPUs against the floor and
+NCCL; or layers.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,24 @@ from rich.progress import Progress
 from epmoe.bench import cpu, gpu, layer, peers, training
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
-from epmoe.cli.console import UserError, check_output, command, console, launched_rank, log, print_table, require
+from epmoe.cli.console import (
+    UserError,
+    check_output,
+    command,
+    console,
+    launched_rank,
+    log,
+    print_table,
+    require,
+)
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
 
 # Options, and those without which they go.
-_WITHOUT = {"--training": ("--layer", "--eager", "--peers", "--side"), "--layer": ("--side", "--payload", "--eager")}
+_WITHOUT = {
+    "--training": ("--layer", "--eager", "--peers", "--side"),
+    "--layer": ("--side", "--payload", "--eager"),
+}
 # Options for GPUs, and those with which they are for CPUs as well.
 _FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer"}
 
@@ -30,45 +44,72 @@ def bench(
     config: Annotated[Path, CONFIG],
     tokens: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Tokens a rank brings; may be repeated. [default: 1 16 128 1024; on GPUs 1 … 4096]"),
+        typer.Option(
+            min=0,
+            help="Tokens a rank brings; may be repeated. "
+            "[default: 1 16 128 1024; on GPUs 1 … 4096]",
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Samples of each side.")] = 20,
     routing: Annotated[Kind, typer.Option(help="Simulated routing.")] = "uniform",
     side: Annotated[
-        list[gpu.Contender] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
+        list[gpu.Contender] | None,
+        typer.Option(help="On GPUs: only this; may be repeated. [default: all]"),
     ] = None,
     payload: Annotated[
         list[gpu.Payload] | None,
         typer.Option(
-            help="On GPUs: only this; may be repeated. [default: all] With --training: one, plain or fp8-out."
+            help=(
+                "On GPUs: only this; may be repeated. [default: all] With --training: one, plain "
+                "or fp8-out."
+            )
         ),
     ] = None,
     whole_layer: Annotated[
-        bool, typer.Option("--layer", help="Instead time route + dispatch + experts + combine, and the experts alone.")
+        bool,
+        typer.Option(
+            "--layer",
+            help="Instead time route + dispatch + experts + combine, and the experts alone.",
+        ),
     ] = False,
     passes: Annotated[
-        bool, typer.Option("--training", help="Instead time forward and backward, of the exchange and of a layer.")
+        bool,
+        typer.Option(
+            "--training", help="Instead time forward and backward, of the exchange and of a layer."
+        ),
     ] = False,
     eager: Annotated[
-        bool, typer.Option(help="On GPUs: dispatch and combine called one after the other, without CUDA graphs.")
+        bool,
+        typer.Option(
+            help="On GPUs: dispatch and combine called one after the other, without CUDA graphs."
+        ),
     ] = False,
     drivers: Annotated[
-        Path | None, typer.Option("--peers", help="On GPUs or with --layer: also these; a folder of drivers, or one.")
+        Path | None,
+        typer.Option(
+            "--peers", help="On GPUs or with --layer: also these; a folder of drivers, or one."
+        ),
     ] = None,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file; `-` prints them alone.")
+        Path | None,
+        typer.Option("--json", help="Write the figures to this file; `-` prints them alone."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them into this .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw them into this .png, .svg or .pdf.")
+    ] = None,
     nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
-    """Time dispatch and combine on all ranks, against gloo's all_to_all, on GPUs against the machine's floor and NCCL.
+    """Time dispatch and combine on all ranks, against gloo's all_to_all, on GPUs against the
+    machine's floor and NCCL.
 
     It starts one process for each rank; under torchrun it is one of them.
     """
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
-    given = {option.opts[0] for option in context.command.params if context.params[option.name or ""]}
+    given = {
+        option.opts[0] for option in context.command.params if context.params[option.name or ""]
+    }
     on_gpus = parsed.exchange.transport == "nvlink"
     _check_options(given, on_gpus)
     model = parsed.model
@@ -76,11 +117,20 @@ def bench(
     usual = cpu if not on_gpus else layer if whole_layer or passes else gpu
     counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))
     if max(counts) > limit:
-        raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
+        raise UserError(
+            f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got "
+            f"{max(counts)}"
+        )
     if parsed.placement.slots is not None:
-        raise UserError("`placement.slots` must be unset: the benchmarks compute with the experts that come first")
+        raise UserError(
+            "`placement.slots` must be unset: the benchmarks compute with the experts that come "
+            "first"
+        )
     if routing == "adversarial":
-        raise UserError("`--routing` must not be adversarial: its outputs are not the weighted sums that are checked")
+        raise UserError(
+            "`--routing` must not be adversarial: its outputs are not the weighted sums that are "
+            "checked"
+        )
     with _wrong("--peers"):
         others = peers.load(drivers) if drivers else []
     with _wrong("--layer"):
@@ -91,7 +141,8 @@ def bench(
     if passes:
         if payload and (len(payload) > 1 or payload[0] not in fitting[:2]):
             raise UserError(
-                "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` is a multiple of 128"
+                "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` "
+                "is a multiple of 128"
             )
         forward = payload[0].wires[0] if payload else "auto"
         benchmark = partial(training.run, payload=forward)
@@ -100,11 +151,17 @@ def bench(
         benchmark = partial(layer.run, peers=others)
         steps = len(counts) * len(layer.Precision)
     elif on_gpus:
-        if refused := set(payload or ()) - set(fitting):
-            raise UserError(f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128")
+        refused = set(payload or ()) - set(fitting)
+        if refused:
+            raise UserError(
+                f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of "
+                "128"
+            )
         payloads = payload or fitting
         contenders = side or list(gpu.Contender)
-        benchmark = partial(gpu.run, contenders=contenders, payloads=payloads, peers=others, eager=eager)
+        benchmark = partial(
+            gpu.run, contenders=contenders, payloads=payloads, peers=others, eager=eager
+        )
         steps = len(counts) * len(payloads)
     else:
         benchmark = cpu.run
@@ -116,7 +173,9 @@ def bench(
         raise typer.Exit(start_ranks(parsed, context.meta["epmoe.arguments"]))
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
         task = progress.add_task("samples", total=steps)
-        job = Job(parsed, counts, repeats, routing, advance=lambda: progress.advance(task), log=_log(rank))
+        job = Job(
+            parsed, counts, repeats, routing, advance=lambda: progress.advance(task), log=_log(rank)
+        )
         try:
             report = benchmark(job)
         except (ValueError, MemoryError) as error:
@@ -150,7 +209,9 @@ def _check_options(given: set[str], on_gpus: bool) -> None:
     for option, also in _FOR_GPUS.items():
         if option in given and not on_gpus and also not in given:
             instead = f" or for `{also}`" if also else ""
-            raise UserError(f"`{option}` is for GPUs{instead}; `exchange.transport: nvlink` asks for GPUs")
+            raise UserError(
+                f"`{option}` is for GPUs{instead}; `exchange.transport: nvlink` asks for GPUs"
+            )
     for option, others in _WITHOUT.items():
         if option in given and given.intersection(others):
             *first, last = (f"`{other}`" for other in others)
@@ -158,7 +219,9 @@ def _check_options(given: set[str], on_gpus: bool) -> None:
 
 
 def _log(rank: int) -> Callable[[str], None]:
-    """What tells of each case where no progress bar is seen, so that a run that is cut off leaves its figures."""
+    """What tells of each case where no progress bar is seen, so that a run that is cut off leaves
+    its figures.
+    """
     start = time.monotonic()
     silent = rank != 0 or console.is_terminal
     return lambda line: None if silent else log(f"{time.monotonic() - start:6.1f} s  {line}")

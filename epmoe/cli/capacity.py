@@ -1,7 +1,8 @@
-"""What `capacity.max_expert_rows` is worth: the rows that a rank needs for a load, and the memory that they save.
+"""What `capacity.max_expert_rows` is worth: the rows that a rank needs for a load, and the memory
+that they save.
 
-By default a rank has room for the worst case, in which all tokens of all ranks go to its experts: R·M·K rows. If the
-router balances its load, a rank gets R·M·K·e/P of them on average.
+By default a rank has room for the worst case, in which all tokens of all ranks go to its experts:
+R·M·K rows. If the router balances its load, a rank gets R·M·K·e/P of them on average.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The expert-major rows of the rank with the most experts, in rounds of M tokens on each rank."""
+    """The expert-major rows of the rank with the most experts, in rounds of M tokens
+    on each rank.
+    """
 
     worst: int
     """rows that are always enough, with the padding for `capacity.alignment`; a multiple of it"""
@@ -52,28 +55,38 @@ class Capacity:
     def of(cls, config: EPConfig) -> Capacity:
         """A token's K experts are K draws from the P, of which e are this rank's."""
         config = config.seated
-        R, K, P = config.topology.ep_size, config.model.num_experts_per_tok, config.num_physical_experts
-        placement, tokens = config.place_experts(), R * config.capacity.max_num_tokens_per_rank
+        R = config.topology.ep_size
+        K = config.model.num_experts_per_tok
+        P = config.num_physical_experts
+        placement = config.place_experts()
+        tokens = R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
-        variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # for one token: draws without replacement
+        variance = (
+            K * share * (1 - share) * (P - K) / max(1, P - 1)
+        )  # for one token: draws without replacement
         padding = e * (config.alignment - 1)
         worst = round_up(tokens * K + padding, config.alignment)
         return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)
 
     def rows(self, load: float) -> int:
-        """Rows for a rank that gets `load` times the mean, with `SIGMAS` for chance; at most the worst case."""
+        """Rows for a rank that gets `load` times the mean, with `SIGMAS` for chance; at most the
+        worst case.
+        """
         chance = SIGMAS * self.sigma * math.sqrt(load)
         return min(self.worst, math.ceil(load * self.mean + chance) + self.padding)
 
     def load(self, rows: int) -> float:
         """The largest load, times the mean, for which `rows` are enough: the inverse of `rows`."""
-        free, chance = max(0, rows - self.padding), SIGMAS * self.sigma
+        free = max(0, rows - self.padding)
+        chance = SIGMAS * self.sigma
         return ((math.sqrt(chance**2 + 4 * self.mean * free) - chance) / (2 * self.mean)) ** 2
 
 
 def suggestions(config: EPConfig) -> list[Suggestion]:
-    """The rows for each of `LOADS`, and the bytes of the node that they save. Empty if the saving is small."""
+    """The rows for each of `LOADS`, and the bytes of the node that they save. Empty if the saving
+    is small.
+    """
     capacity = Capacity.of(config)
     whole = _node_bytes(config, None)
     found = [
@@ -85,21 +98,31 @@ def suggestions(config: EPConfig) -> list[Suggestion]:
 
 
 def advice(config: EPConfig) -> Iterator[str | Table]:
-    """What `max_expert_rows` would save, if that is much; if it is set, the load that it is enough for."""
-    capacity, limit = Capacity.of(config), config.capacity.max_expert_rows
+    """What `max_expert_rows` would save, if that is much; if it is set, the load that it is enough
+    for.
+    """
+    capacity = Capacity.of(config)
+    limit = config.capacity.max_expert_rows
     drops = config.capacity.on_overflow == "drop"
-    beyond = "Pairs beyond it are dropped and counted." if drops else "A round with more rows raises EPOverflowError."
+    beyond = (
+        "Pairs beyond it are dropped and counted."
+        if drops
+        else "A round with more rows raises EPOverflowError."
+    )
     mean = f"{capacity.mean:,.0f} rows a rank are the mean of balanced routing"
     if limit is not None:
         yield (
-            f"`capacity.max_expert_rows` = {limit:,} is enough for {capacity.load(limit):.2g} × the mean load: {mean}, "
+            f"`capacity.max_expert_rows` = {limit:,} is enough for {capacity.load(limit):.2g} × "
+            f"the mean load: {mean}, "
             f"{capacity.worst:,} the worst case. {beyond}"
         )
         return
-    if not (found := suggestions(config)):
+    found = suggestions(config)
+    if not found:
         return
     yield (
-        f"`capacity.max_expert_rows` would save memory. By default a rank has {capacity.worst:,} rows, for the case "
+        f"`capacity.max_expert_rows` would save memory. By default a rank has {capacity.worst:,} "
+        "rows, for the case "
         f"that all tokens go to its experts; {mean}. Values that are safe for a load:"
     )
     columns = ("max_expert_rows", "the most loaded rank gets", "saves per node")
@@ -112,19 +135,28 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
 
 def network(config: EPConfig) -> Iterator[str]:
     """What crosses the network between several nodes, and what padding adds to it."""
-    nodes, limit = config.topology.num_nodes, config.rows_per_node
+    nodes = config.topology.num_nodes
+    limit = config.rows_per_node
     if nodes == 1:
         return
-    E, K = config.model.num_experts, config.model.num_experts_per_tok
-    elsewhere = math.comb(E - max(E // nodes, 1), K) / math.comb(E, K)  # that a token needs none of a node's experts
+    E = config.model.num_experts
+    K = config.model.num_experts_per_tok
+    elsewhere = math.comb(E - max(E // nodes, 1), K) / math.comb(
+        E, K
+    )  # that a token needs none of a node's experts
     per_token = nodes * (1 - elsewhere)
     yield (
-        f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and goes to each of them "
-        f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or as many as `ep.at_most` says. If these "
+        f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and "
+        "goes to each of them "
+        f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or as many as "
+        "`ep.at_most` says. If these "
         f"are its tokens, slabs are {nodes / per_token:.2f} × as long as the rows in them."
     )
     if config.capacity.max_expert_rows is None:
-        yield f"`capacity.max_expert_rows` should be set: for twice the mean load, {Capacity.of(config).rows(2.0):,}."
+        yield (
+            "`capacity.max_expert_rows` should be set: for twice the mean load, "
+            f"{Capacity.of(config).rows(2.0):,}."
+        )
 
 
 def rank_plans(config: EPConfig) -> list[MemoryPlan]:
@@ -145,7 +177,9 @@ def experts(config: EPConfig) -> list[str]:
     if config.exchange.transport != "nvlink" or config.alignment % DeepGemm.block:
         return []
     return [
-        "Experts in bf16 or fp8 take DeepGEMM on GPUs of compute capability 9.0, where it is installed (`pip install "
-        f"epmoe[deep_gemm]`). Their rounds start the rows of each expert at a multiple of {config.alignment}: the rows "
+        "Experts in bf16 or fp8 take DeepGEMM on GPUs of compute capability 9.0, where it is "
+        "installed (`pip install "
+        "epmoe[deep_gemm]`). Their rounds start the rows of each expert at a multiple of "
+        f"{config.alignment}: the rows "
         "above have room for it."
     ]

@@ -13,13 +13,17 @@ from epmoe.cli.console import human_seconds, share
 from epmoe.cli.result import STAGES, Balancing, Result, by_rank, imbalance, mean_stages
 from epmoe.cli.tables import times
 
-MOST_RANKS = 16  # with more, a chart that has a bar or a line for each rank shows one for all of them
+MOST_RANKS = (
+    16  # with more, a chart that has a bar or a line for each rank shows one for all of them
+)
 MOST_LABELLED = 16  # with more ranks, the cells of a heat map have no numbers in them
 MOST_PARTS = 12  # of a run
 
 
 class Cell(NamedTuple):
-    """A cell of a heat map: its value in words, and where the value lies between the lowest, 0, and the highest, 1."""
+    """A cell of a heat map: its value in words, and where the value lies between the lowest, 0, and
+    the highest, 1.
+    """
 
     text: str
     title: str
@@ -29,13 +33,17 @@ class Cell(NamedTuple):
 
 
 def element(name: str, *content: object, **attributes: object) -> Markup:
-    """`<name key="value">content</name>`. Empty ones are left out; `class_` is class, `aria_label` is aria-label."""
+    """`<name key="value">content</name>`. Empty ones are left out; `class_` is class, `aria_label`
+    is aria-label.
+    """
     words = [
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value)
         for key, value in attributes.items()
         if value not in ("", None)
     ]
-    return Markup("<{}{}>{}</{}>").format(Markup(name), Markup("").join(words), join(content), Markup(name))
+    return Markup("<{}{}>{}</{}>").format(
+        Markup(name), Markup("").join(words), join(content), Markup(name)
+    )
 
 
 def join(content: Iterable[object]) -> Markup:
@@ -44,7 +52,9 @@ def join(content: Iterable[object]) -> Markup:
 
 
 def stages(result: Result) -> Markup:
-    """Seconds by stage: a bar for the single process (the mean over ranks), and one for each rank."""
+    """Seconds by stage: a bar for the single process (the mean over ranks), and one
+    for each rank.
+    """
     named = [(f"rank {rank}", one) for rank, one in enumerate(result.stages)]
     if len(named) > MOST_RANKS:
         named = [(f"mean of {len(named)} ranks", result.seconds)]
@@ -58,18 +68,30 @@ def stages(result: Result) -> Markup:
         whole = human_seconds(total, zeros=True)
         fill = []
         for stage in STAGES:
-            if seconds := one.get(stage, 0.0):
+            seconds = one.get(stage, 0.0)
+            if seconds:
                 label = element("b", stage, class_=f"chars-{len(stage)}")
-                title = f"{name}, {stage}: {human_seconds(seconds, zeros=True)}, {share(seconds / total)} of {whole}"
+                title = (
+                    f"{name}, {stage}: {human_seconds(seconds, zeros=True)}, "
+                    f"{share(seconds / total)} of {whole}"
+                )
                 css = f"st-{stage.replace(' ', '-')}"
                 width = f"width:{100 * seconds / top:.3f}%"
-                fill.append(element("i", label, class_=css, data_stage=stage, style=width, title=title))
+                fill.append(
+                    element("i", label, class_=css, data_stage=stage, style=width, title=title)
+                )
         parts.append(element("div", name, class_="name"))
         track = join((grid, element("div", *fill, class_="fill")))
-        parts.append(element("div", track, class_="track", role="img", aria_label=f"{name}: {whole}"))
+        parts.append(
+            element("div", track, class_="track", role="img", aria_label=f"{name}: {whole}")
+        )
         parts.append(element("div", whole, class_="total"))
     labels = (element("span", label, style=f"left:{at}%") for at, label in ticks)
-    parts += [element("div", class_="corner"), element("div", *labels, class_="xaxis"), element("div")]
+    parts += [
+        element("div", class_="corner"),
+        element("div", *labels, class_="xaxis"),
+        element("div"),
+    ]
     return element("div", *parts, class_=f"bars{' many' * (len(named) > 8)}")
 
 
@@ -87,17 +109,30 @@ def waits(result: Result) -> Markup:
 
 def _pairs(
     values: Sequence[Sequence[float]],
-    down: str, across: str, what: str, itself: str,
-    label: Callable[[float], str], unit: str = "",
-) -> Markup:  # fmt: skip
-    """A heat map of [R][R] values: a rank for each row and column. A rank's value for itself has no colour."""
+    down: str,
+    across: str,
+    what: str,
+    itself: str,
+    label: Callable[[float], str],
+    unit: str = "",
+) -> Markup:
+    """A heat map of [R][R] values: a rank for each row and column. A rank's value for itself has no
+    colour.
+    """
     ranks = range(len(values))
     others = [one for i, row in enumerate(values) for j, one in enumerate(row) if i != j] or [0]
-    low, top = min(others), max(others)
+    low = min(others)
+    top = max(others)
 
     def cell(i: int, j: int) -> Cell:
-        one, whom = values[i][j], "itself" if i == j else f"rank {j}"
-        return Cell(label(one), f"rank {i} {across} {whom}: {label(one)}{unit}", (one - low) / (top - low or 1), i == j)
+        one = values[i][j]
+        whom = "itself" if i == j else f"rank {j}"
+        return Cell(
+            label(one),
+            f"rank {i} {across} {whom}: {label(one)}{unit}",
+            (one - low) / (top - low or 1),
+            i == j,
+        )
 
     key = (element("span", class_="own key"), element("span", f"{across} itself: {itself}"))
     heads = [_number(rank, len(ranks)) for rank in ranks]
@@ -107,42 +142,74 @@ def _pairs(
 
 def balance(balancing: Balancing) -> Markup:
     """The load of each rank over the mean: ranks as rows, parts of the run as columns."""
-    rounds, ranks = len(balancing.rows[0]), len(balancing.rows)
+    rounds = len(balancing.rows[0])
+    ranks = len(balancing.rows)
     count = min(rounds, MOST_PARTS)
     spans = list(itertools.pairwise(rounds * n // count for n in range(count + 1)))
     loads = [[sum(rows[begin:end]) for rows in balancing.rows] for begin, end in spans]
     over = [[load * ranks / (sum(part) or 1) for load in part] for part in loads]
-    low, top = min(map(min, over)), max(map(max, over))
+    low = min(map(min, over))
+    top = max(map(max, over))
 
     def cell(rank: int, n: int) -> Cell:
         text, (begin, end) = f"{over[n][rank]:.2f}", spans[n]
         title = f"rank {rank}, rounds {begin + 1} to {end}: {text}× the mean"
         return Cell(text, title, (over[n][rank] - low) / (top - low or 1))
 
-    moves = [sum(moves for tick, moves in balancing.moves if begin < tick <= end) for begin, end in spans]
+    moves = [
+        sum(moves for tick, moves in balancing.moves if begin < tick <= end) for begin, end in spans
+    ]
     busiest = [f"{imbalance(load) or 1:.2f}" for load in loads]
     below = [
-        element("tr", element("th", name, scope="row"), *(element("td", one, class_="corner") for one in cells))
+        element(
+            "tr",
+            element("th", name, scope="row"),
+            *(element("td", one, class_="corner") for one in cells),
+        )
         for name, cells in (("most", busiest), ("moves", moves))
     ]
     heads = [f"{begin + 1}" for begin, _ in spans]
-    grid = _grid("from round", "rank", heads, [[cell(i, n) for n in range(count)] for i in range(ranks)], *below)
-    return element("div", grid, _scale(f"{low:.2f}×", "load of a rank, over the mean", f"{top:.2f}×"), class_="heat")
+    grid = _grid(
+        "from round",
+        "rank",
+        heads,
+        [[cell(i, n) for n in range(count)] for i in range(ranks)],
+        *below,
+    )
+    return element(
+        "div",
+        grid,
+        _scale(f"{low:.2f}×", "load of a rank, over the mean", f"{top:.2f}×"),
+        class_="heat",
+    )
 
 
 def _grid(
     caption: str, corner: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], *below: Markup
-) -> Markup:  # fmt: skip
-    """The cells of a heat map, a rank for each row; with many ranks small ones, without their texts."""
+) -> Markup:
+    """The cells of a heat map, a rank for each row; with many ranks small ones, without their
+    texts.
+    """
     labelled = len(rows) <= MOST_LABELLED
-    lines = [element("tr", element("td", corner, class_="corner"), *(element("th", one, scope="col") for one in heads))]
+    lines = [
+        element(
+            "tr",
+            element("td", corner, class_="corner"),
+            *(element("th", one, scope="col") for one in heads),
+        )
+    ]
     for rank, row in enumerate(rows):
         cells = []
         for one in row:
             css, style = ("own", "") if one.own else ("", f"--v:{100 * one.level:.0f}%")
-            cells.append(element("td", one.text if labelled else "", class_=css, style=style, title=one.title))
+            cells.append(
+                element(
+                    "td", one.text if labelled else "", class_=css, style=style, title=one.title
+                )
+            )
         lines.append(element("tr", element("th", _number(rank, len(rows)), scope="row"), *cells))
-    style = f"--n:{len(heads) if labelled else max(len(heads), len(rows))}"  # how many columns' room they get
+    # how many columns' room they get
+    style = f"--n:{len(heads) if labelled else max(len(heads), len(rows))}"
     css = f"cells{' small' * (not labelled)}"
     table = element("table", element("caption", caption), *lines, *below, class_=css, style=style)
     return element("div", table, class_="scroll", tabindex=0)
@@ -151,7 +218,9 @@ def _grid(
 def _scale(low: str, what: str, top: str, *key: Markup) -> Markup:
     """The colours of a heat map, with the values at their ends."""
     ends = element("span", *(element("span", word) for word in (low, what, top)), class_="ends")
-    return element("div", *key, element("span", class_="ramp"), ends, class_="scale" if key else "scale plain")
+    return element(
+        "div", *key, element("span", class_="ramp"), ends, class_="scale" if key else "scale plain"
+    )
 
 
 def _number(rank: int, ranks: int) -> str:
@@ -162,18 +231,25 @@ def _number(rank: int, ranks: int) -> str:
 
 def loads(result: Result) -> Markup:
     """Tokens of each physical expert, as bars, rank by rank."""
-    placement, holder, R = result.placement, result.holder, result.placement.ep_size
+    placement = result.placement
+    holder = result.holder
+    R = result.placement.ep_size
     mean = sum(result.load) / len(result.load)
     top, ticks = axis(max(result.load), lambda value: f"{value:,.0f}", whole=True)
     gap = f"gap:min(22px,{24 / R:.2f}%)"
 
     def bar(rank: int, expert: int) -> Markup:
-        load, logical = result.load[expert], placement.logical(expert)
+        load = result.load[expert]
+        logical = placement.logical(expert)
         copy = f" (copy of {logical})" if logical != expert and holder == "expert" else ""
-        title = f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, {times(load / (mean or 1))} the mean"
+        title = (
+            f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, "
+            f"{times(load / (mean or 1))} the mean"
+        )
         return element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title)
 
-    groups, below = [], []
+    groups = []
+    below = []
     for rank, experts in enumerate(by_rank(placement, range(len(result.load)))):
         width = f"flex:{len(experts)}"
         groups.append(element("div", *(bar(rank, expert) for expert in experts), style=width))
@@ -181,10 +257,21 @@ def loads(result: Result) -> Markup:
         below.append(element("span", name, style=width))
     axis_labels = (element("span", label, style=f"top:{100 - at}%") for at, label in ticks)
     lines = (element("i", class_="grid", style=f"top:{100 - at}%") for at, _ in ticks)
-    limit = element("i", element("b", f"mean {mean:,.0f}"), class_="limit", style=f"top:{100 - 100 * mean / top}%")
+    limit = element(
+        "i",
+        element("b", f"mean {mean:,.0f}"),
+        class_="limit",
+        style=f"top:{100 - 100 * mean / top}%",
+    )
     bars = element("div", *groups, class_="groups", style=gap)
     area = element(
-        "div", *lines, bars, limit, class_="area", role="img", aria_label=f"Tokens of each {holder}, rank by rank"
+        "div",
+        *lines,
+        bars,
+        limit,
+        class_="area",
+        role="img",
+        aria_label=f"Tokens of each {holder}, rank by rank",
     )
     return join(
         (
@@ -195,11 +282,17 @@ def loads(result: Result) -> Markup:
     )
 
 
-def axis(top: float, label: Callable[[float], str], whole: bool = False) -> tuple[float, list[tuple[float, str]]]:
-    """The end of an axis from 0 that holds `top`, and three to six ticks at round numbers: (percent, label)."""
+def axis(
+    top: float, label: Callable[[float], str], whole: bool = False
+) -> tuple[float, list[tuple[float, str]]]:
+    """The end of an axis from 0 that holds `top`, and three to six ticks at round numbers:
+    (percent, label).
+    """
     top = top if top > 0 and math.isfinite(top) else 1.0
     power = 10.0 ** math.floor(math.log10(top / 4))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= top / 4)
     step = max(1.0, step) if whole else step
     count = math.ceil(top / step - 1e-9)
-    return count * step, [(100 * n / count, label(n * step) if n else "0") for n in range(count + 1)]
+    return count * step, [
+        (100 * n / count, label(n * step) if n else "0") for n in range(count + 1)
+    ]

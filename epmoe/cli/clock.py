@@ -15,11 +15,14 @@ from torch.utils.hooks import RemovableHandle
 class StageClock:
     """Wall time of one rank by stage, waiting for other ranks included.
 
-    A stage that starts inside another one pauses it. The stages' times therefore add up to the time of the run.
+    A stage that starts inside another one pauses it. The stages' times therefore add up to the time
+    of the run.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        """Measure what runs on `device`: a clock of a GPU waits for it wherever a stage starts or ends."""
+        """Measure what runs on `device`: a clock of a GPU waits for it wherever a stage starts or
+        ends.
+        """
         self.seconds: dict[str, float] = {}  # by stage
         self.elapsed = 0.0  # of `watch`, measured on its own
         self._device = torch.device(device)
@@ -39,10 +42,14 @@ class StageClock:
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Measure what happens in the block, above all calls of `model`.
 
-        Stages are gather (FSDP collects weights), attention, route, experts and other layers. What happens outside of
-        the model's forward pass is the stage loop.
+        Stages are gather (FSDP collects weights), attention, route, experts and other layers. What
+        happens outside of the model's forward pass is the stage loop.
         """
-        hooks = [hook for name, module in model.named_modules() for hook in self._watch(model, name, module)]
+        hooks = [
+            hook
+            for name, module in model.named_modules()
+            for hook in self._watch(model, name, module)
+        ]
         start = self.now()
         try:
             with self.stage("loop"):
@@ -53,7 +60,9 @@ class StageClock:
                 hook.remove()
 
     def divide(self, stage: str, parts: Mapping[str, float], rest: str) -> None:
-        """Replace `stage` by its `parts`, in seconds; what they leave of it is added to the stage `rest`."""
+        """Replace `stage` by its `parts`, in seconds; what they leave of it is added to the stage
+        `rest`.
+        """
         whole = self.seconds.pop(stage)
         self.seconds[rest] = self.seconds.get(rest, 0.0) + whole - sum(parts.values())
         self.seconds.update(parts)
@@ -66,7 +75,9 @@ class StageClock:
 
     def _watch(self, model: nn.Module, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         stage = stage_of(model, name)
-        if isinstance(module, FSDPModule):  # its own hook, between these two, collects the module's weights
+        if isinstance(
+            module, FSDPModule
+        ):  # its own hook, between these two, collects the module's weights
             yield module.register_forward_pre_hook(lambda *_: self._start("gather"), prepend=True)
             yield module.register_forward_pre_hook(lambda *_: self._stop())
         if stage:
@@ -90,7 +101,9 @@ class StageClock:
 
 
 def stage_of(model: nn.Module, name: str) -> str | None:
-    """The stage of a module of `model`, by the names that transformers gives to modules; None if its parent's."""
+    """The stage of a module of `model`, by the names that transformers gives to modules; None if
+    its parent's.
+    """
     parent, _, leaf = name.rpartition(".")
     if not name:
         return "other layers"

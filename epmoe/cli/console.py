@@ -49,7 +49,8 @@ def launched_rank() -> int | None:
 def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
     """Print one message, on rank 0 only unless `every_rank`, and return the exception to raise.
 
-    A rank that `epmoe` itself started prints nothing: it leaves its message to the process that started it.
+    A rank that `epmoe` itself started prints nothing: it leaves its message to the process that
+    started it.
     """
     rank = launched_rank()
     file = message_file()
@@ -65,8 +66,11 @@ def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
 
 
 def quiet_exit() -> typer.Exit:
-    """What to raise where there is nothing more to say, as after a check that failed: exit code 1."""
-    if (file := message_file()) is not None:
+    """What to raise where there is nothing more to say, as after a check that failed:
+    exit code 1.
+    """
+    file = message_file()
+    if file is not None:
         _leave(file, "", 1)
     return typer.Exit(1)
 
@@ -80,7 +84,11 @@ def _leave(file: Path, message: str, code: int) -> None:
 def message_file() -> Path | None:
     """Where a rank that `epmoe` itself started leaves its message; None in any other process."""
     ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
-    return Path(os.environ["TORCHELASTIC_ERROR_FILE"]) if ours and launched_rank() is not None else None
+    return (
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        if ours and launched_rank() is not None
+        else None
+    )
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
@@ -113,9 +121,13 @@ def log(line: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print all of a table where the output is no terminal: rich takes a file or a pipe for 80 columns."""
+    """Print all of a table where the output is no terminal: rich takes a file or a pipe for 80
+    columns.
+    """
     if not console.is_terminal:
-        table.width = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+        table.width = console.measure(
+            table, options=console.options.update(max_width=_WIDEST)
+        ).maximum
     console.print(table, crop=False)
 
 
@@ -132,7 +144,9 @@ def human_seconds(seconds: float, zeros: bool = False) -> str:
     """0.0123 → '12.3 ms', 0.012 → '12 ms'; or with `zeros` '12.0 ms', so that a column lines up."""
     if not seconds:
         return "0 s"
-    scale, unit = next(((s, u) for s, u in ((1e-6, "µs"), (1e-3, "ms")) if seconds < 999.5 * s), (1.0, "s"))
+    scale, unit = next(
+        ((s, u) for s, u in ((1e-6, "µs"), (1e-3, "ms")) if seconds < 999.5 * s), (1.0, "s")
+    )
     value = seconds / scale
     digits = f"{value:{'#' if zeros else ''}.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
     return f"{digits} {unit}"
@@ -144,7 +158,9 @@ def share(part: float) -> str:
 
 
 def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
-    """A table without lines: figures on the right, and on the left the columns that `words` names."""
+    """A table without lines: figures on the right, and on the left the columns that
+    `words` names.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
@@ -152,7 +168,9 @@ def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """One bar per value, scaled to the largest; with more than `width` values, neighbours are summed."""
+    """One bar per value, scaled to the largest; with more than `width` values, neighbours are
+    summed.
+    """
     step = -(-len(values) // width) or 1
     sums = [sum(values[i : i + step]) for i in range(0, len(values), step)]
     top = max(sums, default=0) or 1
@@ -160,12 +178,20 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """What to type for this run: variables that override the configuration, `epmoe`, `arguments`."""
-    overrides = {key: value for key, value in os.environ.items() if key.startswith("EPMOE_") and "__" in key}
-    words = [f"{key}={shlex.quote(without_folder(value))}" for key, value in sorted(overrides.items())]
+    """What to type for this run: variables that override the configuration, `epmoe`,
+    `arguments`.
+    """
+    overrides = {
+        key: value for key, value in os.environ.items() if key.startswith("EPMOE_") and "__" in key
+    }
+    words = [
+        f"{key}={shlex.quote(without_folder(value))}" for key, value in sorted(overrides.items())
+    ]
     words.append("epmoe")
     for argument in arguments:
-        option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+        option, equals, value = (
+            argument.partition("=") if argument.startswith("-") else ("", "", argument)
+        )
         words.append(shlex.quote(option + equals + without_folder(value)))
     return " ".join(words)
 

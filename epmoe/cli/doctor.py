@@ -27,7 +27,9 @@ from epmoe.native.arguments import FP8
 from epmoe.native.package import EXTRAS
 
 OLDEST_GPU = (8, 0)
-_ADVICE_OF_CACHE = "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"
+_ADVICE_OF_CACHE = (
+    "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
         failed |= finding.level == "fail"
         colour = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
         console.print(
-            f"[{colour}]{finding.level:<4}[/]  {finding.subject:<15} {escape(finding.detail)}", soft_wrap=True
+            f"[{colour}]{finding.level:<4}[/]  {finding.subject:<15} {escape(finding.detail)}",
+            soft_wrap=True,
         )
         if finding.advice:
             console.print(f"      {'':<15} [dim]→[/] {escape(finding.advice)}", soft_wrap=True)
@@ -75,11 +78,15 @@ def diagnose(config: EPConfig | None) -> Iterator[Finding]:
 
 def _compiler() -> Finding:
     compiler = os.environ.get("CXX", "c++")
-    advice = "install g++ 11 or newer (Debian, Ubuntu: apt-get install g++), or point CXX to a compiler"
+    advice = (
+        "install g++ 11 or newer (Debian, Ubuntu: apt-get install g++), or point CXX to a compiler"
+    )
     path = shutil.which(compiler)
     if path is None:
         return Finding("fail", "compiler", f"`{compiler}` is not on the PATH", advice)
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    version = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, check=False
+    ).stdout
     line = version.splitlines()[0] if version else path
     found = re.search(r"(\d+)\.\d+", line)
     if "clang" not in line.lower() and found and int(found[1]) < 11:
@@ -88,7 +95,9 @@ def _compiler() -> Finding:
 
 
 def _torch() -> Finding:
-    detail = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
+    detail = (
+        f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
+    )
     oldest = build.TRIED_TORCH[0]
     if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < oldest:
         return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, oldest))}")
@@ -102,7 +111,10 @@ def _native_library() -> Finding:
 
         route(torch.zeros(1, 2), 1)
         path = build.ready() or build.build()
-    except (OSError, RuntimeError) as error:  # a BuildError, or there is no home folder for the cache
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a BuildError, or there is no home folder for the cache
         advice = "" if "EPMOE_CACHE_DIR" in str(error) else _ADVICE_OF_CACHE
         return Finding("fail", "native library", " ".join(str(error).split())[:400], advice)
     how = "loads; built at installation" if path == build.AHEAD_OF_TIME else "loads"
@@ -113,8 +125,13 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     size = config.topology.ep_size if config else 0
     if config and config.exchange.transport == "nvlink" and count < size:
-        detail = f"torch sees {count}, and `exchange.transport` nvlink wants one for each of {size} ranks"
-        yield Finding("fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU")
+        detail = (
+            f"torch sees {count}, and `exchange.transport` nvlink wants one for each of "
+            f"{size} ranks"
+        )
+        yield Finding(
+            "fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU"
+        )
     elif count == 0:
         if shutil.which("nvidia-smi"):
             advice = "install a torch build with CUDA; `nvidia-smi` says what the driver supports"
@@ -131,28 +148,40 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
         else:
             yield Finding("ok", f"cuda:{index}", detail)
     cut = [
-        f"{a}→{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+        f"{a}→{b}"
+        for a in range(count)
+        for b in range(count)
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
     if cut:
-        advice = "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink domain must be visible"
+        advice = (
+            "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink "
+            "domain must be visible"
+        )
         yield Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
     elif count > 1:
         yield Finding("ok", "peer access", f"between all {count} GPUs")
     if shutil.which("nvcc") is None and build.ready() is None:
         advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
-        yield Finding("warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice)
+        yield Finding(
+            "warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice
+        )
 
 
 def _experts_gemm() -> Finding:
     """Which library computes the experts' grouped GEMM."""
     shapes = (1, 512, 256), (1, 256, 256)
     for dtype in (torch.bfloat16, FP8):
-        problem = DeepGemm().problem_with(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
+        problem = DeepGemm().problem_with(
+            *(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
+        )
         if problem is None:
             continue
         if isinstance(problem, ValueError):  # this GPU cannot
             return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")
-        return Finding("warn", "experts", f"torch's grouped GEMM, which is slower than DeepGEMM: {problem}")
+        return Finding(
+            "warn", "experts", f"torch's grouped GEMM, which is slower than DeepGEMM: {problem}"
+        )
     return Finding("ok", "experts", "DeepGEMM, for weights in bf16 and fp8")
 
 
@@ -160,7 +189,9 @@ def _optional(package: str, without: str) -> Finding:
     try:
         return Finding("ok", package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        return Finding("warn", package, f"not installed: {without}", f"pip install 'epmoe[{EXTRAS[package]}]'")
+        return Finding(
+            "warn", package, f"not installed: {without}", f"pip install 'epmoe[{EXTRAS[package]}]'"
+        )
 
 
 def _anonymous_memory() -> Finding:
@@ -178,8 +209,12 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     if config is None:
         yield Finding("ok", "memory", detail)
         return
-    sizes, ranks = [plan.total_bytes for plan in rank_plans(config)], config.topology.ep_size
-    advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
+    sizes = [plan.total_bytes for plan in rank_plans(config)]
+    ranks = config.topology.ep_size
+    advice = (
+        "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see "
+        "`epmoe plan`"
+    )
     if config.exchange.transport == "nvlink":
         if torch.cuda.device_count() < ranks:  # _gpus says so
             return
@@ -190,5 +225,7 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
         fits = sum(sizes) <= available
         detail = f"{human_bytes(sum(sizes))} planned for {ranks} ranks; {detail}"
         if ranks > (cores := len(os.sched_getaffinity(0))):
-            yield Finding("warn", "cores", f"{ranks} ranks on {cores} cores: works, but they take turns")
+            yield Finding(
+                "warn", "cores", f"{ranks} ranks on {cores} cores: works, but they take turns"
+            )
     yield Finding("ok", "memory", detail) if fits else Finding("fail", "memory", detail, advice)

@@ -1,4 +1,6 @@
-"""Commands that run on several ranks: they start their ranks themselves, or are one of those that torchrun started."""
+"""Commands that run on several ranks: they start their ranks themselves, or are one of those that
+torchrun started.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,15 @@ CONFIG = typer.Argument(
 )
 NPROC = typer.Option(min=1, help="Ranks, in place of `topology.ep_size`.", show_default=False)
 _BACKENDS = "cpu:gloo,cuda:nccl"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch's launcher handles them
-# How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel ends it
-# (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries print to stderr goes to a
-# file, as on the other ranks, but rank 0 keeps the stderr of the command.
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+)  # torch's launcher handles them
+# How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel
+# ends it (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries
+# print to stderr goes to a file, as on the other ranks, but rank 0 keeps the stderr of the command.
 _BEGIN = f"""
 import ctypes, os, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -56,7 +63,8 @@ main()
 
 
 def load(config: Path, nproc: int | None = None) -> EPConfig:
-    """The configuration of this name or path, for `nproc` ranks if that is given. Raises ConfigError.
+    """The configuration of this name or path, for `nproc` ranks if that is given. Raises
+    ConfigError.
 
     With `nproc`, the path may be the folder of a Hugging Face checkpoint.
     """
@@ -74,40 +82,66 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
 
 
 def check_ranks(config: EPConfig) -> None:
-    """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a launcher's variables."""
+    """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a
+    launcher's variables.
+    """
     size = config.topology.ep_size
     nodes = config.topology.num_nodes
     on_gpus = config.exchange.transport == "nvlink"
     launched = "RANK" in os.environ
     here = size // nodes if launched else size
     if launched and (started := _started_ranks()) != size:
-        where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-        own = "-- " if "--nproc" in shlex.join(sys.argv) else ""  # torchrun has options that begin like this one
+        where = (
+            "--standalone"
+            if nodes == 1
+            else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        )
+        own = (
+            "-- " if "--nproc" in shlex.join(sys.argv) else ""
+        )  # torchrun has options that begin like this one
         raise UserError(
             f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  "
             f"torchrun {where} --nproc-per-node {here} -m {own}epmoe {shlex.join(sys.argv[1:])}"
         )
     if on_gpus and (found := torch.cuda.device_count()) < here:
         raise UserError(
-            f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees {found}; "
-            "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on the CPU"
+            f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees "
+            f"{found}; "
+            "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on "
+            "the CPU"
         )
-    if not dist.is_available() or not dist.is_gloo_available() or (on_gpus and not dist.is_nccl_available()):
+    if (
+        not dist.is_available()
+        or not dist.is_gloo_available()
+        or (on_gpus and not dist.is_nccl_available())
+    ):
         needed = "gloo and NCCL" if on_gpus else "gloo"
-        raise UserError(f"this build of torch has no torch.distributed with {needed}: install torch from pytorch.org")
+        raise UserError(
+            f"this build of torch has no torch.distributed with {needed}: install torch from "
+            "pytorch.org"
+        )
 
 
 def _started_ranks() -> int:
     """The WORLD_SIZE that a launcher set, whose other variables are checked."""
-    if missing := [name for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR") if not os.environ.get(name)]:
+    missing = [
+        name for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR") if not os.environ.get(name)
+    ]
+    if missing:
         raise UserError(
-            f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this command starts its ranks "
+            f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this "
+            "command starts its ranks "
             "itself, or start it under torchrun"
         )
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not (value := os.environ.get(name, "0")).isdecimal():
-            raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        value = os.environ.get(name, "0")
+        if not value.isdecimal():
+            raise UserError(
+                f"environment variable {name} must be a number, got {value!r}; launchers set it, "
+                "not users"
+            )
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     if rank >= size:
         raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {rank}")
     return size
@@ -115,7 +149,9 @@ def _started_ranks() -> int:
 
 @contextmanager
 def all_ranks(config: EPConfig) -> Iterator[int]:
-    """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL; yields this rank."""
+    """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL;
+    yields this rank.
+    """
     rank = launched_rank()
     on_gpus = config.exchange.transport == "nvlink"
     assert rank is not None  # check_ranks
@@ -127,7 +163,9 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
         dist.init_process_group(_BACKENDS if on_gpus else "gloo")
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"rank {rank} cannot join the others at {where}: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"rank {rank} cannot join the others at {where}: {str(error).splitlines()[0]}"
+        ) from None
     try:
         yield rank
     finally:
@@ -137,20 +175,29 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
 def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     """Start one process for each rank, wait for them, and print at most one message.
 
-    `arguments` are those of `epmoe`, for each rank. Returns the exit code: 0, that of the rank which failed first, or
-    128 plus the number of the signal that ended this process. Neither processes nor files stay behind.
+    `arguments` are those of `epmoe`, for each rank. Returns the exit code: 0, that of the rank
+    which failed first, or 128 plus the number of the signal that ended this process. Neither
+    processes nor files stay behind.
     """
     from torch.distributed.elastic.multiprocessing import SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _load_native_library()
     command = ["-P", "-c", _BEGIN + _RUN, *arguments]
-    # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank fails.
+    # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank
+    # fails.
     quiet = dict.fromkeys(range(1, config.topology.ep_size), Std.ALL)
     try:
         with tempfile.TemporaryDirectory(prefix="epmoe-") as folder:
             try:
-                launch(config.topology.ep_size, sys.executable, command, folder, quiet, run_id=RUN_ID + uuid4().hex)
+                launch(
+                    config.topology.ep_size,
+                    sys.executable,
+                    command,
+                    folder,
+                    quiet,
+                    run_id=RUN_ID + uuid4().hex,
+                )
             except ChildFailedError as error:
                 console.show_cursor()
                 return _explain(error.failures, Path(folder))
@@ -160,7 +207,13 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # of torch's launcher: no port, no process
-        fail(f"the ranks cannot be started: {type(error).__name__}: {' '.join(str(error).split())[:400]}", code=1)
+        fail(
+            (
+                f"the ranks cannot be started: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:400]}"
+            ),
+            code=1,
+        )
         return 1
     return 0
 
@@ -178,22 +231,31 @@ def launch(
 ) -> None:
     """Run `program` with `arguments` on all ranks by torch's launcher, with their logs in `folder`.
 
-    Ranks get the variables of torchrun, this process's module search path, `folder` for temporary files, and one thread
-    each. They meet on the loopback interface, where no other machine reaches them. What the launcher changes in this
-    process, handlers of signals among it, is undone. `run_id` and `start_method` are those of torch's launcher, which
-    looks at the ranks every `look_s` seconds. Raises ChildFailedError if a rank fails, SignalException if a signal ends
-    this process.
+    Ranks get the variables of torchrun, this process's module search path, `folder` for temporary
+    files, and one thread each. They meet on the loopback interface, where no other machine reaches
+    them. What the launcher changes in this process, handlers of signals among it, is undone.
+    `run_id` and `start_method` are those of torch's launcher, which looks at the ranks every
+    `look_s` seconds. Raises ChildFailedError if a rank fails, SignalException if a signal ends this
+    process.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     store = loopback_store()
     everywhere = {
-        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
-    }  # fmt: skip
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
     variables = {
-        rank: {name: str(value) for name, value in (everywhere | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        rank: {
+            name: str(value)
+            for name, value in (everywhere | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        }
         for rank in range(ranks)
     }
     environment = os.environ.copy()
@@ -201,7 +263,10 @@ def launch(
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     temporary = Path(folder, "tmp")
     temporary.mkdir()
-    os.environ |= {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "TMPDIR": str(temporary)}
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "TMPDIR": str(temporary),
+    }
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -209,7 +274,9 @@ def launch(
     try:
         logs = DefaultLogsSpecs(log_dir=folder, redirects=redirects)
         every = dict.fromkeys(variables, tuple(arguments))
-        context = start_processes("epmoe", program, every, variables, logs, start_method=start_method)
+        context = start_processes(
+            "epmoe", program, every, variables, logs, start_method=start_method
+        )
         try:
             result = context.wait(period=look_s)
         finally:
@@ -220,7 +287,9 @@ def launch(
         logging.disable(disabled)
         os.environ.clear()
         os.environ.update(environment)
-        with contextlib.suppress(ValueError):  # not in the main thread, where torch has set none either
+        with contextlib.suppress(
+            ValueError
+        ):  # not in the main thread, where torch has set none either
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -230,16 +299,25 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     rank = _cause(failures)
     failure = failures[rank]
     if _left_message(failure):
-        if message := failure.error_file_data["message"]:
+        message = failure.error_file_data["message"]
+        if message:
             fail(message, code=1)
-        return failure.error_file_data["code"]  # without a message: rank 0 has printed that a check failed
+        return failure.error_file_data[
+            "code"
+        ]  # without a message: rank 0 has printed that a check failed
     if failure.exitcode < 0:
         memory = ", as happens when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
         message = f"rank {rank} was ended by {failure.signal_name()}{memory}"
     else:
-        printed = [path.read_text(errors="replace") for path in folder.glob(f"*/attempt_0/{rank}/stderr.log")]
+        printed = [
+            path.read_text(errors="replace")
+            for path in folder.glob(f"*/attempt_0/{rank}/stderr.log")
+        ]
         last = "".join(printed).strip().rpartition("\n")[2]
-        message = f"rank {rank} ended with exit code {failure.exitcode}{': ' if last else ''}{last}{SEE_TRACEBACK}"
+        message = (
+            f"rank {rank} ended with exit code "
+            f"{failure.exitcode}{': ' if last else ''}{last}{SEE_TRACEBACK}"
+        )
     fail(message, code=1)
     return 1
 
@@ -247,11 +325,18 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
 def _cause(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank whose failure explains the others.
 
-    It is among the first. A rank that dies or refuses its input makes others fail within moments; and once one has
-    failed, torch's launcher ends the others: with SIGTERM, and those that remain with SIGKILL after 30 s.
+    It is among the first. A rank that dies or refuses its input makes others fail within moments;
+    and once one has failed, torch's launcher ends the others: with SIGTERM, and those that remain
+    with SIGKILL after 30 s.
     """
-    times = {rank: one.error_file_data.get("timestamp", one.timestamp) for rank, one in failures.items()}
-    ended = {rank for rank, one in failures.items() if one.exitcode == -signal.SIGTERM and not _left_message(one)}
+    times = {
+        rank: one.error_file_data.get("timestamp", one.timestamp) for rank, one in failures.items()
+    }
+    ended = {
+        rank
+        for rank, one in failures.items()
+        if one.exitcode == -signal.SIGTERM and not _left_message(one)
+    }
     own = failures.keys() - ended or failures.keys()
     first = min(times[rank] for rank in own)
 
@@ -270,17 +355,25 @@ def _left_message(failure: ProcessFailure) -> bool:
 
 
 def _load_native_library() -> None:
-    """Build the native library here if need be: that minute should not count as waiting for a rank."""
+    """Build the native library here if need be: that minute should not count as
+    waiting for a rank.
+    """
     from epmoe.native import ops
     from epmoe.native.build import BuildError
 
-    with console.status("loading the native library; the first time it is built, which takes minutes"):
+    with console.status(
+        "loading the native library; the first time it is built, which takes minutes"
+    ):
         try:
             _ = ops.route
         except BuildError:
             raise
-        except (OSError, RuntimeError) as error:  # it does not load, or there is no home folder for the cache
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # it does not load, or there is no home folder for the cache
             raise UserError(
-                f"the native library cannot be built or loaded: {' '.join(str(error).split())}; EPMOE_CACHE_DIR names "
+                f"the native library cannot be built or loaded: {' '.join(str(error).split())}; "
+                "EPMOE_CACHE_DIR names "
                 "a folder to build it in, EPMOE_LIBRARY a library that is built"
             ) from None

@@ -1,4 +1,6 @@
-"""`epmoe plan CONFIG --compare`: a layer with expert parallel, tensor parallel and replicated experts, by a model."""
+"""`epmoe plan CONFIG --compare`: a layer with expert parallel, tensor parallel and replicated
+experts, by a model.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +10,46 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from epmoe.bench.parallelism import BATCHES, GPUS, WRONG, Comparison, Cost, better_than_ep, problem_with
+from epmoe.bench.parallelism import (
+    BATCHES,
+    GPUS,
+    WRONG,
+    Comparison,
+    Cost,
+    better_than_ep,
+    problem_with,
+)
 from epmoe.cli.console import UserError, human_bytes, plain_table
 from epmoe.config.config import EPConfig
 
 GpuName = Literal["h100", "h200"]
 _ASSUMED = (
-    "By constants of {gpu} that docs/parallelism.md lists. TP was measured on two H100 only, and replicas nowhere. "
+    "By constants of {gpu} that docs/parallelism.md lists. TP was measured on two H100 only, and "
+    "replicas nowhere. "
     f"Layouts that differ by less than {WRONG:g} × count as equal."
 )
 
 
-def cases(config: EPConfig, gpu: GpuName, load: float) -> dict[str, tuple[Comparison, dict[int, dict[str, Cost]]]]:
-    """By precision the model, and the costs by T and layout. Raises UserError if it knows no precision of `config`."""
+def cases(
+    config: EPConfig, gpu: GpuName, load: float
+) -> dict[str, tuple[Comparison, dict[int, dict[str, Cost]]]]:
+    """By precision the model, and the costs by T and layout. Raises UserError if it knows no
+    precision of `config`.
+    """
     precisions = {config.model.dtype: False, "fp8": True}
-    if problem := problem_with(config, fp8=False):
+    problem = problem_with(config, fp8=False)
+    if problem:
         raise UserError(f"`--compare`: {problem}")
     most = config.capacity.max_num_tokens_per_rank
     tokens = (*(few for few in BATCHES if few < most), most)
     models = {
-        name: Comparison(config, GPUS[gpu], fp8) for name, fp8 in precisions.items() if not problem_with(config, fp8)
+        name: Comparison(config, GPUS[gpu], fp8)
+        for name, fp8 in precisions.items()
+        if not problem_with(config, fp8)
     }
-    return {name: (model, {T: model.costs(T, load) for T in tokens}) for name, model in models.items()}
+    return {
+        name: (model, {T: model.costs(T, load) for T in tokens}) for name, model in models.items()
+    }
 
 
 def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Table]:
@@ -42,11 +62,17 @@ def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Ta
         first = next(iter(by_tokens.values()))
         few = "".join(f"{name} up to T = {T:,}, then " for name, T in model.borders().items())
         yield (
-            f"The layer's weights take {human_bytes(int(first['EP'].held_bytes))} a GPU with EP or TP, and "
-            f"{human_bytes(int(first['replicas'].held_bytes))} with replicas. With EP experts take {few}a grouped GEMM."
+            f"The layer's weights take {human_bytes(int(first['EP'].held_bytes))} a GPU with EP or "
+            "TP, and "
+            f"{human_bytes(int(first['replicas'].held_bytes))} with replicas. With EP experts take "
+            f"{few}a grouped GEMM."
         )
-        better = {T: name for T, costs in by_tokens.items() if (name := better_than_ep(costs)) is not None}
-        wrong = (f"{T:,} ({by_tokens[T][name].us:,.0f} µs with {name})" for T, name in better.items())
+        better = {
+            T: name for T, costs in by_tokens.items() if (name := better_than_ep(costs)) is not None
+        }
+        wrong = (
+            f"{T:,} ({by_tokens[T][name].us:,.0f} µs with {name})" for T, name in better.items()
+        )
         if better:
             yield f"[yellow]EP is the wrong choice at T = {', '.join(wrong)}.[/]"
     yield f"[dim]{_ASSUMED.format(gpu=gpu.upper())}[/]"
@@ -61,7 +87,12 @@ def as_dict(config: EPConfig, gpu: GpuName, load: float) -> dict[str, Any]:
         for precision, (_, by_tokens) in found.items()
         for T, costs in by_tokens.items()
     ]
-    given = {"gpu": gpu, "gpus": config.topology.ep_size, "load": load, "constants": dataclasses.asdict(GPUS[gpu])}
+    given = {
+        "gpu": gpu,
+        "gpus": config.topology.ep_size,
+        "load": load,
+        "constants": dataclasses.asdict(GPUS[gpu]),
+    }
     borders = {precision: model.borders() for precision, (model, _) in found.items()}
     return given | {"borders": borders, "cases": costs_of_all}
 

@@ -1,4 +1,6 @@
-"""`epmoe plan CONFIG`: every buffer's bytes before anything is allocated, and on GPUs the launch of each kernel."""
+"""`epmoe plan CONFIG`: every buffer's bytes before anything is allocated, and on GPUs the launch of
+each kernel.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,41 @@ TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 def plan(
     config: Annotated[Path, CONFIG],
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write JSON to this file instead of printing tables; `-` prints it.")
+        Path | None,
+        typer.Option(
+            "--json", help="Write JSON to this file instead of printing tables; `-` prints it."
+        ),
     ] = None,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Instead what a layer takes with expert and tensor parallel, and replicas."),
+        typer.Option(
+            "--compare",
+            help="Instead what a layer takes with expert and tensor parallel, and replicas.",
+        ),
     ] = False,
-    gpu: Annotated[parallelism.GpuName, typer.Option(help="With --compare: whose constants.")] = "h200",
+    gpu: Annotated[
+        parallelism.GpuName, typer.Option(help="With --compare: whose constants.")
+    ] = "h200",
     imbalance: Annotated[
-        float, typer.Option("--load", min=1.0, help="With --compare: rows of EP's busiest rank over the mean.")
+        float,
+        typer.Option(
+            "--load", min=1.0, help="With --compare: rows of EP's busiest rank over the mean."
+        ),
     ] = 1.0,
     nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
-    """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched.
+    """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels
+    are launched.
 
-    With --nproc, CONFIG may also be the folder of a Hugging Face checkpoint, of which config.json is read.
+    With --nproc, CONFIG may also be the folder of a Hugging Face checkpoint, of which config.json
+    is read.
     """
     if nproc is None and (config / "config.json").is_file():
-        raise UserError(f"{config} is a checkpoint, which does not say on how many ranks it runs: give `--nproc`")
+        raise UserError(
+            f"{config} is a checkpoint, which does not say on how many ranks it runs: give "
+            "`--nproc`"
+        )
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     if compare:
@@ -63,18 +81,28 @@ def plan(
         write_json(as_json, content)
         return
     largest = max(plans, key=lambda p: p.total_bytes)
-    title = f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE layers of a model"
+    title = (
+        f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE "
+        "layers of a model"
+    )
     console.print(title, soft_wrap=True)
     console.print(_memory_table(largest, _totals(parsed, plans)))
-    console.print("[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]")
+    console.print(
+        "[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]"
+    )
     for paragraph in (*network(parsed), *advice(parsed), *experts(parsed)):
         console.print()
         console.print(paragraph)
     if on_gpus:
         try:
-            console.print(_launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors))
+            console.print(
+                _launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors)
+            )
         except (BuildError, OSError) as error:
-            console.print(f"[dim]The launches are not shown, since the native library cannot be loaded: {error}[/]")
+            console.print(
+                "[dim]The launches are not shown, since the native library cannot be loaded: "
+                f"{error}[/]"
+            )
 
 
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
@@ -84,13 +112,18 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
     table.columns[0].no_wrap = True
     regions = {"window": "window, which every rank maps", "scratch": "scratch, of the rank alone"}
     if plan.rail_bytes:
-        regions |= {"window": "window, which every rank of the node maps", "rail": "rail, to the other nodes"}
+        regions |= {
+            "window": "window, which every rank of the node maps",
+            "rail": "rail, to the other nodes",
+        }
     for region, title in regions.items():
         table.add_row(f"[bold]{title}")
         for buffer in plan.buffers:
             if buffer.nbytes and buffer.region == region:
                 shape = " × ".join(map(str, buffer.shape))
-                table.add_row(f"  {buffer.name}", shape, dtype_name(buffer.dtype), f"{buffer.nbytes:,}")
+                table.add_row(
+                    f"  {buffer.name}", shape, dtype_name(buffer.dtype), f"{buffer.nbytes:,}"
+                )
         table.add_section()
     for name, count in totals.items():
         table.add_row(f"[bold]{name}", f"[bold]{human_bytes(count)}", "", f"[bold]{count:,}")
@@ -98,31 +131,48 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
 
 
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
-    """The launches of dispatch and combine by T, up to M, for both phases in one call and expert-major rows."""
-    from epmoe.exchange.launch_policy import launches  # needs the native library, unlike the memory plan
+    """The launches of dispatch and combine by T, up to M, for both phases in one call and
+    expert-major rows.
+    """
+    from epmoe.exchange.launch_policy import (
+        launches,
+    )  # needs the native library, unlike the memory plan
 
     most = config.capacity.max_num_tokens_per_rank
     rows: list[dict[str, Any]] = []
     for T in (*(tokens for tokens in TOKENS if tokens < most), most):
-        dispatch, combine = launches(plan, T, config.model.torch_dtype, multiprocessors=multiprocessors)
+        dispatch, combine = launches(
+            plan, T, config.model.torch_dtype, multiprocessors=multiprocessors
+        )
         ways = {"dispatch": dispatch, "combine": combine}
-        rows.append({"tokens": T} | {way: vars(of) | {"protocol": of.protocol} for way, of in ways.items()})
+        rows.append(
+            {"tokens": T} | {way: vars(of) | {"protocol": of.protocol} for way, of in ways.items()}
+        )
     return rows
 
 
 def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
     table = Table(
         title=f"launches by T on {multiprocessors} multiprocessors",
-        caption="LL s/r: lines of 16 bytes that a sending / receiving lane moves at once. blocks × threads",
+        caption=(
+            "LL s/r: lines of 16 bytes that a sending / receiving lane moves at once. blocks × "
+            "threads"
+        ),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
     for column in ("T", "dispatch", "blocks", "send + notify", "combine", "blocks", "send"):
-        table.add_column(column, justify="left" if column in ("dispatch", "combine") else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if column in ("dispatch", "combine") else "right", no_wrap=True
+        )
     for row in rows:
         cells = [f"{row['tokens']}"]
         for launch in (row["dispatch"], row["combine"]):
-            lines = f" {launch['send_lines']}/{launch['recv_lines']}" if launch["protocol"] == "LL" else ""
+            lines = (
+                f" {launch['send_lines']}/{launch['recv_lines']}"
+                if launch["protocol"] == "LL"
+                else ""
+            )
             notify = f" + {launch['notify_blocks']}" if launch is row["dispatch"] else ""
             cells += [launch["protocol"] + lines, f"{launch['blocks']} × {launch['threads']}"]
             cells.append(f"{launch['send_blocks']}{notify}")
@@ -144,9 +194,13 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
 def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
     ranks = []
     for rank, plan in enumerate(plans):
-        sizes = {f"{part}_bytes": getattr(plan, f"{part}_bytes") for part in ("window", "scratch", "rail", "total")}
+        sizes = {
+            f"{part}_bytes": getattr(plan, f"{part}_bytes")
+            for part in ("window", "scratch", "rail", "total")
+        }
         buffers = [
-            dataclasses.asdict(one) | {"dtype": dtype_name(one.dtype), "nbytes": one.nbytes} for one in plan.buffers
+            dataclasses.asdict(one) | {"dtype": dtype_name(one.dtype), "nbytes": one.nbytes}
+            for one in plan.buffers
         ]
         ranks.append({"rank": rank, **sizes, "buffers": buffers})
     capacity = Capacity.of(config)

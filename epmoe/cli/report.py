@@ -1,7 +1,7 @@
 """The HTML report of a run: one file, which loads nothing.
 
-Charts are HTML, and a few lines of JavaScript show the values under the pointer: about 100 KB for four models. A
-charting library would be 4 MB of code that nobody can read, for the same hover.
+Charts are HTML, and a few lines of JavaScript show the values under the pointer: about 100 KB for
+four models. A charting library would be 4 MB of code that nobody can read, for the same hover.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from epmoe.config.config import EPConfig
 
 
 def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -> None:
-    """Write `results` of the run that `about` describes to `path`. Raises OSError if `path` cannot be written."""
+    """Write `results` of the run that `about` describes to `path`. Raises OSError if `path` cannot
+    be written.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("epmoe.cli", "."),
         autoescape=True,
@@ -45,7 +47,9 @@ def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -
     passed = all(one.passed for one in results)
     verdict = "good" if any(one.checks for one in results) else "none"
     shown = {stage for one in results for stage in one.seconds}
-    shown |= {stage for one in results if one.baseline for stage in mean_stages(one.baseline.stages)}
+    shown |= {
+        stage for one in results if one.baseline for stage in mean_stages(one.baseline.stages)
+    }
     html = environment.get_template("report.html.j2").render(
         results=results,
         about=about,
@@ -63,7 +67,8 @@ def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -
 
 
 def about(configuration: Path, started: datetime) -> dict[str, str]:
-    """What this process ran, where, when (from `started`, which has a time zone, until now) and with which versions.
+    """What this process ran, where, when (from `started`, which has a time zone, until now) and
+    with which versions.
 
     No path outside the working directory is repeated.
     """
@@ -81,14 +86,19 @@ def machine() -> str:
     found = facts.machine()
     cores = found["cores"]
     gpus = found["gpus"]
-    parts = [found["cpu"], f"{cores} core{'s' * (cores != 1)}", f"{human_bytes(found['memory_bytes'])} memory"]
+    parts = [
+        found["cpu"],
+        f"{cores} core{'s' * (cores != 1)}",
+        f"{human_bytes(found['memory_bytes'])} memory",
+    ]
     parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
     return " · ".join([*parts, f"{platform.system()} {platform.machine()}"])
 
 
 def versions() -> str:
     found = facts.versions()
-    if commit := facts.commit():
+    commit = facts.commit()
+    if commit:
         short, _, dirty = commit.partition("-")
         found["epmoe"] = f"{found['epmoe']} at {short[:9]}{' with changes' if dirty else ''}"
     with suppress(importlib.metadata.PackageNotFoundError):
@@ -101,19 +111,26 @@ def headline(results: Sequence[Result]) -> str:
     failed = [result for result in results if not result.passed]
     if failed:
         whats = [
-            f"{one.name} ({'; '.join(_outcome(check) for check in one.checks if not check.passed)})" for one in failed
+            f"{one.name} ({'; '.join(_outcome(check) for check in one.checks if not check.passed)})"
+            for one in failed
         ]
         return f"{len(failed)} of {len(results)} failed: {', '.join(whats)}"
     ranks = results[0].placement.ep_size
     rounds = results[0].rounds
     baselines = [result.baseline for result in results if result.baseline]
     if len(baselines) == len(results):
-        error = max((error for one in baselines for errors in one.logit_errors for error in errors), default=0.0)
+        error = max(
+            (error for one in baselines for errors in one.logit_errors for error in errors),
+            default=0.0,
+        )
         models = f"{len(results)} of {len(results)} models" if len(results) > 1 else results[0].name
         generate = f"{results[0].processes} generate{'s' * (ranks == 1)}"
         return f"{models}: {generate} the same tokens as one; logits agree within {error:.1e}"
     outcomes = [_outcome(check) for result in results for check in result.checks]
-    what = f"{results[0].name}, {rounds} round{'s' * (rounds != 1)} on {ranks} rank{'s' * (ranks != 1)}"
+    what = (
+        f"{results[0].name}, {rounds} round{'s' * (rounds != 1)} on {ranks} "
+        f"rank{'s' * (ranks != 1)}"
+    )
     return f"{what}: {', '.join(outcomes) or 'nothing was checked'}"
 
 
@@ -127,9 +144,17 @@ def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
     experts = _span(model.num_experts for model in models)
     dtypes = ", ".join(dict.fromkeys(model.dtype for model in models))
     return [
-        ("Ranks", f"{results[0].placement.ep_size}", f"share {experts} experts a layer, over {transport}"),
+        (
+            "Ranks",
+            f"{results[0].placement.ep_size}",
+            f"share {experts} experts a layer, over {transport}",
+        ),
         ("dtype", dtypes, f"rows of {_span(model.hidden_size for model in models)} values"),
-        ("Experts per token", f"K = {_span(model.num_experts_per_tok for model in models)}", "chosen by the router"),
+        (
+            "Experts per token",
+            f"K = {_span(model.num_experts_per_tok for model in models)}",
+            "chosen by the router",
+        ),
         ("Moved between ranks", human_bytes(wire), f"{moved:,} rows there, as many sums back"),
         ("Stayed on their rank", f"{kept:,} rows", "whose experts are on the token's own rank"),
     ]
@@ -139,18 +164,30 @@ def caution(results: Sequence[Result]) -> str:
     """What a reader of the times must know."""
     if results[0].config.exchange.transport == "nvlink":
         return ""
-    ranks, cores = results[0].placement.ep_size, len(os.sched_getaffinity(0))
+    ranks = results[0].placement.ep_size
+    cores = len(os.sched_getaffinity(0))
     shared = (
-        f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}" if ranks > cores else "All is on the CPU"
+        f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}"
+        if ranks > cores
+        else "All is on the CPU"
     )
-    compared = " One process, which generates one text, has the machine to itself." * bool(results[0].baseline)
-    return f"{shared}: the times say where the time goes, not what a GPU would need.{compared * (ranks > 1)}"
+    compared = " One process, which generates one text, has the machine to itself." * bool(
+        results[0].baseline
+    )
+    return (
+        f"{shared}: the times say where the time goes, not what a GPU would "
+        f"need.{compared * (ranks > 1)}"
+    )
 
 
 def settings(config: EPConfig) -> str:
     lines = []
     for section, keys in config.model_dump(mode="json").items():
-        values = [f"{key}: {without_folder(str(value))}" for key, value in keys.items() if value is not None]
+        values = [
+            f"{key}: {without_folder(str(value))}"
+            for key, value in keys.items()
+            if value is not None
+        ]
         lines.append(f"{section}: {{{', '.join(values)}}}")
     return "\n".join(lines)
 

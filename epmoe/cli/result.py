@@ -13,16 +13,40 @@ from epmoe.native.formats import WIRE_FORMATS
 
 _T = TypeVar("_T")
 STAGES = {
-    "set up": "The first call of the first layer allocates the windows, and each rank maps those of all others.",
-    "gather": "FSDP collects the weights that the ranks share out (attention, embeddings, norms), layer by layer.",
+    "set up": (
+        "The first call of the first layer allocates the windows, and each rank maps those "
+        "of all others."
+    ),
+    "gather": (
+        "FSDP collects the weights that the ranks share out (attention, embeddings, norms), "
+        "layer by layer."
+    ),
     "attention": "The attention of all layers, with its projections and its cache.",
-    "other layers": "Embeddings, norms, dense and shared feed-forward layers, the output head, and the residual sums.",
-    "route": "The router scores the experts for each token and chooses the K best, with their weights.",
-    "dispatch": "Each token goes once to every rank that holds one of its experts, and its rows are sorted by expert.",
-    "experts": "The feed-forward networks of the experts that a rank holds compute the rows that arrived.",
-    "combine": "Each rank sums its experts' outputs of a token, and the sums travel back and are added up.",
-    "agree": "The host waits, once a layer, for the word of the round whether any rank needs another one.",
-    "loop": "Around the model: the choice of the next token, the cache, and the ranks' agreement to go on.",
+    "other layers": (
+        "Embeddings, norms, dense and shared feed-forward layers, the output head, and "
+        "the residual sums."
+    ),
+    "route": (
+        "The router scores the experts for each token and chooses the K best, with their weights."
+    ),
+    "dispatch": (
+        "Each token goes once to every rank that holds one of its experts, and its rows "
+        "are sorted by expert."
+    ),
+    "experts": (
+        "The feed-forward networks of the experts that a rank holds compute the rows that arrived."
+    ),
+    "combine": (
+        "Each rank sums its experts' outputs of a token, and the sums travel back and are added up."
+    ),
+    "agree": (
+        "The host waits, once a layer, for the word of the round whether any rank needs "
+        "another one."
+    ),
+    "loop": (
+        "Around the model: the choice of the next token, the cache, and the ranks' agreement "
+        "to go on."
+    ),
 }
 """What each stage of a run is, in the order in which the stages follow each other."""
 
@@ -42,7 +66,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The same model in a single process. Sequences go by rank: the ranks run the single process in turn."""
+    """The same model in a single process. Sequences go by rank: the ranks run the single process in
+    turn.
+    """
 
     texts: Sequence[str]
     stages: Sequence[Mapping[str, float]]
@@ -50,7 +76,9 @@ class Baseline:
     elapsed: Sequence[float]
     """seconds of the whole run, measured on their own"""
     logit_errors: Sequence[Sequence[float]]
-    """largest absolute difference of the ranks' logits from the single process's, by rank and step"""
+    """largest absolute difference of the ranks' logits from the single process's, by
+    rank and step
+    """
 
 
 @dataclass(frozen=True)
@@ -68,7 +96,9 @@ class Balancing:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Load of the busiest rank over the mean, in the first quarter of the rounds and in the last."""
+        """Load of the busiest rank over the mean, in the first quarter of the rounds and in the
+        last.
+        """
         quarter = max(1, len(self.rows[0]) // 4)
         first = imbalance([sum(rows[:quarter]) for rows in self.rows])
         last = imbalance([sum(rows[-quarter:]) for rows in self.rows])
@@ -79,13 +109,18 @@ class Balancing:
         """The change in one line."""
         have = "expert has" if self.num_moves == 1 else "experts have"
         first, last = self.ends
-        took = f"the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × in the last"
+        took = (
+            f"the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × "
+            "in the last"
+        )
         return f"{self.num_moves} {have} moved; {took}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """Counts are sums over all rounds and ranks; `traffic` counts rows, `load` (token, expert) pairs."""
+    """Counts are sums over all rounds and ranks; `traffic` counts rows, `load` (token, expert)
+    pairs.
+    """
 
     name: str
     facts: Mapping[str, str]
@@ -104,7 +139,9 @@ class Result:
     waited: Sequence[Sequence[float]]
     """[R][R] seconds that each rank (first index) waited for each rank, as `Health.waited_s`"""
     stages: Sequence[Mapping[str, float]]
-    """by rank: stage → seconds in all rounds; a stage includes waiting for other ranks, and `STAGES` defines it"""
+    """by rank: stage → seconds in all rounds; a stage includes waiting for other ranks, and
+    `STAGES` defines it
+    """
     elapsed: Sequence[float]
     """by rank: seconds of the whole run, measured on their own"""
     rounds: int
@@ -121,7 +158,9 @@ class Result:
 
     @staticmethod
     def counts(placement: Placement, healths: Sequence[Health]) -> dict[str, Any]:
-        """The fields `traffic`, `load`, `dropped`, `health` and `waited`, from the health of each rank."""
+        """The fields `traffic`, `load`, `dropped`, `health` and `waited`, from the health of each
+        rank.
+        """
         load: dict[int, int] = {}
         for rank, one in enumerate(healths):
             load |= dict(zip(placement.local_experts(rank), one.tokens_per_expert, strict=True))
@@ -162,19 +201,26 @@ class Result:
 
     @property
     def bytes_dispatched(self) -> int:
-        """Bytes of the rows between different ranks, on their way to the experts: values, K ids and K weights."""
+        """Bytes of the rows between different ranks, on their way to the experts: values, K ids and
+        K weights.
+        """
         ids_and_weights = 8 * self.config.model.num_experts_per_tok
         return self.rows_moved * (self._row_bytes(self.config.exchange.payload) + ids_and_weights)
 
     @property
     def bytes_combined(self) -> int:
-        """Bytes of the sums that come back between different ranks: one row for each that was dispatched."""
+        """Bytes of the sums that come back between different ranks: one row for each that was
+        dispatched.
+        """
         return self.rows_moved * self._row_bytes(self.config.exchange.combine_payload)
 
     def _row_bytes(self, payload: str) -> int:
         """Bytes of one row's values on the wire, and of its scales."""
-        model, wire = self.config.model, WIRE_FORMATS[payload]
-        return wire.row_bytes(model.hidden_size, model.torch_dtype) + wire.scale_bytes(model.hidden_size)
+        model = self.config.model
+        wire = WIRE_FORMATS[payload]
+        return wire.row_bytes(model.hidden_size, model.torch_dtype) + wire.scale_bytes(
+            model.hidden_size
+        )
 
     @property
     def loads(self) -> list[list[int]]:
@@ -194,29 +240,40 @@ class Result:
         room = self.config.capacity.max_expert_rows
         most = self.dropped.index(max(self.dropped))
         return (
-            f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {most} ({max(self.dropped):,}): "
-            f"`capacity.max_expert_rows` = {room:,} is too small for this load, and y lacks their part"
+            f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {most} "
+            f"({max(self.dropped):,}): "
+            f"`capacity.max_expert_rows` = {room:,} is too small for this load, and y lacks their "
+            "part"
         )
 
     @property
     def waiting(self) -> float:
-        """Seconds of dispatch and combine that the mean rank waited for others, at least: for its latest rank."""
+        """Seconds of dispatch and combine that the mean rank waited for others, at least: for its
+        latest rank.
+        """
         return sum(map(max, self.waited)) / len(self.waited)
 
     @property
     def late(self) -> tuple[int, float] | None:
-        """The rank that all ranks together have waited for the longest, and these seconds; None if nobody waited."""
+        """The rank that all ranks together have waited for the longest, and these seconds; None if
+        nobody waited.
+        """
         seconds = [sum(one) for one in zip(*self.waited, strict=True)]
         return (seconds.index(max(seconds)), max(seconds)) if any(seconds) else None
 
 
 def by_rank(placement: Placement, values: Sequence[_T]) -> list[list[_T]]:
     """The values of the physical experts of each rank."""
-    return [[values[expert] for expert in placement.local_experts(rank)] for rank in range(placement.ep_size)]
+    return [
+        [values[expert] for expert in placement.local_experts(rank)]
+        for rank in range(placement.ep_size)
+    ]
 
 
 def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Stage → mean seconds over `ranks`, in the order of `STAGES`; a stage that a rank has not counts as 0."""
+    """Stage → mean seconds over `ranks`, in the order of `STAGES`; a stage that a rank has not
+    counts as 0.
+    """
     return {
         stage: sum(one.get(stage, 0.0) for one in ranks) / len(ranks)
         for stage in STAGES

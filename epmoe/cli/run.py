@@ -22,21 +22,33 @@ def run(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Generate text with this model, one of {', '.join(models.NAMES)} (tiny, random weights), or with the "
+            help=f"Generate text with this model, one of {', '.join(models.NAMES)} (tiny, random "
+            "weights), or with the "
             "checkpoint in this folder; may be repeated.",
             autocompletion=lambda: list(models.NAMES),
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Rounds, or tokens to generate with --model.")] = 16,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Rounds, or tokens to generate with --model.")
+    ] = 16,
     tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens a rank brings to a round, without --model. [default: at most 64]")
+        int | None,
+        typer.Option(
+            min=0, help="Tokens a rank brings to a round, without --model. [default: at most 64]"
+        ),
     ] = None,
     routing: Annotated[
-        Kind | None, typer.Option(help="Simulated routing, without --model. [default: uniform]", show_default=False)
+        Kind | None,
+        typer.Option(
+            help="Simulated routing, without --model. [default: uniform]", show_default=False
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, tokens and simulated routing.")] = 0,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Move experts while it runs, as the load drifts, without --model.")
+        bool,
+        typer.Option(
+            "--balance", help="Move experts while it runs, as the load drifts, without --model."
+        ),
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     nproc: Annotated[int | None, NPROC] = None,
@@ -52,10 +64,19 @@ def run(
         require("jinja2", "`--report`")  # now, not after the run
     limit = parsed.capacity.max_num_tokens_per_rank
     if tokens is not None and tokens > limit:
-        raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
-    for option, value in (("--tokens", tokens), ("--routing", routing), ("--balance", balance or None)):
+        raise UserError(
+            f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}"
+        )
+    for option, value in (
+        ("--tokens", tokens),
+        ("--routing", routing),
+        ("--balance", balance or None),
+    ):
         if model and value is not None:
-            raise UserError(f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one out")
+            raise UserError(
+                f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one "
+                "out"
+            )
     check_ranks(parsed)
     if balance:
         parsed = simulated.live(parsed)
@@ -69,13 +90,18 @@ def run(
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
-            results = [simulated.run(parsed, config.stem, routing or "uniform", steps, tokens, seed, balance)]
+            results = [
+                simulated.run(
+                    parsed, config.stem, routing or "uniform", steps, tokens, seed, balance
+                )
+            ]
             show(results[0])
     if rank == 0 and report is not None:
         from epmoe.cli.report import about, write_report  # needs jinja2
 
         write_report(results, report, about(config, started))
         console.print(f"\nreport: {report.resolve()}")
-    # Rank 0 alone reports a failed check: the exit of another rank would end rank 0, which may still be writing.
+    # Rank 0 alone reports a failed check: the exit of another rank would end rank 0, which may
+    # still be writing.
     if rank == 0 and not all(result.passed for result in results):
         raise quiet_exit()

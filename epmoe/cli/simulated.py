@@ -25,14 +25,26 @@ from epmoe.service import ExpertParallel
 
 POOL_ROWS = 1024  # rows of simulated logits; every round draws its rows from them
 CHECKED_ROWS = 32  # rows per round and rank that are compared with the dense reference, about
-TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # relative to the largest element of a round's output
+TOLERANCE = {
+    "float32": 1e-5,
+    "float16": 5e-3,
+    "bfloat16": 3e-2,
+}  # relative to the largest element of a round's output
 FP8_TOLERANCE = 1e-1  # the same, with an fp8 payload in either direction
 WEIGHT_BUDGET = 64 << 20  # bytes per rank; every rank holds all experts' weights, for the reference
 _PLANS = 16  # of a run
 PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 
 
-def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, balances: bool) -> Result:
+def run(
+    config: EPConfig,
+    name: str,
+    kind: Kind,
+    steps: int,
+    tokens: int | None,
+    seed: int,
+    balances: bool,
+) -> Result:
     """Run the layer over all ranks of the default group. The Result is the same on every rank."""
     model = config.model
     tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
@@ -51,7 +63,9 @@ def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None,
     counts = Result.counts(placement, [Health(**one) for one in by_rank["health"]])
     limit = _tolerance(config)
     worst = max(by_rank["worst_error"])
-    check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
+    check = Check(
+        f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit
+    )
     return Result(
         name=name,
         config=config,
@@ -71,16 +85,21 @@ def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None,
     )
 
 
-def _measure(ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int, balances: bool) -> dict[str, Any]:
-    """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
+def _measure(
+    ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int, balances: bool
+) -> dict[str, Any]:
+    """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with
+    the reference.
 
-    With `balances`, experts move between the ranks meanwhile. Returns what `Result` and `Balancing` have of each rank,
-    and the worst error, relative to a round's largest output.
+    With `balances`, experts move between the ranks meanwhile. Returns what `Result` and `Balancing`
+    have of each rank, and the worst error, relative to a round's largest output.
     """
     config = ep.config
     model = config.model
     clock = StageClock(ep.device)
-    worst_error, rows, moves = 0.0, list[int](), list[tuple[int, int]]()
+    worst_error = 0.0
+    rows = list[int]()
+    moves = list[tuple[int, int]]()
     weights = _expert_weights(config, seed, ep.device)
     tag = int(config.placement.live)
     held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
@@ -88,8 +107,11 @@ def _measure(ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int,
     balancer = None
     if balances:
         every = max(1, steps // _PLANS)
-        balancer = Balancer(ep, every, weights=lambda tag, slot: [w[slot] for w in experts.parameters()])
-    pool = partial(  # the same on all ranks, and in all rounds unless it drifts, so popular experts stay popular
+        balancer = Balancer(
+            ep, every, weights=lambda tag, slot: [w[slot] for w in experts.parameters()]
+        )
+    # the same on all ranks, and in all rounds unless it drifts, so popular experts stay popular
+    pool = partial(
         simulate_logits,
         kind,
         POOL_ROWS,
@@ -101,14 +123,18 @@ def _measure(ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int,
     )
     pool_TE = pool()
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
-    bias_E = torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
+    bias_E = (
+        torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
+    )
     health = ep.health()
     waited_before = health.waited_s
     rows_before = sum(health.tokens_per_expert)
     for n in range(steps):
         if kind == "drift":
             pool_TE = pool(step=n / steps)  # one order becomes another over the run
-        x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
+        x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(
+            ep.device, model.torch_dtype
+        )
         logits_TE = pool_TE[torch.randint(POOL_ROWS, (tokens,), generator=generator)].to(ep.device)
         with clock.stage("route"):
             routing = ep.route(logits_TE, bias_E)
@@ -131,7 +157,13 @@ def _measure(ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int,
         moves = [(step.tick, step.moves) for step in balancer.history]
         balancer.close()
     waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]
-    return {"stages": clock.seconds, "worst_error": worst_error, "waited": waited, "rows": rows, "moves": moves}
+    return {
+        "stages": clock.seconds,
+        "worst_error": worst_error,
+        "waited": waited,
+        "rows": rows,
+        "moves": moves,
+    }
 
 
 def _synchronise(ep: ExpertParallel) -> None:
@@ -157,7 +189,9 @@ def live(config: EPConfig) -> EPConfig:
 
 
 def _tolerance(config: EPConfig) -> float:
-    """The limit of the worst error: it allows for the rounding of rows' dtype, also inside the experts."""
+    """The limit of the worst error: it allows for the rounding of rows' dtype, also inside the
+    experts.
+    """
     return FP8_TOLERANCE if config.exchange.quantizes else TOLERANCE[config.model.dtype]
 
 
@@ -167,17 +201,23 @@ def require_memory(config: EPConfig) -> None:
         return  # each rank uses the memory of its own GPU
     ranks = config.topology.ep_size
     weights = _bytes_per_intermediate(config) * _intermediate_size(config)
-    needed = sum(plan.total_bytes for plan in rank_plans(config)) + ranks * (2 * weights + PROCESS_BYTES)
+    needed = sum(plan.total_bytes for plan in rank_plans(config)) + ranks * (
+        2 * weights + PROCESS_BYTES
+    )
     available = available_memory_bytes()
     if needed > available:
         raise UserError(
-            f"this configuration needs {human_bytes(needed)} for its {ranks} ranks, and this machine has "
-            f"{human_bytes(available)} available: lower `capacity.max_num_tokens_per_rank`, in the file or for one "
+            f"this configuration needs {human_bytes(needed)} for its {ranks} ranks, and this "
+            "machine has "
+            f"{human_bytes(available)} available: lower `capacity.max_num_tokens_per_rank`, in the "
+            "file or for one "
             "run (EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK=64); `epmoe plan` shows what it costs"
         )
 
 
-def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _expert_weights(
+    config: EPConfig, seed: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [E, 2F, D] and down [E, D, F] of all logical experts, the same on every rank."""
     E = config.model.num_experts
     D = config.model.hidden_size
@@ -195,7 +235,9 @@ def _intermediate_size(config: EPConfig) -> int:
 
 
 def _bytes_per_intermediate(config: EPConfig) -> int:
-    return 3 * config.model.num_experts * config.model.hidden_size * config.model.torch_dtype.itemsize
+    return (
+        3 * config.model.num_experts * config.model.hidden_size * config.model.torch_dtype.itemsize
+    )
 
 
 def _relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,4 +1,6 @@
-"""The tables of a run, which the terminal and the report draw alike, and the rest of what the terminal shows."""
+"""The tables of a run, which the terminal and the report draw alike, and the rest of what the
+terminal shows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from epmoe.cli.console import console, human_bytes, human_seconds, plain_table, print_table, share, sparkline
+from epmoe.cli.console import (
+    console,
+    human_bytes,
+    human_seconds,
+    plain_table,
+    print_table,
+    share,
+    sparkline,
+)
 from epmoe.cli.result import STAGES, Result, imbalance, mean_stages
 
 
@@ -28,7 +38,9 @@ class Cells:
         """The table for the terminal."""
         table = plain_table(self.columns, self.words)
         for number, row in enumerate(self.rows, start=1):
-            cells = [Text(cell, style={"✓": "green", "✗": "bold red"}.get(cell[:1], "")) for cell in row]
+            cells = [
+                Text(cell, style={"✓": "green", "✗": "bold red"}.get(cell[:1], "")) for cell in row
+            ]
             table.add_row(*cells, style="bold" if self.has_sum and number == len(self.rows) else "")
         return table
 
@@ -37,7 +49,10 @@ def show(result: Result) -> None:
     """Print the texts, loads, times, health counters and checks of one run."""
     texts = Table.grid(padding=(0, 2, 0, 2))
     for rank, (prompt, continuation) in enumerate(result.texts):
-        texts.add_row(f"[dim]rank {rank}", Text.assemble(prompt, (" → ", "dim"), (continuation.strip(), "bold cyan")))
+        texts.add_row(
+            f"[dim]rank {rank}",
+            Text.assemble(prompt, (" → ", "dim"), (continuation.strip(), "bold cyan")),
+        )
     if result.texts:
         console.print(texts)
     for table in (rank_table(result), stage_table(result)):
@@ -45,11 +60,18 @@ def show(result: Result) -> None:
         print_table(table.draw())
     console.print()
     sizes = f"{human_bytes(result.bytes_dispatched)} out, {human_bytes(result.bytes_combined)} back"
-    console.print(f"  travelled: {result.rows_moved:,} rows between ranks ({sizes}); {result.rows_kept:,} stayed")
+    console.print(
+        f"  travelled: {result.rows_moved:,} rows between ranks ({sizes}); {result.rows_kept:,} "
+        "stayed"
+    )
     if result.late:
         rank, seconds = result.late
-        console.print(f"  waits: longest for rank {rank}, {human_seconds(seconds)} of all ranks together")
-    counts = [f"{name.replace('_', ' ')} {count:,}" for name, count in result.health.items() if count]
+        console.print(
+            f"  waits: longest for rank {rank}, {human_seconds(seconds)} of all ranks together"
+        )
+    counts = [
+        f"{name.replace('_', ' ')} {count:,}" for name, count in result.health.items() if count
+    ]
     console.print(f"  health: {', '.join(counts) or 'nothing to report'}")
     for check in result.checks:
         style = "green" if check.passed else "bold red"
@@ -72,13 +94,21 @@ def summarise(results: Sequence[Result]) -> None:
 
 def summary_table(results: Sequence[Result]) -> Cells:
     checks = dict.fromkeys(check.what for result in results for check in result.checks)
-    figures = ("one process", results[0].processes, "rows on the wire", "busiest rank", "busiest expert")
+    figures = (
+        "one process",
+        results[0].processes,
+        "rows on the wire",
+        "busiest rank",
+        "busiest expert",
+    )
     columns = [textwrap.fill(column, 9) for column in ("model", *checks, *figures)]
     rows = [
         (
             result.name,
             *(
-                {check.what: f"{check.mark} {check.measured}" for check in result.checks}.get(what, "–")
+                {check.what: f"{check.mark} {check.measured}" for check in result.checks}.get(
+                    what, "–"
+                )
                 for what in checks
             ),
             human_seconds(mean(result.baseline.elapsed), zeros=True) if result.baseline else "–",
@@ -96,21 +126,32 @@ def rank_table(result: Result) -> Cells:
     """Rows and pairs of each rank."""
     drops = any(result.dropped)
     load = f"load per {result.holder}"
-    columns = ("rank", "rows sent", "received", "kept/pairs" if drops else "pairs", f"busiest {result.holder}", load)
+    columns = (
+        "rank",
+        "rows sent",
+        "received",
+        "kept/pairs" if drops else "pairs",
+        f"busiest {result.holder}",
+        load,
+    )
     received = [sum(rows) for rows in zip(*result.traffic, strict=True)]
     rows = []
     for rank, loads in enumerate(result.loads):
         kept = sum(loads)
         top = max(loads, default=0)
         pairs = f"{kept:,}/{kept + result.dropped[rank]:,}" if drops else f"{kept:,}"
-        busiest = f"#{result.placement.local_experts(rank)[loads.index(top)]}: {top:,}" if top else "–"
+        busiest = (
+            f"#{result.placement.local_experts(rank)[loads.index(top)]}: {top:,}" if top else "–"
+        )
         sent = f"{sum(result.traffic[rank]):,}"
         rows.append((f"{rank}", sent, f"{received[rank]:,}", pairs, busiest, sparkline(loads)))
     return Cells(columns, rows, words=(load,))
 
 
 def stage_table(result: Result) -> Cells:
-    """Seconds of each stage: of the single process, of the mean rank, and of the fastest and slowest rank."""
+    """Seconds of each stage: of the single process, of the mean rank, and of the fastest and
+    slowest rank.
+    """
     columns = ["stage", result.processes, "least to most", f"per {result.unit}", "share"]
     if result.baseline:
         columns.insert(1, "one process")
@@ -121,7 +162,11 @@ def stage_table(result: Result) -> Cells:
     def row(name: str, single: float | None, each: Sequence[float], bound: str = "") -> list[str]:
         cells = [name, bound + human_seconds(mean(each), zeros=True)]
         least, most = (human_seconds(value, zeros=True) for value in (min(each), max(each)))
-        cells += [f"{least} to {most}", human_seconds(mean(each) / rounds, zeros=True), share(mean(each) / total)]
+        cells += [
+            f"{least} to {most}",
+            human_seconds(mean(each) / rounds, zeros=True),
+            share(mean(each) / total),
+        ]
         if result.baseline:
             cells.insert(1, "–" if single is None else human_seconds(single, zeros=True))
         return cells
@@ -132,7 +177,9 @@ def stage_table(result: Result) -> Cells:
         if stage in result.seconds or stage in alone
     ]
     if result.waiting:
-        rows.append(row("of it waiting", None, [max(waited) for waited in result.waited], bound="≥ "))
+        rows.append(
+            row("of it waiting", None, [max(waited) for waited in result.waited], bound="≥ ")
+        )
     alone_elapsed = mean(result.baseline.elapsed) if result.baseline else None
     rows.append([*row("all stages", alone_elapsed, result.elapsed)[:-1], "100%"])
     return Cells(columns, rows, words=("stage",), has_sum=True)

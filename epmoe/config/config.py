@@ -1,4 +1,5 @@
-"""The configuration of one expert-parallel group: strict, frozen, and its own documentation (`epmoe schema`).
+"""The configuration of one expert-parallel group: strict, frozen, and its own documentation (`epmoe
+schema`).
 
 Letters as in the package docstring: T, M, D, K, E, P, e, R, N.
 """
@@ -13,7 +14,13 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, ValidationError, model_validator
 
-from epmoe.config.config_file import ConfigError, environment_overrides, explain, find_config, read_config
+from epmoe.config.config_file import (
+    ConfigError,
+    environment_overrides,
+    explain,
+    find_config,
+    read_config,
+)
 from epmoe.config.deadlines import INSIDE_NODE_S
 from epmoe.config.from_hf import sections_of
 from epmoe.config.placement import Placement
@@ -23,15 +30,18 @@ from epmoe.native.formats import WIRE_FORMATS, PayloadName
 __all__ = ["ConfigError", "EPConfig"]
 
 ROW_BLOCKS = (64, 128)
-"""In rows: segments of aligned rounds start at multiples of one of them, for GEMMs over blocks of rows. The larger one
-is faster where experts have many rows."""
+"""In rows: segments of aligned rounds start at multiples of one of them, for GEMMs over blocks of
+rows. The larger one is faster where experts have many rows.
+"""
 
 _INT32_MAX = 2**31 - 1
 _MOST_ELEMENTS = 65536  # of a row
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
-_Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what the value must be, the value
+_Rule = tuple[
+    str, bool, str, object
+]  # dotted key, whether its value is allowed, what the value must be, the value
 
 
 class ModelConfig(Strict):
@@ -44,7 +54,9 @@ class ModelConfig(Strict):
     hidden_size: int = Field(ge=1, le=_MOST_ELEMENTS)
     """D: elements in a token's row; D times the size of `dtype` must be a multiple of 16 bytes."""
     intermediate_size: int | None = Field(default=None, ge=1, le=65536)
-    """F: width of an expert, that is, elements of its activation; only `epmoe bench --layer` needs it."""
+    """F: width of an expert, that is, elements of its activation; only `epmoe bench --layer` needs
+    it.
+    """
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Element type of a token's row."""
 
@@ -54,36 +66,49 @@ class ModelConfig(Strict):
 
 
 class RoutingConfig(Strict):
-    """How scores become experts and weights (`ep.route`); unused where a model brings its own router."""
+    """How scores become experts and weights (`ep.route`); unused where a model brings its own
+    router.
+    """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Turns a row of logits [E] into scores."""
     renormalize: bool = False
-    """Divide a token's K weights by their sum. Most models need True; a wrong value raises nothing, but outputs have a
-    wrong scale. `EPConfig.from_hf` sets it, and docs/models.md lists which models need it."""
+    """Divide a token's K weights by their sum. Most models need True; a wrong value raises nothing,
+    but outputs have a wrong scale. `EPConfig.from_hf` sets it, and docs/models.md lists which
+    models need it.
+    """
     renormalize_epsilon: float = Field(default=0.0, ge=0, le=1)
-    """Is added to the sum by which `renormalize` divides, as a model's own code does (1e-20 in DeepSeek's). A token
-    whose K scores are far below it then has weights near 0. By default its weights have their full scale."""
+    """Is added to the sum by which `renormalize` divides, as a model's own code does (1e-20 in
+    DeepSeek's). A token whose K scores are far below it then has weights near 0. By default its
+    weights have their full scale.
+    """
     selection_bias: bool = False
-    """The router has a bias [E] that steers the choice only, as that of DeepSeek-V3. Then `ep.route` and `MoELayer`
-    raise ValueError without a `bias`."""
+    """The router has a bias [E] that steers the choice only, as that of DeepSeek-V3. Then
+    `ep.route` and `MoELayer` raise ValueError without a `bias`.
+    """
     logit_bias: bool = False
-    """The router adds a bias [E] to the logits, as that of gpt-oss does. Then `MoELayer` raises ValueError without a
-    `logit_bias`; for `ep.route`, the logits have it already."""
+    """The router adds a bias [E] to the logits, as that of gpt-oss does. Then `MoELayer` raises
+    ValueError without a `logit_bias`; for `ep.route`, the logits have it already.
+    """
     num_expert_groups: int = Field(default=1, ge=1, le=4096)
     """Groups that the E experts are split into, in order and evenly; 1 means no groups."""
     top_groups: int = Field(default=1, ge=1, le=4096)
     """A token's K experts are chosen from its best groups; this is their number."""
     scores_per_group: int | None = Field(default=None, ge=1, le=4096)
-    """A group is rated by the sum of this many of its best scores; by default two with a `bias`, and one without."""
+    """A group is rated by the sum of this many of its best scores; by default two with a `bias`,
+    and one without.
+    """
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
     jitter_noise: float = Field(default=0.0, ge=0, lt=1)
-    """A `MoELayer` in `train()` mode multiplies x by uniform noise from 1 − this to 1 + this, as Mixtral's code does;
-    not under `torch.inference_mode()`."""
+    """A `MoELayer` in `train()` mode multiplies x by uniform noise from 1 − this to 1 + this, as
+    Mixtral's code does; not under `torch.inference_mode()`.
+    """
     nan_rows: Literal["zero", "propagate"] = "zero"
-    """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by +Inf: the sum of
-    what `route` chose, which is zeros under softmax; or NaN, which helps to look for the cause."""
+    """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by
+    +Inf: the sum of what `route` chose, which is zeros under softmax; or NaN, which helps to look
+    for the cause.
+    """
 
     @property
     def options(self) -> dict[str, Any]:
@@ -92,15 +117,22 @@ class RoutingConfig(Strict):
 
 
 class ExpertsConfig(Strict):
-    """What an expert computes: `down(gate · sigmoid(alpha · gate) · (up + up_offset))`, by default SwiGLU. Unused where
-    a model brings experts of its own."""
+    """What an expert computes: `down(gate · sigmoid(alpha · gate) · (up + up_offset))`, by default
+    SwiGLU. Unused where a model brings experts of its own.
+    """
 
     interleaved: bool = False
-    """Gate and up rows alternate in `w_gate_up` and its bias; otherwise all gate rows come first."""
+    """Gate and up rows alternate in `w_gate_up` and its bias; otherwise all gate rows
+    come first.
+    """
     limit: float | None = Field(default=None, gt=0)
-    """Before the activation, gate is at most this, and up lies within ± this; by default there is no limit."""
+    """Before the activation, gate is at most this, and up lies within ± this; by default there is
+    no limit.
+    """
     alpha: float = Field(default=1.0, gt=0)
-    """In the activation gate · sigmoid(alpha · gate): 1 is SiLU, 1.702 is an approximation of GELU."""
+    """In the activation gate · sigmoid(alpha · gate): 1 is SiLU, 1.702 is an
+    approximation of GELU.
+    """
     up_offset: float = 0.0
     """Is added to up."""
     biases: bool = False
@@ -108,8 +140,10 @@ class ExpertsConfig(Strict):
     weights_on_input: bool = False
     """Weights multiply the rows that experts get, not their outputs, as in Llama 4."""
     batch_invariant: bool = False
-    """y of a token has the same bits whatever else is in the batch and whichever rank brings it, on the same number of
-    ranks. docs/choosing.md, "Batch invariance", says what that costs and what it holds for."""
+    """y of a token has the same bits whatever else is in the batch and whichever rank brings it, on
+    the same number of ranks. docs/choosing.md, "Batch invariance", says what that costs and what it
+    holds for.
+    """
 
     @property
     def options(self) -> dict[str, Any]:
@@ -121,13 +155,18 @@ class TopologyConfig(Strict):
     """The ranks that share the experts."""
 
     ep_size: int = Field(ge=1, le=1024)
-    """R: ranks in the expert-parallel group; must equal the group's size. Ranks of one node follow one another."""
+    """R: ranks in the expert-parallel group; must equal the group's size. Ranks of one node follow
+    one another.
+    """
     ranks_per_node: int | None = Field(default=None, ge=1)
-    """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the network."""
+    """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the
+    network.
+    """
     max_ranks: int | None = Field(default=None, ge=1, le=64)
-    """With `placement.live`, seats: memory is planned for that many ranks, and CUDA graphs stay valid while ranks come
-    and go, see docs/graphs.md. By default R. It keeps no rank out, as `max_ranks` of `recover` does: a group of more
-    ranks gets as many seats."""
+    """With `placement.live`, seats: memory is planned for that many ranks, and CUDA graphs stay
+    valid while ranks come and go, see docs/graphs.md. By default R. It keeps no rank out, as
+    `max_ranks` of `recover` does: a group of more ranks gets as many seats.
+    """
 
     @property
     def seats(self) -> int:
@@ -149,16 +188,22 @@ class PlacementConfig(Strict):
     """Which rank owns which expert."""
 
     strategy: Literal["linear", "round_robin", "explicit"] = "linear"
-    """linear: blocks of experts in order; round_robin: expert p on rank p mod R; explicit: `assignment`."""
+    """linear: blocks of experts in order; round_robin: expert p on rank p mod R; explicit:
+    `assignment`.
+    """
     assignment: list[int] | None = None
     """With `strategy: explicit`, the owning rank of each of the P physical experts."""
     num_redundant_experts: int = Field(default=0, ge=0, le=4096)
     """Copies of experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
     copied_experts: list[int] | None = None
-    """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod E."""
+    """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod
+    E.
+    """
     live: bool = False
-    """Experts move while the group serves: see docs/moving.md. Each rank has `slots_per_rank` slots, which hold the
-    experts of `slots` at first. Every layer has a table of its own, so that each round needs a `tag`."""
+    """Experts move while the group serves: see docs/moving.md. Each rank has `slots_per_rank`
+    slots, which hold the experts of `slots` at first. Every layer has a table of its own, so that
+    each round needs a `tag`.
+    """
     slots_per_rank: int | None = Field(default=None, ge=1, le=4096)
     """S, with `live`: experts that a rank can hold, at most E; R·S is at least E."""
     most_copies: int = Field(default=4, ge=2, le=64)
@@ -168,8 +213,10 @@ class PlacementConfig(Strict):
     staging_mb: int = Field(default=64, ge=1, le=4096)
     """With `live`, MiB of each window through which weights move."""
     slots: str | None = None
-    """With `live`, path of a JSON file with the expert that each slot holds at first, as `ExpertParallel.save_slots`
-    writes it; by default expert p mod E in slot p. Ranks that resume leave it behind: they keep their slots."""
+    """With `live`, path of a JSON file with the expert that each slot holds at first, as
+    `ExpertParallel.save_slots` writes it; by default expert p mod E in slot p. Ranks that resume
+    leave it behind: they keep their slots.
+    """
 
 
 class CapacityConfig(Strict):
@@ -178,20 +225,30 @@ class CapacityConfig(Strict):
     max_num_tokens_per_rank: int = Field(default=1024, ge=1, le=2**20)
     """M: most tokens a rank may bring to one round."""
     max_expert_rows: int | None = Field(default=None, ge=1, le=_INT32_MAX)
-    """Most expert-major rows N that a rank can hold, rounded up to the alignment; by default the worst case,
-    R·M·K + e·(alignment−1)."""
+    """Most expert-major rows N that a rank can hold, rounded up to the alignment; by default the
+    worst case, R·M·K + e·(alignment−1).
+    """
     alignment: int | None = Field(default=None, ge=1, le=4096)
-    """Each expert's segment starts at a multiple of this number of rows. By default it starts at any row, except in the
-    rounds of experts whose GEMM wants blocks of rows: there at multiples of 64, or of 128 where an expert gets 128 or
-    more."""
+    """Each expert's segment starts at a multiple of this number of rows. By default it starts at
+    any row, except in the rounds of experts whose GEMM wants blocks of rows: there at multiples of
+    64, or of 128 where an expert gets 128 or more.
+    """
     gap_rows: Literal["undefined", "zero"] = "undefined"
-    """What lies in the rows between segments; zero takes longer, and GEMMs that sum over rows need it."""
+    """What lies in the rows between segments; zero takes longer, and GEMMs that sum over rows need
+    it.
+    """
     max_rows_per_node: int | None = Field(default=None, ge=1)
-    """S: most rows that a rank may send to one node in one round, with more than one node; by default M."""
+    """S: most rows that a rank may send to one node in one round, with more than one node; by
+    default M.
+    """
     extra_bytes: int = Field(default=0, ge=0, le=4096)
-    """Most bytes of `extra` that a token may bring to a round, beside its row: `dispatch(…, extra=…)`."""
+    """Most bytes of `extra` that a token may bring to a round, beside its row: `dispatch(…,
+    extra=…)`.
+    """
     on_overflow: Literal["raise", "drop"] = "raise"
-    """More rows than `max_expert_rows`: raise EPOverflowError in `combine` or `check`, or only count dropped pairs."""
+    """More rows than `max_expert_rows`: raise EPOverflowError in `combine` or `check`, or only
+    count dropped pairs.
+    """
 
 
 class ExchangeConfig(Strict):
@@ -200,22 +257,31 @@ class ExchangeConfig(Strict):
     transport: Literal["auto", "shared_memory", "nvlink"] = "auto"
     """auto: shared_memory on CPU, nvlink on CUDA."""
     payload: PayloadName = "auto"
-    """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
+    """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per
+    128 elements.
+    """
     combine_payload: PayloadName = "auto"
     """Format of rows sent back by combine; the same choices."""
     rail: str = "auto"
-    """What carries slabs between nodes. auto: gloo on CPUs, nccl on GPUs, both by all-to-all of torch.distributed."""
+    """What carries slabs between nodes. auto: gloo on CPUs, nccl on GPUs, both by all-to-all of
+    torch.distributed.
+    """
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """Seconds that a rank waits for the other ranks before EPTimeoutError."""
     warmup_timeout_s: float = Field(
         default_factory=lambda values: max(300.0, values.get("timeout_s", 0.0)), gt=0, le=86400
     )
-    """Replaces `timeout_s` in the first round, during which ranks may still load or compile. By default 300 or, if that
-    is more, `timeout_s`."""
+    """Replaces `timeout_s` in the first round, during which ranks may still load or compile. By
+    default 300 or, if that is more, `timeout_s`.
+    """
     on_abort: Literal["raise", "zeros"] = "raise"
-    """Another rank has aborted a round: raise EPAbortedError, or only count it and sum without its experts."""
+    """Another rank has aborted a round: raise EPAbortedError, or only count it and sum without its
+    experts.
+    """
     num_sms: int | None = Field(default=None, ge=1)
-    """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
+    """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the
+    library's choice.
+    """
 
     @property
     def quantizes(self) -> bool:
@@ -224,7 +290,9 @@ class ExchangeConfig(Strict):
 
 
 class EPConfig(Strict):
-    """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, `EPConfig.from_hf(model, ep_size=R)` or sections."""
+    """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, `EPConfig.from_hf(model,
+    ep_size=R)` or sections.
+    """
 
     model: ModelConfig
     topology: TopologyConfig
@@ -235,15 +303,20 @@ class EPConfig(Strict):
     exchange: ExchangeConfig = ExchangeConfig()
 
     def __init__(self, /, **sections: Any) -> None:
-        """Check the sections; raises ConfigError, which lists every wrong key and what it must be."""
+        """Check the sections; raises ConfigError, which lists every wrong key and what
+        it must be.
+        """
         try:
             super().__init__(**sections)
         except ValidationError as error:
             lines = []
             for item in error.errors()[:_MOST_ERRORS]:
                 section = item["loc"][0] if len(item["loc"]) > 1 else None
-                lines.append(explain(item, _KEYS.get(str(section), ()) if section else tuple(_KEYS)))
-            if (more := error.error_count() - _MOST_ERRORS) > 0:
+                lines.append(
+                    explain(item, _KEYS.get(str(section), ()) if section else tuple(_KEYS))
+                )
+            more = error.error_count() - _MOST_ERRORS
+            if more > 0:
                 lines.append(f"and {more:,} more")
             raise ConfigError("\n".join(lines)) from None
 
@@ -256,29 +329,49 @@ class EPConfig(Strict):
 
     @property
     def seated(self) -> Self:
-        """This configuration with a rank in every seat: that of the memory plan, which counts seats."""
+        """This configuration with a rank in every seat: that of the memory plan, which counts
+        seats.
+        """
         if self.topology.seats == self.topology.ep_size:
             return self
-        return self.model_copy(update={"topology": TopologyConfig(ep_size=self.topology.seats)})  # one node
+        return self.model_copy(
+            update={"topology": TopologyConfig(ep_size=self.topology.seats)}
+        )  # one node
 
     @property
     def alignment(self) -> int:
-        """Rows of which segments start at a multiple, in rounds with `dispatch(…, aligned=True)`."""
+        """Rows of which segments start at a multiple, in rounds with `dispatch(…,
+        aligned=True)`.
+        """
         if self.capacity.alignment is not None:
             return self.capacity.alignment
         if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
             return 1
         small, large = ROW_BLOCKS
-        return large if self.capacity.max_num_tokens_per_rank >= self.tokens_that_fill(large) else small
+        return (
+            large
+            if self.capacity.max_num_tokens_per_rank >= self.tokens_that_fill(large)
+            else small
+        )
 
     def tokens_that_fill(self, rows: int) -> int:
         """T of each rank from which on an expert gets as many rows on average."""
-        return -(-rows * self.num_physical_experts // (self.topology.ep_size * self.model.num_experts_per_tok))
+        return -(
+            -rows
+            * self.num_physical_experts
+            // (self.topology.ep_size * self.model.num_experts_per_tok)
+        )
 
     @property
     def small_alignment(self) -> int:
-        """The same on GPUs of one node, on a rank that brings too few tokens to fill blocks of `alignment` rows."""
-        return self.alignment if self.capacity.alignment is not None else min(self.alignment, *ROW_BLOCKS)
+        """The same on GPUs of one node, on a rank that brings too few tokens to fill blocks of
+        `alignment` rows.
+        """
+        return (
+            self.alignment
+            if self.capacity.alignment is not None
+            else min(self.alignment, *ROW_BLOCKS)
+        )
 
     @property
     def rows_per_node(self) -> int:
@@ -286,20 +379,25 @@ class EPConfig(Strict):
         return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
 
     def of_node(self) -> Self:
-        """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
+        """The configuration of the exchange within one node, whose ranks bring what the slabs of
+        all nodes hold.
 
-        Its waits are a little longer than those for the network: the rank that waits for the network then reports first
-        which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them.
-        `Placement.of_node` gives its placement.
+        Its waits are a little longer than those for the network: the rank that waits for the
+        network then reports first which rank is missing. Overflow and aborts are counted only,
+        since the sources of the rows raise them. `Placement.of_node` gives its placement.
         """
         topology = self.topology
         times = self.exchange
         tokens = topology.num_nodes * self.rows_per_node
-        later = {key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")}
+        later = {
+            key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")
+        }
         return self.model_copy(
             update={
                 "topology": TopologyConfig(ep_size=topology.ranks_here),
-                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": tokens, "on_overflow": "drop"}),
+                "capacity": self.capacity.model_copy(
+                    update={"max_num_tokens_per_rank": tokens, "on_overflow": "drop"}
+                ),
                 "exchange": times.model_copy(update=later | {"on_abort": "zeros"}),
             }
         )
@@ -317,15 +415,20 @@ class EPConfig(Strict):
         )
 
     def with_placement(self, placement: Placement) -> Self:
-        """This configuration for the ranks, owners and copies of `placement`, as the ranks of a resumed group have it.
+        """This configuration for the ranks, owners and copies of `placement`, as the ranks of a
+        resumed group have it.
 
-        Raises ConfigError if it does not fit the other sections, as with more ranks than `topology.ranks_per_node`; and
-        with `placement.live` if it is not the one with which such a group begins.
+        Raises ConfigError if it does not fit the other sections, as with more ranks than
+        `topology.ranks_per_node`; and with `placement.live` if it is not the one with which such a
+        group begins.
         """
         if self.placement.live:
             config = self.of_size(placement.ep_size)
             if config.place_experts() != placement:
-                raise ConfigError("with `placement.live` experts begin as `config.place_experts()` has them, then move")
+                raise ConfigError(
+                    "with `placement.live` experts begin as `config.place_experts()` has them, "
+                    "then move"
+                )
             return config
         explicit = {
             "strategy": "explicit",
@@ -338,15 +441,19 @@ class EPConfig(Strict):
         return type(self)(**sections)
 
     def of_size(self, ep_size: int) -> Self:
-        """This configuration with `placement.live` for a group of another size, whose ranks keep their slots.
+        """This configuration with `placement.live` for a group of another size, whose ranks keep
+        their slots.
 
-        Ranks get more slots where all experts would not fit otherwise, and the group more seats where it has too few.
-        Raises ConfigError as `with_placement`.
+        Ranks get more slots where all experts would not fit otherwise, and the group more seats
+        where it has too few. Raises ConfigError as `with_placement`.
         """
         sections = self.model_dump()
         placement = sections["placement"]
         most = self.topology.max_ranks
-        sections["topology"] = {"ep_size": ep_size, "max_ranks": most and max(most, ep_size)}  # one node
+        sections["topology"] = {
+            "ep_size": ep_size,
+            "max_ranks": most and max(most, ep_size),
+        }  # one node
         least = -(-self.model.num_experts // ep_size)
         placement["slots"] = None
         placement["slots_per_rank"] = max(placement["slots_per_rank"] or 0, least)
@@ -354,54 +461,63 @@ class EPConfig(Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override its keys.
+        """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override
+        its keys.
 
-        `path` may also be the name of a configuration that comes with epmoe, as in `EPConfig.load("cpu_demo")`; a file
-        of this name comes first. Raises ConfigError, which lists the names for an unknown one.
+        `path` may also be the name of a configuration that comes with epmoe, as in
+        `EPConfig.load("cpu_demo")`; a file of this name comes first. Raises ConfigError, which
+        lists the names for an unknown one.
         """
         path = find_config(path)
         return cls.overridden(read_config(path), f"{path}: ")
 
     @classmethod
     def from_hf(cls, source: Any, *, ep_size: int, **sections: Any) -> Self:
-        """The config for the MoE layers of a Hugging Face model: `model`, and all of `routing` and `experts`.
+        """The config for the MoE layers of a Hugging Face model: `model`, and all of `routing` and
+        `experts`.
 
-            config = EPConfig.from_hf("/checkpoints/Qwen3-30B-A3B", ep_size=8, exchange={"transport": "nvlink"})
+            config = EPConfig.from_hf("/checkpoints/Qwen3-30B-A3B", ep_size=8,
+            exchange={"transport": "nvlink"})
 
-        It needs no transformers to read a path, and downloads nothing. Environment variables override keys, as those
-        of a file. Where it sets `routing.selection_bias`, `ep.route` and `MoELayer` take the checkpoint's bias of the
-        choice, such as `e_score_correction_bias`. Where it sets `routing.logit_bias`, as for gpt-oss, `MoELayer` takes
-        the bias of the logits.
+        It needs no transformers to read a path, and downloads nothing. Environment variables
+        override keys, as those of a file. Where it sets `routing.selection_bias`, `ep.route` and
+        `MoELayer` take the checkpoint's bias of the choice, such as `e_score_correction_bias`.
+        Where it sets `routing.logit_bias`, as for gpt-oss, `MoELayer` takes the bias of the logits.
 
         Args:
-            source: a model of transformers, its configuration, a dict of its keys, or the path of a config.json or of
-                the folder that has it. Of a model with several parts, `text_config` counts.
+            source: a model of transformers, its configuration, a dict of its keys, or the path of a
+                config.json or of the folder that has it. Of a model with several parts,
+                `text_config` counts.
             ep_size: R.
-            sections: further sections, and keys that replace those of the model, as in `model={"dtype": "float32"}`.
+            sections: further sections, and keys that replace those of the model, as in
+                `model={"dtype": "float32"}`.
 
         Returns:
             The config.
 
         Raises:
             TypeError: `source` is none of these.
-            ConfigError: the model type is not known, or `epmoe.route` cannot be its router, or `GroupedExperts` its
-                experts; the message says what to set by hand, and which types are known. Or a key is missing, or its
-                value does not fit.
+            ConfigError: the model type is not known, or `epmoe.route` cannot be its router, or
+                `GroupedExperts` its experts; the message says what to set by hand, and which types
+                are known. Or a key is missing, or its value does not fit.
         """
         found, where = sections_of(source, sections)
-        if isinstance(topology := found.get("topology", {}), dict):
+        topology = found.get("topology", {})
+        if isinstance(topology, dict):
             found["topology"] = topology | {"ep_size": ep_size}
         return cls.overridden(found, where)
 
     @classmethod
     def overridden(cls, sections: dict[str, Any], where: str = "") -> Self:
-        """The config of these sections, whose keys environment variables `EPMOE_<SECTION>__<KEY>` override.
+        """The config of these sections, whose keys environment variables `EPMOE_<SECTION>__<KEY>`
+        override.
 
         Raises ConfigError, whose message begins with `where`.
         """
         overrides = environment_overrides(os.environ, _KEYS)
         for section, key, value in overrides.values():
-            if isinstance(keys := sections.setdefault(section, {}), dict):
+            keys = sections.setdefault(section, {})
+            if isinstance(keys, dict):
                 keys[key] = value
         try:
             return cls(**sections)
@@ -421,14 +537,22 @@ class EPConfig(Strict):
         yield from self._model_rules()
         yield from self._live_rules()
         yield from self._placement_rules()
-        copies = self.placement.live or self.placement.num_redundant_experts > 0  # tokens take them in turn
+        copies = (
+            self.placement.live or self.placement.num_redundant_experts > 0
+        )  # tokens take them in turn
         invariant = self.experts.batch_invariant
-        yield "experts.batch_invariant", not (invariant and copies), "false where experts have copies", invariant
+        yield (
+            "experts.batch_invariant",
+            not (invariant and copies),
+            "false where experts have copies",
+            invariant,
+        )
         yield from self._capacity_rules()
 
     def _live_rules(self) -> Iterator[_Rule]:
         section = self.placement
-        ranks, seats = self.topology.ep_size, self.topology.max_ranks
+        ranks = self.topology.ep_size
+        seats = self.topology.max_ranks
         experts = self.model.num_experts
         if not section.live:
             yield "topology.max_ranks", seats is None, "unset without `placement.live`", seats
@@ -437,13 +561,27 @@ class EPConfig(Strict):
                 default = PlacementConfig.model_fields[key].default
                 yield f"placement.{key}", value == default, "unset without `live`", value
             return
-        yield "placement.strategy", section.strategy == "linear", "linear with `live`", section.strategy
+        yield (
+            "placement.strategy",
+            section.strategy == "linear",
+            "linear with `live`",
+            section.strategy,
+        )
         redundant = section.num_redundant_experts
         yield "placement.num_redundant_experts", redundant == 0, "0 with `live`", redundant
-        yield "topology.ranks_per_node", self.topology.num_nodes == 1, "all ranks with `placement.live`", "fewer"
-        slots, least = section.slots_per_rank, -(-experts // ranks)
+        yield (
+            "topology.ranks_per_node",
+            self.topology.num_nodes == 1,
+            "all ranks with `placement.live`",
+            "fewer",
+        )
+        slots = section.slots_per_rank
+        least = -(-experts // ranks)
         most = min(_LIVE_SLOTS // least, _MOST_ON_NODE)
-        what = f"from `topology.ep_size` = {ranks} to {most}, since all seats have {_LIVE_SLOTS:,} slots at most"
+        what = (
+            f"from `topology.ep_size` = {ranks} to {most}, since all seats have {_LIVE_SLOTS:,} "
+            "slots at most"
+        )
         yield "topology.max_ranks", seats is None or ranks <= seats <= most, what, seats
         most = min(experts, _LIVE_SLOTS // self.topology.seats)
         ok = slots is not None and least <= slots <= most
@@ -454,7 +592,12 @@ class EPConfig(Strict):
         routing = self.routing
         experts = model.num_experts
         top_k = model.num_experts_per_tok
-        yield "model.num_experts_per_tok", top_k <= experts, f"at most `model.num_experts` = {experts}", top_k
+        yield (
+            "model.num_experts_per_tok",
+            top_k <= experts,
+            f"at most `model.num_experts` = {experts}",
+            top_k,
+        )
         step = 16 // model.torch_dtype.itemsize
         what = f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes"
         yield "model.hidden_size", model.hidden_size % step == 0, what, model.hidden_size
@@ -467,7 +610,12 @@ class EPConfig(Strict):
         yield "routing.top_groups", least <= chosen <= groups, what, chosen
         rated = routing.scores_per_group
         size = experts // groups
-        yield "routing.scores_per_group", (rated or 1) <= size, f"at most the {size} experts of a group", rated
+        yield (
+            "routing.scores_per_group",
+            (rated or 1) <= size,
+            f"at most the {size} experts of a group",
+            rated,
+        )
 
     def _placement_rules(self) -> Iterator[_Rule]:
         size = self.topology.ep_size
@@ -482,7 +630,12 @@ class EPConfig(Strict):
         except ValueError as error:
             raise ValueError(str(error).replace("`", "`placement.", 1)) from None
         what = "such that every node owns an expert"
-        yield "topology.ranks_per_node", len({rank // node for rank in owners}) == size // node, what, node
+        yield (
+            "topology.ranks_per_node",
+            len({rank // node for rank in owners}) == size // node,
+            what,
+            node,
+        )
 
     def _capacity_rules(self) -> Iterator[_Rule]:
         model = self.model
@@ -490,7 +643,10 @@ class EPConfig(Strict):
         tokens = self.capacity.max_num_tokens_per_rank
         for key in ("payload", "combine_payload"):
             wire = WIRE_FORMATS[getattr(exchange, key)]
-            what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of {wire.block}"
+            what = (
+                f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of "
+                f"{wire.block}"
+            )
             yield f"exchange.{key}", wire.takes(model.hidden_size), what, wire.name
         extra = self.capacity.extra_bytes
         width = WIRE_FORMATS[exchange.payload].width(model.hidden_size, extra, torch.float16)
@@ -498,15 +654,27 @@ class EPConfig(Strict):
         yield "capacity.extra_bytes", not extra or width <= _MOST_ELEMENTS, what, extra
         first = exchange.warmup_timeout_s
         later = exchange.timeout_s
-        yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
+        yield (
+            "exchange.warmup_timeout_s",
+            first >= later,
+            f"at least `exchange.timeout_s` = {later}",
+            first,
+        )
         alignment = self.alignment
         rows = self.capacity.max_expert_rows
         largest = _INT32_MAX // alignment * alignment
         what = f"at most {largest}, the largest int32 multiple of the alignment {alignment}"
         yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows
         per_node = self.rows_per_node
-        yield "capacity.max_rows_per_node", per_node <= tokens, f"at most M = {tokens} rows", per_node
-        gaps = (self.seated.num_physical_experts + 1) * alignment  # between segments, and behind the last
+        yield (
+            "capacity.max_rows_per_node",
+            per_node <= tokens,
+            f"at most M = {tokens} rows",
+            per_node,
+        )
+        gaps = (
+            self.seated.num_physical_experts + 1
+        ) * alignment  # between segments, and behind the last
         most = (_INT32_MAX - gaps) // (self.topology.seats * model.num_experts_per_tok)
         what = f"at most {most}, as R·M·K rows are numbered in int32"
         yield "capacity.max_num_tokens_per_rank", tokens <= most, what, tokens

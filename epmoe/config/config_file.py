@@ -1,4 +1,6 @@
-"""Finds and reads YAML, TOML and JSON, reads the environment, and words the errors; `EPConfig` checks the values."""
+"""Finds and reads YAML, TOML and JSON, reads the environment, and words the errors; `EPConfig`
+checks the values.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,17 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _parse_yaml = partial(yaml.load, Loader=_Loader)
 _parse_json = partial(json.loads, object_pairs_hook=_unique_pairs)
 _PARSERS: dict[str, Callable[[str], object]] = {
-    ".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": tomllib.loads, ".json": _parse_json
-}  # fmt: skip
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": tomllib.loads,
+    ".json": _parse_json,
+}
 
 
 def ready_configs() -> dict[str, Path]:
-    """The configurations that come with epmoe, by name: those in the package, in a checkout those of its root."""
+    """The configurations that come with epmoe, by name: those in the package, in a checkout those
+    of its root.
+    """
     folders = [_PACKAGE / "configs"]
     if (_PACKAGE.parent / "pyproject.toml").exists():  # elsewhere a folder `configs` is not ours
         folders.append(_PACKAGE.parent / "configs")
@@ -65,10 +72,11 @@ def ready_configs() -> dict[str, Path]:
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """The file that is meant: an existing file, else the ready configuration of that name, as in `cpu_demo`.
+    """The file that is meant: an existing file, else the ready configuration of that name, as in
+    `cpu_demo`.
 
-    A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises ConfigError for the
-    folder of a checkpoint and, with a list of the names, for any other name.
+    A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises
+    ConfigError for the folder of a checkpoint and, with a list of the names, for any other name.
     """
     path = Path(name_or_path)
     ready = ready_configs()
@@ -78,18 +86,27 @@ def find_config(name_or_path: str | Path) -> Path:
         if str(path) in (name, file.name):
             return file
     if path.is_dir() and path.suffix.lower() not in _PARSERS:
-        raise ConfigError(f"{path}: is a folder: give a file, or for a checkpoint `--nproc` (`EPConfig.from_hf`)")
+        raise ConfigError(
+            f"{path}: is a folder: give a file, or for a checkpoint `--nproc` (`EPConfig.from_hf`)"
+        )
     if path.suffix or len(path.parts) > 1:
         return path
-    raise ConfigError(f"{path}: is neither a file nor a ready configuration; there are {', '.join(ready) or 'none'}")
+    raise ConfigError(
+        f"{path}: is neither a file nor a ready configuration; there are "
+        f"{', '.join(ready) or 'none'}"
+    )
 
 
-def read_config(path: str | Path, holds: str = "sections such as `model:` and `topology:`") -> dict[str, Any]:
+def read_config(
+    path: str | Path, holds: str = "sections such as `model:` and `topology:`"
+) -> dict[str, Any]:
     """The mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError naming the file."""
     path = Path(path)
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
-        raise ConfigError(f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`")
+        raise ConfigError(
+            f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`"
+        )
     try:
         data = parse(_text_of(path))
     except ConfigError as error:
@@ -97,7 +114,9 @@ def read_config(path: str | Path, holds: str = "sections such as `model:` and `t
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deep") from None
     except (ValueError, yaml.YAMLError) as error:  # tomllib and json raise subclasses of ValueError
-        raise ConfigError(f"{path}: is not valid {path.suffix[1:].upper()}: {_brief(error)}") from None
+        raise ConfigError(
+            f"{path}: is not valid {path.suffix[1:].upper()}: {_brief(error)}"
+        ) from None
     data = {} if data is None else data
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{path}: must hold {holds}, got {_REPR.repr(data)}")
@@ -117,10 +136,17 @@ def _text_of(path: Path) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """The line of a mistake and what it is; parsers of YAML and JSON have them under names of their own."""
+    """The line of a mistake and what it is; parsers of YAML and JSON have them under names of their
+    own.
+    """
     mark = getattr(error, "problem_mark", None)
     line = getattr(error, "lineno", None) if mark is None else mark.line + 1
-    text = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "msg", None) or error
+    text = (
+        getattr(error, "problem", None)
+        or getattr(error, "reason", None)
+        or getattr(error, "msg", None)
+        or error
+    )
     return (f"line {line}: " if line is not None else "") + _short(" ".join(str(text).split()), 160)
 
 
@@ -129,8 +155,9 @@ def environment_overrides(
 ) -> dict[str, tuple[str, str, Any]]:
     """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}, values in YAML.
 
-    Variables without the double underscore are not configuration. A variable that names no key of `sections`, or that
-    has one underscore where it needs two, is an error, because a misspelt override would silently do nothing.
+    Variables without the double underscore are not configuration. A variable that names no key of
+    `sections`, or that has one underscore where it needs two, is an error, because a misspelt
+    override would silently do nothing.
     """
     overrides = {}
     for variable in sorted(environ):
@@ -139,13 +166,18 @@ def environment_overrides(
             continue
         where = f"environment variable {variable}"
         if not found:
-            if meant := _meant(section, sections):
-                raise ConfigError(f"{where}: has no effect; did you mean {meant}, with two underscores?")
+            meant = _meant(section, sections)
+            if meant:
+                raise ConfigError(
+                    f"{where}: has no effect; did you mean {meant}, with two underscores?"
+                )
             continue
         if section not in sections:
             raise ConfigError(f"{where}: no section `{section}`; there are {', '.join(sections)}")
         if key not in sections[section]:
-            raise ConfigError(f"{where}: `{section}` has no key `{key}`, but {', '.join(sections[section])}")
+            raise ConfigError(
+                f"{where}: `{section}` has no key `{key}`, but {', '.join(sections[section])}"
+            )
         try:
             overrides[variable] = (section, key, _parse_yaml(environ[variable]))
         except (ConfigError, ValueError, yaml.YAMLError) as error:
@@ -154,8 +186,14 @@ def environment_overrides(
 
 
 def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
-    """The override that a variable without a double underscore is close to: SECTION_KEY, or the KEY alone."""
-    overrides = {f"{section}_{key}": f"{section}__{key}" for section, keys in sections.items() for key in keys}
+    """The override that a variable without a double underscore is close to: SECTION_KEY, or the KEY
+    alone.
+    """
+    overrides = {
+        f"{section}_{key}": f"{section}__{key}"
+        for section, keys in sections.items()
+        for key in keys
+    }
     alone = {key: f"{section}__{key}" for section, keys in sections.items() for key in keys}
     close = difflib.get_close_matches(name, overrides, n=1, cutoff=0.9)
     meant = overrides[close[0]] if close else alone.get(name)
@@ -163,9 +201,17 @@ def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
 
 
 def explain(item: Any, known: Sequence[str]) -> str:
-    """One pydantic error in our words: the dotted key, what it must be, what it is. `known` keys give a hint."""
+    """One pydantic error in our words: the dotted key, what it must be, what it is. `known` keys
+    give a hint.
+    """
     last = item["loc"][-1] if item["loc"] else None
-    key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(".") + "`"
+    key = (
+        "`"
+        + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(
+            "."
+        )
+        + "`"
+    )
     got = _REPR.repr(item["input"])
     match item["type"]:
         case "value_error":

@@ -1,6 +1,7 @@
 """Deadlines of failures over several nodes, whose order matters.
 
-The rank next to a fault must report first, since it knows who is missing. The others then report the same ranks:
+The rank next to a fault must report first, since it knows who is missing. The others then report
+the same ranks:
 
     timeout_s                a transfer to other nodes: its rank finds the fault
     + ANSWER_S               the ranks of its rail have reported what they know
@@ -36,5 +37,9 @@ class Deadlines:
     """returns the number of rounds so far"""
 
     def wait_s(self, *, returning: bool = False, first: bool = False) -> float:
-        """Of a wait, or over several nodes for `returning` sums. `first`: the first round is still under way."""
-        return (self.first_s if first or self.opened() <= 1 else self.later_s) + RETURN_S * returning
+        """Of a wait, or over several nodes for `returning` sums. `first`: the first round is still
+        under way.
+        """
+        return (
+            self.first_s if first or self.opened() <= 1 else self.later_s
+        ) + RETURN_S * returning

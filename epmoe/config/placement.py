@@ -31,9 +31,9 @@ class Move(NamedTuple):
 class Placement:
     """P physical experts, that is E logical experts and their copies, on R ranks.
 
-    Physical expert p < E is logical expert p; p ≥ E is a copy, by default of logical expert (p − E) mod E. Source rank
-    s sends its token t to copy (t + s) mod n of an expert's n copies. So the copies share the load, and every run
-    chooses alike.
+    Physical expert p < E is logical expert p; p ≥ E is a copy, by default of logical expert (p − E)
+    mod E. Source rank s sends its token t to copy (t + s) mod n of an expert's n copies. So the
+    copies share the load, and every run chooses alike.
     """
 
     num_experts: int
@@ -59,8 +59,8 @@ class Placement:
 
         - linear: blocks of experts in order; the first P mod R ranks own one expert more.
         - round_robin: expert p on rank p mod R.
-        - explicit: `assignment` [P] gives the owner of each expert, and `copied_experts` [P − E], if given, the logical
-          expert of each copy.
+        - explicit: `assignment` [P] gives the owner of each expert, and `copied_experts` [P − E],
+          if given, the logical expert of each copy.
 
         Raises ValueError, which names the wrong argument.
         """
@@ -77,7 +77,9 @@ class Placement:
                 f"got {strategy!r} with {'none' if assignment is None else 'one'}"
             )
         if copied_experts is not None and strategy != "explicit":
-            raise ValueError(f"`copied_experts` may be given with strategy 'explicit' only, got {strategy!r}")
+            raise ValueError(
+                f"`copied_experts` may be given with strategy 'explicit' only, got {strategy!r}"
+            )
         physical = num_experts + num_redundant_experts
         if assignment is not None:
             owners = tuple(assignment)
@@ -87,48 +89,67 @@ class Placement:
         elif strategy == "round_robin":
             owners = tuple(p % ep_size for p in range(physical))
         else:
-            raise ValueError(f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}")
+            raise ValueError(
+                f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}"
+            )
         if len(owners) != physical:
-            raise ValueError(f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}")
+            raise ValueError(
+                f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}"
+            )
         for p, rank in enumerate(owners):
             if not is_int(rank) or not 0 <= rank < ep_size:
-                raise ValueError(f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}")
+                raise ValueError(
+                    f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}"
+                )
         if copied_experts is None:
             return cls(num_experts, ep_size, owners)
         if len(copied_experts) != num_redundant_experts:
-            raise ValueError(f"`copied_experts` must be {num_redundant_experts} experts, got {len(copied_experts)}")
+            raise ValueError(
+                f"`copied_experts` must be {num_redundant_experts} experts, got "
+                f"{len(copied_experts)}"
+            )
         for i, logical in enumerate(copied_experts):
             _in_range(f"copied_experts[{i}]", logical, num_experts)
         return cls._with_copies(num_experts, ep_size, owners, tuple(copied_experts))
 
     @classmethod
-    def _with_copies(cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]) -> Self:
-        """Make the one form that equal placements have: it lists no copies that are in the usual order."""
+    def _with_copies(
+        cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]
+    ) -> Self:
+        """Make the one form that equal placements have: it lists no copies that are in the usual
+        order.
+        """
         usual = all(logical == i % num_experts for i, logical in enumerate(copied))
         return cls(num_experts, ep_size, owners, None if usual else copied)
 
     def without(self, ranks: Collection[int], *, spread_lost: bool = False) -> Self:
         """This placement over the ranks that remain once `ranks` are gone.
 
-        The remaining ranks are renumbered from 0 in their order. Every expert and copy stays on its rank, so no weights
-        travel. Where expert p < E is gone, its first remaining copy takes the id p. Physical ids, and with them the
-        order of the experts on a rank, may therefore change: see `moves`.
+        The remaining ranks are renumbered from 0 in their order. Every expert and copy stays on its
+        rank, so no weights travel. Where expert p < E is gone, its first remaining copy takes the
+        id p. Physical ids, and with them the order of the experts on a rank, may therefore change:
+        see `moves`.
 
         Args:
             ranks: the ranks to leave out.
-            spread_lost: place logical experts of which no copy remains on the ranks with the fewest experts. Their
-                weights must be loaded there.
+            spread_lost: place logical experts of which no copy remains on the ranks with the fewest
+                experts. Their weights must be loaded there.
 
         Returns:
             A placement of R − len(ranks) ranks. It may have fewer copies than this one.
 
         Raises:
-            ValueError: no rank remains, or, without `spread_lost`, a logical expert is lost; the error names it.
+            ValueError: no rank remains, or, without `spread_lost`, a logical expert is lost; the
+                error names it.
         """
         gone = {_in_range("ranks", rank, self.ep_size) for rank in ranks}
-        renumbered = {rank: i for i, rank in enumerate(r for r in range(self.ep_size) if r not in gone)}
+        renumbered = {
+            rank: i for i, rank in enumerate(r for r in range(self.ep_size) if r not in gone)
+        }
         if not renumbered:
-            raise ValueError(f"`ranks` must leave at least one of {self.ep_size} ranks, got {sorted(gone)}")
+            raise ValueError(
+                f"`ranks` must leave at least one of {self.ep_size} ranks, got {sorted(gone)}"
+            )
         first: dict[int, int] = {}  # logical expert → new rank
         copies: list[tuple[int, int]] = []
         load = [0] * len(renumbered)
@@ -143,24 +164,32 @@ class Placement:
                     first[x] = new_rank
         lost = [x for x in range(self.num_experts) if x not in first]
         if lost and not spread_lost:
-            names = f"{lost[:_MOST_NAMED]}" + (f" and {len(lost) - _MOST_NAMED} more" if lost[_MOST_NAMED:] else "")
+            names = f"{lost[:_MOST_NAMED]}" + (
+                f" and {len(lost) - _MOST_NAMED} more" if lost[_MOST_NAMED:] else ""
+            )
             raise ValueError(
-                f"logical expert(s) {names} have no copy outside rank(s) {sorted(gone)}: load their weights and say "
+                f"logical expert(s) {names} have no copy outside rank(s) {sorted(gone)}: load "
+                "their weights and say "
                 "where, as Placement.without(ranks, spread_lost=True) does"
             )
         for x in lost:
             first[x] = load.index(min(load))
             load[first[x]] += 1
         owners = (*(first[x] for x in range(self.num_experts)), *(rank for _, rank in copies))
-        return self._with_copies(self.num_experts, len(renumbered), owners, tuple(x for x, _ in copies))
+        return self._with_copies(
+            self.num_experts, len(renumbered), owners, tuple(x for x, _ in copies)
+        )
 
-    def moves(self, new: Placement, ranks: Sequence[int | None] | None = None) -> list[tuple[Move, ...]]:
-        """Which weights each rank of `new` must load or reorder, where this placement has held so far.
+    def moves(
+        self, new: Placement, ranks: Sequence[int | None] | None = None
+    ) -> list[tuple[Move, ...]]:
+        """Which weights each rank of `new` must load or reorder, where this placement has held so
+        far.
 
         Args:
             new: the placement to come, of the same E.
-            ranks: for each rank of `new`, its number in this placement, or None for a rank that holds no weights yet.
-                By default ranks keep their numbers.
+            ranks: for each rank of `new`, its number in this placement, or None for a rank that
+                holds no weights yet. By default ranks keep their numbers.
 
         Returns:
             For each rank of `new`, its local experts whose weights do not lie at their index yet.
@@ -169,11 +198,16 @@ class Placement:
             ValueError: the placements have different E, or `ranks` does not fit them.
         """
         if new.num_experts != self.num_experts:
-            raise ValueError(f"`new` must place {self.num_experts} logical experts, got {new.num_experts}")
+            raise ValueError(
+                f"`new` must place {self.num_experts} logical experts, got {new.num_experts}"
+            )
         if ranks is None:
             ranks = [rank if rank < self.ep_size else None for rank in range(new.ep_size)]
         if len(ranks) != new.ep_size:
-            raise ValueError(f"`ranks` must name {new.ep_size} ranks, one for each rank of `new`, got {len(ranks)}")
+            raise ValueError(
+                f"`ranks` must name {new.ep_size} ranks, one for each rank of `new`, got "
+                f"{len(ranks)}"
+            )
         moves = []
         for rank, before in enumerate(ranks):
             held = [] if before is None else self.logical_experts(before)
@@ -194,7 +228,9 @@ class Placement:
 
     @cached_property
     def local_index(self) -> tuple[int, ...]:
-        """[P] the index of each physical expert among the experts of its owner, in ascending order of physical id."""
+        """[P] the index of each physical expert among the experts of its owner, in ascending order
+        of physical id.
+        """
         seen = [0] * self.ep_size
         index = []
         for rank in self.owners:
@@ -212,15 +248,19 @@ class Placement:
         return [p for p, owner in enumerate(self.owners) if owner == rank]
 
     def logical_experts(self, rank: int) -> list[int]:
-        """The logical experts of `local_experts`: entry i is the expert of a model whose weights are local expert i.
+        """The logical experts of `local_experts`: entry i is the expert of a model whose weights
+        are local expert i.
 
-        It is the index into what a checkpoint has for all experts: `w[placement.logical_experts(rank)]` of w [E, …]. An
-        expert and its copy on the same rank are two entries.
+        It is the index into what a checkpoint has for all experts:
+        `w[placement.logical_experts(rank)]` of w [E, …]. An expert and its copy on the same rank
+        are two entries.
         """
         return [self.logical(p) for p in self.local_experts(rank)]
 
     def num_local_experts(self, rank: int) -> int:
-        """e: experts that a rank owns. It may be 0, for instance where there are fewer experts than ranks."""
+        """e: experts that a rank owns. It may be 0, for instance where there are fewer experts than
+        ranks.
+        """
         return self.owners.count(_in_range("rank", rank, self.ep_size))
 
     def expert_map(self, rank: int) -> torch.Tensor:
@@ -230,20 +270,28 @@ class Placement:
         return torch.tensor([i if owner == rank else -1 for owner, i in pairs], dtype=torch.int32)
 
     def of_node(self, node: int, ranks_per_node: int) -> Placement:
-        """The experts of one node on its own ranks, numbered in ascending order of physical id, without copies.
+        """The experts of one node on its own ranks, numbered in ascending order of physical id,
+        without copies.
 
         Ranks are node-major: rank r is local rank r mod G of node r // G, for G = `ranks_per_node`.
 
         Raises ValueError if the node owns no expert.
         """
         _in_range("node", node, self.ep_size // ranks_per_node)
-        owners = tuple(rank % ranks_per_node for rank in self.owners if rank // ranks_per_node == node)
+        owners = tuple(
+            rank % ranks_per_node for rank in self.owners if rank // ranks_per_node == node
+        )
         if not owners:
-            raise ValueError(f"every node must own an expert: node {node} owns none of {self.num_physical_experts}")
+            raise ValueError(
+                f"every node must own an expert: node {node} owns none of "
+                f"{self.num_physical_experts}"
+            )
         return Placement(len(owners), ranks_per_node, owners)
 
     def node_ids(self, ranks_per_node: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [P] each: the node of each physical expert, and its number among the experts of that node."""
+        """int32 [P] each: the node of each physical expert, and its number among the experts of
+        that node.
+        """
         nodes = torch.tensor(self.owners, dtype=torch.int32) // ranks_per_node
         local = torch.empty_like(nodes)
         for node in nodes.unique():
@@ -251,14 +299,20 @@ class Placement:
         return nodes, local
 
     def sentinel(self, rank: int) -> int:
-        """The id in unused slots: a foreign expert, which `expert_map` maps to −1, or P where no expert is foreign."""
+        """The id in unused slots: a foreign expert, which `expert_map` maps to −1, or P where no
+        expert is foreign.
+        """
         _in_range("rank", rank, self.ep_size)
-        return next((p for p, owner in enumerate(self.owners) if owner != rank), self.num_physical_experts)
+        return next(
+            (p for p, owner in enumerate(self.owners) if owner != rank), self.num_physical_experts
+        )
 
     def logical(self, physical: int) -> int:
-        """The logical expert of a physical expert: itself below E, otherwise the expert that it copies.
+        """The logical expert of a physical expert: itself below E, otherwise the expert that it
+        copies.
 
-        Routers, ids and checkpoints number logical experts; owners, maps and rows on the wire number physical ones.
+        Routers, ids and checkpoints number logical experts; owners, maps and rows on the wire
+        number physical ones.
         """
         copy = _in_range("physical", physical, self.num_physical_experts) - self.num_experts
         if copy < 0 or self.copied_experts is None:
@@ -266,11 +320,15 @@ class Placement:
         return self.copied_experts[copy]
 
     def copies(self, logical: int) -> tuple[int, ...]:
-        """Physical ids of a logical expert: its own id first, then its copies, all with the same weights."""
+        """Physical ids of a logical expert: its own id first, then its copies, all with the same
+        weights.
+        """
         return self._copies[_in_range("logical", logical, self.num_experts)]
 
     def copies_table(self) -> torch.Tensor:
-        """int32 [E, C]: `copies` of every expert, padded with −1 to C, the largest number of copies."""
+        """int32 [E, C]: `copies` of every expert, padded with −1 to C, the largest number of
+        copies.
+        """
         most = max(map(len, self._copies))
         rows = [copies + (-1,) * (most - len(copies)) for copies in self._copies]
         return torch.tensor(rows, dtype=torch.int32)

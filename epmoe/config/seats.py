@@ -1,4 +1,6 @@
-"""Seats: the places of a group, of which `topology.max_ranks` says how many there are, and the ranks that sit there."""
+"""Seats: the places of a group, of which `topology.max_ranks` says how many there are, and the
+ranks that sit there.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ _Value = TypeVar("_Value")
 class Seats:
     """`count` seats, and the seat of each rank of the group [R].
 
-    A rank keeps its seat in all groups of its `ExpertParallel`. Windows, slabs and words between ranks are numbered by
-    seat; ranks, which have no gaps between their numbers, are what callers see.
+    A rank keeps its seat in all groups of its `ExpertParallel`. Windows, slabs and words between
+    ranks are numbered by seat; ranks, which have no gaps between their numbers, are what callers
+    see.
     """
 
     count: int
@@ -29,14 +32,20 @@ class Seats:
     def keep(cls, count: int, former: Sequence[tuple[int, int]]) -> Self:
         """Each rank keeps its seat, and ranks without one take the lowest empty seats.
 
-        `former` [R] has for each rank how many groups it has been in, and its seat; −1: none. Where two ranks name one
-        seat, the rank of the later group keeps it: the ranks of that group had given up the other.
+        `former` [R] has for each rank how many groups it has been in, and its seat; −1: none. Where
+        two ranks name one seat, the rank of the later group keeps it: the ranks of that group had
+        given up the other.
         """
         earlier_first = sorted(range(len(former)), key=lambda rank: former[rank][0])
-        kept = {former[rank][1]: rank for rank in earlier_first if 0 <= former[rank][1] < count}  # rank by seat
+        kept = {
+            former[rank][1]: rank for rank in earlier_first if 0 <= former[rank][1] < count
+        }  # rank by seat
         empty = iter(sorted(set(range(count)).difference(kept)))
         taken = {rank: seat for seat, rank in kept.items()}
-        return cls(count, tuple(taken[rank] if rank in taken else next(empty) for rank in range(len(former))))
+        return cls(
+            count,
+            tuple(taken[rank] if rank in taken else next(empty) for rank in range(len(former))),
+        )
 
     @property
     def empty(self) -> list[int]:
@@ -44,7 +53,9 @@ class Seats:
         return sorted(set(range(self.count)).difference(self.of_ranks))
 
     def rank_in(self, seat: int) -> int:
-        """The rank in a seat; of an empty one, which a word of a peer may name, the number itself."""
+        """The rank in a seat; of an empty one, which a word of a peer may name, the
+        number itself.
+        """
         return self.of_ranks.index(seat) if seat in self.of_ranks else seat
 
     def ranks_in(self, mask: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""Addresses that stay: a rank reserves them once, and its groups map windows and scratch there by turns.
+"""Addresses that stay: a rank reserves them once, and its groups map windows and scratch there by
+turns.
 
-The memory of a window has a file descriptor, by which other processes map it, too. It is free once no process maps it
-any more.
+The memory of a window has a file descriptor, by which other processes map it, too. It is free once
+no process maps it any more.
 """
 
 from __future__ import annotations
@@ -38,19 +39,25 @@ class Memory(Protocol):
     def free(self, address: int, nbytes: int) -> None: ...
 
     def create(self, nbytes: int) -> int:
-        """The descriptor of new memory, which the caller closes. Raises MemoryError where there is none."""
+        """The descriptor of new memory, which the caller closes. Raises MemoryError where there is
+        none.
+        """
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
-        """Map memory at a reserved address, for reading and writing; None: new memory of this process alone.
+        """Map memory at a reserved address, for reading and writing; None: new memory of this
+        process alone.
 
-        With `times` it lies there again and again, and each of these mappings is unmapped by itself.
+        With `times` it lies there again and again, and each of these mappings is unmapped by
+        itself.
         """
 
     def unmap(self, address: int, nbytes: int) -> None: ...
 
 
 class HostMemory:
-    """Anonymous shared memory (memfd) of this machine: it has no name, and needs no room in /dev/shm."""
+    """Anonymous shared memory (memfd) of this machine: it has no name, and needs no room in
+    /dev/shm.
+    """
 
     device = torch.device("cpu")
     granule = mmap.PAGESIZE
@@ -58,7 +65,12 @@ class HostMemory:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *[ctypes.c_int] * 3,
+            ctypes.c_long,
+        ]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
     def reserve(self, nbytes: int) -> int:
@@ -79,11 +91,16 @@ class HostMemory:
                 "capacity.max_num_tokens_per_rank, or give the container more memory"
             ) from error
         # A reader of a window that another process has shrunk would get a SIGBUS: forbid it.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        fcntl.fcntl(
+            descriptor,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+        )
         return descriptor
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
-        shared, own = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         flags, descriptor = (own, -1) if descriptor is None else (shared, descriptor)
         for begin in range(address, address + times * nbytes, nbytes):
             self._mmap(begin, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
@@ -92,7 +109,9 @@ class HostMemory:
         """Leaves private memory behind: a tensor that outlives its group harms nobody."""
         self.map(None, address, nbytes)
 
-    def _mmap(self, address: int | None, nbytes: int, protection: int, flags: int, descriptor: int = -1) -> int:
+    def _mmap(
+        self, address: int | None, nbytes: int, protection: int, flags: int, descriptor: int = -1
+    ) -> int:
         fixed = 0 if address is None else _MAP_FIXED
         mapped: int = self._libc.mmap(address, nbytes, protection, flags | fixed, descriptor, 0)
         if mapped == _MAP_FAILED:
@@ -124,15 +143,21 @@ class Places:
         return self._memory.create(round_up(nbytes, self._memory.granule))
 
     def map(self, place: int, descriptor: int | None, nbytes: int) -> Tensor:
-        """Map memory of `create`, also another process's, or of this process alone: uint8 [nbytes]."""
-        address, mapped = self._begin + place * self.stride, round_up(nbytes, self._memory.granule)
+        """Map memory of `create`, also another process's, or of this process alone:
+        uint8 [nbytes].
+        """
+        address = self._begin + place * self.stride
+        mapped = round_up(nbytes, self._memory.granule)
         self._memory.map(descriptor, address, mapped)
         self._mapped[address] = mapped
         return self.view(place, nbytes)
 
     def map_unread(self, place: int, nbytes: int) -> Tensor:
-        """Map a small memory again and again, until the place is full: uint8 [nbytes]. What is written is lost."""
-        begin, piece = self._begin + place * self.stride, round_up(_UNREAD_BYTES, self._memory.granule)
+        """Map a small memory again and again, until the place is full: uint8 [nbytes]. What is
+        written is lost.
+        """
+        begin = self._begin + place * self.stride
+        piece = round_up(_UNREAD_BYTES, self._memory.granule)
         times, rest = divmod(round_up(nbytes, self._memory.granule), piece)
         for address, size, many in ((begin, piece, times), (begin + times * piece, rest, 1)):
             if size * many:
@@ -146,20 +171,25 @@ class Places:
 
     def view(self, place: int, nbytes: int, begin: int = 0) -> Tensor:
         """What is mapped at a place, `begin` bytes behind its start: uint8 [nbytes]."""
-        address, device = self._begin + place * self.stride + begin, self._memory.device
+        address = self._begin + place * self.stride + begin
+        device = self._memory.device
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         storage.places = self  # which lives as long as the storage, also one that only C++ has
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def unmap(self) -> None:
-        """Unmap all. Nobody may be about to read or write them. What `Memory` refuses to unmap stays mapped."""
+        """Unmap all. Nobody may be about to read or write them. What `Memory` refuses to unmap
+        stays mapped.
+        """
         _unmap(self._memory, self._mapped)
 
 
 def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
     if os.getpid() != owner:
         return
-    with suppress(RuntimeError, TimeoutError):  # of a GPU that has failed, or that may still read it
+    with suppress(
+        RuntimeError, TimeoutError
+    ):  # of a GPU that has failed, or that may still read it
         _unmap(memory, mapped)
         memory.free(begin, nbytes)
 
@@ -173,38 +203,51 @@ def _unmap(memory: Memory, mapped: dict[int, int]) -> None:
 class Addresses:
     """Where the windows and the scratch of one `ExpertParallel` lie, through all its groups.
 
-    Groups that are alike have all at the same addresses, so CUDA graphs of one may be replayed in another. Each other
-    kind of group has scratch of its own: a kernel of an earlier group finds the state there that this group has left.
+    Groups that are alike have all at the same addresses, so CUDA graphs of one may be replayed in
+    another. Each other kind of group has scratch of its own: a kernel of an earlier group finds the
+    state there that this group has left.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.left = list[dict[str, int]]()  # sizes of the plans of groups that were left, for errors
+        self.left = list[
+            dict[str, int]
+        ]()  # sizes of the plans of groups that were left, for errors
         self.abandon()
 
     def abandon(self) -> None:
-        """Somebody may still use what is mapped, as long as it lives: the next group has other addresses."""
+        """Somebody may still use what is mapped, as long as it lives: the next group has other
+        addresses.
+        """
         self._windows: Places | None = None
         self._scratch: dict[tuple[int, ...], Places] = {}
         self._words: Tensor | None = None
 
     def windows(self, ranks: int, nbytes: int) -> Places:
-        """For the windows of a group: the same ones as before where they have room and are free, otherwise new ones."""
+        """For the windows of a group: the same ones as before where they have room and are free,
+        otherwise new ones.
+        """
         places = self._windows
         if places is None or places.mapped or ranks > places.count or nbytes > places.stride:
             self._windows = places = Places(self.memory, ranks, nbytes)
         return places
 
     def scratch(self, layout: tuple[int, ...], nbytes: int) -> Tensor:
-        """uint8 [nbytes], the same memory for equal layouts until `unmap_scratch`, which keeps its address."""
-        places = self._scratch.get(layout) or self._scratch.setdefault(layout, Places(self.memory, 1, nbytes))
+        """uint8 [nbytes], the same memory for equal layouts until `unmap_scratch`, which keeps its
+        address.
+        """
+        places = self._scratch.get(layout) or self._scratch.setdefault(
+            layout, Places(self.memory, 1, nbytes)
+        )
         return places.view(0, nbytes) if places.mapped else places.map(0, None, nbytes)
 
     def words(self) -> Tensor:
         """uint8, on the host: what kernels write for it, zeros."""
         if self._words is None:
             pinned = self.memory.device.type == "cuda"
-            self._words = torch.empty(_WORDS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self._words = torch.empty(
+                _WORDS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned
+            )
         return self._words.zero_()
 
     def unmap_windows(self) -> None:

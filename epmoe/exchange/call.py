@@ -29,9 +29,11 @@ class Call(NamedTuple):
     extra: Tensor | Extra | None = None  # an Extra: it lies behind the rows of x already
 
     def operands(self, T: int, device: torch.device) -> tuple[Any, ...]:
-        """The tensors as the operators take them, then `num_tokens` as a tensor or None, and as a number of rows.
+        """The tensors as the operators take them, then `num_tokens` as a tensor or None, and as a
+        number of rows.
 
-        T is from `Templates.of`: reading it from x again costs 0.15 µs. Raises what `token_count` does.
+        T is from `Templates.of`: reading it from x again costs 0.15 µs. Raises what `token_count`
+        does.
         """
         x, ids, weights, scales, num_tokens = self[:5]
         tokens, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, device)

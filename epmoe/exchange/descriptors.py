@@ -1,4 +1,6 @@
-"""Descriptors: int64 in host memory, an `ExchangeDescriptor` of csrc/exchange.h and the addresses of all windows."""
+"""Descriptors: int64 in host memory, an `ExchangeDescriptor` of csrc/exchange.h and the addresses
+of all windows.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,37 @@ from epmoe.native.layouts import struct, words
 
 
 class Multiplied(NamedTuple):
-    """Rows that are gradients of weighted outputs: each becomes its product with its weight as it arrives."""
+    """Rows that are gradients of weighted outputs: each becomes its product with its weight as it
+    arrives.
+    """
 
     outputs: Tensor
-    """[N, D], in x's dtype; rows of at most `kMostProductBytes`, which start at multiples of 16 bytes"""
+    """[N, D], in x's dtype; rows of at most `kMostProductBytes`, which start at multiples of 16
+    bytes
+    """
     products: Tensor
-    """fp32 [N, `kProductParts`], zeros: a row's parts become the sum of its products with its outputs"""
+    """fp32 [N, `kProductParts`], zeros: a row's parts become the sum of its products with its
+    outputs
+    """
 
 
 class CallerRows(NamedTuple):
-    """Where a round of training puts its rows: memory of the caller's, and what combine does with their weights."""
+    """Where a round of training puts its rows: memory of the caller's, and what combine does with
+    their weights.
+    """
 
     rows: Tensor | None
-    """[N, D], contiguous, whose rows past the last segment become zeros; None: the exchange's own buffer"""
+    """[N, D], contiguous, whose rows past the last segment become zeros; None: the exchange's own
+    buffer
+    """
     expert_offsets: Tensor
     """int32 [e + 1]"""
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor | None
-    """fp32 [N], for the weight of each pair's row; zeros past the last segment where `rows` are given"""
+    """fp32 [N], for the weight of each pair's row; zeros past the last segment where `rows` are
+    given
+    """
     adds_only: bool
     """combine adds without weights"""
     returns_values: bool
@@ -48,12 +62,17 @@ class CallerRows(NamedTuple):
 class Descriptors:
     """The descriptors of one rank. Calls with the same flags share one.
 
-    `status` is the address of the status words, `windows` those of the ranks' windows. `zero_gaps`: on GPUs dispatch
-    zeroes the rows between segments.
+    `status` is the address of the status words, `windows` those of the ranks' windows. `zero_gaps`:
+    on GPUs dispatch zeroes the rows between segments.
     """
 
     def __init__(
-        self, plan: MemoryPlan, status: int, windows: list[int], deadlines: Deadlines, zero_gaps: bool
+        self,
+        plan: MemoryPlan,
+        status: int,
+        windows: list[int],
+        deadlines: Deadlines,
+        zero_gaps: bool,
     ) -> None:
         first, later = (round(seconds * 1e9) for seconds in (deadlines.first_s, deadlines.later_s))
         self._of_all = {"first_timeout_ns": first, "timeout_ns": later, "status": status}
@@ -66,22 +85,32 @@ class Descriptors:
         return next(iter(self._made.values()))
 
     def of(self, expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
-        """That of calls with these flags: `aligned` rows begin each expert's segment at a multiple of the alignment."""
+        """That of calls with these flags: `aligned` rows begin each expert's segment at a multiple
+        of the alignment.
+        """
         flags = expert_major, weight_rows, aligned
         if flags not in self._made:
             zero_gaps = aligned and self._zero_gaps
-            of_round = {"expert_major": expert_major, "weight_rows": weight_rows, "zero_gaps": zero_gaps}
+            of_round = {
+                "expert_major": expert_major,
+                "weight_rows": weight_rows,
+                "zero_gaps": zero_gaps,
+            }
             plan = self._plan.as_ints(**{} if aligned else {"alignment": 1, "small_alignment": 1})
-            fields = words("ExchangeDescriptor", defaultdict(int, self._of_all | of_round))  # nothing of training
+            fields = words(
+                "ExchangeDescriptor", defaultdict(int, self._of_all | of_round)
+            )  # nothing of training
             values = [*plan, *fields, *self._windows]
             self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._made[flags]
 
-    def for_training(self, descriptor: Tensor, into: CallerRows, scratch: int, num_sms: int) -> Tensor:
+    def for_training(
+        self, descriptor: Tensor, into: CallerRows, scratch: int, num_sms: int
+    ) -> Tensor:
         """The descriptor of a round like `descriptor`, which writes into the caller's memory.
 
-        `into` must live until the round is closed. `scratch` is the address of this rank's scratch, and `num_sms` the
-        most multiprocessors of a kernel.
+        `into` must live until the round is closed. `scratch` is the address of this rank's scratch,
+        and `num_sms` the most multiprocessors of a kernel.
         """
         made = descriptor.clone()
         plan = struct("ExchangePlan").from_address(made.data_ptr())
@@ -102,13 +131,18 @@ class Descriptors:
         fields.row_weights = 0 if into.row_weights is None else into.row_weights.data_ptr()
         if into.multiplies is not None:
             outputs, products = into.multiplies
-            fields.outputs, fields.outputs_stride_bytes = outputs.data_ptr(), outputs.stride(0) * outputs.itemsize
+            fields.outputs, fields.outputs_stride_bytes = (
+                outputs.data_ptr(),
+                outputs.stride(0) * outputs.itemsize,
+            )
             fields.products = products.data_ptr()
         return made
 
 
 def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Tensor:
-    """The descriptor of a combine that also brings values back: `row_values` fp32 [N] to `pair_values` fp32 [T, K]."""
+    """The descriptor of a combine that also brings values back: `row_values` fp32 [N] to
+    `pair_values` fp32 [T, K].
+    """
     made = descriptor.clone()
     _fields(made).row_values = row_values.data_ptr()
     _fields(made).pair_values = pair_values.data_ptr()

@@ -1,4 +1,6 @@
-"""The interface of exchanges. `NodeExchange` has one node, and `HierarchicalExchange` (epmoe/rail) several."""
+"""The interface of exchanges. `NodeExchange` has one node, and `HierarchicalExchange` (epmoe/rail)
+several.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,20 @@ from epmoe.exchange.templates import Templates
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
 from epmoe.group.waiting import device_ends
 
-ANOTHER_THREAD = "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls"
+ANOTHER_THREAD = (
+    "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls"
+)
 _GLANCE_S = 1e-5
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 
 def takes_turn(call: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Decorates a method of an exchange, whose arguments come by position: no other thread is in a call meanwhile.
+    """Decorates a method of an exchange, whose arguments come by position: no other thread is in a
+    call meanwhile.
 
-    It costs a call 0.07 µs. A context manager of Python would leave a gap, in which a signal handler may raise and
-    nobody ends the turn.
+    It costs a call 0.07 µs. A context manager of Python would leave a gap, in which a signal
+    handler may raise and nobody ends the turn.
     """
 
     @wraps(call)
@@ -51,8 +56,12 @@ def takes_turn(call: Callable[_P, _Result]) -> Callable[_P, _Result]:
     return cast(Callable[_P, _Result], entered)
 
 
-def takes_turn_of_exchange(call: Callable[Concatenate[Any, _P], _Result]) -> Callable[Concatenate[Any, _P], _Result]:
-    """Decorates a method of an object that has an `exchange`: no other thread is in a call of it meanwhile."""
+def takes_turn_of_exchange(
+    call: Callable[Concatenate[Any, _P], _Result],
+) -> Callable[Concatenate[Any, _P], _Result]:
+    """Decorates a method of an object that has an `exchange`: no other thread is in a call of it
+    meanwhile.
+    """
 
     @wraps(call)
     def entered(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
@@ -73,7 +82,9 @@ class Exchange(ABC):
     global_ranks: list[int]  # [R]
     rounds: RoundState
     deadlines: Deadlines
-    layout: object = None  # what CUDA graphs of its rounds rest on; None: on more than can be compared
+    layout: object = (
+        None  # what CUDA graphs of its rounds rest on; None: on more than can be compared
+    )
     templates: Templates
     thread: int = 0  # that is in a call, or 0
 
@@ -83,15 +94,21 @@ class Exchange(ABC):
 
     @abstractmethod
     def dispatch_send(self, call: Call) -> Sent:
-        """The send phase: `ExpertParallel.dispatch_send`. It waits for no rank, except after an abort."""
+        """The send phase: `ExpertParallel.dispatch_send`. It waits for no rank, except after an
+        abort.
+        """
 
     @abstractmethod
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase: `ExpertParallel.dispatch_recv`."""
 
     @abstractmethod
-    def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """Both phases of the way back: `ExpertParallel.combine`, or by `layout` `ExpertParallel.combine_partial`."""
+    def combine(
+        self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None
+    ) -> Tensor:
+        """Both phases of the way back: `ExpertParallel.combine`, or by `layout`
+        `ExpertParallel.combine_partial`.
+        """
 
     @abstractmethod
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
@@ -115,16 +132,22 @@ class Exchange(ABC):
 
     @abstractmethod
     def check_rounds(self) -> None:
-        """Raise EPOverflowError or EPAbortedError for a round that has ended, unless the config only counts them."""
+        """Raise EPOverflowError or EPAbortedError for a round that has ended, unless the config
+        only counts them.
+        """
 
     @property
     @abstractmethod
     def failed(self) -> bool:
-        """Whether a wait, or on a GPU a round, has failed, as far as the host knows: `resume` and `close` are left."""
+        """Whether a wait, or on a GPU a round, has failed, as far as the host knows: `resume` and
+        `close` are left.
+        """
 
     @abstractmethod
     def missing(self) -> int:
-        """Ranks of the group that this rank misses, or that another has reported, as a mask. Waits for no kernel."""
+        """Ranks of the group that this rank misses, or that another has reported, as a mask. Waits
+        for no kernel.
+        """
 
     @abstractmethod
     def dead(self) -> int:
@@ -132,7 +155,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def end_waits(self) -> None:
-        """End the waits of all other ranks at once, with an EPTimeoutError that names this rank. Waits for no rank."""
+        """End the waits of all other ranks at once, with an EPTimeoutError that names this rank.
+        Waits for no rank.
+        """
 
     @abstractmethod
     def health(self, wait: bool) -> Health:
@@ -143,11 +168,12 @@ class Exchange(ABC):
         """Give the memory and the network back, once no kernel can use them."""
 
     def largest(self, number: int) -> Callable[[], int] | None:
-        """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
+        """A number of each rank. Collective, between rounds and in the same order on all ranks; it
+        sends nothing yet.
 
-        What it returns tells all ranks this number, waits for theirs within the deadline of a round, and returns the
-        largest; after an exception another call takes it up again. None on one node, whose rounds themselves carry
-        whether a rank has more: see `sending`.
+        What it returns tells all ranks this number, waits for theirs within the deadline of a
+        round, and returns the largest; after an exception another call takes it up again. None on
+        one node, whose rounds themselves carry whether a rank has more: see `sending`.
         """
         return None
 
@@ -164,10 +190,12 @@ class Exchange(ABC):
             self.rounds.most_tokens = before
 
     def has_more_rounds(self) -> bool:
-        """Whether any rank has more rounds after the last one, in which all sent it. On one node: see `largest`.
+        """Whether any rank has more rounds after the last one, in which all sent it. On one node:
+        see `largest`.
 
-        On GPUs it waits for the kernel of dispatch, up to `exchange.warmup_timeout_s`. On the CPU it waits only for
-        ranks that have not closed a round that was aborted before. Raises what `check` does.
+        On GPUs it waits for the kernel of dispatch, up to `exchange.warmup_timeout_s`. On the CPU
+        it waits only for ranks that have not closed a round that was aborted before. Raises what
+        `check` does.
         """
         raise NotImplementedError
 
@@ -177,8 +205,9 @@ class Exchange(ABC):
 
     @takes_turn
     def sending(self, has_more: bool, call: Callable[[], _Result]) -> _Result:
-        """The result of `call`, whose one dispatch also sends whether this rank has more rounds: on all ranks, or on
-        none."""
+        """The result of `call`, whose one dispatch also sends whether this rank has more rounds: on
+        all ranks, or on none.
+        """
         rounds = self.rounds
         try:
             rounds.progress.more_rounds = 2 * (rounds.count + 1) + has_more
@@ -187,14 +216,16 @@ class Exchange(ABC):
             rounds.progress.more_rounds = 0
 
     def enter(self) -> int:
-        """The start of a call. Its end, also by an exception, sets `thread` to the result: 0, or the caller where a
-        signal handler calls in the middle of another call.
+        """The start of a call. Its end, also by an exception, sets `thread` to the result: 0, or
+        the caller where a signal handler calls in the middle of another call.
 
-        Raises RuntimeError during a call of another thread: both would write the same window. A thread that has a round
-        open waits for the end of that call instead: a call that is about to be refused must not cost it its round.
+        Raises RuntimeError during a call of another thread: both would write the same window. A
+        thread that has a round open waits for the end of that call instead: a call that is about to
+        be refused must not cost it its round.
         """
         caller = get_ident()
-        # CPython switches threads at calls and jumps back only, of which there is none between comparing and storing.
+        # CPython switches threads at calls and jumps back only, of which there is none between
+        # comparing and storing.
         while (holder := self.thread) and holder != caller:
             self._wait_or_refuse(caller)
         self.thread = caller
@@ -210,19 +241,23 @@ class Exchange(ABC):
             time.sleep(_GLANCE_S)
 
     def wait_for_device(self, timeout_s: float | None = None) -> None:
-        """On a GPU, wait for everything that has been launched on it, but no longer than until a failure is reported.
+        """On a GPU, wait for everything that has been launched on it, but no longer than until a
+        failure is reported.
 
-        Raises what `check` does, and EPTimeoutError also if the device does not end in time: then what was launched was
-        perhaps never scheduled.
+        Raises what `check` does, and EPTimeoutError also if the device does not end in time: then
+        what was launched was perhaps never scheduled.
         """
         if device_ends(self.device, timeout_s, self.check):
             return
         why = (
-            f"did not end on this rank's own GPU within {timeout_s} s: its own kernel was not scheduled, since others "
+            f"did not end on this rank's own GPU within {timeout_s} s: its own kernel was not "
+            "scheduled, since others "
             "hold the GPU, or it waits for ranks"
         )
         stage = STAGES[self.rounds.state in (CLOSED, RETURNING)]
-        raise EPTimeoutError(stage, self.rounds.count, [self.rank], [self.global_ranks[self.rank]], why)
+        raise EPTimeoutError(
+            stage, self.rounds.count, [self.rank], [self.global_ranks[self.rank]], why
+        )
 
     def poll(self) -> None:
         """Raise what was reported so far: `check` and `check_rounds`."""
@@ -230,10 +265,12 @@ class Exchange(ABC):
         self.check_rounds()
 
     def abort(self, handle: Sent | Dispatched | None) -> None:
-        """`ExpertParallel.abort`: any state → CLOSED, without rows. Collective: every rank aborts or combines.
+        """`ExpertParallel.abort`: any state → CLOSED, without rows. Collective: every rank aborts
+        or combines.
 
-        Without a handle it raises nothing that was reported: the caller has an exception already. After a timeout the
-        round stays open, and so does a round for which this thread was refused, since another thread has it.
+        Without a handle it raises nothing that was reported: the caller has an exception already.
+        After a timeout the round stays open, and so does a round for which this thread was refused,
+        since another thread has it.
         """
         if handle is not None or not self.rounds.is_of_another():
             self._abort(handle)
@@ -253,9 +290,11 @@ class Exchange(ABC):
 
     @contextmanager
     def giving_up(self, skip: Callable[[], None] | None = None) -> Iterator[None]:
-        """Within it the caller runs a round. An exception aborts the round, if this thread has opened it.
+        """Within it the caller runs a round. An exception aborts the round, if this thread has
+        opened it.
 
-        `skip` takes part in the round where the exception comes earlier. Nothing is raised in place of the exception.
+        `skip` takes part in the round where the exception comes earlier. Nothing is raised in place
+        of the exception.
         """
         before = self.rounds.count
         try:
@@ -264,13 +303,23 @@ class Exchange(ABC):
             rounds = self.rounds
             if rounds.opened_after(before):
                 self.abort(None)
-            elif skip is not None and rounds.count == before and not self.failed and not rounds.is_of_another():
-                with suppress(RuntimeError), temporarily_clear_interpreter_stack():  # see `refuse_tangents`
+            elif (
+                skip is not None
+                and rounds.count == before
+                and not self.failed
+                and not rounds.is_of_another()
+            ):
+                with (
+                    suppress(RuntimeError),
+                    temporarily_clear_interpreter_stack(),
+                ):  # see `refuse_tangents`
                     skip()
             raise
 
     def check_open(self, handle: Sent | Dispatched) -> None:
-        """`check`, in an open round. On the CPU every rank sees a mismatch in the same round, and closes this round."""
+        """`check`, in an open round. On the CPU every rank sees a mismatch in the same round, and
+        closes this round.
+        """
         try:
             self.check()
         except EPMismatchError:

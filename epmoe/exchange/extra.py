@@ -1,10 +1,11 @@
-"""What else a token brings to a round: `extra` of a call of dispatch, bytes of any dtype behind the elements of x.
+"""What else a token brings to a round: `extra` of a call of dispatch, bytes of any dtype behind the
+elements of x.
 
     x | 12 bytes, a word of zeros | 12 bytes, a word of zeros | …
 
-A row in a dtype with scales has whole blocks of them, each with a scale of 1. Every stage copies the longer row as it
-is. The last word of a line of 16 bytes stays zeros: the LL protocol does not carry all its values (docs/protocol.md,
-"LL lines").
+A row in a dtype with scales has whole blocks of them, each with a scale of 1. Every stage copies
+the longer row as it is. The last word of a line of 16 bytes stays zeros: the LL protocol does not
+carry all its values (docs/protocol.md, "LL lines").
 """
 
 from __future__ import annotations
@@ -58,9 +59,13 @@ class Extra(NamedTuple):
             scales = F.pad(scales, (0, blocks - wire.num_scales(D)), value=1.0)
         lines = (width - D) * x.itemsize // LINE_BYTES
         tokens = given.reshape(T, math.prod(self.shape)).contiguous().view(torch.uint8)
-        padded = F.pad(tokens, (0, lines * EXTRA_IN_LINE - self.nbytes)).view(T, lines, EXTRA_IN_LINE)
+        padded = F.pad(tokens, (0, lines * EXTRA_IN_LINE - self.nbytes)).view(
+            T, lines, EXTRA_IN_LINE
+        )
         tail = F.pad(padded, (0, LINE_BYTES - EXTRA_IN_LINE)).view(T, lines * LINE_BYTES)
-        rows = torch.cat([part.view(torch.int64) for part in (aligned_rows(x), tail)], 1)  # bits, in few elements
+        rows = torch.cat(
+            [part.view(torch.int64) for part in (aligned_rows(x), tail)], 1
+        )  # bits, in few elements
         return rows.view(x.dtype), scales
 
     def read(self, rows: Tensor, D: int) -> Tensor:
@@ -68,7 +73,9 @@ class Extra(NamedTuple):
         tail = rows[..., D:].view(torch.uint8)
         if self.nbytes > EXTRA_IN_LINE:
             tail = (
-                tail.unflatten(-1, (-1, LINE_BYTES))[..., :EXTRA_IN_LINE].flatten(-2)[..., : self.nbytes].contiguous()
+                tail.unflatten(-1, (-1, LINE_BYTES))[..., :EXTRA_IN_LINE]
+                .flatten(-2)[..., : self.nbytes]
+                .contiguous()
             )
         return tail[..., : self.nbytes].view(self.dtype).view(*rows.shape[:-1], *self.shape)
 
@@ -83,7 +90,8 @@ def check_extra(given: object, T: int, device: torch.device, most_bytes: int) ->
         raise ValueError(f"`extra` must be on {device}, got {given.device}")
     if not 1 <= (nbytes := Extra.of(given).nbytes) <= most_bytes:
         raise ValueError(
-            f"`extra` must have from 1 to {most_bytes} bytes a token, as `capacity.extra_bytes` says, got {nbytes}: "
+            f"`extra` must have from 1 to {most_bytes} bytes a token, as `capacity.extra_bytes` "
+            f"says, got {nbytes}: "
             f"{describe(given)}"
         )
     check_forward_only(given)

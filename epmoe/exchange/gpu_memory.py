@@ -1,4 +1,6 @@
-"""Memory of a GPU, by the virtual memory management of CUDA's driver. Its descriptors map it on other GPUs, too."""
+"""Memory of a GPU, by the virtual memory management of CUDA's driver. Its descriptors map it on
+other GPUs, too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import torch
 
 from epmoe.exchange.addresses import HostMemory, Memory
 
-_PINNED, _POSIX_DESCRIPTOR, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1  # enumerators of cuda.h
+_PINNED, _POSIX_DESCRIPTOR, _DEVICE, _READ_WRITE, _RECOMMENDED = (
+    1,
+    1,
+    1,
+    3,
+    1,
+)  # enumerators of cuda.h
 _RELAXED = 2  # of `CUstreamCaptureMode`
 _OUT_OF_MEMORY = 2
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -38,7 +46,12 @@ class _Location(Structure):  # CUmemLocation
 
 
 class _Properties(Structure):  # CUmemAllocationProp
-    _fields_ = [("type", c_int), ("handle_types", c_int), ("location", _Location), ("unused", c_uint64 * 2)]
+    _fields_ = [
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("unused", c_uint64 * 2),
+    ]
 
 
 class _Access(Structure):  # CUmemAccessDesc
@@ -48,7 +61,8 @@ class _Access(Structure):  # CUmemAccessDesc
 class GpuMemory:
     """A `Memory` of one GPU, whose kernels reach all that it maps.
 
-    `wait` returns once nothing that was launched uses the memory any more: by default all that the GPU has to do.
+    `wait` returns once nothing that was launched uses the memory any more: by default all that the
+    GPU has to do.
     """
 
     def __init__(self, device: torch.device, wait: Callable[[], object] | None = None) -> None:
@@ -60,7 +74,12 @@ class GpuMemory:
         location = _Location(_DEVICE, device.index)
         self._properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
         self._access = _Access(location, _READ_WRITE)
-        self._call("cuMemGetAllocationGranularity", byref(granule := c_size_t()), byref(self._properties), _RECOMMENDED)
+        self._call(
+            "cuMemGetAllocationGranularity",
+            byref(granule := c_size_t()),
+            byref(self._properties),
+            _RECOMMENDED,
+        )
         self.granule = granule.value
 
     def reserve(self, nbytes: int) -> int:
@@ -73,10 +92,18 @@ class GpuMemory:
     def create(self, nbytes: int) -> int:
         handle = self._new(nbytes)
         try:
-            self._call("cuMemExportToShareableHandle", byref(descriptor := c_int()), handle, _POSIX_DESCRIPTOR, 0)
+            self._call(
+                "cuMemExportToShareableHandle",
+                byref(descriptor := c_int()),
+                handle,
+                _POSIX_DESCRIPTOR,
+                0,
+            )
         finally:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
-        os.set_inheritable(descriptor.value, False)  # a program that is started would keep the memory
+        os.set_inheritable(
+            descriptor.value, False
+        )  # a program that is started would keep the memory
         return descriptor.value
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
@@ -84,7 +111,12 @@ class GpuMemory:
         if descriptor is None:
             handle = self._new(nbytes)
         else:
-            self._call("cuMemImportFromShareableHandle", byref(handle := c_uint64()), descriptor, _POSIX_DESCRIPTOR)
+            self._call(
+                "cuMemImportFromShareableHandle",
+                byref(handle := c_uint64()),
+                descriptor,
+                _POSIX_DESCRIPTOR,
+            )
         with ExitStack() as undo:
             try:
                 for begin in range(address, address + times * nbytes, nbytes):
@@ -92,7 +124,9 @@ class GpuMemory:
                     undo.callback(self._call, "cuMemUnmap", begin, nbytes)
             finally:
                 self._call("cuMemRelease", handle)  # the mappings keep the memory
-            self._call("cuMemSetAccess", address, times * nbytes, byref(self._access), 1)  # once: it takes long
+            self._call(
+                "cuMemSetAccess", address, times * nbytes, byref(self._access), 1
+            )  # once: it takes long
             undo.pop_all()
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -101,9 +135,12 @@ class GpuMemory:
         self._call("cuMemUnmap", address, nbytes)
 
     def relax_captures(self) -> None:
-        """Let this thread do from now on what CUDA refuses to all threads while one of them captures a graph."""
+        """Let this thread do from now on what CUDA refuses to all threads while one of them
+        captures a graph.
+        """
         with torch.cuda.device(self.device):
-            torch.cuda.is_current_stream_capturing()  # a thread has no context before its first call of the runtime
+            # a thread has no context before its first call of the runtime
+            torch.cuda.is_current_stream_capturing()
             self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
     def _new(self, nbytes: int) -> c_uint64:
@@ -111,7 +148,8 @@ class GpuMemory:
         return handle
 
     def _call(self, function: str, *arguments: Any) -> None:
-        if code := getattr(self._driver, function)(*arguments):
+        code = getattr(self._driver, function)(*arguments)
+        if code:
             self._driver.cuGetErrorString(code, byref(text := ctypes.c_char_p()))
             why = f"{function} of CUDA failed: {(text.value or b'unknown error').decode()}"
             raise MemoryError(why) if code == _OUT_OF_MEMORY else RuntimeError(why)

@@ -24,13 +24,16 @@ class HoldsWindows:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be pickled or copied: it holds windows of this process; each process makes "
+            f"{type(self).__name__} cannot be pickled or copied: it holds windows of this process; "
+            "each process makes "
             "its own ExpertParallel. Save a layer by its `state_dict()`"
         )
 
 
 class RoundShape(NamedTuple):
-    """What calls of a round have in common on all ranks, besides the tag. Dtypes of ids and weights may differ."""
+    """What calls of a round have in common on all ranks, besides the tag. Dtypes of ids and weights
+    may differ.
+    """
 
     hidden_size: int
     """D"""
@@ -65,29 +68,34 @@ class _OfLayout(HoldsWindows):
 
     @property
     def extra(self) -> Tensor | None:
-        """[…, *shape], for each row the `extra` of its token; None in rounds without. Up to 12 bytes a token it is a
-        view, as valid as the rows; above, each look makes a copy. What it holds where no token is, is undefined, as in
-        the rows. Raises AttributeError with the other layout."""
+        """[…, *shape], for each row the `extra` of its token; None in rounds without. Up to 12
+        bytes a token it is a view, as valid as the rows; above, each look makes a copy. What it
+        holds where no token is, is undefined, as in the rows. Raises AttributeError with the other
+        layout.
+        """
         return None if self._extra is None else self._extra()
 
     def __getattr__(self, name: str) -> object:
         if name in type(self).__slots__ or name in ("extra", "_extra"):
             name = name.removeprefix("_")
-            raise AttributeError(f"`{self._name}.{name}` does not exist with layout={self._lacking!r}")
+            raise AttributeError(
+                f"`{self._name}.{name}` does not exist with layout={self._lacking!r}"
+            )
         raise AttributeError(name)
 
 
 class Received(_OfLayout):
     """The rows that arrived, by source rank: `recv` of a `Dispatched`.
 
-    Source r fills slots [0, counts[r]) of its slab in its own token order. In these slots a pair of another rank keeps
-    its id, and a pair without an expert carries the sentinel and weight 0. All other slots carry the sentinel and
-    weight 0, and their x must not be read.
+    Source r fills slots [0, counts[r]) of its slab in its own token order. In these slots a pair of
+    another rank keeps its id, and a pair without an expert carries the sentinel and weight 0. All
+    other slots carry the sentinel and weight 0, and their x must not be read.
 
     With layout="expert" only `counts` exists; reading another attribute raises AttributeError.
 
     Attributes:
-        counts: int32 [R], rows from each source. R and sources count seats here, with `topology.max_ranks`.
+        counts: int32 [R], rows from each source. R and sources count seats here, with
+            `topology.max_ranks`.
         x: [R, M, D] in the dtype of the call's x, or float8_e4m3fn with an fp8 payload.
         scales: fp32 [R, M, ⌈D/128⌉] with an fp8 payload, otherwise None.
         ids: int32 [R, M, K], physical experts.
@@ -113,7 +121,9 @@ class Received(_OfLayout):
 
     def __repr__(self) -> str:
         names = "counts", "x", "scales", "ids", "weights"
-        return describe_fields(self, {name: getattr(self, name) for name in names if hasattr(self, name)})
+        return describe_fields(
+            self, {name: getattr(self, name) for name in names if hasattr(self, name)}
+        )
 
 
 @dataclass(slots=True)
@@ -123,12 +133,16 @@ class RoundTemplate:
     shape: RoundShape
     descriptor: Tensor | None  # of `Descriptors.of`; None over several nodes
     values: tuple[Any, ...]  # of `Dispatched`: layout, dtype, hidden_size, recv
-    rows: tuple[Any, ...]  # of `Dispatched`, with layout="expert": rows, scales, offsets, counts, and reads `extra`
+    rows: tuple[
+        Any, ...
+    ]  # of `Dispatched`, with layout="expert": rows, scales, offsets, counts, and reads `extra`
     small_alignment_tokens: int  # of the memory plan
     alignment: int  # of the round, where the call brings more tokens
     small_alignment: int  # and where it brings at most so many, whatever the other ranks bring
     rows_per_token: float  # rows of an expert for each token of a rank, on average: R · K / P
-    like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
+    # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some
+    # y
+    like: Tensor
     rounds: ReferenceType[Any]  # the `RoundState` of the exchange that has made it
     rank: int
 
@@ -154,41 +168,60 @@ class Sent(HoldsWindows):
 
     def summary(self) -> str:
         template = self.template
-        rounds, D, layout = template.rounds(), template.shape.hidden_size, template.shape.layout
+        rounds = template.rounds()
+        D = template.shape.hidden_size
+        layout = template.shape.layout
         state = f"round {self.epoch} released" if rounds is None else rounds.describe(self.epoch)
         dtype = str(template.like.dtype).removeprefix("torch.")
-        return f"rank {template.rank}, {state}, T={self.num_tokens}, D={D} {dtype}, layout={layout!r}"
+        return (
+            f"rank {template.rank}, {state}, T={self.num_tokens}, D={D} {dtype}, layout={layout!r}"
+        )
 
 
 class Dispatched(_OfLayout):
-    """An open round, whose rows this rank's experts must compute: what `ep.dispatch` and `ep.dispatch_recv` return.
+    """An open round, whose rows this rank's experts must compute: what `ep.dispatch` and
+    `ep.dispatch_recv` return.
 
-    All tensors are views of the exchange's buffers. They are valid until `combine`, `combine_partial` or `combine_send`
-    is called. With layout="rank" the first five do not exist: reading one raises AttributeError.
+    All tensors are views of the exchange's buffers. They are valid until `combine`,
+    `combine_partial` or `combine_send` is called. With layout="rank" the first five do not exist:
+    reading one raises AttributeError.
 
     Attributes:
-        rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an fp8 payload. N_cap is
-            `capacity.max_expert_rows` or the worst case, rounded up to the alignment. Rows past `expert_offsets[e]`
-            must not be read; rows of gaps are undefined, or zeros with `capacity.gap_rows: zero`.
+        rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an
+            fp8 payload. N_cap is `capacity.max_expert_rows` or the worst case, rounded up to the
+            alignment. Rows past `expert_offsets[e]` must not be read; rows of gaps are undefined,
+            or zeros with `capacity.gap_rows: zero`.
         scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
-        extra: [N_cap, …], for each row the `extra` of its token, in rounds with one, otherwise None. Rows and scales
-            then have gaps between them, of which it is a view up to 12 bytes a token.
+        extra: [N_cap, …], for each row the `extra` of its token, in rounds with one, otherwise
+            None. Rows and scales then have gaps between them, of which it is a view up to 12 bytes
+            a token.
         expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps included.
         tokens_per_expert: int32 [e], rows of each segment without its gap.
-        alignment: in rows: all segments start at its multiples; 1 where there are no gaps. It may be smaller where this
-            call brings few tokens.
+        alignment: in rows: all segments start at its multiples; 1 where there are no gaps. It may
+            be smaller where this call brings few tokens.
         recv: what arrived from each source rank.
         num_tokens: T of this rank's call, padding included.
         epoch: the round's number, from 1.
         layout: "expert" or "rank".
-        dtype: the dtype of y and of the rows that combine takes: that of the call's x, or the config's if x is fp8.
+        dtype: the dtype of y and of the rows that combine takes: that of the call's x, or the
+            config's if x is fp8.
         hidden_size: D of the call.
     """
 
     __slots__ = (
-        "alignment", "dtype", "epoch", "expert_offsets", "hidden_size", "layout", "num_tokens", "recv", "rows",
-        "scales", "sent", "tokens_per_expert",
-    )  # fmt: skip
+        "alignment",
+        "dtype",
+        "epoch",
+        "expert_offsets",
+        "hidden_size",
+        "layout",
+        "num_tokens",
+        "recv",
+        "rows",
+        "scales",
+        "sent",
+        "tokens_per_expert",
+    )
 
     _name = "dispatched"
     _lacking = "rank"
@@ -212,14 +245,22 @@ class Dispatched(_OfLayout):
         self.sent = sent
         self.num_tokens = tokens
         self.epoch = sent.epoch
-        self.alignment = template.small_alignment if tokens <= template.small_alignment_tokens else template.alignment
+        self.alignment = (
+            template.small_alignment
+            if tokens <= template.small_alignment_tokens
+            else template.alignment
+        )
         self.layout, self.dtype, self.hidden_size, self.recv = template.values
         if template.rows:
-            self.rows, self.scales, self.expert_offsets, self.tokens_per_expert, self._extra = template.rows
+            self.rows, self.scales, self.expert_offsets, self.tokens_per_expert, self._extra = (
+                template.rows
+            )
 
     @property
     def segments(self) -> dict[str, Any]:
-        """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…, **d.segments)`."""
+        """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…,
+        **d.segments)`.
+        """
         tokens = max(self.num_tokens, self.sent.most_tokens or 0)
         return {
             "tokens_per_expert": self.tokens_per_expert,
@@ -228,5 +269,11 @@ class Dispatched(_OfLayout):
         }
 
     def __repr__(self) -> str:
-        names = ("rows", "scales", "expert_offsets", "tokens_per_expert") if self.layout == "expert" else ("recv",)
-        return describe_fields(self, {name: getattr(self, name) for name in names}, self.sent.summary())
+        names = (
+            ("rows", "scales", "expert_offsets", "tokens_per_expert")
+            if self.layout == "expert"
+            else ("recv",)
+        )
+        return describe_fields(
+            self, {name: getattr(self, name) for name in names}, self.sent.summary()
+        )

@@ -1,4 +1,6 @@
-"""How often something went wrong, and what kernels report: health counters, and the status words with their errors."""
+"""How often something went wrong, and what kernels report: health counters, and the status words
+with their errors.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,17 @@ from epmoe.native.layouts import constant
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
-    "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns", "health.aborted_rounds",
-)  # fmt: skip
+    "health.counters",
+    "health.tokens_per_expert",
+    "health.rows_sent",
+    "health.waited_ns",
+    "health.aborted_rounds",
+)
 _ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
-_EPOCHS = {"cpu": 1 << 32, "cuda": (1 << 32) - 4}  # by device: how many there are; see `next_epoch` in csrc/cuda
+_EPOCHS = {
+    "cpu": 1 << 32,
+    "cuda": (1 << 32) - 4,
+}  # by device: how many there are; see `next_epoch` in csrc/cuda
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,8 @@ class Health:
     """Counts of this rank since its `ExpertParallel` was made. No count ever falls.
 
     Attributes:
-        rounds: whose dispatch this rank has sent, on GPUs received; replays of a CUDA graph count. It is right where
-            `health` is called at least once in 2³² rounds.
+        rounds: whose dispatch this rank has sent, on GPUs received; replays of a CUDA graph count.
+            It is right where `health` is called at least once in 2³² rounds.
         sanitised_rows: rows of logits in which `ep.route` found NaN or Inf.
         padded_rows: rows at and past `num_tokens`, in `ep.route`.
         out_of_range_ids: ids outside [0, E) that dispatch was given, other than -1 and E.
@@ -47,13 +56,15 @@ class Health:
         timeouts: waits that failed, 0 or 1: the first one is the last.
         tokens_per_expert: [e], rows of each local expert.
         rows_sent: [R], rows sent to each rank.
-        waited_s: [R], seconds that this rank has waited for each rank. A wait for all ranks counts for each of them
-            from its start until the signal of that rank was seen, and 0 if that was there at the first look.
+        waited_s: [R], seconds that this rank has waited for each rank. A wait for all ranks counts
+            for each of them from its start until the signal of that rank was seen, and 0 if that
+            was there at the first look.
         aborted_rounds: [R], rounds that each rank has aborted. The CPU does not see the aborts
             of other ranks in a round that this rank aborted, too.
-        rows_by_layer: [layers], rows of this rank's experts in each layer whose experts move, from tag 1 on; otherwise
-            one sum.
-        refused_plans: calls of `replace` in which nothing has moved, since a rank raised or was given other arguments.
+        rows_by_layer: [layers], rows of this rank's experts in each layer whose experts move, from
+            tag 1 on; otherwise one sum.
+        refused_plans: calls of `replace` in which nothing has moved, since a rank raised or was
+            given other arguments.
     """
 
     rounds: int
@@ -76,7 +87,13 @@ class Health:
     def read(cls, rounds: int, totals: Sequence[Tensor]) -> Health:
         """Make it of the buffers `TOTALS`."""
         counters, by_layer, rows_sent, waited_ns, aborted_rounds = totals
-        lists = by_layer.sum(0), rows_sent, waited_ns.double() / 1e9, aborted_rounds, by_layer.sum(1)
+        lists = (
+            by_layer.sum(0),
+            rows_sent,
+            waited_ns.double() / 1e9,
+            aborted_rounds,
+            by_layer.sum(1),
+        )
         return cls(rounds, *counters.tolist(), *(one.tolist() for one in lists))
 
     def as_dict(self) -> dict[str, int | list[int] | list[float]]:
@@ -89,7 +106,9 @@ COUNTERS = tuple(field.name for field in dataclasses.fields(Health) if field.typ
 
 
 class Totals:
-    """Reads the totals of one rank at any time, on any thread. `views` are the buffers of the memory plan by name."""
+    """Reads the totals of one rank at any time, on any thread. `views` are the buffers of the
+    memory plan by name.
+    """
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self._epochs = _EPOCHS[views[_ROUNDS].device.type]
@@ -106,7 +125,9 @@ class Totals:
 
 
 def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError | None) -> None:
-    """Raise what makes the y of a round incomplete: where there are both, one with a note of the other."""
+    """Raise what makes the y of a round incomplete: where there are both, one with a note of the
+    other.
+    """
     if overflow is not None:
         if aborted is not None:
             overflow.add_note(str(aborted))
@@ -124,10 +145,12 @@ def raise_on_failure(
     dead: int = 0,
     calls: Callable[[], Sequence[Traits]] = tuple,
 ) -> None:
-    """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h, which counts `seats`. `dead` is a mask of
-    ranks whose process has ended; `calls` returns the ranks' calls of a round that do not match, or nothing.
+    """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h, which counts `seats`.
+    `dead` is a mask of ranks whose process has ended; `calls` returns the ranks' calls of a round
+    that do not match, or nothing.
 
-    A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
+    A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its
+    round then.
     """
     code = status.code
     epoch = status.epoch
@@ -141,27 +164,47 @@ def raise_on_failure(
         if not latched:
             status.code = 0
         tags = (status.tag, seats.rank_in(other - 1 >> 16), other - 1 & 0xFFFF) if other else None
-        differing = differences(of_ranks[rank], of_ranks[ranks[0]]) if (of_ranks := calls()) and ranks else {}
+        differing = (
+            differences(of_ranks[rank], of_ranks[ranks[0]])
+            if (of_ranks := calls()) and ranks
+            else {}
+        )
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
     if code == constant("kOutOfTurn"):
         raise EPOrderError(stage, epoch, status.phases)
     missing = [global_ranks[rank] for rank in ranks]
     if code == constant("kUnscheduled"):
-        why = "has not begun within its deadline: this rank's own kernel was not scheduled, since others hold the GPU"
+        why = (
+            "has not begun within its deadline: this rank's own kernel was not scheduled, since "
+            "others hold the GPU"
+        )
         raise EPTimeoutError(stage, epoch, ranks, missing, why)
     assert code == constant("kTimeout"), f"unknown status code {code}"
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
-    if ranks == [originator] and len(global_ranks) > 1:  # no deadline makes a rank report itself missing
-        why = f"ended early: {named} left the group by an exception or with a round open, or had an EPOrderError"
+    if (
+        ranks == [originator] and len(global_ranks) > 1
+    ):  # no deadline makes a rank report itself missing
+        why = (
+            f"ended early: {named} left the group by an exception or with a round open, or had "
+            "an EPOrderError"
+        )
     elif ended := [r for r in ranks if dead >> r & 1]:
-        which = "whose process has ended" if ended == ranks else f"of which the process of rank(s) {ended} has ended"
+        which = (
+            "whose process has ended"
+            if ended == ranks
+            else f"of which the process of rank(s) {ended} has ended"
+        )
         why = f"missed {named}, {which}, first seen by rank {originator}"
     elif rank in ranks:
-        why += ": this rank came too late, or its own kernel was not scheduled, since others held the GPU"
+        why += (
+            ": this rank came too late, or its own kernel was not scheduled, since others held "
+            "the GPU"
+        )
     else:
         why += (
-            ": raise exchange.timeout_s if the ranks are only slow; ranks with several ExpertParallels must use them "
+            ": raise exchange.timeout_s if the ranks are only slow; ranks with several "
+            "ExpertParallels must use them "
             "in one order"
         )
     raise EPTimeoutError(stage, epoch, ranks, missing, why)

@@ -1,7 +1,8 @@
-"""The launch policy: which variant of the dispatch and combine kernels a call takes on a GPU, and its launch.
+"""The launch policy: which variant of the dispatch and combine kernels a call takes on a GPU, and
+its launch.
 
-The policy itself is ``csrc/launch_policy.h``; this module asks the native library and names what comes back. It needs
-no GPU. ``docs/kernels.md`` explains the variants.
+The policy itself is ``csrc/launch_policy.h``; this module asks the native library and names what
+comes back. It needs no GPU. ``docs/kernels.md`` explains the variants.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import ops
 from epmoe.native.layouts import struct
 
-H200_MULTIPROCESSORS, H200_MAJOR = 132, 9
+H200_MULTIPROCESSORS = 132
+H200_MAJOR = 9
 
 
 class KernelLaunch(SimpleNamespace):
     """One launch of dispatch or combine.
 
-    Its fields are those of `DispatchLaunch` or `CombineLaunch` in csrc/launch_policy.h, which says what they are, and
-    `send_lines` and `recv_lines`: the lines that a sending and a receiving lane move at once, 0 in the Simple protocol.
+    Its fields are those of `DispatchLaunch` or `CombineLaunch` in csrc/launch_policy.h, which says
+    what they are, and `send_lines` and `recv_lines`: the lines that a sending and a receiving lane
+    move at once, 0 in the Simple protocol.
     """
 
     @property
@@ -42,22 +45,28 @@ def launches(
     multiprocessors: int = H200_MULTIPROCESSORS,
     major: int = H200_MAJOR,
 ) -> tuple[KernelLaunch, KernelLaunch]:
-    """The launch of dispatch and that of combine, in a round of `tokens` rows of `dtype` with the plan's D and K.
+    """The launch of dispatch and that of combine, in a round of `tokens` rows of `dtype` with the
+    plan's D and K.
 
-    The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x, or fp8 with an fp8
-    payload. `send` and `receive` are the phases that the launch runs, and `major` is that of the compute capability.
+    The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x,
+    or fp8 with an fp8 payload. `send` and `receive` are the phases that the launch runs, and
+    `major` is that of the compute capability.
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
     policy = memoryview(ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).numpy())
     dispatch = _launch("DispatchLaunch", policy, "recv_lines", "send_lines")
-    combine = _launch("CombineLaunch", policy[sizeof(struct("DispatchLaunch")) :], "send_lines", "recv_lines")
+    combine = _launch(
+        "CombineLaunch", policy[sizeof(struct("DispatchLaunch")) :], "send_lines", "recv_lines"
+    )
     return dispatch, combine
 
 
 def _launch(name: str, policy: memoryview, coarse: str, derived: str) -> KernelLaunch:
     read = struct(name).from_buffer_copy(policy)
-    fields = {field[0]: getattr(read, field[0]) for field in read._fields_ if not field[0].startswith("_")}
+    fields = {
+        field[0]: getattr(read, field[0]) for field in read._fields_ if not field[0].startswith("_")
+    }
     fields[derived] = fields[coarse] if fields["coarse"] else min(fields[coarse], 1)
     return KernelLaunch(**fields)
 

@@ -1,4 +1,6 @@
-"""The memory plan: every buffer of one rank, to the byte. No other code computes an offset (``csrc/plan.h``)."""
+"""The memory plan: every buffer of one rank, to the byte. No other code computes an offset
+(``csrc/plan.h``).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-# On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch sends the number of
-# tokens in 11 bits (`kLLTokenBits` in csrc/cuda/dispatch/block.cuh), so 2047 is the limit.
+# On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch
+# sends the number of tokens in 11 bits (`kLLTokenBits` in csrc/cuda/dispatch/block.cuh), so 2047 is
+# the limit.
 LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
-# On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it has.
+# On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it
+# has.
 _ROWS_BEYOND_WEIGHTS = 137
 
 Region = Literal["window", "scratch", "rail"]
@@ -35,7 +39,9 @@ _reserved = list[Callable[[EPConfig], Parts]]()
 
 
 def reserve(parts: Callable[[EPConfig], Parts]) -> Callable[[EPConfig], Parts]:
-    """Decorate a function of a floor above: the windows of plans to come have room for the buffers that it returns."""
+    """Decorate a function of a floor above: the windows of plans to come have room for the buffers
+    that it returns.
+    """
     _reserved.append(parts)
     return parts
 
@@ -43,8 +49,8 @@ def reserve(parts: Callable[[EPConfig], Parts]) -> Callable[[EPConfig], Parts]:
 class RailSlot(NamedTuple):
     """One row on its way to another node, in bytes from its start: `RailSlot` in csrc/rail.h.
 
-    The row is at 0 with its `extra`, then its scales if the format has some, K ids, K weights, and what the source says
-    of its call.
+    The row is at 0 with its `extra`, then its scales if the format has some, K ids, K weights, and
+    what the source says of its call.
     """
 
     bytes: int
@@ -77,7 +83,9 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes without the padding behind it; 0 for a buffer that this configuration does not use."""
+        """Bytes without the padding behind it; 0 for a buffer that this configuration
+        does not use.
+        """
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
@@ -89,11 +97,12 @@ class Buffer:
 class MemoryPlan:
     """All memory of one rank: its window, which every rank of its node maps, and its own scratch.
 
-    With more than one node, "rail" is the memory of what travels over the network; the rest is that of the node's own
-    exchange.
+    With more than one node, "rail" is the memory of what travels over the network; the rest is that
+    of the node's own exchange.
 
-    A round allocates only y, the tensor [T, D] that `combine` returns, and copies of arguments whose rows are not
-    contiguous or not aligned to 16 bytes; with more than one node also the partial rows, up to [N·S, D].
+    A round allocates only y, the tensor [T, D] that `combine` returns, and copies of arguments
+    whose rows are not contiguous or not aligned to 16 bytes; with more than one node also the
+    partial rows, up to [N·S, D].
 
     Attributes:
         buffers: in the order of their offsets within each region.
@@ -105,13 +114,18 @@ class MemoryPlan:
 
     @classmethod
     def build(
-        cls, config: EPConfig, rank: int = 0, placement: Placement | None = None, nvlink: bool | None = None
+        cls,
+        config: EPConfig,
+        rank: int = 0,
+        placement: Placement | None = None,
+        nvlink: bool | None = None,
     ) -> MemoryPlan:
-        """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no GPU, no group and no
-        native library.
+        """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no
+        GPU, no group and no native library.
 
-        `rank` is its seat with `topology.max_ranks`. `placement` is by default that of `config.seated`. `nvlink` says
-        whether the windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
+        `rank` is its seat with `topology.max_ranks`. `placement` is by default that of
+        `config.seated`. `nvlink` says whether the windows lie in GPU memory; by default, whether
+        `exchange.transport` is "nvlink".
         """
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
         config = config.seated
@@ -131,12 +145,18 @@ class MemoryPlan:
         most = max(map(placement.num_local_experts, range(R)))
         section = config.placement
         layers = section.layers if section.live else 0
-        copies = round_up(section.most_copies, LINE_INTS) if layers else placement.copies_table().shape[1]
+        copies = (
+            round_up(section.most_copies, LINE_INTS)
+            if layers
+            else placement.copies_table().shape[1]
+        )
         few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K) if layers and nvlink else 0
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
         N = round_up(config.capacity.max_expert_rows or worst, alignment)
-        payload, combine = (WIRE_FORMATS[n] for n in (config.exchange.payload, config.exchange.combine_payload))
+        payload, combine = (
+            WIRE_FORMATS[n] for n in (config.exchange.payload, config.exchange.combine_payload)
+        )
         width = payload.width(D, config.capacity.extra_bytes, x_dtype)  # of a row with its `extra`
         x_items = payload.row_items(width, x_dtype)
         x_scales = payload.num_scales(width)
@@ -145,7 +165,8 @@ class MemoryPlan:
         x_stride = payload.row_bytes(width, x_dtype)
         combine_stride = combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)
-        # With more tokens large blocks of a GEMM are full on average, and small ones would read weights twice.
+        # With more tokens large blocks of a GEMM are full on average, and small ones would read
+        # weights twice.
         small_tokens = min(ll_tokens, config.tokens_that_fill(alignment) - 1)
         ll_row_stride, ll_sum_stride = (
             round_up(wire.row_bytes(n, x_dtype) + wire.scale_bytes(n), 16)
@@ -164,7 +185,12 @@ class MemoryPlan:
             ("window", "recv.scales", (R, M, x_scales), payload.scale or f32),
             ("window", "recv.ids", (R, M, K), i32),
             ("window", "recv.weights", (R, M, K), f32),
-            ("window", "combine.rows", (R, M, combine.row_items(D, x_dtype)), combine.dtype_of(x_dtype)),
+            (
+                "window",
+                "combine.rows",
+                (R, M, combine.row_items(D, x_dtype)),
+                combine.dtype_of(x_dtype),
+            ),
             ("window", "combine.scales", (R, M, combine_scales), combine.scale or f32),
             ("window", "combine.values", (R, M, K), i64 if nvlink else f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
@@ -200,19 +226,42 @@ class MemoryPlan:
             layout += [("window", name, *part) for name, part in parts(config).items()]
         buffers = _laid_out(layout)
         sizes = dict(
-            R=R, rank=rank, M=M, K=K, D=D, E=E, P=P, num_local_experts=e, copies=int(copies), max_rows=N,
-            alignment=alignment, small_alignment=small_alignment,
-            small_alignment_tokens=small_tokens, payload_format=payload.number,
-            combine_format=combine.number, x_stride_bytes=x_stride, combine_stride_bytes=combine_stride,
-            scale_blocks=x_scales, combine_scale_blocks=combine_scales, most_local_experts=most, layers=layers,
-            few_tokens=few_tokens, num_sms=config.exchange.num_sms or 2**31 - 1, ll_max_tokens=ll_tokens,
-            ll_row_stride_bytes=ll_row_stride, ll_sum_stride_bytes=ll_sum_stride,
-            dispatch_senders=0, combine_senders=0, combine_team=0,  # csrc/launch_policy.h chooses
-        )  # fmt: skip
+            R=R,
+            rank=rank,
+            M=M,
+            K=K,
+            D=D,
+            E=E,
+            P=P,
+            num_local_experts=e,
+            copies=int(copies),
+            max_rows=N,
+            alignment=alignment,
+            small_alignment=small_alignment,
+            small_alignment_tokens=small_tokens,
+            payload_format=payload.number,
+            combine_format=combine.number,
+            x_stride_bytes=x_stride,
+            combine_stride_bytes=combine_stride,
+            scale_blocks=x_scales,
+            combine_scale_blocks=combine_scales,
+            most_local_experts=most,
+            layers=layers,
+            few_tokens=few_tokens,
+            num_sms=config.exchange.num_sms or 2**31 - 1,
+            ll_max_tokens=ll_tokens,
+            ll_row_stride_bytes=ll_row_stride,
+            ll_sum_stride_bytes=ll_sum_stride,
+            dispatch_senders=0,
+            combine_senders=0,
+            combine_team=0,  # csrc/launch_policy.h chooses
+        )
         return cls(buffers, sizes)
 
     @classmethod
-    def _over_nodes(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
+    def _over_nodes(
+        cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool
+    ) -> MemoryPlan:
         topology = config.topology
         G = topology.ranks_here
         N = topology.num_nodes
@@ -226,9 +275,19 @@ class MemoryPlan:
         i64 = torch.int64
         rail = _laid_out(
             [
-                ("rail", "rail.received", (N, S, slot.bytes), u8),  # of the own node first, then by node
+                (
+                    "rail",
+                    "rail.received",
+                    (N, S, slot.bytes),
+                    u8,
+                ),  # of the own node first, then by node
                 ("rail", "rail.sent", (N - 1, S, slot.bytes), u8),
-                ("rail", "rail.returned", (N - 1, S + 1, row), u8),  # the last row: see `Slabs.back`
+                (
+                    "rail",
+                    "rail.returned",
+                    (N - 1, S + 1, row),
+                    u8,
+                ),  # the last row: see `Slabs.back`
                 ("rail", "rail.slots", (config.capacity.max_num_tokens_per_rank, N), i32),
                 ("rail", "rail.counts", (N,), i32),
                 ("rail", "rail.total.needed", (1,), i32),
@@ -240,9 +299,11 @@ class MemoryPlan:
                 ("rail", "rail.total.rows_sent", (N,), i64),
             ]
         )
-        # Each rank names here, to the other ranks of its node, the rank that it misses on another node.
+        # Each rank names here, to the other ranks of its node, the rank that it misses on another
+        # node.
         missed = Buffer("rail.missed", "window", (G,), i64, inside._end("window"))
-        # The ranks of a rail do not know how many rows the node brings to a round: one alignment for all.
+        # The ranks of a rail do not know how many rows the node brings to a round: one alignment
+        # for all.
         sizes = inside.sizes | {"small_alignment": inside.sizes["alignment"]}
         return cls((*inside.buffers, missed, *rail), sizes)
 
@@ -257,7 +318,9 @@ class MemoryPlan:
 
     @property
     def empty_lines(self) -> list[slice]:
-        """Bytes of the window that begin as 0xff: lines of the LL protocol that have not arrived have this value."""
+        """Bytes of the window that begin as 0xff: lines of the LL protocol that have not arrived
+        have this value.
+        """
         return [slice(b.offset, b.offset + b.nbytes) for b in (self["ll.rows"], self["ll.sums"])]
 
     @property
@@ -281,7 +344,11 @@ class MemoryPlan:
         return words("ExchangePlan", self.sizes | sizes | offsets)
 
     def _end(self, region: Region) -> int:
-        ends = (round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
+        ends = (
+            round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT)
+            for b in self.buffers
+            if b.region == region
+        )
         return max(ends, default=0)
 
 

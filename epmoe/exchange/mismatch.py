@@ -1,4 +1,6 @@
-"""What the ranks of a node called, where their calls do not match: read from what they have signalled to this rank."""
+"""What the ranks of a node called, where their calls do not match: read from what they have
+signalled to this rank.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ Differences = dict[str, tuple[object, object]]
 
 
 def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Traits:
-    """A call of this hidden size, of K experts per token, of a dtype by its number in csrc/types.h, and with `more`.
+    """A call of this hidden size, of K experts per token, of a dtype by its number in csrc/types.h,
+    and with `more`.
 
     `extra`: rows may have one, which D then counts.
     """
-    name = str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else f"unknown ({dtype})"
+    name = (
+        str(DTYPES[dtype]).removeprefix("torch.")
+        if 0 <= dtype < len(DTYPES)
+        else f"unknown ({dtype})"
+    )
     return {
         "elements of x and `extra`" if extra else "hidden size (D)": D,
         "experts per token (K)": K,
@@ -33,14 +40,20 @@ def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Trait
 
 
 def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) -> list[Traits]:
-    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured. See `call_of`.
+    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is
+    captured. See `call_of`.
 
     `counted` reads "recv.counts" of `views`, which only GPUs have.
     """
     counts = views["recv.counts"]
     if not counts.numel():
-        headers = map(struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist()))
-        return [call_of(each.D, each.K, each.dtype, extra=extra, training=bool(each.mode)) for each in headers]
+        headers = map(
+            struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist())
+        )
+        return [
+            call_of(each.D, each.K, each.dtype, extra=extra, training=bool(each.mode))
+            for each in headers
+        ]
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
     with suppress(RuntimeError):
@@ -50,7 +63,11 @@ def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) ->
 
 
 def differences(mine: Traits, theirs: Traits) -> Differences:
-    return {name: (mine[name], theirs[name]) for name in mine if name in theirs and mine[name] != theirs[name]}
+    return {
+        name: (mine[name], theirs[name])
+        for name in mine
+        if name in theirs and mine[name] != theirs[name]
+    }
 
 
 def _of_shape(word: int, extra: bool) -> Traits:
@@ -60,4 +77,6 @@ def _of_shape(word: int, extra: bool) -> Traits:
     if not shape["trains"]:
         traits["layout"] = "expert" if shape["expert_major"] else "rank"
         traits["apply_router_weight_on_input"] = bool(shape["weight_rows"])
-    return call_of(4 * shape["D4_less_1"] + 4, shape["K_less_1"] + 1, shape["dtype"], extra=extra, **traits)
+    return call_of(
+        4 * shape["D4_less_1"] + 4, shape["K_less_1"] + 1, shape["dtype"], extra=extra, **traits
+    )

@@ -1,7 +1,8 @@
 """The exchange of one node: each rank writes into the windows of the others.
 
 dispatch: each token goes one-sided, and once, to each distinct rank that holds one of its experts.
-combine: expert outputs go back one-sided to the ranks of their tokens and are summed there in rank order.
+combine: expert outputs go back one-sided to the ranks of their tokens and are summed there in rank
+order.
 """
 
 from __future__ import annotations
@@ -47,21 +48,32 @@ from epmoe.native.layouts import constant, place, struct
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 # Sizes of a plan on which CUDA graphs rest, in words of users.
 _COUNTS = {
-    "R": "ranks or seats (R)", "rank": "the number of this rank or its seat", "M": "most tokens of a rank (M)",
-    "K": "experts per token (K)", "D": "hidden size (D)", "num_local_experts": "experts of this rank",
-    "most_local_experts": "most experts of a rank", "max_rows": "expert-major rows (N)", "copies": "most copies",
-    "alignment": "alignment", "payload_format": "payload", "combine_format": "combine payload",
-}  # fmt: skip
-_SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
+    "R": "ranks or seats (R)",
+    "rank": "the number of this rank or its seat",
+    "M": "most tokens of a rank (M)",
+    "K": "experts per token (K)",
+    "D": "hidden size (D)",
+    "num_local_experts": "experts of this rank",
+    "most_local_experts": "most experts of a rank",
+    "max_rows": "expert-major rows (N)",
+    "copies": "most copies",
+    "alignment": "alignment",
+    "payload_format": "payload",
+    "combine_format": "combine payload",
+}
+# then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
+_SPIN_S = 1.0
 
 
 class NodeExchange(Exchange):
-    """An `Exchange` of the ranks of one node, whose config it takes. Its scratch lies at `addresses`, as its window.
+    """An `Exchange` of the ranks of one node, whose config it takes. Its scratch lies at
+    `addresses`, as its window.
 
     `plan` and `placement` have a rank in each of the `seats`, of which some may be empty.
 
-    `memory` is window and scratch, as the operators take them, and `rows_key` what limits the expert-major rows of a
-    round, as errors name it. Exchanges of one process with equal `layout` take the same CUDA graphs.
+    `memory` is window and scratch, as the operators take them, and `rows_key` what limits the
+    expert-major rows of a round, as errors name it. Exchanges of one process with equal `layout`
+    take the same CUDA graphs.
     """
 
     _released = False  # another exchange may have these addresses
@@ -89,10 +101,14 @@ class NodeExchange(Exchange):
         inside = (buffer for buffer in plan.buffers if buffer.region in regions)
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
         self._clear(placement)
-        if device.type == "cpu" or not config.placement.live:  # otherwise `LiveExperts` has tables to write
+        if (
+            device.type == "cpu" or not config.placement.live
+        ):  # otherwise `LiveExperts` has tables to write
             self.begin()
-        # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
-        Status, Progress = struct("Status"), struct("Progress")
+        # Every call reads these words, at a hundredth of the host time that reading a tensor's
+        # element takes.
+        Status = struct("Status")
+        Progress = struct("Progress")
         self._words = addresses.words()
         self.status = Status.from_address(self._words.data_ptr())  # which the kernels write
         progress = self._words.data_ptr() + ctypes.sizeof(Status)
@@ -102,11 +118,17 @@ class NodeExchange(Exchange):
         times = config.exchange
         self.deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        self.descriptors = Descriptors(plan, self._words.data_ptr(), starts, self.deadlines, zero_gaps)
+        self.descriptors = Descriptors(
+            plan, self._words.data_ptr(), starts, self.deadlines, zero_gaps
+        )
         self.layout = *plan.as_ints(), *starts, scratch.data_ptr(), self._words.data_ptr()
-        self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors)
+        self.templates = Templates(
+            config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors
+        )
         self._totals = Totals(self.views)
-        self._errors, self._counts = (Peek(self.views[name]) for name in ("signal.error", "recv.counts"))
+        self._errors, self._counts = (
+            Peek(self.views[name]) for name in ("signal.error", "recv.counts")
+        )
         # The times of the next looks at what has not begun. Polls take no look of a launch away.
         first_s = 0.0 if device.type == "cuda" else math.inf
         self._look_at: dict[Comes, float] = {"launch": first_s, "replay": first_s, None: first_s}
@@ -135,8 +157,12 @@ class NodeExchange(Exchange):
         return self.received(sent)
 
     @takes_turn
-    def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        if self.status.code:  # `check_open` alone would cost each round two calls more, as elsewhere here
+    def combine(
+        self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None
+    ) -> Tensor:
+        if (
+            self.status.code
+        ):  # `check_open` alone would cost each round two calls more, as elsewhere here
             self.check_open(dispatched)
         self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
         if dispatched.layout != layout:
@@ -165,7 +191,8 @@ class NodeExchange(Exchange):
         memory = (*self.memory, sent.descriptor)
         if self.device.type == "cpu":
             ops.combine(sent.template.like, None, *memory)
-        else:  # a launch waits for nobody; it receives what others send, since LL lines must be re-armed
+        # a launch waits for nobody; it receives what others send, since LL lines must be re-armed
+        else:
             if rounds.state == SENT:
                 ops.dispatch_recv(*sent.arguments)
             if rounds.state == DISPATCHED:
@@ -186,24 +213,38 @@ class NodeExchange(Exchange):
         """
         time_s = monotonic()
         # Another thread is on another stream.
-        comes: Comes = "launch" if launches else "replay" if self.rounds.opener == get_ident() else None
+        comes: Comes = (
+            "launch" if launches else "replay" if self.rounds.opener == get_ident() else None
+        )
         if time_s < self._look_at[comes]:
             return
         self._look_at[comes] = time_s + LOOK_S
         words = self.status
         if words.code or (late := self._late(comes)) is None:
             return
-        code, originator, missing = constant("kUnscheduled"), self.seat, 1 << self.seat
+        code = constant("kUnscheduled")
+        originator = self.seat
+        missing = 1 << self.seat
         if late.reports:
             code = constant("kTimeout")
-            originator, missing = next((seat, mask) for seat, mask in enumerate(late.reports) if mask)
-        words.stage, words.epoch, words.missing, words.originator = late.stage, late.epoch, missing, originator
+            originator, missing = next(
+                (seat, mask) for seat, mask in enumerate(late.reports) if mask
+            )
+        words.stage, words.epoch, words.missing, words.originator = (
+            late.stage,
+            late.epoch,
+            missing,
+            originator,
+        )
         words.code = code
 
     def _late(self, comes: Comes) -> Late | None:
-        rounds, timeout_s = self.rounds, self.deadlines.wait_s()
+        rounds = self.rounds
+        timeout_s = self.deadlines.wait_s()
         with suppress(RuntimeError), torch.cuda.device(self.device):  # of a GPU that has failed
-            if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(blocking=False):
+            if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(
+                blocking=False
+            ):
                 return None
             try:
                 this_stream = torch.cuda.current_stream().cuda_stream
@@ -220,11 +261,17 @@ class NodeExchange(Exchange):
             if self.status.code == constant("kOutdated"):
                 self._raise_outdated()
             latched = self.device.type == "cuda"
-            extra, by_rank = self.config.capacity.extra_bytes > 0, self.seats.by_rank
+            extra = self.config.capacity.extra_bytes > 0
+            by_rank = self.seats.by_rank
             raise_on_failure(
-                self.status, self.global_ranks, self.seats, self.rank, latched, self.dead(),
+                self.status,
+                self.global_ranks,
+                self.seats,
+                self.rank,
+                latched,
+                self.dead(),
                 lambda: by_rank(calls_of(self.views, self._counts, extra)),
-            )  # fmt: skip
+            )
 
     def poll(self) -> None:
         self.look()
@@ -240,14 +287,18 @@ class NodeExchange(Exchange):
         raise_incomplete(overflow, EPAbortedError(epoch, ranks) if ranks else None)
 
     def take_overflow(self) -> EPOverflowError | None:
-        """The error of a round, ended since the last call, that needed more expert-major rows than there are."""
+        """The error of a round, ended since the last call, that needed more expert-major rows than
+        there are.
+        """
         needed, self.status.needed_rows = self.status.needed_rows, 0
         if not needed:
             return None
         return EPOverflowError(needed, self.plan.sizes["max_rows"], key=self.rows_key)
 
     def take_aborted(self) -> tuple[int, int]:
-        """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
+        """Ranks that have aborted rounds that ended since the last call, as a mask, and the last
+        such round.
+        """
         mask, self.status.aborted = self.status.aborted, 0
         return self.seats.mask_of_ranks(mask), self.status.aborted_epoch
 
@@ -271,15 +322,24 @@ class NodeExchange(Exchange):
 
     def end_waits(self) -> None:
         if len(self.global_ranks) > 1 and not self.failed:
-            with suppress(RuntimeError):  # of a GPU that has failed: the others run into their deadline
+            with suppress(
+                RuntimeError
+            ):  # of a GPU that has failed: the others run into their deadline
                 self.report("signal.error", 1 << self.seat)
 
     def streams(self) -> list[torch.cuda.Stream]:
-        """On a GPU the current stream, where replays run, and the stream of the last launch if that is another one."""
-        current, last = torch.cuda.current_stream(self.device), self.rounds.last_stream
+        """On a GPU the current stream, where replays run, and the stream of the last launch if that
+        is another one.
+        """
+        current = torch.cuda.current_stream(self.device)
+        last = self.rounds.last_stream
         if last is None or last == current.cuda_stream:
             return [current]
-        external = torch.cuda.ExternalStream(last, self.device) if last else torch.cuda.default_stream(self.device)
+        external = (
+            torch.cuda.ExternalStream(last, self.device)
+            if last
+            else torch.cuda.default_stream(self.device)
+        )
         return [current, external]
 
     @property
@@ -295,20 +355,27 @@ class NodeExchange(Exchange):
     def health(self, wait: bool) -> Health:
         if wait and self.device.type == "cuda":
             interruptible(torch.cuda.current_stream(self.device).synchronize)
-        counts, by_rank = self._totals.read(), self.seats.by_rank
-        waited_s, aborted = by_rank(counts.waited_s), by_rank(counts.aborted_rounds)
-        return replace(counts, rows_sent=by_rank(counts.rows_sent), waited_s=waited_s, aborted_rounds=aborted)
+        counts = self._totals.read()
+        by_rank = self.seats.by_rank
+        waited_s = by_rank(counts.waited_s)
+        aborted = by_rank(counts.aborted_rounds)
+        return replace(
+            counts, rows_sent=by_rank(counts.rows_sent), waited_s=waited_s, aborted_rounds=aborted
+        )
 
     def release(self, close: Callable[[], None] = lambda: None) -> None:
         """`close` ends what may write into windows besides kernels, before they are unmapped.
 
-        What kernels may still write lives as long as the process, together with `close` and what it belongs to.
-        Windows that another thread's call may still use stay mapped until that has ended.
+        What kernels may still write lives as long as the process, together with `close` and what it
+        belongs to. Windows that another thread's call may still use stay mapped until that has
+        ended.
         """
         self._released = True
         self.window.deaths.close()
         ended = False
-        with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
+        with suppress(
+            RuntimeError
+        ):  # of a GPU or a round that has failed, whose kernels end by themselves
             ended = device_ends(self.device, self.deadlines.wait_s())
         close()
         with suppress(RuntimeError):
@@ -324,7 +391,9 @@ class NodeExchange(Exchange):
         self._addresses.abandon()
 
     def _turn_replays_away(self) -> None:
-        """Kernels of this group that start from now on, in replays, do nothing and tell the host."""
+        """Kernels of this group that start from now on, in replays, do nothing and
+        tell the host.
+        """
         if self.device.type == "cuda":
             state = struct("RoundState")()
             state.latched = 1
@@ -336,12 +405,18 @@ class NodeExchange(Exchange):
 
     def _raise_outdated(self) -> NoReturn:
         """A replay has found the state of a group that this rank has left."""
-        was, now = self._addresses.left[self.status.epoch], self.plan.sizes
+        was = self._addresses.left[self.status.epoch]
+        now = self.plan.sizes
         self.status.code = 0
-        others = [f"{what} {was[name]}, not {now[name]}" for name, what in _COUNTS.items() if was[name] != now[name]]
+        others = [
+            f"{what} {was[name]}, not {now[name]}"
+            for name, what in _COUNTS.items()
+            if was[name] != now[name]
+        ]
         raise EPStateError(
             "a replay did nothing: its CUDA graph was captured in an earlier group, with "
-            f"{', '.join(others) or 'other windows'}; capture it again, or ask `ep.capture_is_valid(generation)` "
+            f"{', '.join(others) or 'other windows'}; capture it again, or ask "
+            "`ep.capture_is_valid(generation)` "
             "before a replay"
         )
 
@@ -362,7 +437,8 @@ class NodeExchange(Exchange):
         return bool(self.rounds.has_more_rounds)
 
     def _clear(self, placement: Placement) -> None:
-        views, sizes = self.views, self.plan.sizes
+        views = self.views
+        sizes = self.plan.sizes
         if self.device.type == "cuda":  # see `_unread_y`
             y_bytes = sizes["M"] * sizes["D"] * self.config.model.torch_dtype.itemsize
             self._unread = views["rows"].flatten().view(torch.uint8)
@@ -378,30 +454,39 @@ class NodeExchange(Exchange):
             views["table.num_copies"].copy_(placement.num_copies())
         if views["table.local_index"].numel():
             views["table.local_index"].copy_(torch.tensor(placement.local_index))
-        views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
+        views["table.sentinels"].copy_(
+            torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)])
+        )
 
     def begin(self) -> None:
-        """Let rounds begin, once all tables are written: replays of graphs of earlier groups take part from here on.
+        """Let rounds begin, once all tables are written: replays of graphs of earlier groups take
+        part from here on.
 
-        A kernel reads the tables before it looks at the state. On a GPU those that have read earlier tables end first.
+        A kernel reads the tables before it looks at the state. On a GPU those that have read
+        earlier tables end first.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.views["state"].zero_()
 
     def mark_empty_seats(self) -> None:
-        """Nobody signals from an empty seat: what kernels find there is the signal of every round, of no rows.
+        """Nobody signals from an empty seat: what kernels find there is the signal of every round,
+        of no rows.
 
         It lies in the own window, where only this rank writes and reads it.
         """
-        empty, counts = self.seats.empty, self.views["recv.counts"]
+        empty = self.seats.empty
+        counts = self.views["recv.counts"]
         dispatch, combine = (self.views[name] for name in ("signal.dispatch", "signal.combine"))
         if self.device.type == "cpu":
             for headers in (dispatch, combine):
                 headers.view(torch.int32)[empty, struct("RoundHeader").empty.offset // 4] = 1
             return
-        epoch, shape = constant("kEmptySeat"), constant("kEmptySeatShape")
-        no_rows = epoch | 1 << 32  # of the LL protocol in dispatch; of a rank that aborts nothing in combine
+        epoch = constant("kEmptySeat")
+        shape = constant("kEmptySeatShape")
+        no_rows = (
+            epoch | 1 << 32
+        )  # of the LL protocol in dispatch; of a rank that aborts nothing in combine
         counts[empty] = epoch
         counts[empty, 0] = no_rows
         counts[empty, 1] = epoch | (shape << 32) - (1 << 64)
@@ -417,21 +502,34 @@ class NodeExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
-        return rounds.open(Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens), call.tag)
+        return rounds.open(
+            Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens), call.tag
+        )
 
     def received(self, sent: Sent) -> Dispatched:
-        """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as `check_open`."""
+        """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as
+        `check_open`.
+        """
         dispatched = self.rounds.receive(sent)
         if torch.is_grad_enabled() and self._rows is not None:
-            increment_version(self._rows)  # a backward pass that needs rows of an earlier round raises
+            increment_version(
+                self._rows
+            )  # a backward pass that needs rows of an earlier round raises
         if self.status.code:
             self.check_open(dispatched)
         return dispatched
 
     def _send_back(
-        self, operator: OpOverload, rows: Tensor, dispatched: Dispatched, out: Tensor | None, state: int
+        self,
+        operator: OpOverload,
+        rows: Tensor,
+        dispatched: Dispatched,
+        out: Tensor | None,
+        state: int,
     ) -> Tensor:
-        """Call an operator that sends rows and leads to `state`. Returns y, which combine_send leaves unwritten."""
+        """Call an operator that sends rows and leads to `state`. Returns y, which combine_send
+        leaves unwritten.
+        """
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.device)
         self.rounds.y = y
@@ -447,7 +545,9 @@ class NodeExchange(Exchange):
         return y
 
     def launch(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
-        """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
+        """Call an operator that leads the round to `state`, and wait on if a signal has interrupted
+        it.
+        """
         if monotonic() >= self._look_at["launch"]:
             self.look(launches=True)
             if self.status.code:
@@ -459,11 +559,12 @@ class NodeExchange(Exchange):
     def _wait_on(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """After an operator that should have led the round to `state` and has not.
 
-        On the CPU an operator interrupts its wait when a signal arrives, and at least every 100 ms, so that Python can
-        run its signal handlers. If these raise, the round stays where it is. Otherwise the wait goes on with the same
-        deadline.
+        On the CPU an operator interrupts its wait when a signal arrives, and at least every 100 ms,
+        so that Python can run its signal handlers. If these raise, the round stays where it is.
+        Otherwise the wait goes on with the same deadline.
 
-        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has aborted.
+        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has
+        aborted.
         """
         rounds = self.rounds
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
@@ -475,16 +576,24 @@ class NodeExchange(Exchange):
         finally:
             progress.deadline_ns = 0  # the next wait has a deadline of its own
         if self._released:
-            raise EPStateError(f"this rank has left the group of round {rounds.epoch} while this call waited")
+            raise EPStateError(
+                f"this rank has left the group of round {rounds.epoch} while this call waited"
+            )
         if rounds.state != state:
             self.check()
             raise RuntimeError(f"round {rounds.epoch} was aborted while this call waited")
 
     def _unread_y(self, sent: Sent) -> Tensor:
-        """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.
+        """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort
+        allocates nothing.
 
-        It lies over the expert-major rows. A combine without rows does not read them, and other ranks write into them
-        only after this rank has opened its next dispatch, a later kernel.
+        It lies over the expert-major rows. A combine without rows does not read them, and other
+        ranks write into them only after this rank has opened its next dispatch, a later kernel.
         """
-        D, dtype = sent.template.shape.hidden_size, sent.template.like.dtype
-        return self._unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)
+        D = sent.template.shape.hidden_size
+        dtype = sent.template.like.dtype
+        return (
+            self._unread[: sent.num_tokens * D * dtype.itemsize]
+            .view(dtype)
+            .view(sent.num_tokens, D)
+        )

@@ -9,33 +9,56 @@ from torch import Tensor
 
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.native.arguments import FP8, aligned_rows, check_forward_only, check_tensor, describe, dtype_name
+from epmoe.native.arguments import (
+    FP8,
+    aligned_rows,
+    check_forward_only,
+    check_tensor,
+    describe,
+    dtype_name,
+)
 
 
 def refuse_layout(dispatched: Dispatched) -> NoReturn:
     """Raises ValueError for the call that ends rounds of the other layout."""
     if dispatched.layout == "rank":
-        raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
-    raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
+        raise ValueError(
+            "`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial"
+        )
+    raise ValueError(
+        "`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine"
+    )
 
 
 def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Tensor:
-    """The round's y [T, D]: `out`, or a new one. Raises TypeError or ValueError for an `out` that cannot be one."""
+    """The round's y [T, D]: `out`, or a new one. Raises TypeError or ValueError for an `out` that
+    cannot be one.
+    """
     if out is None:
-        return dispatched.sent.template.like.new_empty(dispatched.num_tokens, dispatched.hidden_size)
+        return dispatched.sent.template.like.new_empty(
+            dispatched.num_tokens, dispatched.hidden_size
+        )
     shape = dispatched.sent.num_tokens, dispatched.hidden_size
     check_tensor("out", out, (dispatched.dtype,), shape, device)
     if not out.is_contiguous() or out.data_ptr() % 16:
-        raise ValueError(f"`out` must be contiguous and begin at a multiple of 16 bytes, got strides {out.stride()}")
+        raise ValueError(
+            "`out` must be contiguous and begin at a multiple of 16 bytes, got strides "
+            f"{out.stride()}"
+        )
     check_forward_only(out)
     return out
 
 
-def output_rows(rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device) -> Tensor:
-    """The rows of combine as [n, D], each at a multiple of 16 bytes. Raises TypeError, ValueError or RuntimeError."""
+def output_rows(
+    rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device
+) -> Tensor:
+    """The rows of combine as [n, D], each at a multiple of 16 bytes. Raises TypeError, ValueError
+    or RuntimeError.
+    """
     if dispatched.layout == "rank":
         return _partial_rows(rows, dispatched, plan, device)
-    # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one of them fails.
+    # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one
+    # of them fails.
     D = dispatched.hidden_size
     shape: tuple[int, ...] = getattr(rows, "shape", ())
     if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != device:
@@ -49,7 +72,9 @@ def output_rows(rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: 
     return aligned_rows(rows)
 
 
-def _partial_rows(partial: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device) -> Tensor:
+def _partial_rows(
+    partial: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device
+) -> Tensor:
     shape = (plan.sizes["R"], plan.sizes["M"], dispatched.hidden_size)
     if partial.__class__ is Tensor and partial.dtype is not dispatched.dtype:
         _refuse_fp8("partial", partial, dispatched)
@@ -61,6 +86,7 @@ def _partial_rows(partial: Tensor, dispatched: Dispatched, plan: MemoryPlan, dev
 def _refuse_fp8(name: str, rows: object, dispatched: Dispatched) -> None:
     if isinstance(rows, Tensor) and rows.dtype is FP8:
         raise TypeError(
-            f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 are the experts' "
+            f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 "
+            "are the experts' "
             "inputs, which count with their `scales`; combine takes outputs"
         )

@@ -1,4 +1,6 @@
-"""Reads buffers of a GPU on the host at any time: the copy waits for no kernel, and no kernel for the copy."""
+"""Reads buffers of a GPU on the host at any time: the copy waits for no kernel, and no kernel for
+the copy.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,21 @@ LONG_S = 0.2
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all buffers: the driver has few queues, in which a copy may wait behind a kernel of another stream.
+    """One for all buffers: the driver has few queues, in which a copy may wait behind a kernel of
+    another stream.
 
-    Its priority is one that streams of models rarely have: torch hands out the same few streams again and again.
+    Its priority is one that streams of models rarely have: torch hands out the same few streams
+    again and again.
     """
     return torch.cuda.Stream(device, priority=-1)
 
 
 class Peek:
-    """Copies of buffers on the host. On a GPU they travel on a stream that no kernel is on, by the copy engines.
+    """Copies of buffers on the host. On a GPU they travel on a stream that no kernel is on, by the
+    copy engines.
 
-    The buffers are contiguous and of one device. Any thread may read, and a signal handler during a read.
+    The buffers are contiguous and of one device. Any thread may read, and a signal handler during a
+    read.
     """
 
     def __init__(self, *buffers: Tensor) -> None:
@@ -39,8 +45,12 @@ class Peek:
             self._event = torch.cuda.Event()
             self._lock = RLock()
             self._under_way = False  # a copy whose reader did not wait for it
-            with torch.inference_mode(False):  # otherwise a later read could not write them outside inference mode
-                self._copies = [torch.empty_like(buffer, device="cpu", pin_memory=True) for buffer in buffers]
+            with torch.inference_mode(
+                False
+            ):  # otherwise a later read could not write them outside inference mode
+                self._copies = [
+                    torch.empty_like(buffer, device="cpu", pin_memory=True) for buffer in buffers
+                ]
 
     def read(self) -> list[Tensor]:
         """What the buffers hold now, in tensors of the caller's."""

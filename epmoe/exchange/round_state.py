@@ -6,16 +6,17 @@
     DISPATCHED  Dispatched  combine_send → RETURNING; combine, combine_partial → CLOSED
     RETURNING   Dispatched  combine_recv → CLOSED
 
-`abort` leads from every open state to CLOSED. An exchange has at most one open round, because all its rounds use the
-same window. After an `EPTimeoutError`, on GPUs also after an `EPMismatchError` or `EPOrderError`, the round stays where
-it is: the exchange can only be resumed or closed.
+`abort` leads from every open state to CLOSED. An exchange has at most one open round, because all
+its rounds use the same window. After an `EPTimeoutError`, on GPUs also after an `EPMismatchError`
+or `EPOrderError`, the round stays where it is: the exchange can only be resumed or closed.
 
-A round has four phases, and the state is the count of phases that have ended, modulo four. The operators of a node
-count by themselves. A call may end by an exception anywhere, also by one that a signal handler raises right behind the
-operator. The count is right then, too: an operator that raises before it sends leaves the round unopened, and the call
-may be repeated.
+A round has four phases, and the state is the count of phases that have ended, modulo four. The
+operators of a node count by themselves. A call may end by an exception anywhere, also by one that a
+signal handler raises right behind the operator. The count is right then, too: an operator that
+raises before it sends leaves the round unopened, and the call may be repeated.
 
-Every round calls these methods, so they look at Python attributes and words of the host only, never at a tensor.
+Every round calls these methods, so they look at Python attributes and words of the host only, never
+at a tensor.
 """
 
 from __future__ import annotations
@@ -45,17 +46,22 @@ PERMITTED = (
 
 @dataclass(slots=True, weakref_slot=True)
 class RoundState:
-    """The rounds of one exchange, of which the last may be open. Only exchanges and operators change it."""
+    """The rounds of one exchange, of which the last may be open. Only exchanges and operators
+    change it.
+    """
 
     progress: Structure  # `Progress` of csrc/plan.h in host memory, which the operators write, too
     handle: Sent | Dispatched | None = None  # that the last call of the open round returned
     y: Tensor | None = None  # of the open round, from combine_send to combine_recv
     opener: int = 0  # the thread that opened the last round
-    epoch: int = 0  # of the last round, also where a signal handler has ended it, or unmapped the window
+    epoch: int = (
+        0  # of the last round, also where a signal handler has ended it, or unmapped the window
+    )
     template: RoundTemplate | None = None  # of the last round, for `skip`
     most_tokens: int | None = None  # of `at_most`: no rank brings more to rounds that open now
     trained: int = 0  # forward rounds of training so far whose backward rounds run here
-    # By thread, the last round for which a call of it was refused, since another thread had this round.
+    # By thread, the last round for which a call of it was refused, since another thread had this
+    # round.
     refused: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -79,16 +85,22 @@ class RoundState:
         return handle.sent if isinstance(handle, Dispatched) else handle
 
     def next_epoch(self) -> int:
-        """The epoch of a round that a call is about to open. Raises EPStateError if a round is open."""
+        """The epoch of a round that a call is about to open. Raises EPStateError if a round is
+        open.
+        """
         phases = self.progress.phases
         epoch: int = phases // _PHASES + 1
         if phases & 3:
             self.turn_away(get_ident())
-            raise EPStateError(f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch")
+            raise EPStateError(
+                f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch"
+            )
         return epoch
 
     def open(self, sent: Sent, tag: int) -> Sent:
-        """A new round, which the operator, or `advance`, opens. Until then another call may take its place."""
+        """A new round, which the operator, or `advance`, opens. Until then another call may take
+        its place.
+        """
         self.y = None
         self.opener = get_ident()
         self.epoch, self.template = sent.epoch, sent.template
@@ -107,14 +119,18 @@ class RoundState:
         return dispatched
 
     def close(self) -> None:
-        """Any state → CLOSED; behind an operator that has closed the round, it drops what the round kept."""
-        if due := -self.progress.phases & 3:
+        """Any state → CLOSED; behind an operator that has closed the round, it drops what the round
+        kept.
+        """
+        due = -self.progress.phases & 3
+        if due:
             self.progress.phases += due
         self.handle = self.y = None
 
     def permit(self, handle: Sent | Dispatched, call: str, name: str = "dispatched") -> None:
-        """Raises EPStateError, or TypeError for what is no handle, unless `handle`, the caller's argument `name`, is
-        that of the open round and the round permits `call`."""
+        """Raises EPStateError, or TypeError for what is no handle, unless `handle`, the caller's
+        argument `name`, is that of the open round and the round permits `call`.
+        """
         if self.handle is not handle or call not in PERMITTED[self.progress.phases & 3]:
             self.refuse(handle, call, name)
 
@@ -127,7 +143,9 @@ class RoundState:
         self.refused[thread] = self.count + (self.state == CLOSED)
 
     def is_of_another(self) -> bool:
-        """Whether a call of this thread was refused for the last round, which another living thread has opened."""
+        """Whether a call of this thread was refused for the last round, which another living thread
+        has opened.
+        """
         caller = get_ident()
         if self.refused.get(caller, -1) < self.count or self.opener in (0, caller):
             return False
@@ -135,19 +153,25 @@ class RoundState:
 
     @property
     def last_stream(self) -> int | None:
-        """The handle of the GPU's stream of the last launch, also of one into a graph; None before the first."""
+        """The handle of the GPU's stream of the last launch, also of one into a graph; None before
+        the first.
+        """
         number = self.progress.last_stream
         return number - 1 if number else None
 
     @property
     def has_more_rounds(self) -> bool | None:
-        """Whether any rank has more rounds after the last one, in which all sent it; None: not known yet."""
+        """Whether any rank has more rounds after the last one, in which all sent it; None: not
+        known yet.
+        """
         epoch, has_more = divmod(self.progress.has_more_rounds, 2)
         return bool(has_more) if epoch == self.count else None
 
     def describe(self, epoch: int) -> str:
         is_open = self.state != CLOSED and epoch == self.count
-        return f"round {epoch} " + (f"awaits {' or '.join(PERMITTED[self.state])}" if is_open else "closed")
+        return f"round {epoch} " + (
+            f"awaits {' or '.join(PERMITTED[self.state])}" if is_open else "closed"
+        )
 
     def refuse(self, handle: Sent | Dispatched, call: str, name: str) -> NoReturn:
         current = self.handle if self.state != CLOSED else None
@@ -155,18 +179,26 @@ class RoundState:
             before = "dispatch_send" if call == "dispatch_recv" else "dispatch"
             takes_rows = isinstance(handle, Tensor) and call in PERMITTED[DISPATCHED]
             order = f": {call} takes the rows first" if takes_rows else ""
-            raise TypeError(f"`{name}` must be what {before} returned, got {describe(handle)}{order}")
+            raise TypeError(
+                f"`{name}` must be what {before} returned, got {describe(handle)}{order}"
+            )
         sent = handle.sent if isinstance(handle, Dispatched) else handle
         if sent.template.rounds() is not self:
             raise EPStateError(
-                f"`{name}` belongs to another ExpertParallel, or to this one before `resume`: {call} takes the handle "
+                f"`{name}` belongs to another ExpertParallel, or to this one before `resume`: "
+                f"{call} takes the handle "
                 "that its own dispatch returned"
             )
         if current is None:
-            first, second = ("dispatch_send", call) if call == "dispatch_recv" else ("dispatch", "combine")
+            first, second = (
+                ("dispatch_send", call) if call == "dispatch_recv" else ("dispatch", "combine")
+            )
             raise EPStateError(f"round {handle.epoch} is closed: {first} comes before {second}")
         if handle is current or isinstance(current, Dispatched) and handle is current.sent:
-            raise EPStateError(f"round {current.epoch} awaits {' or '.join(PERMITTED[self.state])}, got {call}")
+            raise EPStateError(
+                f"round {current.epoch} awaits {' or '.join(PERMITTED[self.state])}, got {call}"
+            )
         raise EPStateError(
-            f"`{name}` must be the handle of the open round {current.epoch}, got another's, of round {handle.epoch}"
+            f"`{name}` must be the handle of the open round {current.epoch}, got another's, of "
+            f"round {handle.epoch}"
         )

@@ -33,46 +33,65 @@ _WINDOW, _PROCESS = range(2)  # numbers of what a rank gives to the others
 def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], dict[int, int]]]:
     """Every rank's file descriptors. Collective, in a step of `Peers.together`.
 
-    `window` is the descriptor of this rank's window. Gives those of all windows, and by rank those of the other ranks'
-    processes, where they could give one. The caller closes its own, and those of processes where nothing has failed.
-    Before the context ends the ranks wait for one another: some may yet ask at this rank's socket.
+    `window` is the descriptor of this rank's window. Gives those of all windows, and by rank those
+    of the other ranks' processes, where they could give one. The caller closes its own, and those
+    of processes where nothing has failed. Before the context ends the ranks wait for one another:
+    some may yet ask at this rank's socket.
 
-    Raises RuntimeError where the ranks are on several machines or cannot reach one another's sockets, or a rank has
-    ended, and TimeoutError where a rank did not answer.
+    Raises RuntimeError where the ranks are on several machines or cannot reach one another's
+    sockets, or a rank has ended, and TimeoutError where a rank did not answer.
     """
-    rank, size = peers.rank, peers.size
+    rank = peers.rank
+    size = peers.size
     if size == 1:
         yield [window], {}
         return
     # Half, so that a rank whose wait fails here can still report it in time.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
-    with contextlib.closing(Handout()) as handout, contextlib.ExitStack() as stack, contextlib.ExitStack() as undo:
+    with (
+        contextlib.closing(Handout()) as handout,
+        contextlib.ExitStack() as stack,
+        contextlib.ExitStack() as undo,
+    ):
         for number, descriptor in enumerate([os.dup(window), *this_process()]):
             handout.keep(number, descriptor)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         sockets = peers.all_gather((machine, handout.name))
         if len({machine for machine, _ in sockets}) > 1:
             raise RuntimeError(
-                "the ranks of a node are on several machines: set topology.ranks_per_node to the ranks of one machine"
+                "the ranks of a node are on several machines: set topology.ranks_per_node to the "
+                "ranks of one machine"
             )
-        whats = {peer: f"rank {rank} cannot reach rank {peer}'s socket" for peer in range(size) if peer != rank}
+        whats = {
+            peer: f"rank {rank} cannot reach rank {peer}'s socket"
+            for peer in range(size)
+            if peer != rank
+        }
         deadline = time.monotonic() + timeout_s
-        reached = {p: stack.enter_context(_connected(sockets[p][1], what, deadline)) for p, what in whats.items()}
-        peers.all_gather(None)  # all have reached all: otherwise they would not reach one that has failed
+        reached = {
+            p: stack.enter_context(_connected(sockets[p][1], what, deadline))
+            for p, what in whats.items()
+        }
+        peers.all_gather(
+            None
+        )  # all have reached all: otherwise they would not reach one that has failed
         received = dict[int, dict[int, int]]()
         for peer, connection in reached.items():
             received[peer] = _received(connection, whats[peer], deadline)
             for number, descriptor in received[peer].items():
                 (undo if number == _PROCESS else stack).callback(os.close, descriptor)
             if _WINDOW not in received[peer]:
-                raise RuntimeError(f"{whats[peer]}: it has closed it, or `ulimit -n` is too low here")
+                raise RuntimeError(
+                    f"{whats[peer]}: it has closed it, or `ulimit -n` is too low here"
+                )
         windows = [window if peer == rank else received[peer][_WINDOW] for peer in range(size)]
         yield windows, {peer: kept[_PROCESS] for peer, kept in received.items() if _PROCESS in kept}
         undo.pop_all()
 
 
 class Handout:
-    """Gives descriptors by number to this user's processes that ask at its abstract socket, by `fetch_descriptor`.
+    """Gives descriptors by number to this user's processes that ask at its abstract socket, by
+    `fetch_descriptor`.
 
     `close` ends it, as the end of this object does.
     """
@@ -102,7 +121,8 @@ class Handout:
 def fetch_descriptor(name: str, number: int, what: str) -> int:
     """A descriptor of a `Handout`, which the caller closes.
 
-    Raises RuntimeError, which begins with `what`, where it is not there, and TimeoutError where nobody answers.
+    Raises RuntimeError, which begins with `what`, where it is not there, and TimeoutError where
+    nobody answers.
     """
     deadline = time.monotonic() + SOCKET_TIMEOUT_S
     with _connected(name, what, deadline) as connection:
@@ -110,7 +130,9 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     found = kept.pop(number, None)
     _close(kept.values())
     if found is None:
-        raise RuntimeError(f"{what}: its process does not keep it any more (or `ulimit -n` is too low here)")
+        raise RuntimeError(
+            f"{what}: its process does not keep it any more (or `ulimit -n` is too low here)"
+        )
     return found
 
 
@@ -118,7 +140,9 @@ def _received(connection: socket.socket, what: str, deadline: float) -> dict[int
     """What a `Handout` keeps, by number: less of it where this process may not open more files."""
     _set_deadline(connection, deadline)
     try:
-        message, descriptors, _, _ = socket.recv_fds(connection, 8 * MOST_DESCRIPTORS, MOST_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(
+            connection, 8 * MOST_DESCRIPTORS, MOST_DESCRIPTORS
+        )
     except TimeoutError:
         raise TimeoutError(f"{what}: its process does not answer") from None
     return dict(zip(struct.unpack(f"{len(message) // 8}q", message), descriptors, strict=False))
@@ -126,9 +150,11 @@ def _received(connection: socket.socket, what: str, deadline: float) -> dict[int
 
 @contextlib.contextmanager
 def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[None]:
-    """Sends all that is kept to each of this user's processes that connects to an abstract socket, on a thread.
+    """Sends all that is kept to each of this user's processes that connects to an abstract socket,
+    on a thread.
 
-    It takes every connection at once: other users can connect, too, and must not fill the socket's queue.
+    It takes every connection at once: other users can connect, too, and must not fill the socket's
+    queue.
     """
 
     def serve() -> None:
@@ -142,9 +168,12 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[None]:
                 continue
             with connection, lock, contextlib.suppress(OSError):  # of one who has left
                 if _user_of(connection) == os.getuid():
-                    socket.send_fds(connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values()))
+                    socket.send_fds(
+                        connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values())
+                    )
 
-    owner, ended = os.getpid(), False
+    owner = os.getpid()
+    ended = False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(_BACKLOG)
@@ -161,7 +190,9 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]:
-    """Connect to an abstract socket. Raises RuntimeError, which begins with `what`, where nobody answers there."""
+    """Connect to an abstract socket. Raises RuntimeError, which begins with `what`, where nobody
+    answers there.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _set_deadline(connection, deadline)
         while True:
@@ -170,13 +201,18 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
                 break
             except BlockingIOError as error:  # its queue is full, which its process empties
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{what}: other processes of this machine connect to it all the time") from error
+                    raise RuntimeError(
+                        f"{what}: other processes of this machine connect to it all the time"
+                    ) from error
                 time.sleep(1e-3)
             except OSError as error:
                 raise RuntimeError(
-                    f"{what} ({error}): its process has closed it, or is in a container with another network namespace"
+                    f"{what} ({error}): its process has closed it, or is in a container with "
+                    "another network namespace"
                 ) from error
-        if _user_of(connection) != os.getuid():  # every user can take the name of a process that has ended
+        if (
+            _user_of(connection) != os.getuid()
+        ):  # every user can take the name of a process that has ended
             raise RuntimeError(f"{what}: another user answers at the socket of its process")
         yield connection
 
@@ -187,10 +223,14 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    """Let the next call raise TimeoutError once `deadline` has passed. A timeout of 0 would not wait at all."""
+    """Let the next call raise TimeoutError once `deadline` has passed. A timeout of 0 would not
+    wait at all.
+    """
     connection.settimeout(max(deadline - time.monotonic(), 1e-3))
 
 
 def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
     return struct.unpack("3i", credentials)[1]

@@ -1,4 +1,6 @@
-"""The checks of a call of dispatch. Calls with the `RoundTemplate` of an earlier one need only a few of them."""
+"""The checks of a call of dispatch. Calls with the `RoundTemplate` of an earlier one need only a
+few of them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,23 @@ from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.extra import Extra, check_extra
 from epmoe.exchange.handles import Received, RoundShape, RoundTemplate
 from epmoe.exchange.round_state import RoundState
-from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name, refuse_tangents
+from epmoe.native.arguments import (
+    FLOATS,
+    INTS,
+    check_forward_only,
+    check_tensor,
+    describe,
+    dtype_name,
+    refuse_tangents,
+)
 from epmoe.native.formats import WIRE_FORMATS, WireFormat
 from epmoe.native.layouts import constant
 
 
 class Templates:
-    """The calls that one exchange has taken so far, by the values that rounds of a template share."""
+    """The calls that one exchange has taken so far, by the values that rounds of a
+    template share.
+    """
 
     def __init__(
         self,
@@ -33,24 +45,35 @@ class Templates:
         sizes: dict[str, int],
         descriptors: Descriptors | None,
     ) -> None:
-        self._config, self._device, self._views, self._descriptors = config, device, views, descriptors
+        self._config, self._device, self._views, self._descriptors = (
+            config,
+            device,
+            views,
+            descriptors,
+        )
         self._rounds, self._rank = ref(rounds), rank
         self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
         section = config.placement
-        self._first_tag, self._last_tag = (1, section.layers) if section.live else (0, constant("kMaxTag"))
+        self._first_tag, self._last_tag = (
+            (1, section.layers) if section.live else (0, constant("kMaxTag"))
+        )
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
-        """The template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its token counts."""
+        """The template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its token
+        counts.
+        """
         x, ids, weights, scales, _, layout, weight_rows, tag, aligned, extra = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
         try:
             T, D = x.shape
             shape = rows, K = ids.shape
-            kind = None if extra is None else Extra.of(extra) if isinstance(extra, Tensor) else extra
+            kind = (
+                None if extra is None else Extra.of(extra) if isinstance(extra, Tensor) else extra
+            )
             key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
             template = self._templates.get(key)
             device = self._device
@@ -75,13 +98,17 @@ class Templates:
 
     def no_tokens(self, shape: RoundShape, tag: int) -> Call:
         """A call without tokens in a round of this shape."""
-        D, payload, extra = shape.hidden_size, self._payload, shape.extra
+        D = shape.hidden_size
+        payload = self._payload
+        extra = shape.extra
         x = torch.empty(0, D, dtype=shape.dtype, device=self._device)
         return Call(
             x,
             ids=x.new_empty(0, shape.top_k, dtype=shape.ids_dtype),
             weights=x.new_empty(0, shape.top_k, dtype=shape.weights_dtype),
-            scales=x.new_empty(0, payload.num_scales(D), dtype=payload.scale) if x.dtype is payload.element else None,
+            scales=x.new_empty(0, payload.num_scales(D), dtype=payload.scale)
+            if x.dtype is payload.element
+            else None,
             layout=shape.layout,
             weight_rows=shape.weight_rows,
             tag=tag,
@@ -97,27 +124,45 @@ class Templates:
     def _new(self, shape: RoundShape) -> RoundTemplate:
         D, K, x_dtype, _, _, layout, _, aligned, extra = shape
         aligned = aligned or self._always_aligned
-        views, sizes = self._views, self._sizes
+        views = self._views
+        sizes = self._sizes
         payload = self._payload
-        wire, scale = payload.dtype_of(x_dtype), payload.scale
+        wire = payload.dtype_of(x_dtype)
+        scale = payload.scale
         y_dtype = self._config.model.torch_dtype if x_dtype is payload.element else x_dtype
         width = D if extra is None else extra.width(D, payload, x_dtype)
-        items, blocks = payload.row_items(D, x_dtype), payload.num_scales(D)
+        items = payload.row_items(D, x_dtype)
+        blocks = payload.num_scales(D)
         held: tuple[Any, ...] = ()
         if layout == "expert":
             rows = rows_as(views["rows"], wire, payload.row_items(width, x_dtype))
-            scales = rows_as(views["row_scales"], scale, payload.num_scales(width))[:, :blocks] if scale else None
+            scales = (
+                rows_as(views["row_scales"], scale, payload.num_scales(width))[:, :blocks]
+                if scale
+                else None
+            )
             read_extra = None if extra is None else partial(extra.read, rows, items)
-            held = rows[:, :items], scales, views["expert_offsets"], views["tokens_per_expert"], read_extra
+            held = (
+                rows[:, :items],
+                scales,
+                views["expert_offsets"],
+                views["tokens_per_expert"],
+                read_extra,
+            )
             received = Received(views["counts"])
         else:
             slabs = _slabs_as(views["recv.x"], wire, payload.row_items(width, x_dtype))
             scales = _slabs_as(views["recv.scales"], scale, blocks) if scale else None
-            pairs = _slabs_as(views["recv.ids"], torch.int32, K), _slabs_as(views["recv.weights"], torch.float32, K)
+            pairs = (
+                _slabs_as(views["recv.ids"], torch.int32, K),
+                _slabs_as(views["recv.weights"], torch.float32, K),
+            )
             read_extra = None if extra is None else partial(extra.read, slabs, items)
             received = Received(views["counts"], (slabs[..., :items], scales, *pairs, read_extra))
         made = self._descriptors
-        descriptor = None if made is None else made.of(layout == "expert", shape.weight_rows, aligned)
+        descriptor = (
+            None if made is None else made.of(layout == "expert", shape.weight_rows, aligned)
+        )
         return RoundTemplate(
             shape,
             descriptor,
@@ -134,18 +179,24 @@ class Templates:
 
 
 def rows_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
-    """An expert-major buffer as [N_cap, length] of `dtype`: contiguous, whatever D and dtype the plan has."""
+    """An expert-major buffer as [N_cap, length] of `dtype`: contiguous, whatever D and dtype the
+    plan has.
+    """
     flat = buffer.flatten().view(torch.uint8).view(dtype)
     return flat.as_strided((buffer.shape[0], length), (length, 1))
 
 
 def _slabs_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
-    """A window buffer as [R, M, length] of `dtype`; its strides stay the plan's, whose rows may be longer."""
+    """A window buffer as [R, M, length] of `dtype`; its strides stay the plan's, whose rows may be
+    longer.
+    """
     return buffer.view(torch.uint8).view(dtype)[..., :length]
 
 
 def _fits(scales: Tensor, payload: WireFormat, T: int, D: int, device: torch.device) -> bool:
-    """Whether `scales` needs no copy and no error: as many as `payload` has, with contiguous rows."""
+    """Whether `scales` needs no copy and no error: as many as `payload` has, with
+    contiguous rows.
+    """
     return (
         scales.shape == (T, D // payload.block)
         and scales.dtype is payload.scale
@@ -169,33 +220,52 @@ def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
 
 
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:
-    x, ids, weights, scales = call.x, call.ids, call.weights, call.scales
-    layout, weight_rows, aligned = call.layout, call.weight_rows, call.aligned
-    model, capacity = config.model, config.capacity
+    x = call.x
+    ids = call.ids
+    weights = call.weights
+    scales = call.scales
+    layout = call.layout
+    weight_rows = call.weight_rows
+    aligned = call.aligned
+    model = config.model
+    capacity = config.capacity
     refuse_tangents()
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
     if not isinstance(weight_rows, bool):
-        raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {describe(weight_rows)}")
+        raise TypeError(
+            f"`apply_router_weight_on_input` must be a bool, got {describe(weight_rows)}"
+        )
     if not isinstance(aligned, bool):
         raise TypeError(f"`aligned` must be a bool, got {describe(aligned)}")
     if weight_rows and layout == "rank":
-        raise ValueError("`apply_router_weight_on_input` needs expert-major rows: it must be False with layout='rank'")
-    D, K, M = model.hidden_size, model.num_experts_per_tok, capacity.max_num_tokens_per_rank
+        raise ValueError(
+            "`apply_router_weight_on_input` needs expert-major rows: it must be False with "
+            "layout='rank'"
+        )
+    D = model.hidden_size
+    K = model.num_experts_per_tok
+    M = capacity.max_num_tokens_per_rank
     dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
-    payload, combine = (WIRE_FORMATS[name] for name in (config.exchange.payload, config.exchange.combine_payload))
-    element, scale = payload.element, payload.scale
+    payload, combine = (
+        WIRE_FORMATS[name] for name in (config.exchange.payload, config.exchange.combine_payload)
+    )
+    element = payload.element
+    scale = payload.scale
     if element is None or scale is None:
         if scales is not None:
             raise ValueError(
-                "`scales` need an `exchange.payload` with scales, such as fp8: the format in which their rows travel"
+                "`scales` need an `exchange.payload` with scales, such as fp8: the format in which "
+                "their rows travel"
             )
     elif scales is not None:
         dtypes = [element]
     elif getattr(x, "dtype", None) == element:
         what = f"{dtype_name(scale)} [T, D/{payload.block}] where `x` is {dtype_name(element)}"
         raise ValueError(f"`scales` must be {what}, got {describe(scales)}")
-    elif config.topology.num_nodes > 1:  # rows reach nodes quantized, and return in the dtype of the config
+    elif (
+        config.topology.num_nodes > 1
+    ):  # rows reach nodes quantized, and return in the dtype of the config
         dtypes = dtypes[:1]
     check_tensor("x", x, dtypes, ("T", "D"), device)
     T, hidden = x.shape
@@ -203,11 +273,13 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     step, whole = (block, f"blocks of {block}") if block else (16 // x.dtype.itemsize, "16 bytes")
     if hidden > D or hidden < 1 or hidden % step:
         raise ValueError(
-            f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}"
+            f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got "
+            f"{describe(x)}"
         )
     if T > M:
         raise ValueError(
-            f"`x` has {T} tokens, but capacity.max_num_tokens_per_rank is {M}: set it to at least {T} on all ranks"
+            f"`x` has {T} tokens, but capacity.max_num_tokens_per_rank is {M}: set it to at least "
+            f"{T} on all ranks"
         )
     check_tensor("ids", ids, INTS, (T, "K"), device)
     if not 1 <= ids.shape[1] <= K:
@@ -217,13 +289,17 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     if scales is not None and scale is not None:
         check_tensor("scales", scales, (scale,), (T, hidden // payload.block), device)
         if scales.stride(1) != 1 and hidden > payload.block:
-            raise ValueError(f"`scales` must have contiguous rows, got strides {scales.stride()}: use `.contiguous()`")
+            raise ValueError(
+                f"`scales` must have contiguous rows, got strides {scales.stride()}: use "
+                "`.contiguous()`"
+            )
         check_forward_only(scales)
     if call.extra is None:
         return
     if weight_rows:
         raise ValueError(
-            "`extra` must be None with apply_router_weight_on_input, which multiplies whole rows by the weights"
+            "`extra` must be None with apply_router_weight_on_input, which multiplies whole rows "
+            "by the weights"
         )
     if not isinstance(call.extra, Extra):
         check_extra(call.extra, T, device, capacity.extra_bytes)

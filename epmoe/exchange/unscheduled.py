@@ -1,14 +1,16 @@
 """Kernels of this rank that never begin, as its host sees them on a GPU.
 
-A kernel that waits for ranks has a deadline on the device. A kernel for which other kernels leave no place tells
-nothing. So the host looks once in a while at a copy of the round's state. Copy engines make it, which need no
-multiprocessor. Every kernel of the exchange changes the state as soon as it begins.
+A kernel that waits for ranks has a deadline on the device. A kernel for which other kernels leave
+no place tells nothing. So the host looks once in a while at a copy of the round's state. Copy
+engines make it, which need no multiprocessor. Every kernel of the exchange changes the state as
+soon as it begins.
 
-- **Calls.** A call that looks copies the state on its stream, directly before it launches. Once this copy is here,
-  everything in front of the kernel has ended. While the state is still the same, the kernel has not begun.
-- **Replays** are no calls, and nothing can stand directly before their kernels. `poll` copies the state on its stream,
-  behind what was launched so far. While this copy does not come and the state stays the same, no kernel of a replay
-  begins.
+- **Calls.** A call that looks copies the state on its stream, directly before it launches. Once
+  this copy is here, everything in front of the kernel has ended. While the state is still the same,
+  the kernel has not begun.
+- **Replays** are no calls, and nothing can stand directly before their kernels. `poll` copies the
+  state on its stream, behind what was launched so far. While this copy does not come and the state
+  stays the same, no kernel of a replay begins.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ from epmoe.group.waiting import first_answer
 from epmoe.native import layouts
 
 LOOK_S = 0.05
-"""The least time between two looks before launches, and between two of polls. A look takes tens of microseconds."""
+"""The least time between two looks before launches, and between two of polls. A look takes tens of
+microseconds.
+"""
 Comes = Literal["launch", "replay", None]
-"""What a caller that looks does next on its current stream: it launches a kernel, in front of which only this stream
-has work, or it may replay a graph. None: nothing, and another thread may be in a launch."""
+"""What a caller that looks does next on its current stream: it launches a kernel, in front of which
+only this stream has work, or it may replay a graph. None: nothing, and another thread may be in a
+launch.
+"""
 _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
 _QUEUES = 8  # by default, see CUDA_DEVICE_MAX_CONNECTIONS
@@ -42,16 +48,21 @@ _QUEUES = 8  # by default, see CUDA_DEVICE_MAX_CONNECTIONS
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
     """One in each hardware queue, for all copies of now. Their priority is that of `Peek`.
 
-    torch's pool hands streams out in the order in which it has made them, and so has the driver given them queues.
+    torch's pool hands streams out in the order in which it has made them, and so has the driver
+    given them queues.
     """
     return [torch.cuda.Stream(device, priority=-1) for _ in range(_QUEUES)]
 
 
 class CopyInStream:
-    """Brings a buffer of a GPU to the host, behind what was launched on a stream; None: on the current one."""
+    """Brings a buffer of a GPU to the host, behind what was launched on a stream; None: on the
+    current one.
+    """
 
     def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        with torch.inference_mode(False):  # otherwise `start` could not write it outside inference mode
+        with torch.inference_mode(
+            False
+        ):  # otherwise `start` could not write it outside inference mode
             self._copied = torch.zeros_like(buffer, device="cpu", pin_memory=True)
         self._buffer, self._stream = buffer, stream
         self._bytes = (ctypes.c_char * buffer.nbytes).from_address(self._copied.data_ptr())
@@ -71,12 +82,12 @@ class CopyInStream:
 class CopyOfNow:
     """A copy that waits for no other stream.
 
-    Streams share the hardware queues of the driver. A copy does not come while a kernel without a place stands in front
-    of it in its queue. So there are copies in several queues, and one that is on its way is left alone: when it comes,
-    it is old.
+    Streams share the hardware queues of the driver. A copy does not come while a kernel without a
+    place stands in front of it in its queue. So there are copies in several queues, and one that is
+    on its way is left alone: when it comes, it is old.
 
-    It is not a `Peek`, which knows by an event that a copy has come: an event may wait behind a kernel that finds no
-    place.
+    It is not a `Peek`, which knows by an event that a copy has come: an event may wait behind a
+    kernel that finds no place.
     """
 
     def __init__(self, copies: Sequence[CopyInStream]) -> None:
@@ -124,8 +135,8 @@ class _Mark:
 class Late(NamedTuple):
     """The stage that is due and has not begun, by its index.
 
-    Without `reports` it could have begun for the whole deadline. Otherwise other ranks have given the round up: a mask
-    of missing ranks from each rank.
+    Without `reports` it could have begun for the whole deadline. Otherwise other ranks have given
+    the round up: a mask of missing ranks from each rank.
     """
 
     stage: int
@@ -134,13 +145,19 @@ class Late(NamedTuple):
 
 
 class Watch:
-    """Looks whether kernels begin, by copies of the state on streams and past them. It waits for none.
+    """Looks whether kernels begin, by copies of the state on streams and past them. It waits for
+    none.
 
-    `before_launch` are two: the second one is for a look that does not see whether the first one's kernel has begun.
+    `before_launch` are two: the second one is for a look that does not see whether the first one's
+    kernel has begun.
     """
 
     def __init__(
-        self, before_launch: Sequence[CopyInStream], at_poll: CopyInStream, now: CopyOfNow, errors: CopyOfNow
+        self,
+        before_launch: Sequence[CopyInStream],
+        at_poll: CopyInStream,
+        now: CopyOfNow,
+        errors: CopyOfNow,
     ) -> None:
         self._launches = [_Mark(copy) for copy in before_launch]
         self._poll = _Mark(at_poll)
@@ -151,7 +168,8 @@ class Watch:
         self._reached = -1  # the phases of the last mark of a poll that the stream has reached
 
     def look(self, time_s: float, timeout_s: float, phases: int, comes: Comes) -> Late | None:
-        """Look at the marks, and set one. Returns what is late; None where nothing is, or where nobody can tell.
+        """Look at the marks, and set one. Returns what is late; None where nothing is, or where
+        nobody can tell.
 
         The host has launched so many `phases` by `time_s`.
         """
@@ -160,14 +178,18 @@ class Watch:
         if self._poll.read(time_s):
             self._poll.set = False
             self._reached = self._poll.phases
-        state, late = self._now.read(), None
+        state = self._now.read()
+        late = None
         if state:
             if state != self._state:
                 self._state = state
                 self._moved_s = time_s
-            late = self._late(time_s, timeout_s, min(self._launch_due_s(launched), self._replay_due_s(phases)))
+            late = self._late(
+                time_s, timeout_s, min(self._launch_due_s(launched), self._replay_due_s(phases))
+            )
         marks = self._launches if comes == "launch" else [self._poll] if comes else []
-        if mark := next((mark for mark in marks if mark.is_free), None):
+        mark = next((mark for mark in marks if mark.is_free), None)
+        if mark:
             mark.put(time_s, phases)
         return late
 
@@ -180,13 +202,17 @@ class Watch:
             return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
         return None
 
-    def _read_launches(self, time_s: float, phases: int, returned: bool) -> list[tuple[_Mark, bytes]]:
+    def _read_launches(
+        self, time_s: float, phases: int, returned: bool
+    ) -> list[tuple[_Mark, bytes]]:
         """The marks that kernels follow and streams have reached, with what they copied.
 
         `returned`: no other thread is in the launch that follows the last mark.
         """
         for mark in self._launches:
-            if returned and phases == mark.phases:  # it has launched nothing: other work may come behind the mark
+            if (
+                returned and phases == mark.phases
+            ):  # it has launched nothing: other work may come behind the mark
                 mark.set = False
         launched = [mark for mark in self._launches if phases != mark.phases]
         return [(mark, copied) for mark in launched if (copied := mark.read(time_s))]
@@ -198,10 +224,12 @@ class Watch:
         return min((mark.came_s for mark, _ in launched if mark.set), default=math.inf)
 
     def _replay_due_s(self, phases: int) -> float:
-        """The time from which no kernel of a replay has begun though the stream has not come to an end."""
+        """The time from which no kernel of a replay has begun though the stream has not come to an
+        end.
+        """
         mark = self._poll
-        # No call has launched anything since the stream reached an earlier mark: what calls have launched has run.
-        # Where the device has run something else than this, there are graphs.
+        # No call has launched anything since the stream reached an earlier mark: what calls have
+        # launched has run. Where the device has run something else than this, there are graphs.
         state = _parsed(self._state)
         has_run = 4 * state.combine_epoch + state.phases
         has_graphs = mark.set and phases == mark.phases == self._reached and has_run != phases
@@ -216,4 +244,6 @@ def _parsed(state: bytes) -> ctypes.Structure:
 def watch_of(views: Mapping[str, Tensor]) -> Watch:
     state = views["state"]
     before_launch = CopyInStream(state), CopyInStream(state)
-    return Watch(before_launch, CopyInStream(state), CopyOfNow.of(state), CopyOfNow.of(views["signal.error"]))
+    return Watch(
+        before_launch, CopyInStream(state), CopyOfNow.of(state), CopyOfNow.of(views["signal.error"])
+    )

@@ -1,8 +1,8 @@
 """Symmetric windows: one region of memory per rank, mapped by every rank of the group.
 
-On the CPU a window is anonymous shared memory, on a GPU memory of its own (window_nvlink.py). Either has a file
-descriptor, which ranks pass on (sockets.py), so a window has no name. Its memory is freed when the last process that
-maps it ends, also after a crash.
+On the CPU a window is anonymous shared memory, on a GPU memory of its own (window_nvlink.py).
+Either has a file descriptor, which ranks pass on (sockets.py), so a window has no name. Its memory
+is freed when the last process that maps it ends, also after a crash.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class Window(Protocol):
     """Watches the processes of this machine's ranks. It keeps the word at `dead_at` up to date."""
 
     def store(self, offset: int, value: int) -> None:
-        """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
+        """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start.
+        Waits for no rank.
+        """
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        """Copy a contiguous tensor [n] into a rank's window, on a GPU by a copy on the current stream.
+        """Copy a contiguous tensor [n] into a rank's window, on a GPU by a copy on the current
+        stream.
 
-        `offset` is a multiple of the size of an element. On a GPU nobody sees a part of an element of 8 bytes, and who
-        sees the elements of one put sees those of the puts before it, too.
+        `offset` is a multiple of the size of an element. On a GPU nobody sees a part of an element
+        of 8 bytes, and who sees the elements of one put sees those of the puts before it, too.
         """
 
 
@@ -57,10 +60,11 @@ class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
 
     def __init__(self, nbytes: int, peers: Peers, seats: Seats, addresses: Addresses, dead_at: int):
-        """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
+        """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no
+        fault in a later round.
 
-        At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have ended. Raises
-        MemoryError where this rank has no room, and what `share_descriptors` raises.
+        At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have
+        ended. Raises MemoryError where this rank has no room, and what `share_descriptors` raises.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
         self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses)
@@ -78,8 +82,10 @@ class SharedMemoryWindow:
         self.regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
 
     def post(self, rank: int, offset: int, value: int) -> None:
-        """Store a 64-bit word, signed or not, into a rank's window. Who reads it by `ops.read_words`, or as the kernels
-        do, sees all that this rank has stored before, and overwrites nothing that this rank had yet to read."""
+        """Store a 64-bit word, signed or not, into a rank's window. Who reads it by
+        `ops.read_words`, or as the kernels do, sees all that this rank has stored before, and
+        overwrites nothing that this rank had yet to read.
+        """
         ops.post_word(self.regions[rank], offset, ctypes.c_int64(value).value)
 
     def _note(self, dead: int) -> None:
@@ -91,12 +97,18 @@ def available_memory_bytes() -> int:
     free = [sys.maxsize]
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
+        free.append(
+            int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+        )
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int(_CGROUP.joinpath("memory.max").read_text())
         used = int(_CGROUP.joinpath("memory.current").read_text())
-        statistics = dict(line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines())
-        free.append(limit - used + int(statistics["inactive_file"]))  # page cache that is reclaimed at once
+        statistics = dict(
+            line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines()
+        )
+        free.append(
+            limit - used + int(statistics["inactive_file"])
+        )  # page cache that is reclaimed at once
     return min(free)
 
 
@@ -104,7 +116,8 @@ def check_room(nbytes: int, available: int) -> None:
     """Raise MemoryError where windows of `nbytes` in all do not fit into `available` bytes."""
     if nbytes > available:
         raise MemoryError(
-            f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} are available: "
+            f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} "
+            "are available: "
             "lower capacity.max_num_tokens_per_rank"
         )
 
@@ -119,7 +132,8 @@ def _enough_files(ranks: int) -> Iterator[None]:
             raise
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise RuntimeError(
-            f"this process may not open more files (its limit is {most}): the windows of {ranks} ranks take up to "
+            f"this process may not open more files (its limit is {most}): the windows of {ranks} "
+            "ranks take up to "
             f"{4 * ranks} while they open; raise the limit, as `ulimit -n {most + 4 * ranks}` does"
         ) from error
 
@@ -131,14 +145,16 @@ def map_windows(
     addresses: Addresses,
     clear: Callable[[Tensor], Callable[[], object]] = lambda local: lambda: None,
 ) -> tuple[Places, list[Tensor], dict[int, int]]:
-    """Make this rank's window, and map all ranks' in their seats. Collective, in a step of `Peers.together`.
+    """Make this rank's window, and map all ranks' in their seats. Collective, in a step of
+    `Peers.together`.
 
-    `clear` begins to prepare the own window, and returns a function that waits for its end: other windows are mapped
-    meanwhile, and no rank returns before all are prepared. An empty seat has memory that nobody reads. Returns where
-    the windows are mapped, the windows by seat, and by seat the other ranks' processes as `share_descriptors` does,
-    which also says what is raised.
+    `clear` begins to prepare the own window, and returns a function that waits for its end: other
+    windows are mapped meanwhile, and no rank returns before all are prepared. An empty seat has
+    memory that nobody reads. Returns where the windows are mapped, the windows by seat, and by seat
+    the other ranks' processes as `share_descriptors` does, which also says what is raised.
     """
-    places, mine = addresses.windows(seats.count, nbytes), seats.of_ranks[peers.rank]
+    places = addresses.windows(seats.count, nbytes)
+    mine = seats.of_ranks[peers.rank]
     with _enough_files(peers.size), contextlib.ExitStack() as undo:
         undo.callback(places.unmap)
         own = places.create(nbytes)
@@ -149,7 +165,9 @@ def map_windows(
                 for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
                     regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
                 wait()
-                peers.all_gather(None)  # all have cleared their windows: any may write into them now
+                peers.all_gather(
+                    None
+                )  # all have cleared their windows: any may write into them now
         finally:
             os.close(own)
         undo.pop_all()

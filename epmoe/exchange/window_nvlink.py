@@ -17,7 +17,9 @@ from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
 from epmoe.group.waiting import first_answer
 
-_LAST_WORDS_S = 0.02  # after the end of a process, until what it has stored is here and waits have seen it
+_LAST_WORDS_S = (
+    0.02  # after the end of a process, until what it has stored is here and waits have seen it
+)
 
 
 class NVLinkWindow:
@@ -32,10 +34,12 @@ class NVLinkWindow:
         dead_at: int,
         empty_lines: Sequence[slice] = (),
     ):
-        """Collective, in a step of `Peers.together`. No rank returns before all have cleared their windows.
+        """Collective, in a step of `Peers.together`. No rank returns before all have cleared their
+        windows.
 
-        `dead_at` is that of `SharedMemoryWindow`. `empty_lines` are slices of the window's bytes that begin as 0xff,
-        not as 0. Raises MemoryError where this rank has no room, and RuntimeError where this GPU has no peer access.
+        `dead_at` is that of `SharedMemoryWindow`. `empty_lines` are slices of the window's bytes
+        that begin as 0xff, not as 0. Raises MemoryError where this rank has no room, and
+        RuntimeError where this GPU has no peer access.
         """
 
         def clear(local: Tensor) -> Callable[[], None]:
@@ -51,7 +55,9 @@ class NVLinkWindow:
         self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses, clear)
         self._seat = seats.of_ranks[peers.rank]
         self.local = self.regions[self._seat]
-        self._words = [window.view(torch.int64) for window in self.regions]  # for `store`, which allocates nothing
+        self._words = [
+            window.view(torch.int64) for window in self.regions
+        ]  # for `store`, which allocates nothing
         self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
         self._stores = itertools.count()
         self._stream = torch.cuda.Stream(device)
@@ -59,7 +65,9 @@ class NVLinkWindow:
         self.deaths = Deaths(processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
-        """See `Window.store`. The word is below 2^63. Returns once the words have arrived, or after 1 s."""
+        """See `Window.store`. The word is below 2^63. Returns once the words have arrived, or after
+        1 s.
+        """
         self._store(self._words, offset, value)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
@@ -72,8 +80,9 @@ class NVLinkWindow:
             self._store(self._words[self._seat : self._seat + 1], self._dead_at, dead)
 
     def _store(self, windows: list[Tensor], offset: int, value: int) -> None:
-        """Store a word into these windows by a copy engine, on a stream of its own and from pinned memory: kernels of
-        this rank that wait for other ranks may hold all multiprocessors."""
+        """Store a word into these windows by a copy engine, on a stream of its own and from pinned
+        memory: kernels of this rank that wait for other ranks may hold all multiprocessors.
+        """
         place = next(self._stores) % len(self._stored)  # another store may be on its way
         word = self._stored[place : place + 1]
         word[0] = value
@@ -94,5 +103,6 @@ def _check_peer_access(peers: Peers, device: torch.device) -> None:
     ]
     if unreachable:
         raise RuntimeError(
-            f"the GPU of rank {peers.rank} has no peer access to that of rank(s) {unreachable}: see `epmoe doctor`"
+            f"the GPU of rank {peers.rank} has no peer access to that of rank(s) {unreachable}: "
+            "see `epmoe doctor`"
         )

@@ -1,6 +1,8 @@
-"""The board: what ranks tell one another in a store, which needs no rank to answer. docs/protocol.md has its states.
+"""The board: what ranks tell one another in a store, which needs no rank to answer.
+docs/protocol.md has its states.
 
-Every key has one writer, or keeps the word of the first one: `settle`. So a rank may end between any two words.
+Every key has one writer, or keeps the word of the first one: `settle`. So a rank may end between
+any two words.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ from epmoe.group.store import POLL_S, OutlivingStore
 from epmoe.group.waiting import interruptible
 
 _BEAT_S = 0.05  # from one sign of life to the next
-_CALLS = 4  # so often the last call is the longest wait for a process that computes and has not come
+_CALLS = (
+    4  # so often the last call is the longest wait for a process that computes and has not come
+)
 ANSWER_OF_NEW_S = 1.0  # for a sign of a new rank
-_LOOK_S = 0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
+_LOOK_S = (
+    0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
+)
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
-FORMED, FAILED = "formed", "failed"
+FORMED = "formed"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,15 @@ class Board:
 
 
 class Presence:
-    """Shows on a thread that this process is there, by a word that changes, until it is ended or collected."""
+    """Shows on a thread that this process is there, by a word that changes, until it is ended or
+    collected.
+    """
 
     def __init__(self, board: Board, key: object) -> None:
         self.ended = False
-        Thread(target=_show, args=(weakref.ref(self), board, key), daemon=True, name="epmoe-presence").start()
+        Thread(
+            target=_show, args=(weakref.ref(self), board, key), daemon=True, name="epmoe-presence"
+        ).start()
 
 
 def sign_of_life() -> str:
@@ -70,15 +81,18 @@ def sign_of_life() -> str:
 def _show(presence: weakref.ref[Presence], board: Board, key: object) -> None:
     while (one := presence()) is not None and not one.ended:
         del one
-        with suppress(RuntimeError, OSError):  # of a store that is gone: this rank's own calls raise
+        with suppress(
+            RuntimeError, OSError
+        ):  # of a store that is gone: this rank's own calls raise
             board.write(key, sign_of_life())
         time.sleep(_BEAT_S)
 
 
 @dataclass
 class Sign:
-    """What this rank has seen of another one. Its silence is counted in this rank's looks, not in hours: a machine that
-    is busy or stood still delays both."""
+    """What this rank has seen of another one. Its silence is counted in this rank's looks, not in
+    hours: a machine that is busy or stood still delays both.
+    """
 
     word: str
     looked: float
@@ -126,68 +140,104 @@ class Meeting:
 
     def key_of(self, member: int) -> str:
         """Where it shows that it is there, see `Presence`."""
-        return f"{self.name.rpartition('/')[0]}/there/{member}" if member >= 0 else f"arrivals/{-1 - member}"
+        return (
+            f"{self.name.rpartition('/')[0]}/there/{member}"
+            if member >= 0
+            else f"arrivals/{-1 - member}"
+        )
 
     def sign_of(self, member: int) -> Sign:
-        """What this rank sees of a member: of one that has not come yet, whether its process computes."""
+        """What this rank sees of a member: of one that has not come yet, whether its process
+        computes.
+        """
         word = self.root.read(self.key_of(member))
-        process = word.partition(" ")[0] or (self.processes[member] if 0 <= member < len(self.processes) else "")
+        process = word.partition(" ")[0] or (
+            self.processes[member] if 0 <= member < len(self.processes) else ""
+        )
         shown = word or processor_time(process)
         sign = self.signs.setdefault(member, Sign(shown, time.monotonic()))
         sign.look(shown, process)
         return sign
 
     def lost(self, member: int, last_call_s: float) -> bool:
-        """Whether a member is given up: its process has ended, or it has been silent for too long, or computes for
-        several times as long and does not come. A new one that lives queues again."""
+        """Whether a member is given up: its process has ended, or it has been silent for too long,
+        or computes for several times as long and does not come. A new one that lives queues again.
+        """
         sign = self.sign_of(member)
-        never_comes = sign.waited_s > _CALLS * last_call_s and not self.root.read(self.key_of(member))
-        return sign.ended or never_comes or sign.silent_s > (last_call_s if member >= 0 else ANSWER_OF_NEW_S)
+        never_comes = sign.waited_s > _CALLS * last_call_s and not self.root.read(
+            self.key_of(member)
+        )
+        return (
+            sign.ended
+            or never_comes
+            or sign.silent_s > (last_call_s if member >= 0 else ANSWER_OF_NEW_S)
+        )
 
     def anybody_lost(self, decision: Decision) -> bool:
         return any(self.lost(member, decision.last_call_s) for member in decision.members)
 
     def decision(self) -> Decision | None:
-        """The decision, once there is one. Raises ValueError, which names the key, for any other word."""
-        if not (word := self.board.read("decision")):
+        """The decision, once there is one. Raises ValueError, which names the key, for any other
+        word.
+        """
+        word = self.board.read("decision")
+        if not word:
             return None
         try:
             return Decision.model_validate_json(word)
         except ValidationError as error:
-            raise ValueError(f"{self.board.name}/decision in the store holds no decision: {error}") from None
+            raise ValueError(
+                f"{self.board.name}/decision in the store holds no decision: {error}"
+            ) from None
 
     def outcome(self) -> str:
         """What has become of the attempt; "" until it is settled."""
         return self.board.read("outcome")
 
     def connect(self, decision: Decision, rank: int, timeout_s: float, backend: str) -> None:
-        """Make the default process group anew. Raises RuntimeError once the attempt fails, or a member is lost."""
+        """Make the default process group anew. Raises RuntimeError once the attempt fails, or a
+        member is lost.
+        """
         deadline = time.monotonic() + timeout_s
 
         def look() -> None:
-            if self.outcome() == FAILED or self.anybody_lost(decision) or time.monotonic() > deadline:
+            if (
+                self.outcome() == FAILED
+                or self.anybody_lost(decision)
+                or time.monotonic() > deadline
+            ):
                 raise RuntimeError("a rank is gone")
 
         leave_group()
-        _world.group_count = 0  # torch also counts groups that failed, and their number must be the same on all ranks
+        # torch also counts groups that failed, and their number must be the same on all ranks
+        _world.group_count = 0
         store = self.root.store
         assert isinstance(store, OutlivingStore)
         _kept[:], store.look = [store], look
         timeout = connect = timedelta(seconds=timeout_s)
-        if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # there a group keeps the timeout of its connecting
-            connect = min(timeout, timedelta(seconds=decision.last_call_s))  # of a member that ends while it connects
-        group, size = dist.PrefixStore(f"{self.board.name}/group", store), len(decision.members)
+        if (
+            dist.get_debug_level() != dist.DebugLevel.DETAIL
+        ):  # there a group keeps the timeout of its connecting
+            connect = min(
+                timeout, timedelta(seconds=decision.last_call_s)
+            )  # of a member that ends while it connects
+        group = dist.PrefixStore(f"{self.board.name}/group", store)
+        size = len(decision.members)
         dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=connect)
         store.look = None
         _set_pg_timeout(timeout)
 
-    def confirm(self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]) -> bool:
-        """Whether all ranks have got into the group; what `missing` returns is true once some of them are missing.
+    def confirm(
+        self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]
+    ) -> bool:
+        """Whether all ranks have got into the group; what `missing` returns is true once some of
+        them are missing.
 
-        The last gather of its opening may end well on some ranks only, so the first rank that knows the outcome settles
-        it, and all follow.
+        The last gather of its opening may end well on some ranks only, so the first rank that knows
+        the outcome settles it, and all follow.
         """
-        board, deadline = self.board, time.monotonic() + timeout_s
+        board = self.board
+        deadline = time.monotonic() + timeout_s
         board.write(f"in/{rank}", "in")
         while not self.outcome():
             if all(board.read(f"in/{other}") for other in range(len(decision.members))):
@@ -205,11 +255,17 @@ class Meeting:
 def arrive(root: Board) -> int:
     """The number of this new rank, from 1. Its key holds its sign of life."""
     word = sign_of_life()
-    return next(n for n in count(1) if not root.read(f"arrivals/{n}") and root.settle(f"arrivals/{n}", word) == word)
+    return next(
+        n
+        for n in count(1)
+        if not root.read(f"arrivals/{n}") and root.settle(f"arrivals/{n}", word) == word
+    )
 
 
 def leave_group() -> None:
-    """Close the connections of the default process group, so that no other rank waits in it for this one."""
+    """Close the connections of the default process group, so that no other rank waits in it for
+    this one.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -219,7 +275,9 @@ _kept = list[dist.Store]()  # of the default group, which does not keep a store 
 
 @dataclass(frozen=True)
 class RollCall:
-    """Some ranks of a group, which report to one another after a failure. They are numbered in the group."""
+    """Some ranks of a group, which report to one another after a failure. They are numbered in the
+    group.
+    """
 
     ranks: list[int]
     rank: int
@@ -228,25 +286,33 @@ class RollCall:
     attempt: str = ""  # the name of this attempt, once this rank knows it
 
     def arrive(self) -> None:
-        """Leave the name of this process: others then need not wait for the answer of a rank that has ended."""
+        """Leave the name of this process: others then need not wait for the answer of a rank that
+        has ended.
+        """
         self._send(f"process/{self.rank}", name_of_process())
 
     def succeed(self) -> None:
-        """Report that the attempt has succeeded here: where it fails elsewhere, this rank is not missing."""
+        """Report that the attempt has succeeded here: where it fails elsewhere, this rank is not
+        missing.
+        """
         self._send(f"{self.attempt}/{self.rank}", "in")
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
-        """After a failure: who is missing, at least one rank; all others of this roll call where the store is silent.
+        """After a failure: who is missing, at least one rank; all others of this roll call where
+        the store is silent.
 
-        A rank that notices a failure reports it, and what it has `found`; one that does not within `answer_s` seconds
-        is missing, and one whose process has ended is so at once.
+        A rank that notices a failure reports it, and what it has `found`; one that does not within
+        `answer_s` seconds is missing, and one whose process has ended is so at once.
         """
         others = [rank for rank in self.ranks if rank != self.rank]
         reports: dict[int, set[int]] = {}
         with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
-            interruptible(partial(self._ask, self._board(), found, others, reports, answer_s), answer_s)
+            interruptible(
+                partial(self._ask, self._board(), found, others, reports, answer_s), answer_s
+            )
         reports = dict(reports)  # the thread may go on writing
-        named, silent = set().union(*reports.values()), set(others) - set(reports)
+        named = set().union(*reports.values())
+        silent = set(others) - set(reports)
         result = sorted(set(found) or named or silent or others)
         self._send(self.rank, _report(result))  # for ranks that come too late
         return result
@@ -254,7 +320,13 @@ class RollCall:
     @classmethod
     def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:
         assert peers.group is not None
-        return cls(list(range(peers.size)), peers.rank, peers.size, f"{what}/{peers.group.group_name}", attempt)
+        return cls(
+            list(range(peers.size)),
+            peers.rank,
+            peers.size,
+            f"{what}/{peers.group.group_name}",
+            attempt,
+        )
 
     def _send(self, key: object, word: str) -> None:
         with suppress(RuntimeError, ValueError):
@@ -264,17 +336,27 @@ class RollCall:
         return Board(_get_default_store(), f"epmoe/{self.name}/missing")
 
     def _ask(
-        self, board: Board, found: Sequence[int], others: list[int], reports: dict[int, set[int]], answer_s: float
+        self,
+        board: Board,
+        found: Sequence[int],
+        others: list[int],
+        reports: dict[int, set[int]],
+        answer_s: float,
     ) -> None:
-        """Report what this rank has found, and fill `reports` with what the others have. It may never end.
+        """Report what this rank has found, and fill `reports` with what the others have. It may
+        never end.
 
-        Ranks that know of an end wait for no further report: others may learn of it by their leaving only.
+        Ranks that know of an end wait for no further report: others may learn of it by their
+        leaving only.
         """
         board.write(self.rank, _report(found))
-        deadline, silent, ended = time.monotonic() + answer_s, set(others), set[int]()
+        deadline = time.monotonic() + answer_s
+        silent = set(others)
+        ended = set[int]()
         while silent and not found and not ended and time.monotonic() < deadline:
             for rank in sorted(silent):
-                if report := board.read(rank):
+                report = board.read(rank)
+                if report:
                     reports[rank] = _ranks_in(report, self.size)
                 elif self.attempt and board.read(f"{self.attempt}/{rank}"):
                     reports[rank] = set()
@@ -291,5 +373,7 @@ def _report(ranks: Sequence[int]) -> str:
 
 def _ranks_in(report: str, size: int) -> set[int]:
     """The ranks of a group of `size` in a report. Other words in it do not count."""
-    words = [word for word in report.split(",") if word.isascii() and word.isdigit() and len(word) < 10]
+    words = [
+        word for word in report.split(",") if word.isascii() and word.isdigit() and len(word) < 10
+    ]
     return {rank for rank in map(int, words) if rank < size}

@@ -16,46 +16,73 @@ from epmoe.native.arguments import describe
 
 
 def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
-    """The config, or that of this path or name. Raises TypeError for anything else, ConfigError for a bad file."""
+    """The config, or that of this path or name. Raises TypeError for anything else, ConfigError for
+    a bad file.
+    """
     if isinstance(config, (str, os.PathLike)):
         return EPConfig.load(os.fspath(config))
     if not isinstance(config, EPConfig):
         hint = ": use EPConfig(**config)" if isinstance(config, dict) else ""
-        raise TypeError(f"`config` must be an EPConfig or the path of its file, got {describe(config)}{hint}")
+        raise TypeError(
+            f"`config` must be an EPConfig or the path of its file, got {describe(config)}{hint}"
+        )
     return config
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The group itself, or that of a mesh, by default the world. Raises TypeError or ValueError for anything else."""
+    """The group itself, or that of a mesh, by default the world. Raises TypeError or ValueError for
+    anything else.
+    """
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, DeviceMesh):
-        if not (names := group.mesh_dim_names) or names[-1] != EP:
+        names = group.mesh_dim_names
+        if not names or names[-1] != EP:
             raise ValueError(f"the last dimension of the mesh `group` must be {EP!r}, got {names}")
         return group.get_group(EP)
     if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns to processes outside it
-            raise ValueError("this process is no member of `group`: only its members may make an ExpertParallel of it")
-        raise TypeError(f"`group` must be a process group of torch.distributed, got {describe(group)}")
+        if (
+            group == dist.GroupMember.NON_GROUP_MEMBER
+        ):  # what `new_group` returns to processes outside it
+            raise ValueError(
+                "this process is no member of `group`: only its members may make an ExpertParallel "
+                "of it"
+            )
+        raise TypeError(
+            f"`group` must be a process group of torch.distributed, got {describe(group)}"
+        )
     return group
 
 
 def device_of(config: EPConfig, device: torch.device | str | None) -> torch.device:
-    """The device, by default the transport's. Raises ValueError if it does not fit the config or does not exist."""
+    """The device, by default the transport's. Raises ValueError if it does not fit the config or
+    does not exist.
+    """
     transport = config.exchange.transport
     fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
     try:
-        wanted = torch.device(("cuda" if transport == "nvlink" else "cpu") if device is None else device)
+        wanted = torch.device(
+            ("cuda" if transport == "nvlink" else "cpu") if device is None else device
+        )
     except TypeError:
-        raise TypeError(f"`device` must be a torch.device or its name, got {describe(device)}") from None
+        raise TypeError(
+            f"`device` must be a torch.device or its name, got {describe(device)}"
+        ) from None
     except RuntimeError:  # a name that torch does not know
         wanted = None
     if wanted is None or wanted.type not in fitting:
-        raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {device}")
+        raise ValueError(
+            f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got "
+            f"{device}"
+        )
     if wanted.type == "cpu":
         return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
     ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
-    slots = "`placement.slots_per_rank` of all seats" if config.placement.live else "`model.num_experts` with copies"
+    slots = (
+        "`placement.slots_per_rank` of all seats"
+        if config.placement.live
+        else "`model.num_experts` with copies"
+    )
     for what, value, most in (
         (ranks, config.seated.topology.ranks_here, 32),
         ("`model.num_experts_per_tok`", config.model.num_experts_per_tok, 32),
@@ -64,7 +91,10 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
         if value > most:
             raise ValueError(f"{what} must be at most {most} on GPUs, got {value}")
     if not torch.cuda.is_available():
-        raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
+        raise ValueError(
+            "torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory "
+            "or auto"
+        )
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -79,19 +109,27 @@ def check_backend(group: dist.ProcessGroup | None) -> None:
 def check_size(config: EPConfig, peers: Peers) -> None:
     """Raises ValueError unless the group has as many ranks as the config says.
 
-    Warns where a launcher has started several ranks, of which each is a group of one without torch.distributed.
+    Warns where a launcher has started several ranks, of which each is a group of one without
+    torch.distributed.
     """
     if config.topology.ep_size != peers.size:
         alone = peers.group is None
-        hint = "; torch.distributed is not initialised, so the group is this process alone" if alone else ""
+        hint = (
+            "; torch.distributed is not initialised, so the group is this process alone"
+            if alone
+            else ""
+        )
         raise ValueError(
-            f"topology.ep_size must equal the size of the group, {peers.size}, got {config.topology.ep_size}{hint}"
+            f"topology.ep_size must equal the size of the group, {peers.size}, got "
+            f"{config.topology.ep_size}{hint}"
         )
     launched = os.environ.get("WORLD_SIZE", "1")
     if peers.group is None and launched != "1":
         warnings.warn(
-            f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: no experts are spread, since this "
-            "process is a group of one. Call torch.distributed.init_process_group before, with topology.ep_size as "
+            f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: no experts are "
+            "spread, since this "
+            "process is a group of one. Call torch.distributed.init_process_group before, with "
+            "topology.ep_size as "
             "large as the group",
             stacklevel=2,
         )

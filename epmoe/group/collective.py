@@ -1,4 +1,6 @@
-"""Collective calls between rounds, for checkpoints: all ranks go on, or all raise and name who is missing."""
+"""Collective calls between rounds, for checkpoints: all ranks go on, or all raise and name who is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from epmoe.group.store import POLL_S
 
 
 def peers_of(ep: Member) -> Peers:
-    """The ranks of an `ExpertParallel`, whose collectives have `warmup_timeout_s`; alone if it is closed."""
+    """The ranks of an `ExpertParallel`, whose collectives have `warmup_timeout_s`; alone if it is
+    closed.
+    """
     return Peers.of(ep.group, ep.config.exchange.warmup_timeout_s)
 
 
@@ -34,11 +38,15 @@ def together(eps: Sequence[Member]) -> Iterator[None]:
 
 @contextmanager
 def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> Iterator[Peers]:
-    """The ranks of `group`; by default all, in a gloo group of its own: one that fails harms no other. Collective."""
+    """The ranks of `group`; by default all, in a gloo group of its own: one that fails harms no
+    other. Collective.
+    """
     if not dist.is_initialized():
         yield Peers.of(None)
         return
-    timeout_s = max([ep.config.exchange.warmup_timeout_s for ep in eps] or [ExchangeConfig().warmup_timeout_s])
+    timeout_s = max(
+        [ep.config.exchange.warmup_timeout_s for ep in eps] or [ExchangeConfig().warmup_timeout_s]
+    )
     if group is not None:
         yield Peers.of(group, timeout_s)
         return
@@ -52,19 +60,26 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
 
 @contextmanager
 def naming(what: str, eps: Sequence[Member]) -> Iterator[None]:
-    """Raises EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the call."""
+    """Raises EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the
+    call.
+    """
     try:
         yield
     except MissingRankError as error:
-        peers, opened = error.peers, [ep for ep in eps if ep.group is not None]
-        deadline, found = time.monotonic() + ANSWER_S, error.ranks
-        while not found and time.monotonic() < deadline:  # gloo may see the end of a process before its window says so
+        peers = error.peers
+        opened = [ep for ep in eps if ep.group is not None]
+        deadline = time.monotonic() + ANSWER_S
+        found = error.ranks
+        while (
+            not found and time.monotonic() < deadline
+        ):  # gloo may see the end of a process before its window says so
             found = _ended(peers, opened)
             time.sleep(POLL_S)
         missing = RollCall.of(peers, what).missing(found, OPENING_ANSWER_S)
         names = [peers.global_ranks[rank] for rank in missing]
         why = (
-            f"waited for rank(s) {missing} of the group (global rank(s) {names}), which ended or did not come within "
+            f"waited for rank(s) {missing} of the group (global rank(s) {names}), which ended or "
+            "did not come within "
             f"exchange.warmup_timeout_s: {error}"
         )
         rounds = max([ep.exchange.rounds.count for ep in opened], default=0)
@@ -73,5 +88,13 @@ def naming(what: str, eps: Sequence[Member]) -> Iterator[None]:
 
 
 def _ended(peers: Peers, eps: Sequence[Member]) -> list[int]:
-    ended = {peers_of(ep).global_ranks[rank] for ep in eps for rank in set(range(ep.size)).difference(ep.survivors())}
-    return [rank for rank, number in enumerate(peers.global_ranks) if number in ended and rank != peers.rank]
+    ended = {
+        peers_of(ep).global_ranks[rank]
+        for ep in eps
+        for rank in set(range(ep.size)).difference(ep.survivors())
+    }
+    return [
+        rank
+        for rank, number in enumerate(peers.global_ranks)
+        if number in ended and rank != peers.rank
+    ]

@@ -1,4 +1,6 @@
-"""Which ranks of this machine have ended: a thread waits for the ends of their processes, or a look by name says so."""
+"""Which ranks of this machine have ended: a thread waits for the ends of their processes, or a look
+by name says so.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ _END_S = 2.0  # for a note that is under way when the thread is to end
 
 
 class Deaths:
-    """Notes the ends of processes until it is closed or collected. In a forked child it does nothing.
+    """Notes the ends of processes until it is closed or collected. In a forked child it does
+    nothing.
 
-    `processes` are descriptors (pidfd) by rank, which this object closes. `note` is a method, called on another thread
-    with the mask of all ranks that have ended. Its object is kept alive during a call only.
+    `processes` are descriptors (pidfd) by rank, which this object closes. `note` is a method,
+    called on another thread with the mask of all ranks that have ended. Its object is kept alive
+    during a call only.
     """
 
     def __init__(self, processes: dict[int, int], note: Callable[[int], None]):
@@ -33,7 +37,9 @@ class Deaths:
 
     def mask(self) -> int:
         readable = _readable(self._processes.values(), 0)
-        self._mask |= sum(1 << rank for rank, process in self._processes.items() if process in readable)
+        self._mask |= sum(
+            1 << rank for rank, process in self._processes.items() if process in readable
+        )
         return self._mask
 
     def close(self) -> None:
@@ -57,8 +63,9 @@ def name_of_process() -> str:
 def has_ended(name: str) -> bool:
     """Whether the process of this name is known to have ended. It takes microseconds.
 
-    False also where its end cannot be seen from here: on another machine, in a container with processes of its own, or
-    where its number belongs to another process by now. The name may be anything: it is the word of another rank.
+    False also where its end cannot be seen from here: on another machine, in a container with
+    processes of its own, or where its number belongs to another process by now. The name may be
+    anything: it is the word of another rank.
     """
     place, _, number = name.rpartition("/")
     if not place or place != _place() or not (number.isdecimal() and len(number) < 10):
@@ -76,17 +83,22 @@ def has_ended(name: str) -> bool:
 
 
 def processor_time(name: str) -> str:
-    """What the process of this name has computed so far, in ticks of processors; "" where it cannot be seen from here.
-    It takes microseconds."""
+    """What the process of this name has computed so far, in ticks of processors; "" where it cannot
+    be seen from here. It takes microseconds.
+    """
     place, _, number = name.rpartition("/")
     if place and place == _place() and number.isdecimal():
         with suppress(OSError):
-            return " ".join(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[11:13])
+            return " ".join(
+                Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[11:13]
+            )
     return ""
 
 
 def _place() -> str:
-    """Where numbers of processes mean the same: this machine since its start, and its container; "" if unknown."""
+    """Where numbers of processes mean the same: this machine since its start, and its container; ""
+    if unknown.
+    """
     with suppress(OSError):
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{machine}/{os.readlink('/proc/self/ns/pid')}"
@@ -102,7 +114,9 @@ def _readable(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
     return {descriptor for descriptor, event in events if event & select.POLLIN}
 
 
-def _watch(processes: dict[int, int], stop: socket.socket, note: weakref.WeakMethod[Callable[[int], None]]) -> None:
+def _watch(
+    processes: dict[int, int], stop: socket.socket, note: weakref.WeakMethod[Callable[[int], None]]
+) -> None:
     """The thread. It must not keep the object of `note` alive."""
     mask = 0
     with stop:
@@ -112,7 +126,9 @@ def _watch(processes: dict[int, int], stop: socket.socket, note: weakref.WeakMet
             if stop.fileno() in readable or call is None:
                 return
             mask |= sum(1 << rank for rank, process in processes.items() if process in readable)
-            processes = {rank: process for rank, process in processes.items() if process not in readable}
+            processes = {
+                rank: process for rank, process in processes.items() if process not in readable
+            }
             with suppress(RuntimeError):  # of a GPU that has failed: waits run into their deadline
                 call(mask)
             del call
@@ -121,7 +137,9 @@ def _watch(processes: dict[int, int], stop: socket.socket, note: weakref.WeakMet
 def _end(owner: int, stop: socket.socket, thread: Thread, processes: dict[int, int]) -> None:
     if os.getpid() != owner:
         return
-    stop.shutdown(socket.SHUT_RDWR)  # which ends the thread even where a forked child has a copy of the socket
+    stop.shutdown(
+        socket.SHUT_RDWR
+    )  # which ends the thread even where a forked child has a copy of the socket
     stop.close()
     if thread is not current_thread():
         thread.join(_END_S)

@@ -10,13 +10,16 @@ class EPError(RuntimeError):
 
 
 class EPStateError(EPError, ValueError):
-    """A call that the state of the `ExpertParallel` does not permit: it is closed, a round is open, or another call or
-    another handle is due. Nothing was sent."""
+    """A call that the state of the `ExpertParallel` does not permit: it is closed, a round is open,
+    or another call or another handle is due. Nothing was sent.
+    """
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """Ranks did not arrive within the deadline, or left; or on a GPU this rank's own kernel was not scheduled in time.
-    The `ExpertParallel` can only be resumed or closed, unless the error says otherwise."""
+    """Ranks did not arrive within the deadline, or left; or on a GPU this rank's own kernel was not
+    scheduled in time. The `ExpertParallel` can only be resumed or closed, unless the error says
+    otherwise.
+    """
 
     def __init__(
         self,
@@ -33,64 +36,81 @@ class EPTimeoutError(EPError, TimeoutError):
 
 
 class EPOpenError(EPError):
-    """Ranks of the group did not come when an `ExpertParallel` was made, or ended meanwhile: `missing_ranks`, ranks of
-    the group, as far as they are known."""
+    """Ranks of the group did not come when an `ExpertParallel` was made, or ended meanwhile:
+    `missing_ranks`, ranks of the group, as far as they are known.
+    """
 
     def __init__(self, timeout_s: float, missing: list[int], missing_global: list[int]):
         self.missing_ranks = missing
         super().__init__(
-            f"rank(s) {missing} of the group, global rank(s) {missing_global}, ended, or did not come within "
+            f"rank(s) {missing} of the group, global rank(s) {missing_global}, ended, or did not "
+            "come within "
             f"exchange.warmup_timeout_s = {timeout_s} s to open an ExpertParallel"
         )
 
 
 class EPResumeError(EPOpenError):
-    """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called again. `missing_ranks`
-    are those of the new group, as far as they are known."""
+    """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called
+    again. `missing_ranks` are those of the new group, as far as they are known.
+    """
 
     def __init__(self, timeout_s: float, error: Exception):
         self.missing_ranks: list[int] = getattr(error, "missing_ranks", [])
         EPError.__init__(
             self,
-            f"the new group did not form within {timeout_s} s, or a rank ended ({error}): resume in a group of ranks "
+            f"the new group did not form within {timeout_s} s, or a rank ended ({error}): resume "
+            "in a group of ranks "
             "that answer",
         )
 
 
 class EPOverflowError(EPError):
-    """A round needed more rows than a limit allows: `capacity.max_expert_rows`, or with several nodes a slab's."""
+    """A round needed more rows than a limit allows: `capacity.max_expert_rows`, or with several
+    nodes a slab's.
+    """
 
     def __init__(
-        self, needed: int, max_rows: int, rows: str = "expert-major rows", key: str = "capacity.max_expert_rows"
+        self,
+        needed: int,
+        max_rows: int,
+        rows: str = "expert-major rows",
+        key: str = "capacity.max_expert_rows",
     ):
         self.needed_rows = needed
         super().__init__(
-            f"a round needed {needed} {rows}, but {key} is {max_rows}: set it to at least {needed}, or "
+            f"a round needed {needed} {rows}, but {key} is {max_rows}: set it to at least "
+            f"{needed}, or "
             "capacity.on_overflow to 'drop'"
         )
 
 
 class EPAbortedError(EPError):
-    """Other ranks have aborted a round, so the sums of this round lack their experts. The next round works.
+    """Other ranks have aborted a round, so the sums of this round lack their experts. The next
+    round works.
 
-    The round was closed on all ranks. On GPUs the error may come some rounds later, as hosts run ahead of their GPUs.
-    `ranks` of the group aborted it, or on GPUs another round since the last such error; `epoch` is the last one.
+    The round was closed on all ranks. On GPUs the error may come some rounds later, as hosts run
+    ahead of their GPUs. `ranks` of the group aborted it, or on GPUs another round since the last
+    such error; `epoch` is the last one.
     """
 
     def __init__(self, epoch: int, ranks: list[int]):
         self.epoch, self.ranks = epoch, ranks
         super().__init__(
-            f"round {epoch}: rank(s) {ranks} aborted the round, after an exception or by skip, so this rank's y lacks "
-            "their experts. The round was closed, and the next one works; with exchange.on_abort zeros it only counts"
+            f"round {epoch}: rank(s) {ranks} aborted the round, after an exception or by skip, so "
+            "this rank's y lacks "
+            "their experts. The round was closed, and the next one works; with exchange.on_abort "
+            "zeros it only counts"
         )
 
 
 class EPMismatchError(EPError, ValueError):
-    """The calls of the ranks do not match: another tag, K, D or dtype; on GPUs also layout or weights on input.
+    """The calls of the ranks do not match: another tag, K, D or dtype; on GPUs also layout or
+    weights on input.
 
-    `differences` has by name what is known to differ: the value of this rank, and that of the first of
-    `differing_ranks`. On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can
-    only be resumed or closed: the hosts see it in different rounds, because they run ahead of their GPUs.
+    `differences` has by name what is known to differ: the value of this rank, and that of the first
+    of `differing_ranks`. On the CPU the round was closed, and the next one is complete. On GPUs the
+    `ExpertParallel` can only be resumed or closed: the hosts see it in different rounds, because
+    they run ahead of their GPUs.
     """
 
     def __init__(
@@ -101,50 +121,81 @@ class EPMismatchError(EPError, ValueError):
         tags: tuple[int, int, int] | None = None,
         differences: Mapping[str, tuple[object, object]] | None = None,
     ):
-        self.epoch, self.differing_ranks, self.tags, self.differences = epoch, ranks, tags, differences or {}
+        self.epoch, self.differing_ranks, self.tags, self.differences = (
+            epoch,
+            ranks,
+            tags,
+            differences or {},
+        )
         if tags is None and differences:
-            named = ", ".join(f"{name} is {mine} here and {its} there" for name, (mine, its) in differences.items())
+            named = ", ".join(
+                f"{name} is {mine} here and {its} there"
+                for name, (mine, its) in differences.items()
+            )
             what = (
-                f"the calls of rank(s) {ranks} differ from this rank's, that of rank {ranks[0]} by this: {named}; they "
+                f"the calls of rank(s) {ranks} differ from this rank's, that of rank {ranks[0]} by "
+                f"this: {named}; they "
                 "must be equal on all ranks"
             )
         elif tags is None:
             shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
             what = (
-                f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} than this rank; they "
+                f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} "
+                "than this rank; they "
                 "must be equal on all ranks"
             )
         else:
             what = (
-                f"this rank's tag is {tags[0]}, that of rank {tags[1]} is {tags[2]}, and the calls of rank(s) {ranks} "
-                "differ. A tag names a layer, or in a backward round its forward round: a rank has left out a round or "
-                "has another order of layers or of backward passes of micro-batches; `skip` takes part in a round for "
+                f"this rank's tag is {tags[0]}, that of rank {tags[1]} is {tags[2]}, and the calls "
+                f"of rank(s) {ranks} "
+                "differ. A tag names a layer, or in a backward round its forward round: a rank has "
+                "left out a round or "
+                "has another order of layers or of backward passes of micro-batches; `skip` takes "
+                "part in a round for "
                 "a rank that cannot"
             )
-        then = "This ExpertParallel can only be resumed or closed" if latched else "The round was closed"
+        then = (
+            "This ExpertParallel can only be resumed or closed"
+            if latched
+            else "The round was closed"
+        )
         super().__init__(f"round {epoch}: {what}. {then}")
 
 
 class EPRefusedError(EPError):
-    """Ranks have raised in `ExpertParallel.replace`, or were given other arguments. No expert has moved on any rank.
-    All ranks may call `replace` again. `ranks` of the group are those that differ from this rank."""
+    """Ranks have raised in `ExpertParallel.replace`, or were given other arguments. No expert has
+    moved on any rank. All ranks may call `replace` again. `ranks` of the group are those that
+    differ from this rank.
+    """
 
     def __init__(self, ranks: list[int], raised: bool):
         self.ranks = ranks
-        other = "were given other slots, or weights of other sizes, where all must be the same, or raised in `replace`"
+        other = (
+            "were given other slots, or weights of other sizes, where all must be the same, or "
+            "raised in `replace`"
+        )
         what = "raised in `replace`" if raised else other
         super().__init__(f"rank(s) {ranks} {what}. No expert has moved on any rank")
 
 
 class EPOrderError(EPError):
-    """On a GPU, a stage of this rank ran before the stage that was due: graphs were replayed in another order than that
-    of the rounds, or streams were not ordered. The `ExpertParallel` can only be resumed or closed."""
+    """On a GPU, a stage of this rank ran before the stage that was due: graphs were replayed in
+    another order than that of the rounds, or streams were not ordered. The `ExpertParallel` can
+    only be resumed or closed.
+    """
 
     def __init__(self, stage: str, epoch: int, phases: int):
         self.stage, self.epoch = stage, epoch
-        due = ("dispatch was due", "dispatch had not ended", "combine was due", "combine had not ended")[phases]
+        due = (
+            "dispatch was due",
+            "dispatch had not ended",
+            "combine was due",
+            "combine had not ended",
+        )[phases]
         super().__init__(
-            f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine alternate, each after "
-            "the end of the other: replay graphs in this order, and let the stream of a replay wait for the stream of "
+            f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine "
+            "alternate, each after "
+            "the end of the other: replay graphs in this order, and let the stream of a replay "
+            "wait for the stream of "
             "the call or replay before it. This ExpertParallel can only be resumed or closed"
         )

@@ -14,10 +14,14 @@ _Result = TypeVar("_Result")
 
 
 class Follower(Protocol):
-    """What a layer keeps for the experts of its rank, such as adapters, and what a change of the group concerns."""
+    """What a layer keeps for the experts of its rank, such as adapters, and what a change of the
+    group concerns.
+    """
 
     def regroup(self, experts: int, whole: bool) -> None:
-        """This rank has so many experts now, in another group. `whole`: all ranks hold the same ones as before."""
+        """This rank has so many experts now, in another group. `whole`: all ranks hold the same
+        ones as before.
+        """
 
 
 class Member(Protocol):

@@ -1,4 +1,6 @@
-"""The ranks of a group as one of them sees them, and how values and errors of one reach all others."""
+"""The ranks of a group as one of them sees them, and how values and errors of one
+reach all others.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _BEGIN_BYTES = 4096  # of a value, which travel with its length: few are longer
 
 
 class MissingRankError(RuntimeError):
-    """A rank of `peers` has ended, or did not come in time: one of `ranks`, if known. The group can do nothing more."""
+    """A rank of `peers` has ended, or did not come in time: one of `ranks`, if known. The group can
+    do nothing more.
+    """
 
     def __init__(self, peers: Peers, error: RuntimeError, ranks: Sequence[int] = ()):
         self.peers, self.ranks = peers, list(ranks)
@@ -31,7 +35,9 @@ class MissingRankError(RuntimeError):
 
 
 class _Problem(NamedTuple):
-    """An error of one rank. The least one is raised on the others: a rank that waited in vain is not the cause."""
+    """An error of one rank. The least one is raised on the others: a rank that waited in vain is
+    not the cause.
+    """
 
     late: bool
     rank: int
@@ -48,7 +54,9 @@ class _ReportedError(Exception):
 
     def as_shared(self) -> Exception:
         kinds = {kind.__name__: kind for kind in _KINDS}
-        return kinds.get(self.problem.kind, RuntimeError)(f"rank {self.problem.rank}: {self.problem.text}")
+        return kinds.get(self.problem.kind, RuntimeError)(
+            f"rank {self.problem.rank}: {self.problem.text}"
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,9 @@ class Peers:
     rank: int
     size: int
     global_ranks: list[int]  # [R]
-    timeout_s: float | None = None  # deadline of each collective in seconds; None is the group's own
+    timeout_s: float | None = (
+        None  # deadline of each collective in seconds; None is the group's own
+    )
     first: int = 0  # number of rank 0 in errors: these ranks may be a part of a larger group
 
     @classmethod
@@ -71,37 +81,51 @@ class Peers:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), ranks, timeout_s)
 
     def all_gather(self, value: _Value) -> list[_Value]:
-        """Every rank's value, in rank order. Collective. Values travel as JSON, in which a tuple is a list.
+        """Every rank's value, in rank order. Collective. Values travel as JSON, in which a tuple is
+        a list.
 
-        Raises MissingRankError at once if a rank has ended, and after the deadline if one does not arrive. It also ends
-        a step of `together` in which another rank has failed.
+        Raises MissingRankError at once if a rank has ended, and after the deadline if one does not
+        arrive. It also ends a step of `together` in which another rank has failed.
         """
         gathered = self._exchange((None, value))
         self._raise_reported(gathered)
         return [theirs for _, theirs in gathered]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """The bytes of one rank's tensor to all, in place. Collective. Raises MissingRankError as `all_gather`."""
+        """The bytes of one rank's tensor to all, in place. Collective. Raises MissingRankError as
+        `all_gather`.
+        """
         if self.group is not None:
             options = BroadcastOptions()
             options.rootRank = source
-            if (deadline := self._deadline) is not None:  # `dist.broadcast` takes none
+            deadline = self._deadline
+            if deadline is not None:  # `dist.broadcast` takes none
                 options.timeout = deadline
             with self.waiting():
-                self.group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()  # gloo knows few dtypes
+                self.group.broadcast(
+                    [tensor.view(-1).view(torch.uint8)], options
+                ).wait()  # gloo knows few dtypes
 
     def to_first(self, tensor: Tensor, source: int) -> None:
-        """The bytes of one rank's tensor to rank 0, in place. Other ranks do nothing. Raises MissingRankError."""
+        """The bytes of one rank's tensor to rank 0, in place. Other ranks do nothing. Raises
+        MissingRankError.
+        """
         if self.group is None or source == 0 or self.rank not in (0, source):
             return
         payload = [tensor.view(-1).view(torch.uint8)]
         with self.waiting([source if self.rank == 0 else 0]):
-            work = self.group.recv(payload, source, 0) if self.rank == 0 else self.group.send(payload, 0, 0)
+            work = (
+                self.group.recv(payload, source, 0)
+                if self.rank == 0
+                else self.group.send(payload, 0, 0)
+            )
             work.wait(*([] if self._deadline is None else [self._deadline]))
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """Within it a collective waits for `ranks`, if known. A RuntimeError of torch becomes a MissingRankError."""
+        """Within it a collective waits for `ranks`, if known. A RuntimeError of torch becomes a
+        MissingRankError.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -117,9 +141,9 @@ class Peers:
     def together(self) -> Iterator[None]:
         """A step that fails on all ranks if it fails on one. Collective at its end.
 
-        A rank that fails reports it in place of its next `all_gather`, whichever that is on the others, and raises its
-        own error. The others raise the error of the first such rank, as a MemoryError, EPStateError, ValueError or
-        RuntimeError.
+        A rank that fails reports it in place of its next `all_gather`, whichever that is on the
+        others, and raises its own error. The others raise the error of the first such rank, as a
+        MemoryError, EPStateError, ValueError or RuntimeError.
         """
         try:
             with self.part():
@@ -129,7 +153,9 @@ class Peers:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """A step of these ranks within a step of a larger group. An error in it goes on to the larger group."""
+        """A step of these ranks within a step of a larger group. An error in it goes on to the
+        larger group.
+        """
         try:
             yield
             self.all_gather(None)
@@ -140,7 +166,9 @@ class Peers:
             raise
 
     def _report(self, error: Exception) -> None:
-        """Report that this rank has failed. Raises _ReportedError where another's error explains more."""
+        """Report that this rank has failed. Raises _ReportedError where another's error explains
+        more.
+        """
         late = isinstance(error, (MissingRankError, TimeoutError))
         if isinstance(error, _ReportedError):  # a part of these ranks has failed
             problem = error.problem
@@ -151,24 +179,35 @@ class Peers:
         try:
             self._raise_reported(self._exchange((problem, None)))
         except _ReportedError as reported:
-            if late and reported.problem != problem or isinstance(error, (MemoryError, _ReportedError)):
+            if (
+                late
+                and reported.problem != problem
+                or isinstance(error, (MemoryError, _ReportedError))
+            ):
                 raise reported from error
         except MissingRankError as missing:
-            if isinstance(error, (RuntimeError, OSError, _ReportedError)):  # the missing rank may be its cause
+            if isinstance(
+                error, (RuntimeError, OSError, _ReportedError)
+            ):  # the missing rank may be its cause
                 raise missing from error
 
     def _raise_reported(self, gathered: Sequence[tuple[Any, object]]) -> None:
-        if problems := [_Problem(*problem) for problem, _ in gathered if problem]:
+        problems = [_Problem(*problem) for problem, _ in gathered if problem]
+        if problems:
             raise _ReportedError(self, min(problems))
 
     def _exchange(self, value: _Value) -> list[_Value]:
         if self.group is None:
             return [value]
         data = json.dumps(value).encode()
-        begins = self._gather(len(data).to_bytes(8, "little") + data[:_BEGIN_BYTES], 8 + _BEGIN_BYTES)
+        begins = self._gather(
+            len(data).to_bytes(8, "little") + data[:_BEGIN_BYTES], 8 + _BEGIN_BYTES
+        )
         lengths = [int.from_bytes(begin[:8], "little") for begin in begins]
         if not all(0 < length <= _MOST_BYTES for length in lengths):
-            raise RuntimeError(f"ranks sent values of {lengths} bytes: each has at most {_MOST_BYTES}")
+            raise RuntimeError(
+                f"ranks sent values of {lengths} bytes: each has at most {_MOST_BYTES}"
+            )
         rest = max(lengths) - _BEGIN_BYTES
         ends = self._gather(data[_BEGIN_BYTES:], rest) if rest > 0 else [b""] * self.size
         rows = zip(begins, ends, lengths, strict=True)
@@ -178,7 +217,8 @@ class Peers:
         """Every rank's bytes, padded to `nbytes`."""
         assert self.group is not None
         options = AllgatherOptions()
-        if (deadline := self._deadline) is not None:  # `dist.all_gather` takes none
+        deadline = self._deadline
+        if deadline is not None:  # `dist.all_gather` takes none
             options.timeout = deadline
         tensor = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(tensor) for _ in range(self.size)]

@@ -1,4 +1,6 @@
-"""After a death, or to take new ranks in: the ranks that live meet at a board, agree on a group, and go on in it."""
+"""After a death, or to take new ranks in: the ranks that live meet at a board, agree on a group,
+and go on in it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from typing import TypeVar
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import Move, Placement
-from epmoe.group.board import ANSWER_OF_NEW_S, FAILED, FORMED, Board, Decision, Meeting, Presence, arrive, leave_group
+from epmoe.group.board import (
+    ANSWER_OF_NEW_S,
+    FAILED,
+    FORMED,
+    Board,
+    Decision,
+    Meeting,
+    Presence,
+    arrive,
+    leave_group,
+)
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.store import POLL_S, OutlivingStore, Store
@@ -36,28 +48,30 @@ def recover(
 ) -> None:
     """Go on with the ranks that live: agree on a group, `resume` in it, and load what moved.
 
-    Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks between two rounds,
-    to take in new ones, which call `join_group`. A rank is left out only if its process has ended, or if it has shown
-    no sign of life for `last_call_s`: within this call it shows one all the time, and on this machine a process that
-    computes is waited for four times as long before it calls. Ranks cannot split into two groups:
-    the first that decides writes its decision into the store, in one step, and all others follow it, or raise because
-    they are left out. The default process group is destroyed and made anew; it holds the ranks of `ep`. No other thread
-    gets its turn before the weights are loaded.
+    Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks
+    between two rounds, to take in new ones, which call `join_group`. A rank is left out only if its
+    process has ended, or if it has shown no sign of life for `last_call_s`: within this call it
+    shows one all the time, and on this machine a process that computes is waited for four times as
+    long before it calls. Ranks cannot split into two groups: the first that decides writes its
+    decision into the store, in one step, and all others follow it, or raise because they are left
+    out. The default process group is destroyed and made anew; it holds the ranks of `ep`. No other
+    thread gets its turn before the weights are loaded.
 
-    Each expert stays, and lost ones go to the ranks with the fewest. With new ranks all experts are spread anew, except
-    with `placement.live`, where slots of new ranks are empty.
+    Each expert stays, and lost ones go to the ranks with the fewest. With new ranks all experts are
+    spread anew, except with `placement.live`, where slots of new ranks are empty.
 
     Args:
         ep: the ExpertParallel that is to go on.
-        store: outlives each of the ranks: a folder that all see and nobody else can write into, or a `TCPStore` that
-            the launcher hosts. It serves one ExpertParallel.
-        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them. Where it raises, `ep` is
-            closed, and this rank may call again: it loads all its experts then.
+        store: outlives each of the ranks: a folder that all see and nobody else can write into, or
+            a `TCPStore` that the launcher hosts. It serves one ExpertParallel.
+        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them. Where it
+            raises, `ep` is closed, and this rank may call again: it loads all its experts then.
         min_ranks: with fewer the ranks wait for new ones.
-        max_ranks: new ranks are taken in up to this number; by default to the size so far, or `min_ranks`. A group of
-            more ranks than `topology.max_ranks`, its seats, gets as many seats.
-        last_call_s: how long a rank waits for the sign of another, in seconds; by default 5 more than
-            `exchange.timeout_s`.
+        max_ranks: new ranks are taken in up to this number; by default to the size so far, or
+            `min_ranks`. A group of more ranks than `topology.max_ranks`, its seats, gets as many
+            seats.
+        last_call_s: how long a rank waits for the sign of another, in seconds; by default 5 more
+            than `exchange.timeout_s`.
         timeout_s: of the whole call, in seconds; it is looked at before each attempt.
         backend: of the process group.
 
@@ -87,28 +101,43 @@ class Wanted:
     leaves: bool = False  # the others are to go on without this rank
 
 
-def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted) -> bool:
-    """What `recover` does; see there. Returns whether this rank is in the group. One that `leaves` closes `ep`."""
-    deadline, before = time.monotonic() + wanted.timeout_s, None
-    meeting = Meeting(Board(OutlivingStore(store), "epmoe"), f"{ep.origin}/{ep.generation}/0", ep.processes)
-    here, moves = Presence(meeting.root, meeting.key_of(ep.rank)), None
+def regroup(
+    ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted
+) -> bool:
+    """What `recover` does; see there. Returns whether this rank is in the group. One that `leaves`
+    closes `ep`.
+    """
+    deadline = time.monotonic() + wanted.timeout_s
+    before = None
+    meeting = Meeting(
+        Board(OutlivingStore(store), "epmoe"), f"{ep.origin}/{ep.generation}/0", ep.processes
+    )
+    here = Presence(meeting.root, meeting.key_of(ep.rank))
+    moves = None
     try:
         while moves is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no group has formed within {wanted.timeout_s:g} s")
-            if (outcome := meeting.outcome()) == FORMED:
+            outcome = meeting.outcome()
+            if outcome == FORMED:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
             if outcome == FAILED:  # here, or in an earlier call
-                before, meeting = meeting.decision(), meeting.following()
+                before = meeting.decision()
+                meeting = meeting.following()
                 continue
             decision = _decide(meeting, ep, wanted, deadline, before)
             if wanted.leaves:
                 ep.close()
                 return False
             if ep.rank not in decision.members:
-                raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
+                raise EPStateError(
+                    "the others go on without this rank, which they have given up: a new one may "
+                    "join"
+                )
             placement = None if decision.config.placement.live else decision.config.place_experts()
-            moves = _enter(meeting, decision, ep.rank, wanted.backend, partial(ep.go_on, None, placement, True))
+            moves = _enter(
+                meeting, decision, ep.rank, wanted.backend, partial(ep.go_on, None, placement, True)
+            )
         here.ended = True
         load_weights(moves)
     finally:
@@ -116,22 +145,34 @@ def regroup(ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]],
     return True
 
 
-def _decide(meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, before: Decision | None) -> Decision:
+def _decide(
+    meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, before: Decision | None
+) -> Decision:
     """Meet the other ranks. The first to see that all are there, or lost, decides; the rest reads.
 
     `before` is the decision of the last attempt, whose group did not form.
     """
-    root, board, start, ranks = meeting.root, meeting.board, time.monotonic(), range(ep.size)
+    root = meeting.root
+    board = meeting.board
+    start = time.monotonic()
+    ranks = range(ep.size)
     first = next(n for n in count(1) if not root.read(f"arrivals/{n}/answer"))
-    board.write(f"came/{ep.rank}", _LEAVES if wanted.leaves else f"ended {' '.join(map(str, ep.ended()))}")
+    board.write(
+        f"came/{ep.rank}", _LEAVES if wanted.leaves else f"ended {' '.join(map(str, ep.ended()))}"
+    )
     while (decision := meeting.decision()) is None:
         words = {rank: word for rank in ranks if (word := board.read(f"came/{rank}"))}
-        gone = {rank for rank in ranks if words.get(rank) == _LEAVES or before and rank in before.left}
+        gone = {
+            rank for rank in ranks if words.get(rank) == _LEAVES or before and rank in before.left
+        }
         ended = {*map(str, ep.ended()), *" ".join(words.values()).split()}
-        lost = {rank for rank in ranks if str(rank) in ended or meeting.lost(rank, wanted.last_call_s)} - gone
+        lost = {
+            rank for rank in ranks if str(rank) in ended or meeting.lost(rank, wanted.last_call_s)
+        } - gone
         came = [rank for rank in words if rank not in gone | lost]
         arrivals = first
-        there, may_answer = list[int](), False
+        there = list[int]()
+        may_answer = False
         while root.read(f"arrivals/{arrivals}"):
             sign = meeting.sign_of(-1 - arrivals)
             if sign.fresh and not meeting.lost(-1 - arrivals, wanted.last_call_s):
@@ -144,17 +185,27 @@ def _decide(meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, befor
             most = sum(not meeting.lost(member, wanted.last_call_s) for member in before.members)
         now = time.monotonic()
         may_come = may_answer or len(members) < most and now < start + wanted.grow_s
-        if set(ranks) <= {*came, *gone, *lost} and not may_come and len(members) >= wanted.min_ranks:
+        if (
+            set(ranks) <= {*came, *gone, *lost}
+            and not may_come
+            and len(members) >= wanted.min_ranks
+        ):
             if ep.config.placement.live:
                 config = ep.config.of_size(len(members))
             else:
                 config = ep.config.with_placement(_place(ep.placement, members))
             mine = Decision(
-                members=members, config=config, last_call_s=wanted.last_call_s, arrivals=arrivals - 1, left=sorted(gone)
+                members=members,
+                config=config,
+                last_call_s=wanted.last_call_s,
+                arrivals=arrivals - 1,
+                left=sorted(gone),
             )
             board.settle("decision", mine.model_dump_json())  # whoever was first has decided
         elif now > deadline:
-            raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {wanted.min_ranks}")
+            raise TimeoutError(
+                f"{len(members)} ranks have come, and `min_ranks` is {wanted.min_ranks}"
+            )
         else:
             time.sleep(POLL_S)
     for arrival in range(first, decision.arrivals + 1):
@@ -162,18 +213,29 @@ def _decide(meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, befor
     return decision
 
 
-def take_in(store: Store, make: Callable[[EPConfig, Confirm], _Entered], timeout_s: float, backend: str) -> _Entered:
-    """Wait until a group takes this new rank in; see `epmoe.join_group`. `make` is called in its process group."""
-    deadline, root = time.monotonic() + timeout_s, Board(OutlivingStore(store), "epmoe")
+def take_in(
+    store: Store, make: Callable[[EPConfig, Confirm], _Entered], timeout_s: float, backend: str
+) -> _Entered:
+    """Wait until a group takes this new rank in; see `epmoe.join_group`. `make` is called in its
+    process group.
+    """
+    deadline = time.monotonic() + timeout_s
+    root = Board(OutlivingStore(store), "epmoe")
     while time.monotonic() < deadline:
         arrival = arrive(root)
         here = Presence(root, f"arrivals/{arrival}")
         try:
-            while not (answer := root.read(f"arrivals/{arrival}/answer")) and time.monotonic() < deadline:
+            while (
+                not (answer := root.read(f"arrivals/{arrival}/answer"))
+                and time.monotonic() < deadline
+            ):
                 time.sleep(POLL_S)
-            meeting, member = Meeting(root, answer), -1 - arrival
+            meeting = Meeting(root, answer)
+            member = -1 - arrival
             decision = meeting.decision() if answer else None
-            if decision is not None and member in decision.members:  # otherwise the group had no place left
+            if (
+                decision is not None and member in decision.members
+            ):  # otherwise the group had no place left
                 entered = _enter(meeting, decision, member, backend, partial(make, decision.config))
                 if entered is not None:
                     return entered
@@ -183,21 +245,29 @@ def take_in(store: Store, make: Callable[[EPConfig, Confirm], _Entered], timeout
 
 
 def _enter(
-    meeting: Meeting, decision: Decision, member: int, backend: str, open_: Callable[[Confirm], _Entered]
+    meeting: Meeting,
+    decision: Decision,
+    member: int,
+    backend: str,
+    open_: Callable[[Confirm], _Entered],
 ) -> _Entered | None:
-    """Get into the group: what `open_` returns in its process group; None where another rank has died meanwhile.
+    """Get into the group: what `open_` returns in its process group; None where another rank has
+    died meanwhile.
 
-    Whatever it raises, a signal handler's error too, fails the attempt for all. They must not wait for this rank then:
-    it leaves the process group, which ends with the exception at last.
+    Whatever it raises, a signal handler's error too, fails the attempt for all. They must not wait
+    for this rank then: it leaves the process group, which ends with the exception at last.
     """
-    rank, form_s = decision.members.index(member), decision.config.exchange.warmup_timeout_s
+    rank = decision.members.index(member)
+    form_s = decision.config.exchange.warmup_timeout_s
     try:
         meeting.connect(decision, rank, form_s, backend)
         return open_(partial(meeting.confirm, decision, rank, form_s))
     except BaseException as error:
         meeting.fail()
         leave_group()
-        if isinstance(error, RuntimeError) and not isinstance(error, EPStateError):  # EPResumeError, or torch's
+        if isinstance(error, RuntimeError) and not isinstance(
+            error, EPStateError
+        ):  # EPResumeError, or torch's
             return None
         raise
 
@@ -205,7 +275,8 @@ def _enter(
 def _place(old: Placement, members: list[int]) -> Placement:
     if min(members) >= 0:
         return old.without(set(range(old.ep_size)).difference(members), spread_lost=True)
-    E, R = old.num_experts, len(members)
+    E = old.num_experts
+    R = len(members)
     # A copy on the rank of its original is of no use.
     owners = [(p + p // E) % R for p in range(old.num_physical_experts)]
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)

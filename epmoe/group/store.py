@@ -1,4 +1,6 @@
-"""A store that outlives each rank, and of which none that dies leaves a half-written word: a folder, or torch's."""
+"""A store that outlives each rank, and of which none that dies leaves a half-written word: a
+folder, or torch's.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,23 @@ _LONGEST_NAME = 200  # of a file, in bytes; most file systems have 255
 def loopback_store() -> dist.TCPStore:
     """A store for ranks of this machine, hosted by this process, such as that of `recover`.
 
-    Ranks connect by `TCPStore("127.0.0.1", store.port)`. No other machine can: torch alone would listen everywhere.
+    Ranks connect by `TCPStore("127.0.0.1", store.port)`. No other machine can: torch alone would
+    listen everywhere.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port, descriptor = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
 
 
 class OutlivingStore(dist.Store):
-    """The store of `recover`, as torch takes it. While it has a `look`, a wait ends by what that raises.
+    """The store of `recover`, as torch takes it. While it has a `look`, a wait ends by what that
+    raises.
 
-    Raises PermissionError where others can write into the folder, and ValueError for torch's FileStore, which may hold
-    half a record for ever.
+    Raises PermissionError where others can write into the folder, and ValueError for torch's
+    FileStore, which may hold half a record for ever.
     """
 
     def __init__(self, store: Store) -> None:
@@ -47,7 +54,10 @@ class OutlivingStore(dist.Store):
         while isinstance(inner, dist.PrefixStore):
             inner = inner.underlying_store
         if isinstance(inner, dist.FileStore):
-            raise ValueError("`store` must be a folder or a TCPStore: a FileStore may hold half a record for ever")
+            raise ValueError(
+                "`store` must be a folder or a TCPStore: a FileStore may hold half a record for "
+                "ever"
+            )
         self._inner = store if isinstance(store, dist.Store) else _Files(Path(store))
         self.look: Callable[[], None] | None = None
 
@@ -55,7 +65,9 @@ class OutlivingStore(dist.Store):
         self._inner.set(key, value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """In one step: set a key that is not there yet; `expected` must be "". Returns the value that is there then."""
+        """In one step: set a key that is not there yet; `expected` must be "". Returns the value
+        that is there then.
+        """
         return self._inner.compare_set(key, expected, desired)
 
     def add(self, key: str, amount: int) -> int:
@@ -79,15 +91,20 @@ class OutlivingStore(dist.Store):
 
 
 class _Files:
-    """A file for each key, which gets its name once it is whole. Whoever can write here decides which ranks go on."""
+    """A file for each key, which gets its name once it is whole. Whoever can write here decides
+    which ranks go on.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute() / _FOLDER
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         for path in (self._folder.parent, self._folder):
             path.mkdir(0o700, exist_ok=True)
-            if who := who_else(path, around=path != self._folder):
-                raise PermissionError(f"{path} {who}, who could decide there which ranks go on: take another folder")
+            who = who_else(path, around=path != self._folder)
+            if who:
+                raise PermissionError(
+                    f"{path} {who}, who could decide there which ranks go on: take another folder"
+                )
 
     def set(self, key: str, value: str | bytes) -> None:
         with self._whole(value) as file:
@@ -95,7 +112,9 @@ class _Files:
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         if expected:
-            raise NotImplementedError("a folder sets keys by `compare_set` only where they are not there yet")
+            raise NotImplementedError(
+                "a folder sets keys by `compare_set` only where they are not there yet"
+            )
         with self._whole(desired) as file, suppress(FileExistsError):
             os.link(file, self._path(key))
         return self.get(key)
@@ -111,12 +130,16 @@ class _Files:
         return self._path(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
-        os.close(os.open(self._folder, os.O_RDONLY))  # NFS may remember for a minute which names are not there
+        os.close(
+            os.open(self._folder, os.O_RDONLY)
+        )  # NFS may remember for a minute which names are not there
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:
         name = quote(key, safe="")
-        return self._folder / (name if len(name) <= _LONGEST_NAME else hashlib.sha256(key.encode()).hexdigest())
+        return self._folder / (
+            name if len(name) <= _LONGEST_NAME else hashlib.sha256(key.encode()).hexdigest()
+        )
 
     @contextmanager
     def _whole(self, value: str | bytes) -> Iterator[Path]:

@@ -1,4 +1,6 @@
-"""Waits that may block for long, in which this thread still runs signal handlers; and work on another thread."""
+"""Waits that may block for long, in which this thread still runs signal handlers; and work on
+another thread.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,26 @@ import torch
 _Value = TypeVar("_Value")
 
 
-def device_ends(device: torch.device, timeout_s: float | None = None, look: Callable[[], None] = lambda: None) -> bool:
-    """Waits by `interruptible` for everything that has been launched on a GPU. Returns whether it has ended."""
-    return device.type == "cpu" or interruptible(partial(torch.cuda.synchronize, device), timeout_s, look)
+def device_ends(
+    device: torch.device, timeout_s: float | None = None, look: Callable[[], None] = lambda: None
+) -> bool:
+    """Waits by `interruptible` for everything that has been launched on a GPU. Returns whether it
+    has ended.
+    """
+    return device.type == "cpu" or interruptible(
+        partial(torch.cuda.synchronize, device), timeout_s, look
+    )
 
 
 def interruptible(
-    wait: Callable[[], None], timeout_s: float | None = None, look: Callable[[], None] = lambda: None
+    wait: Callable[[], None],
+    timeout_s: float | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> bool:
     """Calls `wait` on another thread, so that this thread can run signal handlers meanwhile.
 
-    Returns whether `wait` has ended within `timeout_s` seconds; it runs to its end anyway. `look` is called about every
-    20 ms. Raises what `wait`, `look` or a signal handler raises.
+    Returns whether `wait` has ended within `timeout_s` seconds; it runs to its end anyway. `look`
+    is called about every 20 ms. Raises what `wait`, `look` or a signal handler raises.
     """
     errors: list[BaseException] = []
 
@@ -49,9 +59,12 @@ def interruptible(
 
 
 def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0) -> _Value:
-    """The first true answer. It asks once more behind `until_s`, since this thread may not have run meanwhile."""
+    """The first true answer. It asks once more behind `until_s`, since this thread may not have run
+    meanwhile.
+    """
     while time.monotonic() < until_s:
-        if answer := ask():
+        answer = ask()
+        if answer:
             return answer
         if pause_s:
             time.sleep(pause_s)
@@ -83,7 +96,8 @@ class Promise(Generic[_Value]):
 class Worker:
     """Computes on a thread of its own, one thing after another.
 
-    A signal handler may raise in any of its methods. The locks of `concurrent.futures` would then stay locked.
+    A signal handler may raise in any of its methods. The locks of `concurrent.futures` would then
+    stay locked.
     """
 
     def __init__(self, name: str) -> None:

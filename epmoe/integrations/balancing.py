@@ -33,8 +33,8 @@ def section_of(live: dict[str, Any], layers: int, **keys: Any) -> dict[str, Any]
 def section_with_slots(
     live: dict[str, Any], first: Placement, layers: int, group: dist.ProcessGroup
 ) -> Iterator[dict[str, Any]]:
-    """`section_of` where the framework has loaded the experts as in `first`, and the slots behind them are empty.
-    Collective.
+    """`section_of` where the framework has loaded the experts as in `first`, and the slots behind
+    them are empty. Collective.
 
     Its file of slots exists until the end of the context, and is the same one on all ranks.
     """
@@ -52,10 +52,13 @@ def section_with_slots(
 class Balancing:
     """An `ExpertParallel`, and with `live` the `Balancer` of its experts, which logs what it moves.
 
-    `live` has keys of `Balancer`, and of the section `placement`. None: experts stay where they are.
+    `live` has keys of `Balancer`, and of the section `placement`. None: experts stay where they
+    are.
     """
 
-    def __init__(self, ep: ExpertParallel, live: dict[str, Any] | None, logger: logging.Logger) -> None:
+    def __init__(
+        self, ep: ExpertParallel, live: dict[str, Any] | None, logger: logging.Logger
+    ) -> None:
         self.ep, self._logger = ep, logger
         self._balancer: Balancer | None = None
         if live is not None:
@@ -63,8 +66,9 @@ class Balancing:
         self._logged, self._settled = 0, True
 
     def poll(self) -> None:
-        """Before each step of the framework, on its thread and stream: it raises what kernels have reported, and ticks.
-        It waits for no rank."""
+        """Before each step of the framework, on its thread and stream: it raises what kernels have
+        reported, and ticks. It waits for no rank.
+        """
         if self._balancer is None:
             self.ep.poll()
             return
@@ -75,20 +79,24 @@ class Balancing:
             self._logged = len(history)
             if history and (step := history[-1]).before and step.moves:  # rank 0 knows the loads
                 self._logger.info(
-                    "epmoe moves %d experts: the busiest rank has %.2f of the mean load on average over the layers, "
+                    "epmoe moves %d experts: the busiest rank has %.2f of the mean load on average "
+                    "over the layers, "
                     "and is to have %.2f",
-                    step.moves, fmean(step.before), fmean(step.after),
-                )  # fmt: skip
+                    step.moves,
+                    fmean(step.before),
+                    fmean(step.after),
+                )
 
     def move(self, tag: int, experts: GroupedExperts) -> None:
         """These experts are those of the layer with this tag: they move, where experts do."""
         tensors = [parameter.detach() for parameter in experts.parameters()]
-        if (live := self.ep.live) is not None:
+        live = self.ep.live
+        if live is not None:
             live.weights[tag] = lambda _, slot: [tensor[slot] for tensor in tensors]
 
     def slots(self, tag: int) -> list[int] | None:
-        """Of a layer whose weights are loaded, for the first time or again: the expert in each slot of this rank, −1
-        for none. None where experts stay.
+        """Of a layer whose weights are loaded, for the first time or again: the expert in each slot
+        of this rank, −1 for none. None where experts stay.
 
         The first call after a step is collective: it ends the moves.
         """

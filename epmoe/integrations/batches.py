@@ -1,6 +1,8 @@
-"""Batches of any length through an `ExpertParallel`, in as many rounds as the longest batch of any rank needs.
+"""Batches of any length through an `ExpertParallel`, in as many rounds as the longest batch of any
+rank needs.
 
-x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D] that arrived) ─▶ combine ─▶ y [T,D]
+x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D] that arrived) ─▶ combine ─▶ y
+[T,D]
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from epmoe.training.exchange import Routed
 
 
 class Arrived(NamedTuple):
-    """The rows of a round, expert by expert. Rows past the last segment hold anything; on the CPU there are none."""
+    """The rows of a round, expert by expert. Rows past the last segment hold anything; on the CPU
+    there are none.
+    """
 
     rows: Tensor
     """[n, D] in `dtype`, or fp8 with an fp8 payload; n may be 0"""
@@ -40,7 +44,11 @@ class Arrived(NamedTuple):
 
     def plain(self) -> Tensor:
         """The rows in `dtype`."""
-        return self.rows if self.scales is None else dequantize_rows(self.rows, self.scales, self.dtype)
+        return (
+            self.rows
+            if self.scales is None
+            else dequantize_rows(self.rows, self.scales, self.dtype)
+        )
 
 
 class Computation(NamedTuple):
@@ -67,7 +75,8 @@ def _hint(error: BaseException) -> None:
     """Add to the message of a timeout what a user of `generate` meets most often."""
     if isinstance(error, EPTimeoutError):
         error.args = (
-            f"{error}. If the missing ranks have ended `generate` sooner: give it `synced_gpus=True` on all ranks, so "
+            f"{error}. If the missing ranks have ended `generate` sooner: give it "
+            "`synced_gpus=True` on all ranks, so "
             "that they keep stepping, and with a static cache the same `max_new_tokens`",
         )
 
@@ -87,8 +96,9 @@ class SharedExpertParallel:
     Attributes:
         ep: the `ExpertParallel`.
         static: whether every call is one round, of at most M tokens a rank; see `configure`.
-        seconds: of each stage so far by the clock, waiting for other ranks included. "agree" is the wait for the answer
-            whether a rank has more rounds. On GPUs this is the time of the host, which waits for no kernel otherwise.
+        seconds: of each stage so far by the clock, waiting for other ranks included. "agree" is the
+            wait for the answer whether a rank has more rounds. On GPUs this is the time of the
+            host, which waits for no kernel otherwise.
     """
 
     def __init__(
@@ -99,7 +109,9 @@ class SharedExpertParallel:
         static: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Collective; takes the arguments of `ExpertParallel`, and `static` and `clock` of `configure`."""
+        """Collective; takes the arguments of `ExpertParallel`, and `static` and `clock` of
+        `configure`.
+        """
         self.seconds = dict.fromkeys(("set up", "agree", "dispatch", "experts", "combine"), 0.0)
         self._now = clock
         with self._timed("set up"):
@@ -111,10 +123,13 @@ class SharedExpertParallel:
 
     @property
     def exchange(self) -> TrainingExchange:
-        """Carries rounds with gradients. Raises ValueError in static mode, or if the config cannot train."""
+        """Carries rounds with gradients. Raises ValueError in static mode, or if the config cannot
+        train.
+        """
         if self.static:
             raise ValueError(
-                "static mode serves and does not train: train with `configure(static=False)`, or call the model under "
+                "static mode serves and does not train: train with `configure(static=False)`, or "
+                "call the model under "
                 "torch.no_grad()"
             )
         if self._exchange is None:
@@ -122,7 +137,9 @@ class SharedExpertParallel:
         return self._exchange
 
     def tag_of(self, layer: object) -> int:
-        """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""
+        """The tag of a layer's rounds. Layers number themselves in the order of their
+        first calls.
+        """
         if layer not in self._tags:
             self._tags[layer] = self.ep.new_tag()
         return self._tags[layer]
@@ -138,18 +155,22 @@ class SharedExpertParallel:
     ) -> Tensor:
         """Weighted expert outputs [T,D] of this rank's tokens. Collective.
 
-        `tag` is that of `ExpertParallel.dispatch`. `longest` is the same on every rank: no rank brings more tokens. If
-        it is None, each round carries whether a rank has more, and the host looks for that once the round is launched.
-        Over several nodes the ranks agree on the longest batch through host memory before the first round instead,
-        since a slab for another node has the same length on all ranks.
+        `tag` is that of `ExpertParallel.dispatch`. `longest` is the same on every rank: no rank
+        brings more tokens. If it is None, each round carries whether a rank has more, and the host
+        looks for that once the round is launched. Over several nodes the ranks agree on the longest
+        batch through host memory before the first round instead, since a slab for another node has
+        the same length on all ranks.
 
-        Raises ValueError in static mode if `longest` is more than M or the call trains, RuntimeError in a stream
-        capture without `longest`, all before anything is sent, and what `Exchange.largest`, `ExpertParallel.dispatch`,
-        `ExpertParallel.combine` and `experts` raise. An exception closes the round, wherever it comes from. In the
-        rounds that other ranks still need, this rank then takes part without tokens and without its experts, so that
-        the ranks stay in step. It waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
+        Raises ValueError in static mode if `longest` is more than M or the call trains,
+        RuntimeError in a stream capture without `longest`, all before anything is sent, and what
+        `Exchange.largest`, `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts` raise.
+        An exception closes the round, wherever it comes from. In the rounds that other ranks still
+        need, this rank then takes part without tokens and without its experts, so that the ranks
+        stay in step. It waits for them as ever; a second exception, such as another Ctrl-C, ends
+        that too.
         """
-        M, T = self._max_tokens, x_TD.shape[0]
+        M = self._max_tokens
+        T = x_TD.shape[0]
         if computation.trains:
             _ = self.exchange  # raises before anything is sent
         call = _Call(computation, tag, x_TD.dtype, longest)
@@ -160,8 +181,12 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
-        known = call.longest if self.static else longest  # static mode otherwise has a limit only, M
-        call = call._replace(longest=min(longest, M) if self.static and longest is not None else longest)
+        known = (
+            call.longest if self.static else longest
+        )  # static mode otherwise has a limit only, M
+        call = call._replace(
+            longest=min(longest, M) if self.static and longest is not None else longest
+        )
         batch = (x_TD, ids_TK, weights_TK)
         own = self._rounds(T)
         rounds_before = self.ep.exchange.rounds.count
@@ -169,14 +194,20 @@ class SharedExpertParallel:
         try:
             if self.static and longest is not None and longest > M:
                 raise ValueError(
-                    f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a "
-                    "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
+                    f"a rank brings {longest} tokens, but static mode takes at most "
+                    f"max_num_tokens_per_rank = {M} a "
+                    "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of "
+                    "transformers' generate)"
                 )
             with self.ep.at_most(known):
                 while not outputs or self._has_more_rounds(len(outputs), call.longest):
                     taken = len(outputs)
                     whole = own == 1 and not outputs  # three slices cost the host 5 µs
-                    x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
+                    x, ids, weights = (
+                        batch
+                        if whole
+                        else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
+                    )
                     outputs.append(self._round(x, ids, weights, call, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
@@ -196,13 +227,17 @@ class SharedExpertParallel:
         self.ep.close()
 
     def _rounds(self, num_tokens: int) -> int:
-        """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
+        """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes
+        part.
+        """
         return max(1, -(-num_tokens // self._max_tokens))
 
     def _longest_batch(self, num_tokens: int, call: _Call) -> int | None:
-        """The most tokens that a rank brings, of which this rank brings `num_tokens`; None: not known yet.
+        """The most tokens that a rank brings, of which this rank brings `num_tokens`; None: not
+        known yet.
 
-        After an exception other than those of the exchange, such as a Ctrl-C, this rank sees the rounds out.
+        After an exception other than those of the exchange, such as a Ctrl-C, this rank sees the
+        rounds out.
         """
         if self.static:
             return max(num_tokens, self._max_tokens)
@@ -229,40 +264,54 @@ class SharedExpertParallel:
             return self.ep.exchange.has_more_rounds()
 
     def _round(self, x: Tensor, ids: Tensor, weights: Tensor, call: _Call, more: bool) -> Tensor:
-        ep, now = self.ep, self._now
+        ep = self.ep
+        now = self._now
         experts, aligned, trains = call.computation
         most = self._most_tokens(call.longest)
         with ep.exchange.giving_up():
             began = now()
-            sends: Callable[..., Dispatched | Routed] = self.exchange.dispatch if trains else ep.dispatch
+            sends: Callable[..., Dispatched | Routed] = (
+                self.exchange.dispatch if trains else ep.dispatch
+            )
             if call.longest is None:
                 dispatch = partial(sends, x, ids, weights, tag=call.tag, aligned=aligned)
                 routed = ep.exchange.sending(more, dispatch)
             else:  # a partial would cost the host 0.1 µs
                 routed = sends(x, ids, weights, tag=call.tag, aligned=aligned)
             arrived = now()
-            outputs = experts(self._arrived(routed, ((ep.size - 1) * most + x.shape[0]) * ids.shape[1]))
+            outputs = experts(
+                self._arrived(routed, ((ep.size - 1) * most + x.shape[0]) * ids.shape[1])
+            )
             if not trains:
                 check_forward_only(outputs)
             computed = now()
-            y = self.exchange.combine(outputs, routed) if isinstance(routed, Routed) else ep.combine(outputs, routed)
-        self.seconds["dispatch"] += arrived - began  # in place: three context managers cost a layer 5 µs
+            y = (
+                self.exchange.combine(outputs, routed)
+                if isinstance(routed, Routed)
+                else ep.combine(outputs, routed)
+            )
+        self.seconds["dispatch"] += (
+            arrived - began
+        )  # in place: three context managers cost a layer 5 µs
         self.seconds["experts"] += computed - arrived
         self.seconds["combine"] += now() - computed
         return y
 
     def _see_out(self, rounds_before: int, call: _Call) -> None:
-        """After an exception: the rounds that other ranks still need, after the first `rounds_before` and at least one.
+        """After an exception: the rounds that other ranks still need, after the first
+        `rounds_before` and at least one.
 
         It raises nothing of the exchange, since the caller has an exception already.
         """
-        rounds, longest = self.ep.exchange.rounds, call.longest
+        rounds = self.ep.exchange.rounds
+        longest = call.longest
         taken = rounds.count - rounds_before
         if self.ep.exchange.failed or taken and not rounds.opened_after(rounds_before):
             return
         with suppress(RuntimeError), self.ep.at_most(longest):
             while not taken or self._has_more_rounds(taken, longest):
-                trains, aligned = call.computation.trains, call.computation.aligned
+                trains = call.computation.trains
+                aligned = call.computation.aligned
                 shape = RoundShape.of(self.ep.config, call.dtype) if trains else self.ep.last_shape
                 skips = self.exchange.skip if trains else self.ep.skip
                 skip = partial(skips, shape._replace(aligned=aligned), tag=call.tag)
@@ -276,23 +325,31 @@ class SharedExpertParallel:
         return self._max_tokens if longest is None else min(longest, self._max_tokens)
 
     def _arrived(self, routed: Dispatched | Routed, most_pairs: int) -> Arrived:
-        """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a token and an expert.
+        """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a
+        token and an expert.
 
-        On the CPU these rows only. On GPUs the host does not know how many they are: as much padding follows them as
-        the host must expect. In rounds with gradients the exchange has counted them.
+        On the CPU these rows only. On GPUs the host does not know how many they are: as much
+        padding follows them as the host must expect. In rounds with gradients the exchange has
+        counted them.
         """
         if isinstance(routed, Routed):
-            return Arrived(routed.rows, None, Segments(routed.expert_offsets, None, 1), routed.rows.dtype)
+            return Arrived(
+                routed.rows, None, Segments(routed.expert_offsets, None, 1), routed.rows.dtype
+            )
         d = routed
         ep = self.ep
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:
-            alignment = 1 if d.alignment == 1 else ep.config.alignment  # of whatever the other ranks bring
+            alignment = (
+                1 if d.alignment == 1 else ep.config.alignment
+            )  # of whatever the other ranks bring
             most = most_pairs + ep.num_local_experts * (alignment - 1)
             n = min(d.rows.shape[0], -(-most // alignment) * alignment)
         scales = None if d.scales is None else d.scales[:n]
-        return Arrived(d.rows[:n], scales, Segments(d.expert_offsets, *d.segments.values()), d.dtype)
+        return Arrived(
+            d.rows[:n], scales, Segments(d.expert_offsets, *d.segments.values()), d.dtype
+        )
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

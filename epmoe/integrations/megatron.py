@@ -3,8 +3,9 @@
     spec = get_gpt_layer_local_spec(num_experts=64, moe_grouped_gemm=False)
     spec.submodules.mlp = epmoe.integrations.megatron.exchanged(spec.submodules.mlp)
 
-Router, experts and shared experts stay Megatron's. The experts apply the probabilities, so that combine only adds. With
-tensor parallel experts (ETP) a token goes to every rank that has a part of its expert: each part counts as an expert.
+Router, experts and shared experts stay Megatron's. The experts apply the probabilities, so that
+combine only adds. With tensor parallel experts (ETP) a token goes to every rank that has a part of
+its expert: each part counts as an expert.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ try:
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
 except ImportError as error:
-    raise ImportError(f"epmoe.integrations.megatron needs Megatron-Core 0.16 or 0.19: {error}") from error
+    raise ImportError(
+        f"epmoe.integrations.megatron needs Megatron-Core 0.16 or 0.19: {error}"
+    ) from error
 
 __all__ = ["EpmoeMoELayer", "EpmoeTokenDispatcher", "close", "exchanged"]
 
@@ -40,8 +43,12 @@ logger = logging.getLogger(__name__)
 
 _LIMIT = "EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK"
 _REFUSED = {
-    "moe_pad_expert_input_to_capacity": "epmoe sends the tokens that are there, without padding to the capacity",
-    "moe_router_padding_for_quantization": "epmoe sends no padding; Megatron's experts pad their own rows",
+    "moe_pad_expert_input_to_capacity": (
+        "epmoe sends the tokens that are there, without padding to the capacity"
+    ),
+    "moe_router_padding_for_quantization": (
+        "epmoe sends no padding; Megatron's experts pad their own rows"
+    ),
     "overlap_moe_expert_parallel_comm": "its schedule cuts the graph between dispatch and combine",
 }
 
@@ -51,8 +58,8 @@ _session: Session[ExpertParallel] = Session()
 def exchanged(mlp: Any) -> Any:
     """A new `mlp` of a layer's spec, with `EpmoeMoELayer` for Megatron's MoELayer.
 
-    `mlp` is a ModuleSpec (0.16) or a partial (0.19) of MoELayer, as Megatron's functions for specs make it. Raises
-    TypeError for anything else, such as a layer without experts.
+    `mlp` is a ModuleSpec (0.16) or a partial (0.19) of MoELayer, as Megatron's functions for specs
+    make it. Raises TypeError for anything else, such as a layer without experts.
     """
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
         return dataclasses.replace(mlp, module=EpmoeMoELayer)
@@ -64,12 +71,13 @@ def exchanged(mlp: Any) -> Any:
 class EpmoeTokenDispatcher(MoETokenDispatcher):
     """Dispatch and combine of one MoE layer of Megatron, with Megatron's arguments.
 
-    Layers with the same sizes share windows, which the first forward pass opens. They have room for as many tokens as a
-    rank brings then, or for as many as the environment says by EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
+    Layers with the same sizes share windows, which the first forward pass opens. They have room for
+    as many tokens as a rank brings then, or for as many as the environment says by
+    EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
 
-    The stages also work without a layer, one after another from `dispatch_preprocess` to `combine_postprocess`, each on
-    all ranks. A stage without the one before it is a RuntimeError. Raises ValueError where the config has what epmoe
-    does not do.
+    The stages also work without a layer, one after another from `dispatch_preprocess` to
+    `combine_postprocess`, each on all ranks. A stage without the one before it is a RuntimeError.
+    Raises ValueError where the config has what epmoe does not do.
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
@@ -78,7 +86,11 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
                 raise ValueError(f"`{name}` must be False with epmoe: {reason}")
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
-        self.cudagraph_attrs = ["ids", "shared_experts.gate_score", "shared_experts.cached_fc1_input"]
+        self.cudagraph_attrs = [
+            "ids",
+            "shared_experts.gate_score",
+            "shared_experts.cached_fc1_input",
+        ]
         self.hidden_shape: torch.Size | None = None
         self.ids: Tensor | None = None
         self._exchange: TrainingExchange | None = None
@@ -87,8 +99,14 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     @contextmanager
     def taking_part(self, hidden_states: Tensor) -> Iterator[None]:
-        """Around a forward pass of [S, B, H]: an exception gives its round up, so that the other ranks learn of it."""
-        H = self.config.moe_latent_size if getattr(self.config, "moe_latent_size", None) else hidden_states.shape[-1]
+        """Around a forward pass of [S, B, H]: an exception gives its round up, so that the other
+        ranks learn of it.
+        """
+        H = (
+            self.config.moe_latent_size
+            if getattr(self.config, "moe_latent_size", None)
+            else hidden_states.shape[-1]
+        )
         T = hidden_states.shape[:-1].numel()
         exchange = self._open(hidden_states, H)
         most = exchange.ep.config.capacity.max_num_tokens_per_rank
@@ -98,21 +116,29 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
             yield
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of the experts of each token, in ascending order, whatever the order of the probabilities.
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Ids of the experts of each token, in ascending order, whatever the order of the
+        probabilities.
 
-        The first call opens the windows and is collective. Takes hidden_states [S, B, H], a bool routing_map [T, E], of
-        which a row has at most `moe_router_topk` true ones, and probs [T, E]. Returns tokens [T, H] and their
-        probabilities [T, K], or [T, K · ETP].
+        The first call opens the windows and is collective. Takes hidden_states [S, B, H], a bool
+        routing_map [T, E], of which a row has at most `moe_router_topk` true ones, and probs [T,
+        E]. Returns tokens [T, H] and their probabilities [T, K], or [T, K · ETP].
         """
         self._open(hidden_states, hidden_states.shape[-1])
         self.hidden_shape = hidden_states.shape
         E = routing_map.shape[1]
         every = torch.arange(E, dtype=torch.int32, device=routing_map.device)
-        ids = torch.where(routing_map, every, E).topk(self.config.moe_router_topk, largest=False, sorted=True).values
+        ids = (
+            torch.where(routing_map, every, E)
+            .topk(self.config.moe_router_topk, largest=False, sorted=True)
+            .values
+        )
         chosen = ids < E
         weights = probs.gather(1, ids.clamp(max=E - 1).long()).masked_fill(~chosen, 0.0)
-        # Part t of expert i is the expert (i // e · ETP + t) · e + i % e, since ranks of the group go by ETP first.
+        # Part t of expert i is the expert (i // e · ETP + t) · e + i % e, since ranks of the group
+        # go by ETP first.
         e = self.num_local_experts
         parts = torch.arange(self.tp_size, dtype=torch.int32, device=ids.device)
         of_parts = (ids[..., None] // e * self.tp_size + parts) * e + ids[..., None] % e
@@ -123,21 +149,28 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return hidden_states.reshape(-1, hidden_states.shape[-1]), weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T, H] and probabilities [T, K] → rows [N, H] by local expert and their probabilities [N].
+        """Tokens [T, H] and probabilities [T, K] → rows [N, H] by local expert and their
+        probabilities [N].
 
         Collective. Rows own their memory, and the host waits for their number.
         """
         if self._exchange is None or self.ids is None:
             raise RuntimeError("`token_dispatch` without a `dispatch_preprocess` before")
         self._order_shared_experts()
-        self._routed = self._exchange.dispatch(hidden_states, self.ids, probs, weights_on="rows", tag=self._tag)
+        self._routed = self._exchange.dispatch(
+            hidden_states, self.ids, probs, weights_on="rows", tag=self._tag
+        )
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(self._routed.rows)
         assert self._routed.row_weights is not None
         return self._routed.rows, self._routed.row_weights.to(probs.dtype)
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and probabilities as they are, and int64 [e] on the host, the rows of each local expert."""
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and probabilities as they are, and int64 [e] on the host, the rows of each local
+        expert.
+        """
         if self._routed is None:
             raise RuntimeError("`dispatch_postprocess` without a `token_dispatch` before")
         return hidden_states, self._routed.tokens_per_expert.long().cpu(), probs
@@ -158,35 +191,48 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return output
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums [T, H] → [S, B, H], with the shared experts' output where they run at the same time."""
+        """Sums [T, H] → [S, B, H], with the shared experts' output where they run at
+        the same time.
+        """
         if self.hidden_shape is None:
             raise RuntimeError("`combine_postprocess` without a `dispatch_preprocess` before")
         output = hidden_states.view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def _order_shared_experts(self) -> None:
-        """Shared experts of 0.19 wait for the exchange's stream between their parts; those of 0.16 cannot."""
+        """Shared experts of 0.19 wait for the exchange's stream between their parts; those of 0.16
+        cannot.
+        """
         if hasattr(self.shared_experts, "wait_current_stream"):
             self.shared_experts.wait_current_stream()
 
     def _open(self, hidden_states: Tensor, H: int) -> TrainingExchange:
-        """The exchange of all layers with these sizes. The first call makes it and is collective."""
+        """The exchange of all layers with these sizes. The first call makes it and is
+        collective.
+        """
         if self._exchange is not None:
             return self._exchange
-        T, dtype, device = hidden_states.shape[:-1].numel(), hidden_states.dtype, hidden_states.device
-        E, K = self.config.num_moe_experts * self.tp_size, self.config.moe_router_topk * self.tp_size
+        T = hidden_states.shape[:-1].numel()
+        dtype = hidden_states.dtype
+        device = hidden_states.device
+        E = self.config.num_moe_experts * self.tp_size
+        K = self.config.moe_router_topk * self.tp_size
 
         def make(ep_size: int) -> ExpertParallel:
             ranks = dist.get_process_group_ranks(self.tp_ep_group)
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             most = torch.tensor(max(T, 1))
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
-            sections = {"capacity": {"max_num_tokens_per_rank": int(most)}, "exchange": TRAINING_DEADLINES}
+            sections = {
+                "capacity": {"max_num_tokens_per_rank": int(most)},
+                "exchange": TRAINING_DEADLINES,
+            }
             config = make_config(E, K, H, dtype, ep_size, sections, from_environment=True)
             ep = ExpertParallel(config, group, device)
             plan = ep.memory_plan()
             logger.info(
-                f"epmoe {__version__} carries the tokens of Megatron's MoE layers: window {plan.window_bytes:,} "
+                f"epmoe {__version__} carries the tokens of Megatron's MoE layers: window "
+                f"{plan.window_bytes:,} "
                 f"bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
             )
             return ep
@@ -199,8 +245,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 class EpmoeMoELayer(MoELayer):
     """Megatron's MoELayer, its tokens carried by epmoe. It takes the arguments of MoELayer.
 
-    Raises ValueError if `moe_token_dispatcher_type` is not "alltoall", whose checks of the other settings hold here,
-    or if the config has what epmoe does not do.
+    Raises ValueError if `moe_token_dispatcher_type` is not "alltoall", whose checks of the other
+    settings hold here, or if the config has what epmoe does not do.
     """
 
     token_dispatcher: EpmoeTokenDispatcher
@@ -212,10 +258,15 @@ class EpmoeMoELayer(MoELayer):
                 f"got {config.moe_token_dispatcher_type!r}"
             )
         if config.transformer_impl == "inference_optimized":
-            raise ValueError("`transformer_impl` must not be 'inference_optimized': epmoe takes part in training only")
+            raise ValueError(
+                "`transformer_impl` must not be 'inference_optimized': epmoe takes part in "
+                "training only"
+            )
         super().__init__(config, *args, **kwargs)
         theirs: MoETokenDispatcher = self.token_dispatcher
-        groups = SimpleNamespace(ep=theirs.ep_group, expt_tp=theirs.tp_group, tp_ep=theirs.tp_ep_group)
+        groups = SimpleNamespace(
+            ep=theirs.ep_group, expt_tp=theirs.tp_group, tp_ep=theirs.tp_ep_group
+        )
         self.token_dispatcher = EpmoeTokenDispatcher(self.num_local_experts, config, groups)
         if theirs.shared_experts is not None:
             self.token_dispatcher.set_shared_experts(theirs.shared_experts)

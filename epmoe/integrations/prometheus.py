@@ -1,4 +1,5 @@
-"""Metrics of `ExpertParallel` objects for Prometheus: each scrape reads their health and stops no stream.
+"""Metrics of `ExpertParallel` objects for Prometheus: each scrape reads their health and stops no
+stream.
 
     from prometheus_client import REGISTRY, start_http_server
     from epmoe.integrations.prometheus import HealthCollector
@@ -34,7 +35,8 @@ _TEXTS = {
 
 
 class HealthCollector(Collector):
-    """Exports `ExpertParallel.health` at each scrape: register it once, in a `prometheus_client` registry.
+    """Exports `ExpertParallel.health` at each scrape: register it once, in a `prometheus_client`
+    registry.
 
     Every metric has the labels `exchange` and `rank`, this rank in its group:
 
@@ -43,13 +45,14 @@ class HealthCollector(Collector):
     - `epmoe_tokens_per_expert_total` with `expert`, the physical expert of this rank
     - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
     - `epmoe_aborted_rounds_total` with `source`, the rank that aborted the rounds
-    - with `placement.live`, `epmoe_moved_experts_total`, `epmoe_moved_bytes_total`, `epmoe_stalled_moves_total` and
-      `epmoe_refused_plans_total`, and `epmoe_layer_rows_total` with `layer`, the tag of a layer: rows of this rank's
-      experts
+    - with `placement.live`, `epmoe_moved_experts_total`, `epmoe_moved_bytes_total`,
+      `epmoe_stalled_moves_total` and `epmoe_refused_plans_total`, and `epmoe_layer_rows_total` with
+      `layer`, the tag of a layer: rows of this rank's experts
 
     Args:
-        exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names; or a
-            function that returns these at each scrape. One that is closed exports nothing.
+        exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by
+            their names; or a function that returns these at each scrape. One that is closed exports
+            nothing.
     """
 
     def __init__(self, exchanges: _Exchanges | Callable[[], _Exchanges]) -> None:
@@ -61,15 +64,21 @@ class HealthCollector(Collector):
         counters = {name: _counter(name, _TEXTS[name]) for name in COUNTERS}
         sent = _counter("rows_sent", "Rows sent to each rank", "to")
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
-        waited = _counter("wait_seconds", "Seconds that this rank has waited for each rank", "source")
+        waited = _counter(
+            "wait_seconds", "Seconds that this rank has waited for each rank", "source"
+        )
         aborted = _counter("aborted_rounds", "Rounds that each rank has aborted", "source")
         layers = _counter("layer_rows", "Rows of this rank's experts in each layer", "layer")
         moved = _counter("moved_experts", "Experts that have moved to this rank")
         moved_bytes = _counter("moved_bytes", "Bytes of weights that have moved to this rank")
-        stalled = _counter("stalled_moves", "Times that a move of this rank got no further within the deadline")
+        stalled = _counter(
+            "stalled_moves", "Times that a move of this rank got no further within the deadline"
+        )
         refused = _counter("refused_plans", "Plans of moves that ranks have refused")
         found = self._exchanges() if callable(self._exchanges) else self._exchanges
-        for name, ep in ({"default": found} if isinstance(found, ExpertParallel) else found).items():
+        for name, ep in (
+            {"default": found} if isinstance(found, ExpertParallel) else found
+        ).items():
             try:
                 health = ep.health(wait=False)
                 labels = [name, str(ep.rank)]

@@ -1,8 +1,10 @@
 """One `ExpertParallel` for all layers of a host framework that can share it.
 
-    shapes, settings ─ make_config ─▶ EPConfig ─ Session.share ─▶ one ExpertParallel for a group and these shapes
+    shapes, settings ─ make_config ─▶ EPConfig ─ Session.share ─▶ one ExpertParallel for a group and
+    these shapes
 
-Layers number themselves by `ExpertParallel.new_tag`, in the order in which the framework makes or first calls them.
+Layers number themselves by `ExpertParallel.new_tag`, in the order in which the framework makes or
+first calls them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from epmoe.config.config import ConfigError, EPConfig
 from epmoe.native.arguments import dtype_name
 
 TRAINING_DEADLINES: dict[str, Any] = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
-"""As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step."""
+"""As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its
+first step.
+"""
 
 
 def make_config(
@@ -29,11 +33,11 @@ def make_config(
     sections: dict[str, dict[str, Any]],
     from_environment: bool = False,
 ) -> EPConfig:
-    """The configuration of layers with these shapes, by sections of `EPConfig`. Raises ConfigError, which names the
-    key.
+    """The configuration of layers with these shapes, by sections of `EPConfig`. Raises ConfigError,
+    which names the key.
 
-    `num_experts` are physical experts where the framework makes copies itself, otherwise logical experts.
-    `from_environment`: variables `EPMOE_<SECTION>__<KEY>` override keys.
+    `num_experts` are physical experts where the framework makes copies itself, otherwise logical
+    experts. `from_environment`: variables `EPMOE_<SECTION>__<KEY>` override keys.
     """
     model = {"num_experts": num_experts, "num_experts_per_tok": top_k, "hidden_size": hidden_size}
     values = sections | {
@@ -42,7 +46,9 @@ def make_config(
     }
     config = EPConfig.overridden(values) if from_environment else EPConfig(**values)
     if config.topology.max_ranks is not None:
-        raise ConfigError("`topology.max_ranks` must be unset: the framework fixes the number of ranks")
+        raise ConfigError(
+            "`topology.max_ranks` must be unset: the framework fixes the number of ranks"
+        )
     return config
 
 
@@ -64,18 +70,25 @@ class Session(Generic[Entry]):
         self._entries: dict[Hashable, Entry] = {}
 
     def share(
-        self, shapes: Hashable, group: dist.ProcessGroup | None, device: torch.device, make: Callable[[int], Entry]
+        self,
+        shapes: Hashable,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        make: Callable[[int], Entry],
     ) -> Entry:
         """The entry of this group and these shapes. The first call makes it and is collective.
 
-        `shapes` are all that layers must have in common. `group` is the world by default; groups of the same ranks are
-        one. `make` takes the number of ranks. Raises RuntimeError if the first call is captured into a CUDA graph.
+        `shapes` are all that layers must have in common. `group` is the world by default; groups of
+        the same ranks are one. `make` takes the number of ranks. Raises RuntimeError if the first
+        call is captured into a CUDA graph.
         """
         ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
         key = (shapes, ranks, device)
         if key not in self._entries:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("call the model once before the capture: the first call makes the windows")
+                raise RuntimeError(
+                    "call the model once before the capture: the first call makes the windows"
+                )
             with torch.device("cpu"):  # frameworks make models under another default device
                 self._entries[key] = make(len(ranks))
         return self._entries[key]

@@ -1,10 +1,13 @@
-"""torchtitan's MoE layers with epmoe's exchange: chosen by `--override.imports`, trained, compiled and captured.
+"""torchtitan's MoE layers with epmoe's exchange: chosen by `--override.imports`, trained, compiled
+and captured.
 
     --override.imports epmoe.integrations.torchtitan.dispatcher
-    --override.imports epmoe.integrations.torchtitan.selective_ac     with selective activation checkpointing
+    --override.imports epmoe.integrations.torchtitan.selective_ac     with selective activation
+    checkpointing
 
-The model is built for the "hybridep" backend, whose config torchtitan fills with the sizes that windows need, and whose
-`non_blocking_capacity_factor` stands for a dispatch without CPU synchronisation, which CUDA graphs ask for.
+The model is built for the "hybridep" backend, whose config torchtitan fills with the sizes that
+windows need, and whose `non_blocking_capacity_factor` stands for a dispatch without CPU
+synchronisation, which CUDA graphs ask for.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from epmoe.integrations.session import TRAINING_DEADLINES, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
-_exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValueDictionary()  # layers share windows
+_exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = (
+    WeakValueDictionary()
+)  # layers share windows
 
 
 class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
@@ -39,9 +44,10 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
     class Config(HybridEPTokenDispatcher.Config):
         """The fields of HybridEP's config, and `dtype`.
 
-        With a `non_blocking_capacity_factor` of None, as many rows arrive as there are, and the host waits for their
-        number. A number is a share of the most rows that can arrive; more raise an `EPOverflowError`. Every expert's
-        rows begin at a multiple of `pad_multiple`, padded with zeros. `dtype` is the widest of the tokens.
+        With a `non_blocking_capacity_factor` of None, as many rows arrive as there are, and the
+        host waits for their number. A number is a share of the most rows that can arrive; more
+        raise an `EPOverflowError`. Every expert's rows begin at a multiple of `pad_multiple`,
+        padded with zeros. `dtype` is the widest of the tokens.
         """
 
         dtype: str | None = None
@@ -52,14 +58,20 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         self.config = config
         if config.hidden_dim is None or config.num_max_tokens_per_rank is None:
             raise ValueError(
-                "epmoe needs `hidden_dim` and `num_max_tokens_per_rank`, which torchtitan fills in for the hybridep "
+                "epmoe needs `hidden_dim` and `num_max_tokens_per_rank`, which torchtitan fills in "
+                "for the hybridep "
                 "backend: choose it, and override it by epmoe.integrations.torchtitan.dispatcher"
             )
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
-        """Open the windows of the mesh. Collective. Raises ValueError without expert parallelism."""
+        """Open the windows of the mesh. Collective. Raises ValueError without expert
+        parallelism.
+        """
         if ep_mesh is None:
-            raise ValueError("epmoe's dispatcher needs expert parallelism: set parallelism.expert_parallel_degree")
+            raise ValueError(
+                "epmoe's dispatcher needs expert parallelism: set "
+                "parallelism.expert_parallel_degree"
+            )
         super().wire_meshes(ep_mesh=ep_mesh)
 
     def init_buffer(self) -> None:
@@ -73,7 +85,10 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         on_gpus = mesh.device_type == "cuda"
         dtype = config.dtype or ("bfloat16" if on_gpus else "float32")
         sections: dict[str, dict[str, Any]] = {
-            "capacity": {"max_num_tokens_per_rank": config.num_max_tokens_per_rank, "alignment": config.pad_multiple},
+            "capacity": {
+                "max_num_tokens_per_rank": config.num_max_tokens_per_rank,
+                "alignment": config.pad_multiple,
+            },
             "exchange": TRAINING_DEADLINES,
         }
         shapes = self.num_experts, self.top_k, config.hidden_dim, getattr(torch, dtype), mesh.size()
@@ -82,7 +97,11 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         exchange = _exchanges.get(key)
         if exchange is None:
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+            device = (
+                torch.device("cuda", torch.cuda.current_device())
+                if on_gpus
+                else torch.device("cpu")
+            )
             with device:  # torchtitan builds models on the meta device
                 exchange = _exchanges[key] = TrainingExchange(ExpertParallel(made, group, device))
         self.exchange = exchange
@@ -95,12 +114,15 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Routed]:
-        """Send tokens [T, D] with their scores and ids [T, K] to the ranks of their experts. Collective.
+        """Send tokens [T, D] with their scores and ids [T, K] to the ranks of their experts.
+        Collective.
 
-        Returns rows [N, D] by local expert, int32 [e] their numbers, padding included, and the state for `combine`.
-        `num_local_tokens_per_expert_E` is not needed.
+        Returns rows [N, D] by local expert, int32 [e] their numbers, padding included, and the
+        state for `combine`. `num_local_tokens_per_expert_E` is not needed.
         """
-        routed = self.exchange.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, num_rows=self._num_rows, tag=self.tag)
+        routed = self.exchange.dispatch(
+            x_TD, topk_expert_ids_TK, topk_scores_TK, num_rows=self._num_rows, tag=self.tag
+        )
         return routed.rows, routed.expert_offsets.diff(), routed
 
     def combine(self, routed_output_RD: Tensor, metadata: object, x_TD: Tensor) -> Tensor:
@@ -120,8 +142,12 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         return -(-(int(most * factor) + gaps) // step) * step
 
 
-@override(target=HybridEPTokenDispatcher.Config, description="epmoe's one-sided dispatch and combine")
-def dispatcher(cfg: HybridEPTokenDispatcher.Config, **options: object) -> EpmoeTokenDispatcher.Config:
+@override(
+    target=HybridEPTokenDispatcher.Config, description="epmoe's one-sided dispatch and combine"
+)
+def dispatcher(
+    cfg: HybridEPTokenDispatcher.Config, **options: object
+) -> EpmoeTokenDispatcher.Config:
     """Take epmoe's exchange; `options` are fields of `EpmoeTokenDispatcher.Config`."""
     return derive(cfg, EpmoeTokenDispatcher.Config, **options)
 
@@ -134,7 +160,9 @@ class EpmoeSelectiveAC(SelectiveAC):
         """torchtitan's own fields."""
 
     def get_save_ops(self) -> set[object]:
-        """torchtitan's, and both operators of the exchange: saved together, they leave no round half computed."""
+        """torchtitan's, and both operators of the exchange: saved together, they leave no round
+        half computed.
+        """
         return super().get_save_ops() | {
             torch.ops.epmoe.train_dispatch.default,
             torch.ops.epmoe.train_combine.default,

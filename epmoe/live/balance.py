@@ -1,8 +1,10 @@
-"""Which slot should hold which expert, so that all ranks have as much to do: pure computation on the CPU.
+"""Which slot should hold which expert, so that all ranks have as much to do: pure computation on
+the CPU.
 
-In each of L layers, R ranks have S slots each; slot p, of P = R·S, lies on rank p // S. A slot holds a logical expert
-or nothing (−1). An expert has at least one copy, and at most one on a rank. Its copies share its load as is best for
-the busiest rank. The balance of a layer is the load of the busiest rank over the mean.
+In each of L layers, R ranks have S slots each; slot p, of P = R·S, lies on rank p // S. A slot
+holds a logical expert or nothing (−1). An expert has at least one copy, and at most one on a rank.
+Its copies share its load as is best for the busiest rank. The balance of a layer is the load of the
+busiest rank over the mean.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Plan:
     slots: Tensor
     """int32 [L, P] after the moves, or [P] if that was given: the expert in each slot, or −1"""
     moves: list[ExpertMove]
-    """in this order one after another: every expert keeps a copy, and no rank ever has two of one"""
+    """in this order one after another: every expert keeps a copy, and no rank ever has
+    two of one
+    """
     balance_before: list[float]
     """[L] max / mean of the load of ranks, with the best shares of the slots that were given"""
     balance_after: list[float]
@@ -59,27 +63,31 @@ def balance(
 ) -> Plan:
     """Few moves that bring the busiest rank of each layer near the mean.
 
-    A greedy search makes moves until the goal is reached or no more are worthwhile. Each step copies an expert of a
-    busy rank into a slot that is empty, or whose expert has another copy; or it exchanges the expert for a lighter one
-    of another rank, by two or three moves. No step raises the load of the busiest rank. A plan of `max_moves` moves
-    may end before the goal; then plans one after another lead on. Equal inputs give equal plans.
+    A greedy search makes moves until the goal is reached or no more are worthwhile. Each step
+    copies an expert of a busy rank into a slot that is empty, or whose expert has another copy; or
+    it exchanges the expert for a lighter one of another rank, by two or three moves. No step raises
+    the load of the busiest rank. A plan of `max_moves` moves may end before the goal; then plans
+    one after another lead on. Equal inputs give equal plans.
 
     Args:
-        loads: [L, E], or [E] for one layer: tokens or any other measure of each expert's work, finite and at least 0.
+        loads: [L, E], or [E] for one layer: tokens or any other measure of each expert's work,
+            finite and at least 0.
         slots: integers [L, P] or [P]: the expert in each slot, or −1.
         ep_size: R
         max_moves: most moves of a layer.
         goal: where moves end: the load of the busiest rank over the mean, at least 1.
-        most_copies: most copies that an expert gets, also between two moves: with 1 nothing moves. By default as many
-            as there are ranks. Experts that have more keep them.
+        most_copies: most copies that an expert gets, also between two moves: with 1 nothing moves.
+            By default as many as there are ranks. Experts that have more keep them.
 
     Returns:
         The plan for all layers.
 
     Raises:
-        ValueError: an argument is out of range, an expert has no slot or two on a rank; the error names it.
+        ValueError: an argument is out of range, an expert has no slot or two on a rank; the error
+            names it.
     """
-    loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
+    loads_LE = _loads(loads)
+    slots_LP = check_slots(slots, loads, ep_size)
     check_limits(max_moves, goal)
     most = _copies(most_copies, ep_size)
     after, moves, balances = ops.balance_plan(loads_LE, slots_LP, ep_size, max_moves, goal, most)
@@ -92,10 +100,12 @@ def balance(
 
 
 def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
-    """The part of its expert's load that each slot takes when rank loads are as equal as they can be.
+    """The part of its expert's load that each slot takes when rank loads are as equal as they can
+    be.
 
-    The load of the busiest rank is the least possible, then that of the next one, and so on: the lexicographically
-    optimal base of Fujishige (1980), to 1e-6 of the mean. Copies of an expert without load have equal shares.
+    The load of the busiest rank is the least possible, then that of the next one, and so on: the
+    lexicographically optimal base of Fujishige (1980), to 1e-6 of the mean. Copies of an expert
+    without load have equal shares.
 
     Args:
         loads: [L, E] or [E], as `balance` takes them.
@@ -108,7 +118,8 @@ def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
     Raises:
         ValueError: an argument does not fit, as in `balance`.
     """
-    loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
+    loads_LE = _loads(loads)
+    slots_LP = check_slots(slots, loads, ep_size)
     return ops.balance_shares(loads_LE, slots_LP, ep_size).view(slots.shape)
 
 
@@ -122,13 +133,13 @@ def fresh(
 ) -> Tensor:
     """A table of slots from nothing but loads, by the greedy method of DeepSeek's EPLB.
 
-    The next copy is one of the expert with most load per copy. Then the heaviest copies go first, each to the rank with
-    the least load that has room and no copy of the expert. With several nodes, experts go to nodes first: all copies
-    of an expert are on one node.
+    The next copy is one of the expert with most load per copy. Then the heaviest copies go first,
+    each to the rank with the least load that has room and no copy of the expert. With several
+    nodes, experts go to nodes first: all copies of an expert are on one node.
 
-    The table wants the shares of `shares_of`, as `Balancer` and `ep.replace` use them. In a stack that splits the load
-    of an expert evenly over its copies, the busiest rank may have more than with EPLB's table, in which two copies of
-    an expert may lie on one rank.
+    The table wants the shares of `shares_of`, as `Balancer` and `ep.replace` use them. In a stack
+    that splits the load of an expert evenly over its copies, the busiest rank may have more than
+    with EPLB's table, in which two copies of an expert may lie on one rank.
 
     Args:
         loads: [L, E] or [E], as `balance` takes them.
@@ -143,31 +154,48 @@ def fresh(
     Raises:
         ValueError: an argument is out of range; the error names it.
     """
-    loads_LE, E = _loads(loads), loads.shape[-1]
+    loads_LE = _loads(loads)
+    E = loads.shape[-1]
     _positive("ep_size", ep_size)
     if not is_int(slots_per_rank) or not E <= slots_per_rank * ep_size <= _ANY:
-        raise ValueError(f"`slots_per_rank` must give {E} experts a slot on {ep_size} ranks, got {slots_per_rank!r}")
+        raise ValueError(
+            f"`slots_per_rank` must give {E} experts a slot on {ep_size} ranks, got "
+            f"{slots_per_rank!r}"
+        )
     node = ep_size if ranks_per_node is None else ranks_per_node
     _positive("ranks_per_node", node)
     if ep_size % node:
         raise ValueError(f"`ranks_per_node` must divide {ep_size} ranks, got {node}")
-    slots_LP = ops.balance_fresh(loads_LE, ep_size, slots_per_rank, _copies(most_copies, ep_size), node)
+    slots_LP = ops.balance_fresh(
+        loads_LE, ep_size, slots_per_rank, _copies(most_copies, ep_size), node
+    )
     return slots_LP if loads.dim() == 2 else slots_LP[0]
 
 
-def check_slots(slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | None = None) -> Tensor:
-    """`slots`, as `balance` takes them, as int32 [L, P] on the CPU. Of `loads` only the shape counts.
+def check_slots(
+    slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | None = None
+) -> Tensor:
+    """`slots`, as `balance` takes them, as int32 [L, P] on the CPU. Of `loads` only the shape
+    counts.
 
-    Raises ValueError where they do not fit, or an expert has no slot, two on a rank, or more than `most_copies`.
+    Raises ValueError where they do not fit, or an expert has no slot, two on a rank, or more than
+    `most_copies`.
     """
     _positive("ep_size", ep_size)
     integers = isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64)
-    if not integers or slots.shape[:-1] != loads.shape[:-1] or not slots.shape[-1] or slots.shape[-1] % ep_size:
+    if (
+        not integers
+        or slots.shape[:-1] != loads.shape[:-1]
+        or not slots.shape[-1]
+        or slots.shape[-1] % ep_size
+    ):
         leading = "".join(f"{size}, " for size in loads.shape[:-1])
         raise ValueError(
-            f"`slots` must be int32 or int64 [{leading}P], where {ep_size} ranks have as many, got {describe(slots)}"
+            f"`slots` must be int32 or int64 [{leading}P], where {ep_size} ranks have as many, got "
+            f"{describe(slots)}"
         )
-    slots_LP, E = slots.cpu().reshape(-1, slots.shape[-1]).contiguous(), loads.shape[-1]
+    slots_LP = slots.cpu().reshape(-1, slots.shape[-1]).contiguous()
+    E = loads.shape[-1]
     if slots_LP.min() < -1 or slots_LP.max() >= E:
         raise ValueError(f"`slots` must hold experts from 0 to {E - 1}, or −1")
     counts = _num_copies(slots_LP, E)
@@ -184,7 +212,9 @@ def check_slots(slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | N
         )
     if most_copies is not None and counts.max() > most_copies:
         most = int(counts.max())
-        raise ValueError(f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies}")
+        raise ValueError(
+            f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies}"
+        )
     return slots_LP.int()
 
 
@@ -196,7 +226,12 @@ def check_limits(max_moves: int, goal: float) -> None:
 
 
 def _loads(loads: Tensor) -> Tensor:
-    if not isinstance(loads, Tensor) or loads.dim() not in (1, 2) or not loads.numel() or loads.is_complex():
+    if (
+        not isinstance(loads, Tensor)
+        or loads.dim() not in (1, 2)
+        or not loads.numel()
+        or loads.is_complex()
+    ):
         raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
     loads = loads.detach().to("cpu", torch.float64).contiguous()
     if not (loads >= 0).all() or not loads.sum(dim=-1).isfinite().all():
@@ -206,7 +241,9 @@ def _loads(loads: Tensor) -> Tensor:
 
 def _num_copies(slots_LP: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(len(slots_LP), num_experts + 1, dtype=torch.int64)
-    return counts.scatter_add_(1, slots_LP.long() + 1, torch.ones_like(slots_LP, dtype=torch.int64))[:, 1:]
+    return counts.scatter_add_(
+        1, slots_LP.long() + 1, torch.ones_like(slots_LP, dtype=torch.int64)
+    )[:, 1:]
 
 
 def _copies(most_copies: int | None, ep_size: int) -> int:

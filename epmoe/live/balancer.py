@@ -1,4 +1,6 @@
-"""`Balancer`: watches the loads of experts that can move, then shares and moves them so that ranks have equal work."""
+"""`Balancer`: watches the loads of experts that can move, then shares and moves them so that ranks
+have equal work.
+"""
 
 from __future__ import annotations
 
@@ -51,28 +53,32 @@ class Step(NamedTuple):
 
 
 class Balancer:
-    """Moves experts of an `ExpertParallel` with `placement.live`. All ranks make one and call `tick` at every step.
+    """Moves experts of an `ExpertParallel` with `placement.live`. All ranks make one and call
+    `tick` at every step.
 
-    Every `every` ticks ranks send their loads, and rank 0 plans, on a thread of its own: how copies share what has come
-    since the last plan, and few moves where sharing alone does not do. It sends the plan to all ranks, which take it up
-    at their own next ticks. No rank waits for another.
+    Every `every` ticks ranks send their loads, and rank 0 plans, on a thread of its own: how copies
+    share what has come since the last plan, and few moves where sharing alone does not do. It sends
+    the plan to all ranks, which take it up at their own next ticks. No rank waits for another.
 
-    Where `weights` raises on a rank, `tick` raises there. All ranks drop this plan then, `health` counts it, and the
-    balancer goes on with the next one. Where `policy` raises, or its plan does not fit, `tick` raises on rank 0.
+    Where `weights` raises on a rank, `tick` raises there. All ranks drop this plan then, `health`
+    counts it, and the balancer goes on with the next one. Where `policy` raises, or its plan does
+    not fit, `tick` raises on rank 0.
 
     Args:
         ep: an `ExpertParallel` with `placement.live`.
         every: ticks from plan to plan.
         goal: of a layer: the load of the busiest rank over the mean. Below it nothing moves.
         max_moves: most moves of a layer, in a plan.
-        least_gain: what each move takes off that ratio, in a plan or on the whole way that several plans go; a layer
-            that would gain less keeps its experts where they are. See `few_moves`.
+        least_gain: what each move takes off that ratio, in a plan or on the whole way that several
+            plans go; a layer that would gain less keeps its experts where they are. See
+            `few_moves`.
         policy: makes the plans, from loads, slots and the limits above; see `epmoe.live.policy`.
-        weights: takes a tag and a local slot, and returns its weights; see `ExpertParallel.replace`.
+        weights: takes a tag and a local slot, and returns its weights; see
+            `ExpertParallel.replace`.
 
     Attributes:
-        plan: the last one, on rank 0; None on the others. With the default policy, layers whose moves do not pay keep
-            their slots.
+        plan: the last one, on rank 0; None on the others. With the default policy, layers whose
+            moves do not pay keep their slots.
         history: what plans have changed, in order.
 
     Raises:
@@ -111,16 +117,22 @@ class Balancer:
 
     def _begin(self) -> None:
         self._generation = self._ep.generation
-        self._counted = self._planned = 0  # of rank 0: the tick of the last plan, and its call of `replace`
-        self._taken = self._recorded = 0  # calls of `replace`: the last one here, and that of the last `Step`
+        self._counted = self._planned = (
+            0  # of rank 0: the tick of the last plan, and its call of `replace`
+        )
+        self._taken = self._recorded = (
+            0  # calls of `replace`: the last one here, and that of the last `Step`
+        )
         self._planning: Promise[Plan] | None = None
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     @takes_turn_of_exchange
     def tick(self) -> None:
-        """One step, between two rounds, on their stream. It polls, and waits for no rank and for no kernel.
+        """One step, between two rounds, on their stream. It polls, and waits for no rank and for no
+        kernel.
 
-        Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` and `policy` raise.
+        Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` and
+        `policy` raise.
         """
         if self._ticking:  # this is a signal handler
             return
@@ -144,30 +156,37 @@ class Balancer:
 
     @takes_turn_of_exchange
     def finish(self, timeout_s: float | None = None) -> None:
-        """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
+        """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same
+        rounds.
 
-        It is like `ExpertParallel.apply`, which does not wait for ranks that have not taken up a plan yet, and raises
-        what that does.
+        It is like `ExpertParallel.apply`, which does not wait for ranks that have not taken up a
+        plan yet, and raises what that does.
         """
-        ep, live = self._ep, self._live
+        ep = self._ep
+        live = self._live
         if ep.generation != self._generation:
             self._begin()
         live.finishes += 1
         if ep.rank == 0:
             self._planning = None
-            live.mail.post(Word.LAST_PLAN, live.finishes % _CALLS << 32 | self._planned, range(ep.size))
+            live.mail.post(
+                Word.LAST_PLAN, live.finishes % _CALLS << 32 | self._planned, range(ep.size)
+            )
         last = 0
 
         def told() -> bool:
             nonlocal last
-            if (words := live.mail.words()) is None:  # not here yet
+            words = live.mail.words()
+            if words is None:  # not here yet
                 return False
             finishes, last = divmod(words[0][Word.LAST_PLAN], 1 << 32)
             return (finishes - live.finishes) % _CALLS < _CALLS // 2
 
         live.wait(told, lambda: [0], timeout_s)
         if live.calls < last:
-            self._going_on(ep.apply, timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
+            self._going_on(
+                ep.apply, timeout_s
+            )  # rank 0 has seen the end of the moves before, this rank may not have
             self._take()
         self._going_on(ep.apply, timeout_s)
 
@@ -202,8 +221,11 @@ class Balancer:
                 self.history.pop()
 
     def _look(self) -> None:
-        """Take up a plan that has arrived. On rank 0: plan once the loads of all ranks are here, then publish."""
-        words, live = self._live.mail.words(), self._live
+        """Take up a plan that has arrived. On rank 0: plan once the loads of all ranks are here,
+        then publish.
+        """
+        words = self._live.mail.words()
+        live = self._live
         if words is None:
             return
         if words[0][Word.PLANNED] > live.calls:
@@ -211,7 +233,8 @@ class Balancer:
         elif self._ep.rank != 0:
             return
         elif (planning := self._planning) is None:
-            if (counted := min(row[Word.COUNTED] for row in words)) > self._counted:
+            counted = min(row[Word.COUNTED] for row in words)
+            if counted > self._counted:
                 self._counted = counted
                 self._plan()
         elif planning.error is not None:
@@ -226,31 +249,53 @@ class Balancer:
         if not recent.any():
             return
         self._last_loads = loads
-        self._recent, self._planning = recent, self._worker.submit(partial(self._plan_for, recent, self._live.slots))
+        self._recent, self._planning = (
+            recent,
+            self._worker.submit(partial(self._plan_for, recent, self._live.slots)),
+        )
 
     def _plan_for(self, loads: Tensor, slots: Tensor) -> Plan:
-        """Ask the policy. The table of its plan goes into the windows of all ranks, so it must fit there."""
-        R, most_copies = self._ep.size, self._ep.config.placement.most_copies
-        plan = self._policy(loads, slots.clone(), ep_size=R, most_copies=most_copies, **self._limits)
+        """Ask the policy. The table of its plan goes into the windows of all ranks, so it must fit
+        there.
+        """
+        R = self._ep.size
+        most_copies = self._ep.config.placement.most_copies
+        plan = self._policy(
+            loads, slots.clone(), ep_size=R, most_copies=most_copies, **self._limits
+        )
         table = check_slots(plan.slots, loads, R, most_copies)
         if table.shape != slots.shape:
-            raise ValueError(f"`policy` must plan slots {list(slots.shape)}, got {list(table.shape)}")
+            raise ValueError(
+                f"`policy` must plan slots {list(slots.shape)}, got {list(table.shape)}"
+            )
         return replace(plan, slots=table)
 
     def _publish(self, plan: Plan) -> None:
-        """Put the plan and its loads into all windows, then the number that its call of `replace` has on all ranks."""
-        live, number = self._live, self._live.calls + 1
+        """Put the plan and its loads into all windows, then the number that its call of `replace`
+        has on all ranks.
+        """
+        live = self._live
+        number = self._live.calls + 1
         live.mail.share("moves.planned_loads", self._recent)
         live.mail.share("moves.planned_slots", plan.slots)
-        self.plan, self._planning, self._planned = plan, None, number  # before a signal handler raises behind the word
+        self.plan, self._planning, self._planned = (
+            plan,
+            None,
+            number,
+        )  # before a signal handler raises behind the word
         live.mail.post(Word.PLANNED, number, range(self._ep.size))
 
     def _take(self) -> None:
-        live, views = self._live, self._ep.exchange.views
+        live = self._live
+        views = self._ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
-        slots = live.mail.fetch(views["moves.planned_slots"].flatten()[: live.slots.numel()]).view_as(live.slots)
+        slots = live.mail.fetch(
+            views["moves.planned_slots"].flatten()[: live.slots.numel()]
+        ).view_as(live.slots)
         self._taken = number = live.calls + 1
         moves = live.replace(slots, self._weights, loads)
-        before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
+        before, after = (
+            ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
+        )
         self.history.append(Step(live.ticks, moves.count, moves.total_bytes, before, after))
         self._recorded = number

@@ -31,7 +31,10 @@ class HostCopies:
 
     def free(self, own: Tensors, spare: Tensors, weights: Tensors) -> Tensors:
         """Of two sets the memory that does not serve."""
-        return {name: (spare if own[name].data_ptr() == w.data_ptr() else own)[name] for name, w in weights.items()}
+        return {
+            name: (spare if own[name].data_ptr() == w.data_ptr() else own)[name]
+            for name, w in weights.items()
+        }
 
     def use(self, staged: Tensors, weights: Tensors) -> None:
         for name, weight in weights.items():
@@ -39,27 +42,36 @@ class HostCopies:
 
 
 class GpuCopies:
-    """Copies on a stream of their own. `memory` maps what they read, and unmaps it once they have ended."""
+    """Copies on a stream of their own. `memory` maps what they read, and unmaps it once they have
+    ended.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._end = torch.cuda.Stream(device), torch.cuda.Event()
         self.memory = GpuMemory(device, self._await_end)
-        self.begin_thread = self.memory.relax_captures  # it copies while another thread captures a graph
+        self.begin_thread = (
+            self.memory.relax_captures
+        )  # it copies while another thread captures a graph
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is launched within it waits for no round, and has ended behind it, or TimeoutError is raised."""
+        """What is launched within it waits for no round, and has ended behind it, or TimeoutError
+        is raised.
+        """
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             try:
                 yield
             finally:
-                self._end.record()  # torch may have given others this stream, too: it need not become idle
+                # torch may have given others this stream, too: it need not become idle
+                self._end.record()
             self._await_end()
 
     def owned(self, mapped: Tensors) -> Tensors:
         """Tensors that may outlive the mapped memory of another process."""
         with torch.inference_mode(False):
-            owned = {name: torch.empty_like(value) for name, value in mapped.items()}  # this stream's
+            owned = {
+                name: torch.empty_like(value) for name, value in mapped.items()
+            }  # this stream's
         with self.running():
             for name, value in owned.items():
                 value.copy_(mapped[name])

@@ -1,7 +1,8 @@
-"""Experts that move while the group serves: who holds which, the shares of copies, and the load of each.
+"""Experts that move while the group serves: who holds which, the shares of copies, and the load of
+each.
 
-Tables of quotas (epmoe/live/tables.py) say which copy of an expert a source sends to. They change between rounds, by
-one copy on the stream of the rounds.
+Tables of quotas (epmoe/live/tables.py) say which copy of an expert a source sends to. They change
+between rounds, by one copy on the stream of the rounds.
 """
 
 from __future__ import annotations
@@ -28,34 +29,48 @@ from epmoe.native.arguments import describe
 
 
 class LiveExperts:
-    """The experts of one rank's exchange, with `placement.live`. Whoever calls has entered the exchange.
+    """The experts of one rank's exchange, with `placement.live`. Whoever calls has entered the
+    exchange.
 
-    A signal handler may raise anywhere, and may call what its main thread is in the middle of. So state changes in one
-    assignment for each event, and each step does what is left to do.
+    A signal handler may raise anywhere, and may call what its main thread is in the middle of. So
+    state changes in one assignment for each event, and each step does what is left to do.
 
-    It takes the slots [layers][P] that ranks have kept, None in a new group; and by tag the weights of a layer's slots,
-    where `replace` is given none. Layers add theirs.
+    It takes the slots [layers][P] that ranks have kept, None in a new group; and by tag the weights
+    of a layer's slots, where `replace` is given none. Layers add theirs.
 
-    slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
-    held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
-    moves: of the last call of `replace` that was not refused here, or None.
-    sharing: the tables of new shares, from the call of `share` until they are in use; otherwise None.
-    calls: calls of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
-    ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold their numbers.
+    slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all
+    ranks have come. held: int32 [layers, S]: the expert whose weights each slot of this rank has,
+    or −1 while they are overwritten. moves: of the last call of `replace` that was not refused
+    here, or None. sharing: the tables of new shares, from the call of `share` until they are in
+    use; otherwise None. calls: calls of `replace`, also refused ones: the number of the last one,
+    which is the same on all ranks. ticks: calls of `Balancer.tick` in this group, of one balancer
+    after another: words hold their numbers.
     """
 
     def __init__(
-        self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, SlotWeights]
+        self,
+        config: EPConfig,
+        exchange: NodeExchange,
+        slots: list[list[int]] | None,
+        weights: dict[int, SlotWeights],
     ) -> None:
         self._exchange = exchange
         self._table = exchange.views["table.copies"]
         self._most_copies = config.placement.most_copies
         self._L = config.placement.layers
         sizes = exchange.plan.sizes
-        self._R, self._E, self._S = len(exchange.global_ranks), sizes["E"], sizes["num_local_experts"]
+        self._R, self._E, self._S = (
+            len(exchange.global_ranks),
+            sizes["E"],
+            sizes["num_local_experts"],
+        )
         self._rank = exchange.rank
-        with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
-            first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
+        with torch.inference_mode(
+            False
+        ):  # otherwise they could not be written outside inference mode
+            first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(
+                self._L, -1
+            )
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
             self.slots = at_most(self._most_copies, self.slots)  # ranks may have kept more
             self.held = self._mine(self.slots).clone()
@@ -68,54 +83,93 @@ class LiveExperts:
         self.calls = self.refused_plans = self.ticks = self.finishes = 0
         self._earlier = 0, 0, 0  # experts, bytes and stalls of moves before those of `moves`
         self._settled: Moves | None = None  # the last moves whose end has been seen to
-        self._untold: int | None = None  # number of a refused call of which the others have not heard
+        self._untold: int | None = (
+            None  # number of a refused call of which the others have not heard
+        )
         self._steps = False
         self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._versions = list[tuple[Tensor, Promise[Tensor]]]()  # of `moves`: slots, and tables once they are made
+        self._versions = list[
+            tuple[Tensor, Promise[Tensor]]
+        ]()  # of `moves`: slots, and tables once they are made
         self.sharing: Promise[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":
             exchange.begin()
-            torch.cuda.current_stream(exchange.device).synchronize()  # rounds may come on another stream
+            torch.cuda.current_stream(
+                exchange.device
+            ).synchronize()  # rounds may come on another stream
 
-    def replace(self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None) -> Moves:
+    def replace(
+        self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None
+    ) -> Moves:
         """See `ExpertParallel.replace`."""
         self._refuse_within_a_step("replace")
         self._refuse_while_moving("replace")
         self._settle()
-        if (number := self.calls + 1) > MOST_CALLS:
-            raise EPStateError(f"`replace` was called {MOST_CALLS} times, which words can count: `resume` begins anew")
+        number = self.calls + 1
+        if number > MOST_CALLS:
+            raise EPStateError(
+                f"`replace` was called {MOST_CALLS} times, which words can count: `resume` begins "
+                "anew"
+            )
         try:
             moves = self._begin(number, slots, weights, loads)
         except BaseException:
             if self.calls < number:  # otherwise they have begun
-                self.calls, self._untold, self.refused_plans = number, number, self.refused_plans + 1
+                self.calls, self._untold, self.refused_plans = (
+                    number,
+                    number,
+                    self.refused_plans + 1,
+                )
                 self._tell_refusal()
             raise
         moves.tell()
         return moves
 
-    def _begin(self, number: int, slots: Tensor, weights: SlotWeights | None, loads: Tensor | None) -> Moves:
+    def _begin(
+        self, number: int, slots: Tensor, weights: SlotWeights | None, loads: Tensor | None
+    ) -> Moves:
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
-            raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
+            raise ValueError(
+                f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}"
+            )
         loads = self._shared_loads if loads is None else self._checked(loads)
-        target = in_place(self.slots, check_slots(slots, loads, self._R, self._most_copies), self._S)
+        target = in_place(
+            self.slots, check_slots(slots, loads, self._R, self._most_copies), self._S
+        )
         waves = plan_waves(self.slots, target, self._S)
         lacking = {move.layer + 1 for wave in waves for move in wave.moves}.difference(self.weights)
         if weights is None and lacking:
-            raise ValueError(f"`weights` must be given, since no layer with tag {min(lacking)} has said where its are")
+            raise ValueError(
+                f"`weights` must be given, since no layer with tag {min(lacking)} has said where "
+                "its are"
+            )
         moves = Moves(
-            self.mail, number, self._S, waves, weights or self._registered, self._exchange.views["moves.staging"],
-            self._exchange.deadlines, self._switch, self._hold,
-        )  # fmt: skip
+            self.mail,
+            number,
+            self._S,
+            waves,
+            weights or self._registered,
+            self._exchange.views["moves.staging"],
+            self._exchange.deadlines,
+            self._switch,
+            self._hold,
+        )
         tables_of = [self.slots, *(wave.slots for wave in waves)]
         versions = [
-            (slots, self._submit(slots, loads, wave)) for slots, wave in zip(tables_of, [*waves, None], strict=True)
+            (slots, self._submit(slots, loads, wave))
+            for slots, wave in zip(tables_of, [*waves, None], strict=True)
         ]
-        # Without a call between them, in which a signal handler could raise. Tables under way name slots of before.
+        # Without a call between them, in which a signal handler could raise. Tables under way name
+        # slots of before.
         self._earlier, self.moves = (self.moved, self.moved_bytes, self.stalls), moves
-        self._versions, self.sharing, self._shared_loads, self._tables_loads = versions, None, loads, loads
+        self._versions, self.sharing, self._shared_loads, self._tables_loads = (
+            versions,
+            None,
+            loads,
+            loads,
+        )
         self.calls, self._untold = number, None
         return moves
 
@@ -125,7 +179,9 @@ class LiveExperts:
             self._share()
 
     def step(self) -> None:
-        """Do what can be done at once, between two rounds. It waits for no rank and for no kernel."""
+        """Do what can be done at once, between two rounds. It waits for no rank and
+        for no kernel.
+        """
         if self.is_idle or self._steps or self._is_captured():
             return
         stream = torch.cuda.current_stream(self._table.device) if self._table.is_cuda else None
@@ -135,7 +191,9 @@ class LiveExperts:
         finally:
             self._steps = False
             if stream is not None:
-                torch.cuda.set_stream(stream)  # a signal handler may have raised where it is another one
+                torch.cuda.set_stream(
+                    stream
+                )  # a signal handler may have raised where it is another one
 
     @property
     def is_idle(self) -> bool:
@@ -163,7 +221,8 @@ class LiveExperts:
             return
         if self._tables_loads is not self._shared_loads:
             self._share()
-        if (sharing := self.sharing) is not None and sharing.done:
+        sharing = self.sharing
+        if sharing is not None and sharing.done:
             if sharing.error is None:
                 self._put_into_use(sharing.get())
             if self.sharing is sharing:
@@ -198,10 +257,15 @@ class LiveExperts:
 
         self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
 
-    def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float | None) -> None:
-        """Wait until `done`. Raises EPTimeoutError once a rank has ended, or for `late` after `timeout_s`, by default
-        the deadline of a round."""
-        deadline = time.monotonic() + (self._exchange.deadlines.wait_s() if timeout_s is None else timeout_s)
+    def wait(
+        self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float | None
+    ) -> None:
+        """Wait until `done`. Raises EPTimeoutError once a rank has ended, or for `late` after
+        `timeout_s`, by default the deadline of a round.
+        """
+        deadline = time.monotonic() + (
+            self._exchange.deadlines.wait_s() if timeout_s is None else timeout_s
+        )
         while not done():
             ended = [rank for rank in range(self._R) if self._exchange.dead() >> rank & 1]
             if ended or time.monotonic() > deadline:
@@ -209,13 +273,18 @@ class LiveExperts:
                 missing = ended or late()
                 names = [self._exchange.global_ranks[rank] for rank in missing]
                 why = f"waited for rank(s) {missing} of the group (global rank(s) {names})"
-                go_on = [] if ended else ["the moves and rounds go on: call `apply` again on all ranks"]
-                what, count = "the move of experts, after dispatch", self._exchange.rounds.count
+                go_on = (
+                    [] if ended else ["the moves and rounds go on: call `apply` again on all ranks"]
+                )
+                what = "the move of experts, after dispatch"
+                count = self._exchange.rounds.count
                 raise EPTimeoutError(what, count, missing, names, why, *go_on)
             time.sleep(1e-4)
 
     def send_loads(self) -> None:
-        """Send the rows that this rank's experts have received so far, by layer and expert, to all ranks."""
+        """Send the rows that this rank's experts have received so far, by layer and expert, to all
+        ranks.
+        """
         self._count()
         self.mail.share("moves.loads", self._own_loads, 8 * self._L * self._E * self._exchange.seat)
 
@@ -237,7 +306,9 @@ class LiveExperts:
         return self._earlier[2] + (0 if self.moves is None else self.moves.stalls)
 
     def experts(self, tag: int) -> list[int]:
-        """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError during moves."""
+        """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError
+        during moves.
+        """
         return self._slots_of(tag).view(self._R, self._S)[self._rank].tolist()
 
     def holder(self, tag: int, expert: int) -> tuple[int, int]:
@@ -247,7 +318,9 @@ class LiveExperts:
     def _slots_of(self, tag: int) -> Tensor:
         self._refuse_while_moving("a look at the experts of a rank")
         if not 1 <= tag <= self._L:
-            raise ValueError(f"`tag` must be from 1 to {self._L}, a layer of `placement.layers`, got {tag}")
+            raise ValueError(
+                f"`tag` must be from 1 to {self._L}, a layer of `placement.layers`, got {tag}"
+            )
         return self.slots[tag - 1]
 
     def close(self) -> None:
@@ -259,19 +332,29 @@ class LiveExperts:
 
     def _refuse_within_a_step(self, what: str) -> None:
         if self._steps:
-            raise EPStateError(f"a signal handler called {what} in the middle of another call: call it afterwards")
+            raise EPStateError(
+                f"a signal handler called {what} in the middle of another call: call it afterwards"
+            )
 
     def _refuse_while_moving(self, what: str) -> None:
         if self.moves is not None and not self.moves.done:
-            raise EPStateError(f"experts are moving: {what} comes after the end of the moves, which `apply` awaits")
+            raise EPStateError(
+                f"experts are moving: {what} comes after the end of the moves, which `apply` awaits"
+            )
 
     def _mine(self, slots: Tensor) -> Tensor:
         return slots[:, self._rank * self._S : (self._rank + 1) * self._S]
 
     def _checked(self, loads: Tensor) -> Tensor:
         shape = (self._L, self._E)
-        if not isinstance(loads, Tensor) or loads.shape != shape or not (loads.isfinite() & (loads >= 0)).all():
-            raise ValueError(f"`loads` must be {list(shape)}, finite and at least 0, got {describe(loads)}")
+        if (
+            not isinstance(loads, Tensor)
+            or loads.shape != shape
+            or not (loads.isfinite() & (loads >= 0)).all()
+        ):
+            raise ValueError(
+                f"`loads` must be {list(shape)}, finite and at least 0, got {describe(loads)}"
+            )
         return loads.detach().to("cpu", torch.float64).contiguous()
 
     def _registered(self, tag: int, local: int) -> Sequence[Tensor]:
@@ -283,7 +366,9 @@ class LiveExperts:
         self.held[layer, local] = expert
 
     def _count(self) -> None:
-        """Add the rows that slots have received since the last time to the loads of the experts in them."""
+        """Add the rows that slots have received since the last time to the loads of the experts in
+        them.
+        """
         counted = self.mail.fetch(self._exchange.views["health.tokens_per_expert"])
         rows = (counted - self._counted).double() * (self.held != EMPTY)
         loads = self._own_loads.scatter_add(1, self.held.clamp(min=0).long(), rows)
@@ -299,7 +384,10 @@ class LiveExperts:
         return True
 
     def _share(self) -> None:
-        self.sharing, self._tables_loads = self._submit(self.slots, self._shared_loads), self._shared_loads
+        self.sharing, self._tables_loads = (
+            self._submit(self.slots, self._shared_loads),
+            self._shared_loads,
+        )
 
     def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Promise[Tensor]:
         return self._worker.submit(partial(self._upload, slots, loads, wave))
@@ -315,7 +403,9 @@ class LiveExperts:
         return self.mail.upload(in_seats(by_rank, self._exchange.seats.of_ranks, self._S))
 
     def _put_into_use(self, table: Tensor) -> None:
-        """Copy behind all rounds so far and before those to come, whichever of their streams this is called on."""
+        """Copy behind all rounds so far and before those to come, whichever of their streams this
+        is called on.
+        """
         streams = self._exchange.streams() if table.is_cuda else []
         for stream in streams[1:]:
             streams[0].wait_stream(stream)

@@ -1,4 +1,6 @@
-"""What experts that move keep in the window of each rank: words, loads, the plan of rank 0, and a staging."""
+"""What experts that move keep in the window of each rank: words, loads, the plan of rank 0, and a
+staging.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ EMPTY = -1
 class Word(IntEnum):
     """The words that each rank writes to each other rank, by their places in `moves.words`.
 
-    docs/protocol.md says what the first six mean, which belong to `Moves`. The last three belong to `Balancer`.
+    docs/protocol.md says what the first six mean, which belong to `Moves`. The last three belong to
+    `Balancer`.
     """
 
     PLAN = 0
@@ -32,7 +35,9 @@ class Word(IntEnum):
 
 @reserve
 def _parts(config: EPConfig) -> Parts:
-    section, R, E = config.placement, config.topology.ep_size, config.model.num_experts
+    section = config.placement
+    R = config.topology.ep_size
+    E = config.model.num_experts
     if not section.live:
         return {}
     return {

@@ -1,6 +1,8 @@
-"""Words and bytes that a rank puts into the windows of others between rounds: no collective, and no multiprocessor.
+"""Words and bytes that a rank puts into the windows of others between rounds: no collective, and no
+multiprocessor.
 
-A word is an int64 that one rank writes and another reads. What was put before a word is there when the word is.
+A word is an int64 that one rank writes and another reads. What was put before a word is there when
+the word is.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ class Mail:
     def __init__(self, exchange: NodeExchange) -> None:
         self._window: Window | None = exchange.window
         self._plan, self._board = exchange.plan, exchange.views[_WORDS]
-        self.rank, self.size, self._seats = exchange.rank, len(exchange.global_ranks), exchange.seats
+        self.rank, self.size, self._seats = (
+            exchange.rank,
+            len(exchange.global_ranks),
+            exchange.seats,
+        )
         self._row = self._plan[_WORDS].offset + 8 * exchange.seat * self._board.shape[1]
 
     @property
@@ -47,7 +53,8 @@ class Mail:
         """Let what follows happen after all rounds so far."""
 
     def put(self, rank: int, name: str, source: Tensor, begin: int = 0) -> None:
-        """Copy a contiguous tensor into a buffer of a rank's window, `begin` bytes from the start of the buffer.
+        """Copy a contiguous tensor into a buffer of a rank's window, `begin` bytes from the start
+        of the buffer.
 
         `source` must not change before it has arrived.
         """
@@ -69,7 +76,9 @@ class Mail:
         return self._seats.by_rank(ops.read_words(self._board).view(self._board.shape).tolist())
 
     def fetch(self, source: Tensor) -> Tensor:
-        """A copy on the host of what `source` holds. It waits for no round, and not for the calls before it."""
+        """A copy on the host of what `source` holds. It waits for no round, and not for the calls
+        before it.
+        """
         return Peek(source).read()[0]
 
     def flush(self) -> None:
@@ -80,7 +89,9 @@ class Mail:
             to.copy_(source)
 
     def upload(self, source: Tensor) -> Tensor:
-        """A tensor of the host on the device of the rounds, which it has reached. Any thread may call it."""
+        """A tensor of the host on the device of the rounds, which it has reached. Any thread may
+        call it.
+        """
         return source
 
 

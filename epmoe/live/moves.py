@@ -1,20 +1,25 @@
 """Moves of experts between slots while rounds go on: make before break, without a collective.
 
-A version of the tables says which slots are in use; wave w lies between versions w − 1 and w. Each rank goes its way:
+A version of the tables says which slots are in use; wave w lies between versions w − 1 and w. Each
+rank goes its way:
 
     switch   to version w − 1, in which no token goes to the slots of wave w, and say so: VERSION
-    push     weights from slots that stay in use to the staging of the other rank, one part after another: PUSHED
-    copy     a part from the own staging into the slot, once all ranks have said VERSION ≥ w − 1: COPIED
-    ready    once all own slots of the wave have their weights: READY. When all ranks are, switch to version w
+    push     weights from slots that stay in use to the staging of the other rank, one part after
+    another: PUSHED copy     a part from the own staging into the slot, once all ranks have said
+    VERSION ≥ w − 1: COPIED ready    once all own slots of the wave have their weights: READY. When
+    all ranks are, switch to version w
 
-Why no slot is overwritten in use: a rank says VERSION behind its last round with the old tables. Its combine of that
-round has waited for the sums of every rank that it sent tokens to, so their experts have read their weights.
+Why no slot is overwritten in use: a rank says VERSION behind its last round with the old tables.
+Its combine of that round has waited for the sums of every rank that it sent tokens to, so their
+experts have read their weights.
 
-Words are `number << 32 | value`, where `number` counts the calls of `replace`. So old words mean nothing.
+Words are `number << 32 | value`, where `number` counts the calls of `replace`. So old words mean
+nothing.
 
-A signal handler may raise between any two lines. So a step changes the state of this rank first, in one assignment for
-each event, and then posts the words that lag behind the state. What an exception kept from its place, the next step
-posts, or does again. What follows from the state is computed from it, and kept nowhere.
+A signal handler may raise between any two lines. So a step changes the state of this rank first, in
+one assignment for each event, and then posts the words that lag behind the state. What an exception
+kept from its place, the next step posts, or does again. What follows from the state is computed
+from it, and kept nowhere.
 """
 
 from __future__ import annotations
@@ -36,12 +41,16 @@ from epmoe.live.mail import Mail
 from epmoe.live.waves import SlotMove, Wave
 
 SlotWeights = Callable[[int, int], Sequence[Tensor]]
-"""(tag, index of a local slot) → its tensors without gaps, in which weights are read and written in place"""
+"""(tag, index of a local slot) → its tensors without gaps, in which weights are read and written in
+place
+"""
 
 MOST_CALLS = (1 << 31) - 1  # of `replace`, since words are signed
 REFUSED = 0  # a value of PLAN: this rank takes no part in the call
 _DROPPED = 0  # a value of CANCELLED: nobody begins the first wave
-_FINISHED = (1 << 32) - 1  # a value of READY: this rank uses the last version, and goes on to no other
+_FINISHED = (
+    1 << 32
+) - 1  # a value of READY: this rank uses the last version, and goes on to no other
 _NEWER = 1 << 32  # more than any value
 
 
@@ -63,10 +72,12 @@ class Moves:
 
     Attributes:
         version: of the tables that this rank uses; −1 before the first.
-        last: the version at which the moves end, as far as this rank knows: `cancel` of any rank lowers it.
+        last: the version at which the moves end, as far as this rank knows: `cancel` of any rank
+            lowers it.
         count: moves on all ranks, detours included.
         total_bytes: that come to this rank.
-        refused_by: ranks that took no part in the call, or were given other arguments; then nothing has moved.
+        refused_by: ranks that took no part in the call, or were given other arguments; then nothing
+            has moved.
         stalls: how often nothing has happened for the deadline of a round.
     """
 
@@ -85,7 +96,9 @@ class Moves:
     switch: Callable[[int], bool]
     """takes a version, and puts its tables into use: False if it cannot yet"""
     holds: Callable[[int, int, int], None]
-    """takes a layer, a local slot, and the expert that it holds from now on; −1 before it is overwritten"""
+    """takes a layer, a local slot, and the expert that it holds from now on; −1 before it is
+    overwritten
+    """
 
     def __post_init__(self) -> None:
         self.version = -1
@@ -98,14 +111,20 @@ class Moves:
         self._done = self._cancels = False
         self._cancelled_at: int | None = None
         self._copied = 0  # parts in their slots, of those that come to this rank
-        self._pushed = [0] * self.mail.size  # by rank: the number behind the last part that it got from here
-        self._told = dict[tuple[Word, int | None], int]()  # by word and reader, None for all: the value that was posted
+        self._pushed = [
+            0
+        ] * self.mail.size  # by rank: the number behind the last part that it got from here
+        self._told = dict[
+            tuple[Word, int | None], int
+        ]()  # by word and reader, None for all: the value that was posted
         self._words = list[list[int]]()
         sizes = self._sizes()
         parts: list[list[_Part]] = [[] for _ in self._ranks]
         for wave, (moves, _) in enumerate(self.waves, 1):
             for move in moves:
-                nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes[move.layer])
+                nbytes = sum(
+                    math.prod(shape) * dtype.itemsize for shape, dtype in sizes[move.layer]
+                )
                 parts[move.slot // self._S] += _parts(wave, move, nbytes, len(self.staging))
         self._parts = parts
         self._mine = parts[self._rank]
@@ -133,16 +152,20 @@ class Moves:
 
     @property
     def done(self) -> bool:
-        """Whether all ranks use the tables of the last version, as far as this one knows, or the moves have ended."""
+        """Whether all ranks use the tables of the last version, as far as this one knows, or the
+        moves have ended.
+        """
         return self._done
 
     def cancel(self) -> None:
-        """End soon: no rank begins another wave than the next two, and all end with the same tables. Waits for no rank.
+        """End soon: no rank begins another wave than the next two, and all end with the same
+        tables. Waits for no rank.
 
-        Before this rank has begun, nothing moves at all, and no rank waits for ranks that have not called `replace`.
+        Before this rank has begun, nothing moves at all, and no rank waits for ranks that have not
+        called `replace`.
 
-        Any thread may call it at any time, also a signal handler. The next `poll` tells the other ranks, which see it
-        when they have gone one version further.
+        Any thread may call it at any time, also a signal handler. The next `poll` tells the other
+        ranks, which see it when they have gone one version further.
         """
         self._cancels = True
 
@@ -162,23 +185,32 @@ class Moves:
             return self._late(Word.PLAN, 0)
         if self._ready >= wanted:
             return self._late(Word.READY, wanted)
-        return self._late(Word.VERSION, self.version) or [self._mine[self._copied].move.source // self._S]
+        return self._late(Word.VERSION, self.version) or [
+            self._mine[self._copied].move.source // self._S
+        ]
 
     def step(self) -> None:
         """Do what can be done at once. It waits for no rank and for no kernel.
 
-        Raises EPRefusedError where ranks have refused the call, or were given other tables or weights of other sizes:
-        nothing has moved then, and these moves have ended.
+        Raises EPRefusedError where ranks have refused the call, or were given other tables or
+        weights of other sizes: nothing has moved then, and these moves have ended.
         """
         if self._done:
             return
-        if self._cancels and self._cancelled_at is None:  # a second word could be the first that a slow rank sees
+        if (
+            self._cancels and self._cancelled_at is None
+        ):  # a second word could be the first that a slow rank sees
             self._cancelled_at = _DROPPED if self.version < 0 else self.version + 2
         self.tell()
-        if (words := self.mail.words()) is not None:
+        words = self.mail.words()
+        if words is not None:
             self._words = words
             said = [self._value(rank, Word.CANCELLED) for rank in self._ranks]
-            cancelled = [value for value in (*said, self._cancelled_at) if value is not None and 0 <= value < _NEWER]
+            cancelled = [
+                value
+                for value in (*said, self._cancelled_at)
+                if value is not None and 0 <= value < _NEWER
+            ]
             if _DROPPED in cancelled:
                 self.end()
                 return
@@ -190,7 +222,8 @@ class Moves:
             self.tell()
             self._done = self._done or not self._late(Word.READY, _FINISHED)
         now = time.monotonic()
-        if (state := self._state()) != self._seen:
+        state = self._state()
+        if state != self._seen:
             self._seen, self._progress = state, now
         elif now - self._progress > self.deadlines.wait_s():
             self.stalls += 1
@@ -209,25 +242,33 @@ class Moves:
                 self._post(Word.PUSHED, pushed, to)
         if self._copied:
             self._post(Word.COPIED, self._copied)
-        if ready := _FINISHED if self.version == self.last else self._ready:
+        ready = _FINISHED if self.version == self.last else self._ready
+        if ready:
             self._post(Word.READY, ready)
 
     @property
     def _ready(self) -> int:
-        """The last wave whose weights are in the slots of this rank, at most that behind the version in use."""
+        """The last wave whose weights are in the slots of this rank, at most that behind the
+        version in use.
+        """
         whole = self._mine[self._copied].wave - 1 if self._copied < len(self._mine) else self.last
         return min(self.version + 1, self.last, whole)
 
     def _check_plan(self) -> None:
-        """A rank whose word is of a newer call has ended this one, before this rank has said that it is done: it was
-        cancelled, refused or not the same, and nobody has begun the first wave."""
+        """A rank whose word is of a newer call has ended this one, before this rank has said that
+        it is done: it was cancelled, refused or not the same, and nobody has begun the first wave.
+        """
         if self.version == self.last:
             return
-        others = [rank for rank in self._ranks if self._value(rank, Word.PLAN) not in (-1, self._checksum)]
+        others = [
+            rank for rank in self._ranks if self._value(rank, Word.PLAN) not in (-1, self._checksum)
+        ]
         if others:
             self.refused_by = others
             self.end()
-            raise EPRefusedError(others, all(self._value(rank, Word.PLAN) == REFUSED for rank in others))
+            raise EPRefusedError(
+                others, all(self._value(rank, Word.PLAN) == REFUSED for rank in others)
+            )
 
     def _go_on(self) -> None:
         """Use the next version, once all ranks are ready for it."""
@@ -264,7 +305,9 @@ class Moves:
             if number >= len(parts) or number < self._pushed[to]:
                 continue
             part = parts[number]
-            if part.move.source // self._S != self._rank or part.wave > min(self.version + 1, self.last):
+            if part.move.source // self._S != self._rank or part.wave > min(
+                self.version + 1, self.last
+            ):
                 continue
             begin = 0
             for piece in self._pieces(part.move.layer, part.move.source % self._S, part):
@@ -280,7 +323,8 @@ class Moves:
         at = 0
         for tensor in self._tensors(layer, local):
             flat = tensor.view(-1).view(torch.uint8)
-            begin, end = max(part.begin - at, 0), min(part.end - at, len(flat))
+            begin = max(part.begin - at, 0)
+            end = min(part.end - at, len(flat))
             if begin < end:
                 yield flat[begin:end]
             at += len(flat)
@@ -288,21 +332,28 @@ class Moves:
     def _tensors(self, layer: int, local: int) -> list[Tensor]:
         """The weights of a slot, with their dimensions in the order of memory."""
         tensors = [tensor.detach() for tensor in self.weights(layer + 1, local)]
-        return [t.permute(sorted(range(t.dim()), key=t.stride().__getitem__, reverse=True)) for t in tensors]
+        return [
+            t.permute(sorted(range(t.dim()), key=t.stride().__getitem__, reverse=True))
+            for t in tensors
+        ]
 
     def _sizes(self) -> dict[int, list[tuple[tuple[int, ...], torch.dtype]]]:
-        """The shapes, in the order of memory, and dtypes of a slot's tensors, by layer whose experts move."""
+        """The shapes, in the order of memory, and dtypes of a slot's tensors, by layer whose
+        experts move.
+        """
         moves = [move for wave in self.waves for move in wave.moves]
         slots = {(move.layer, slot) for move in moves for slot in (move.slot, move.source)}
         mine = {(layer, slot % self._S) for layer, slot in slots if slot // self._S == self._rank}
-        device, sizes = self.staging.device, dict[int, list[tuple[tuple[int, ...], torch.dtype]]]()
+        device = self.staging.device
+        sizes = dict[int, list[tuple[tuple[int, ...], torch.dtype]]]()
         for layer, local in sorted(mine | {(layer, 0) for layer, _ in slots}):
             tensors = self._tensors(layer, local)
             found = [(tuple(t.shape), t.dtype) for t in tensors]
             fits = all(t.is_contiguous() and t.device == device for t in tensors)
             if not fits or sizes.setdefault(layer, found) != found:
                 raise ValueError(
-                    f"`weights` must return tensors on {device}, without gaps, and of the same sizes for all slots of "
+                    f"`weights` must return tensors on {device}, without gaps, and of the same "
+                    "sizes for all slots of "
                     f"a layer, got {found} for slot {local} of tag {layer + 1}"
                 )
         return sizes
@@ -321,13 +372,25 @@ class Moves:
         return [rank for rank in self._ranks if self._value(rank, word) < least]
 
     def __repr__(self) -> str:
-        state = "done" if self.done else f"waits for rank(s) {waits}" if (waits := self.waits_for()) else "moving"
-        return f"Moves(version {max(self.version, 0)} of {self.last}, {self.total_bytes:,} bytes, {state})"
+        state = (
+            "done"
+            if self.done
+            else f"waits for rank(s) {waits}"
+            if (waits := self.waits_for())
+            else "moving"
+        )
+        return (
+            f"Moves(version {max(self.version, 0)} of {self.last}, {self.total_bytes:,} bytes, "
+            f"{state})"
+        )
 
 
 def _parts(wave: int, move: SlotMove, nbytes: int, staging: int) -> list[_Part]:
     starts = range(0, nbytes, staging)
-    return [_Part(wave, move, begin, min(begin + staging, nbytes), begin == starts[-1]) for begin in starts]
+    return [
+        _Part(wave, move, begin, min(begin + staging, nbytes), begin == starts[-1])
+        for begin in starts
+    ]
 
 
 def _bytes_of(parts: Sequence[_Part]) -> int:

@@ -1,20 +1,25 @@
-"""`WeightReceiver`: a server takes versions of its weights from a trainer of other ranks, between two rounds.
+"""`WeightReceiver`: a server takes versions of its weights from a trainer of other ranks, between
+two rounds.
 
     rank 0   the newest version: TARGET           all are staged: flip behind round n: ROUND
-    rank r   maps and copies it beside the rounds: STAGED        the first tick behind round n + 2: flip
+    rank r   maps and copies it beside the rounds: STAGED        the first tick behind round n + 2:
+    flip
 
-Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1. A rank that has
-opened round n + 2 sees the word: in round n + 1 it has got tokens of rank 0, or it has given this round up, and has
-waited before the next one until rank 0 had ended it. A rank that has not does not flip. Until it has flipped, it takes
-no newer TARGET, which a rank 0 that gives rounds up may write one tick before. ROUND grows with each flip, and a rank
-takes each value once. It alone says that there is a flip: with a second word for the version, a rank could see the new
-version beside the round of the flip before. In `load`, rank 0 takes back a ROUND whose flip is to come.
+Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1.
+A rank that has opened round n + 2 sees the word: in round n + 1 it has got tokens of rank 0, or it
+has given this round up, and has waited before the next one until rank 0 had ended it. A rank that
+has not does not flip. Until it has flipped, it takes no newer TARGET, which a rank 0 that gives
+rounds up may write one tick before. ROUND grows with each flip, and a rank takes each value once.
+It alone says that there is a flip: with a second word for the version, a rank could see the new
+version beside the round of the flip before. In `load`, rank 0 takes back a ROUND whose flip is to
+come.
 
-On GPUs hosts run ahead of rounds, and replays of CUDA graphs count on the device alone. So a rank that has staged waits
-at each tick for its own GPU, takes the count from there, and only then says STAGED: rank 0 has launched all rounds so
-far by then, and writes ROUND behind a later one. Until the flip the rank waits at each tick, and the same holds as
-above. Copies run on a stream of their own. A flip copies into the weights, whose addresses graphs have, while no round
-runs. On CPUs the same steps find nothing to wait for.
+On GPUs hosts run ahead of rounds, and replays of CUDA graphs count on the device alone. So a rank
+that has staged waits at each tick for its own GPU, takes the count from there, and only then says
+STAGED: rank 0 has launched all rounds so far by then, and writes ROUND behind a later one. Until
+the flip the rank waits at each tick, and the same holds as above. Copies run on a stream of their
+own. A flip copies into the weights, whose addresses graphs have, while no round runs. On CPUs the
+same steps find nothing to wait for.
 """
 
 from __future__ import annotations
@@ -42,7 +47,14 @@ from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
 from epmoe.live.copies import Tensors, copies_on
 from epmoe.live.layout import EMPTY
-from epmoe.live.versions import Version, computes, layers_to_hand_over, map_version, newest_version, own_folder
+from epmoe.live.versions import (
+    Version,
+    computes,
+    layers_to_hand_over,
+    map_version,
+    newest_version,
+    own_folder,
+)
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
 from epmoe.native import ops
@@ -66,35 +78,42 @@ class Serving(Member, Protocol):
 
 
 class WeightReceiver:
-    """Takes the versions that `WeightSender`s of a trainer leave in a folder. All ranks make one, and call `tick`.
+    """Takes the versions that `WeightSender`s of a trainer leave in a folder. All ranks make one,
+    and call `tick`.
 
-    The trainer has any number of ranks and any placement; experts come from it in fp32, fp16 or bf16, and become what
-    this model has: the same, or fp8 in blocks. A version reaches all ranks between the same two rounds. What fails
-    before, such as a trainer that dies, leaves the version that serves.
+    The trainer has any number of ranks and any placement; experts come from it in fp32, fp16 or
+    bf16, and become what this model has: the same, or fp8 in blocks. A version reaches all ranks
+    between the same two rounds. What fails before, such as a trainer that dies, leaves the version
+    that serves.
 
-    Making one is collective. It loads the newest version, if there is one, before it returns. Make a new one after
-    `resume`, `recover` and `resize`.
+    Making one is collective. It loads the newest version, if there is one, before it returns. Make
+    a new one after `resume`, `recover` and `resize`.
 
     Args:
         ep: of the model, without `placement.live`.
         model: whose layers are the trainer's by their names.
         folder: the trainer's.
-        spare: whether ranks have memory for a second set of their experts. A thread then fills it while rounds go on,
-            and a flip swaps the two, or on GPUs copies within the memory of the GPU: weights keep the addresses that
-            CUDA graphs have. Without it, a flip copies the weights from the trainer, and lasts as long as that.
-        dense: takes the other weights of a version at the flip, by name, on all ranks. If it, a copy or a
-            signal handler raises in a flip, so does `tick`, and this rank has weights of two versions: call `tick`
-            again before the next round, which does the flip again, or end the rank.
+        spare: whether ranks have memory for a second set of their experts. A thread then fills it
+            while rounds go on, and a flip swaps the two, or on GPUs copies within the memory of the
+            GPU: weights keep the addresses that CUDA graphs have. Without it, a flip copies the
+            weights from the trainer, and lasts as long as that.
+        dense: takes the other weights of a version at the flip, by name, on all ranks. If it, a
+            copy or a signal handler raises in a flip, so does `tick`, and this rank has weights of
+            two versions: call `tick` again before the next round, which does the flip again, or end
+            the rank.
 
     Attributes:
         version: that serves; −1: the weights that the model had.
-        pause_s: how long the last flip took, callback included, and on GPUs until the GPU had done it.
+        pause_s: how long the last flip took, callback included, and on GPUs until the GPU had done
+            it.
         problem: why the last version was not taken, or None. The next one is.
 
     Raises:
-        ValueError: `ep` has experts that move, the model has other experts, or a version does not fit; on all ranks.
+        ValueError: `ep` has experts that move, the model has other experts, or a version does not
+            fit; on all ranks.
         PermissionError: another user owns the folder, or can write into it.
-        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
+            them.
     """
 
     def __init__(
@@ -116,13 +135,20 @@ class WeightReceiver:
         self._looked = 0.0
         with naming("WeightReceiver", [ep]), (peers := peers_of(ep)).together():
             if ep.live is not None:
-                raise ValueError("`ep` must have experts that stay where they are, to receive weights")
+                raise ValueError(
+                    "`ep` must have experts that stay where they are, to receive weights"
+                )
             self._layers, self._folder = layers_to_hand_over(model), own_folder(folder)
             self._copies = copies_on(ep.device)
             weights = self._weights()
-            self._own = {name: {each: weight.data for each, weight in one.items()} for name, one in weights.items()}
+            self._own = {
+                name: {each: weight.data for each, weight in one.items()}
+                for name, one in weights.items()
+            }
             self._spare = {name: _like(one) for name, one in weights.items()} if spare else None
-            self._free = self._spare  # which of the two is staged, and stays so however often the flip begins
+            self._free = (
+                self._spare
+            )  # which of the two is staged, and stays so however often the flip begins
             self._await_device()  # on other streams torch may have given this memory away before
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
             self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
@@ -131,14 +157,19 @@ class WeightReceiver:
             self._take_newest(peers, 0, 0.0)
 
     def load(self, version: int, timeout_s: float = 60.0) -> None:
-        """Wait for a version, and take it or a newer one before this returns. Collective, between the same rounds.
+        """Wait for a version, and take it or a newer one before this returns. Collective, between
+        the same rounds.
 
-        For loops in which a rollout must have the weights of the last step. Raises TimeoutError, or RuntimeError on
-        other ranks, where the version does not come in time; and what `tick` and making a receiver raise: call again.
+        For loops in which a rollout must have the weights of the last step. Raises TimeoutError, or
+        RuntimeError on other ranks, where the version does not come in time; and what `tick` and
+        making a receiver raise: call again.
         """
         with naming("load", [self._ep]), (peers := peers_of(self._ep)).together():
             if not self._take_newest(peers, version, timeout_s):
-                what = f"version {version} of the weights did not come into {self._folder} within {timeout_s} s"
+                what = (
+                    f"version {version} of the weights did not come into {self._folder} within "
+                    f"{timeout_s} s"
+                )
                 raise TimeoutError(f"{what}: the newest there is {newest_version(self._folder)}")
 
     @property
@@ -149,33 +180,43 @@ class WeightReceiver:
 
     @takes_turn_of_exchange
     def tick(self) -> bool:
-        """One step between two forward passes, which all ranks call between the same rounds. It waits for no rank; on
-        GPUs, from when this rank has a version until all have it, for the rounds that this rank has launched.
+        """One step between two forward passes, which all ranks call between the same rounds. It
+        waits for no rank; on GPUs, from when this rank has a version until all have it, for the
+        rounds that this rank has launched.
 
         Returns:
             Whether this call has flipped to a version: on all ranks it is this one.
 
-        Raises EPStateError in an open round, and where the group has changed; and what `dense` raises.
+        Raises EPStateError in an open round, and where the group has changed; and what `dense`
+        raises.
         """
         self._check_state()
         if self._has_nothing_to_do():
             return False
-        ep, count = self._ep, self.exchange.rounds.count
+        ep = self._ep
+        count = self.exchange.rounds.count
         target, behind, *staged = ops.read_words(self._words).tolist()
         ours = self._staged
-        if ours is not None and self.version < ours.number == self._target and _failed(ours.number) not in staged:
+        if (
+            ours is not None
+            and self.version < ours.number == self._target
+            and _failed(ours.number) not in staged
+        ):
             self._await_device()  # a flip to it may come
             count = self.exchange.health(wait=False).rounds
             self._post(_STAGED + ep.rank, ours.number)
             target, behind, *staged = ops.read_words(self._words).tolist()
-        if flips := self._flipped_behind < behind < count - 1:
+        flips = self._flipped_behind < behind < count - 1
+        if flips:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
             self._flip(self._staged)
             self._staged, self._flipped_behind = None, behind
         if behind <= self._flipped_behind:  # no flip is to come
             if target > self._target:
                 self._worker.submit(partial(self._stage_and_say, target))
-                self._target = target  # at last: after an exception before it the next tick does this again
+                self._target = (
+                    target  # at last: after an exception before it the next tick does this again
+                )
             if ep.rank == 0:
                 self._decide(target, staged, count)
         return flips
@@ -187,7 +228,9 @@ class WeightReceiver:
         self._worker.close()
 
     def _has_nothing_to_do(self) -> bool:
-        """A glance at the words, in 1 µs: no flip and no version is to come. `tick` reads what has come in order."""
+        """A glance at the words, in 1 µs: no flip and no version is to come. `tick` reads what has
+        come in order.
+        """
         target, behind = self._glance
         if not target <= self._target == self.version or behind > self._flipped_behind:
             return False
@@ -196,13 +239,19 @@ class WeightReceiver:
     def _check_state(self) -> None:
         rounds = self.exchange.rounds
         if self._ep.generation != self._generation:
-            raise EPStateError("it is closed, or the group has changed: make a new WeightReceiver on all ranks")
+            raise EPStateError(
+                "it is closed, or the group has changed: make a new WeightReceiver on all ranks"
+            )
         if rounds.state != CLOSED:
             raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
     def _stage_and_say(self, number: int) -> None:
-        """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick says STAGED."""
-        if number != self._begun:  # otherwise after an interrupted call, which has submitted it, too
+        """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick
+        says STAGED.
+        """
+        if (
+            number != self._begun
+        ):  # otherwise after an interrupted call, which has submitted it, too
             self._begun, self._staged = number, None
             try:
                 self._staged, self.problem = self._stage(number), None
@@ -212,7 +261,9 @@ class WeightReceiver:
         if self._staged is None and number > self.version:  # not flipped to
             self._post(_STAGED + self._ep.rank, _failed(number))
             if self.problem is not None:
-                traceback.clear_frames(self.problem.__traceback__)  # which have what was mapped: copies may still run
+                traceback.clear_frames(
+                    self.problem.__traceback__
+                )  # which have what was mapped: copies may still run
 
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""
@@ -222,23 +273,36 @@ class WeightReceiver:
             now = time.monotonic()
             if now - self._looked >= _LOOK_S:
                 self._looked = now
-                if (newest := newest_version(self._folder)) > max(target, self.version):
+                newest = newest_version(self._folder)
+                if newest > max(target, self.version):
                     self._post(_TARGET, newest)
 
     @takes_turn_of_exchange
     def _take_newest(self, peers: Any, least: int, timeout_s: float) -> bool:
-        """Take the newest version that all ranks find. Returns whether it is `least` at least, in time. Collective."""
+        """Take the newest version that all ranks find. Returns whether it is `least` at least, in
+        time. Collective.
+        """
         self._check_state()
-        deadline, gone = time.monotonic() + timeout_s, _NONE
+        deadline = time.monotonic() + timeout_s
+        gone = _NONE
         while True:
-            found = peers.all_gather((newest_version(self._folder), self.version, time.monotonic() > deadline))
-            newest, held = found[0][0], min(version for _, version, _ in found)  # a flip may have failed on some ranks
+            found = peers.all_gather(
+                (newest_version(self._folder), self.version, time.monotonic() > deadline)
+            )
+            newest, held = (
+                found[0][0],
+                min(version for _, version, _ in found),
+            )  # a flip may have failed on some ranks
             if newest > max(held, least - 1, gone):
                 self._await_worker()  # it writes where this version goes
                 if self._ep.rank == 0:
-                    self._post(_ROUND, _NONE)  # calls off a flip that is to come: for all ranks, also if one raises
+                    self._post(
+                        _ROUND, _NONE
+                    )  # calls off a flip that is to come: for all ranks, also if one raises
                 peers.all_gather(None)
-                self._target = self.version  # wherever this is interrupted, ticks stage it again, or say what is staged
+                self._target = (
+                    self.version
+                )  # wherever this is interrupted, ticks stage it again, or say what is staged
                 self._post(_STAGED + self._ep.rank, _NONE)
                 self._staged = None
                 self._begun = _NONE
@@ -256,15 +320,31 @@ class WeightReceiver:
                 time.sleep(_LOOK_S)
 
     def _stage(self, number: int) -> Version:
-        """Map a version, and copy it where there is memory. Raises ValueError where it does not fit."""
+        """Map a version, and copy it where there is memory. Raises ValueError where it does not
+        fit.
+        """
         with self._copies.running():
-            version, own, now = map_version(self._folder, number, self._copies.memory), self._own, self._weights()
-            if odd := sorted(now.keys() ^ version.experts.keys()):
-                raise ValueError(f"`model` and version {number} must have the same layers: one has no {odd[0]!r}")
+            version = map_version(self._folder, number, self._copies.memory)
+            own = self._own
+            now = self._weights()
+            odd = sorted(now.keys() ^ version.experts.keys())
+            if odd:
+                raise ValueError(
+                    f"`model` and version {number} must have the same layers: one has no {odd[0]!r}"
+                )
             for name, weights in now.items():
-                _check(name, version, self._layers[name].experts, weights, self._ep.config.model.num_experts)
-            if (spare := self._spare) is not None:
-                self._free = {name: self._copies.free(own[name], spare[name], now[name]) for name in now}
+                _check(
+                    name,
+                    version,
+                    self._layers[name].experts,
+                    weights,
+                    self._ep.config.model.num_experts,
+                )
+            spare = self._spare
+            if spare is not None:
+                self._free = {
+                    name: self._copies.free(own[name], spare[name], now[name]) for name in now
+                }
                 self._copy(version, self._free)
         return version
 
@@ -286,10 +366,17 @@ class WeightReceiver:
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
         for name in self._layers:
-            places = {expert: (part.weights, i) for part in version.experts[name] for i, expert in enumerate(part.held)}
-            for begin, end, weights, first in _runs([places[expert] for expert in self._held(name)]):
+            places = {
+                expert: (part.weights, i)
+                for part in version.experts[name]
+                for i, expert in enumerate(part.held)
+            }
+            for begin, end, weights, first in _runs(
+                [places[expert] for expert in self._held(name)]
+            ):
                 for each, values in weights.items():
-                    target, rows = to[name][each][begin:end], values[first : first + end - begin]
+                    target = to[name][each][begin:end]
+                    rows = values[first : first + end - begin]
                     if target.dtype == FP8:
                         for i, quantized in enumerate(map(quantize_weights, rows)):
                             target[i].copy_(quantized.q)
@@ -299,7 +386,9 @@ class WeightReceiver:
 
     def _await_worker(self) -> None:
         idle = self._worker.submit(lambda: None)
-        deadline = time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2  # other ranks hear of it in time
+        deadline = (
+            time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2
+        )  # other ranks hear of it in time
         while not idle.done:
             if time.monotonic() > deadline:
                 raise TimeoutError("an earlier version of the weights is still on its way")
@@ -324,9 +413,14 @@ def _failed(version: int) -> int:
 
 
 def _weights_of(experts: Any) -> Tensors:
-    """This rank's rows of the parameters, whose memory a flip changes. Raises ValueError for what nobody makes."""
+    """This rank's rows of the parameters, whose memory a flip changes. Raises ValueError for what
+    nobody makes.
+    """
     if experts.is_quantized and not experts.is_fp8 or experts.dtype not in FLOATS:
-        raise ValueError(f"`model` must have experts in fp32, fp16, bf16 or fp8 to receive weights, got {experts}")
+        raise ValueError(
+            "`model` must have experts in fp32, fp16, bf16 or fp8 to receive weights, got "
+            f"{experts}"
+        )
     with torch.no_grad():
         return {name: local_view(value) for name, value in experts.named_parameters()}
 
@@ -337,11 +431,17 @@ def _like(weights: Tensors) -> Tensors:
 
 
 def _runs(places: list[tuple[Tensors, int]]) -> Iterator[tuple[int, int, Tensors, int]]:
-    """Rows begin … end whose places follow one another in the same tensors, and these and the first place there."""
+    """Rows begin … end whose places follow one another in the same tensors, and these and the first
+    place there.
+    """
     begin = 0
     for end in range(1, len(places) + 1):
         weights, first = places[begin]
-        if end == len(places) or places[end][0] is not weights or places[end][1] != first + end - begin:
+        if (
+            end == len(places)
+            or places[end][0] is not weights
+            or places[end][1] != first + end - begin
+        ):
             yield begin, end, weights, first
             begin = end
 
@@ -349,14 +449,22 @@ def _runs(places: list[tuple[Tensors, int]]) -> Iterator[tuple[int, int, Tensors
 def _check(name: str, version: Version, experts: Any, weights: Tensors, num_experts: int) -> None:
     parts = version.experts[name]
     sent = {expert for part in parts for expert in part.held} - {EMPTY}
-    shapes = {each: tuple(value.shape[1:]) for each, value in weights.items() if each not in _SCALES.values()}
+    shapes = {
+        each: tuple(value.shape[1:])
+        for each, value in weights.items()
+        if each not in _SCALES.values()
+    }
     if sent != {*range(num_experts)}:
-        raise ValueError(f"version {version.number} must have {num_experts} experts of {name!r}, got {len(sent)}")
+        raise ValueError(
+            f"version {version.number} must have {num_experts} experts of {name!r}, got {len(sent)}"
+        )
     for part in parts:
         got = {each: tuple(value.shape[1:]) for each, value in part.weights.items()}
         if got != shapes or part.computes != computes(experts):
             wanted = f"{shapes} that compute {computes(experts)}"
-            raise ValueError(f"experts of {name!r} must have {wanted}, got {got} that compute {part.computes}")
+            raise ValueError(
+                f"experts of {name!r} must have {wanted}, got {got} that compute {part.computes}"
+            )
 
 
 def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:

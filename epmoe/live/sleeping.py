@@ -15,49 +15,66 @@ from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
 
 
 class SleepingWeights:
-    """Memory for the parameters and persistent buffers of a module, which can go and come back while addresses stay.
+    """Memory for the parameters and persistent buffers of a module, which can go and come back
+    while addresses stay.
 
-    CUDA graphs that are captured afterwards are good again after `restore`. Until then nobody may read the weights: on
-    a GPU that is an error of CUDA, which ends the process's use of the GPU. `ExpertParallel.sleep` takes `offload` or
-    `discard`, and `wake` takes `restore`.
+    CUDA graphs that are captured afterwards are good again after `restore`. Until then nobody may
+    read the weights: on a GPU that is an error of CUDA, which ends the process's use of the GPU.
+    `ExpertParallel.sleep` takes `offload` or `discard`, and `wake` takes `restore`.
 
     Args:
-        module: whose tensors are on one device, and stay the tensors that they are, with their strides. Those that
-            share memory still do. What else shares it, outside `module`, keeps the former memory.
+        module: whose tensors are on one device, and stay the tensors that they are, with their
+            strides. Those that share memory still do. What else shares it, outside `module`, keeps
+            the former memory.
 
     Raises:
         TypeError: one of them is a DTensor, as FSDP's, sparse, or another that is not plain memory.
         ValueError: it has no tensors, or they are on several devices.
-        MemoryError: there is no memory for a second copy of them, which is needed until this returns.
+        MemoryError: there is no memory for a second copy of them, which is needed until this
+            returns.
     """
 
     def __init__(self, module: nn.Module) -> None:
         own = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         state = map(id, module.state_dict(keep_vars=True).values())  # some of it may be made for it
         tensors = list({key: own[key] for key in state if key in own}.values())
-        if strange := {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}:
-            raise TypeError(f"`module` must have dense tensors of one storage each, got {sorted(strange)}")
+        strange = {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}
+        if strange:
+            raise TypeError(
+                f"`module` must have dense tensors of one storage each, got {sorted(strange)}"
+            )
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1 or torch.device("meta") in devices:
-            raise ValueError(f"`module` must have tensors on one device, got {sorted(map(str, devices))}")
+            raise ValueError(
+                f"`module` must have tensors on one device, got {sorted(map(str, devices))}"
+            )
         storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        sizes = [round_up(views[0].untyped_storage().nbytes(), BUFFER_ALIGNMENT) for views in storages.values()]
+        sizes = [
+            round_up(views[0].untyped_storage().nbytes(), BUFFER_ALIGNMENT)
+            for views in storages.values()
+        ]
         self._nbytes = max(sum(sizes), 1)  # some memory, also for tensors without elements
         self._copy: Tensor | None = None  # on the host; while it is there it has the contents
         self._places = Places(memory_of(*devices), 1, self._nbytes)
         self._map()
-        for begin, size, views in zip(itertools.accumulate(sizes, initial=0), sizes, storages.values(), strict=False):
+        for begin, size, views in zip(
+            itertools.accumulate(sizes, initial=0), sizes, storages.values(), strict=False
+        ):
             _move(views, self._places.view(0, size, begin))
 
     def offload(self) -> None:
-        """Free their memory, and keep a copy on the host. It waits for the GPU. Where it raises, they are there."""
+        """Free their memory, and keep a copy on the host. It waits for the GPU. Where it raises,
+        they are there.
+        """
         if self._places.mapped:
             try:
                 if self._copy is None:
                     region = self._region
-                    self._copy = torch.empty_like(region, device="cpu", pin_memory=region.is_cuda).copy_(region)
+                    self._copy = torch.empty_like(
+                        region, device="cpu", pin_memory=region.is_cuda
+                    ).copy_(region)
                 self._places.unmap()
             except BaseException:
                 self.restore()
@@ -68,7 +85,9 @@ class SleepingWeights:
         self._places.unmap()
 
     def restore(self) -> None:
-        """Their memory is back, after `offload` with its contents. Raises MemoryError where others have it by now."""
+        """Their memory is back, after `offload` with its contents. Raises MemoryError where others
+        have it by now.
+        """
         if not self._places.mapped:
             self._map()
         if self._copy is not None:
@@ -90,11 +109,17 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _move(views: Sequence[Tensor], place: Tensor) -> None:
-    """Views of one storage become views of another, a copy. One for all tensors would be in a checkpoint for each."""
+    """Views of one storage become views of another, a copy. One for all tensors would be in a
+    checkpoint for each.
+    """
     with torch.no_grad():
-        former = torch.empty(0, dtype=torch.uint8, device=place.device).set_(views[0].untyped_storage())
+        former = torch.empty(0, dtype=torch.uint8, device=place.device).set_(
+            views[0].untyped_storage()
+        )
         place[: len(former)].copy_(former)
     for tensor in views:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             elements = place.view(tensor.dtype)
-            tensor.data = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            tensor.data = elements.as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )

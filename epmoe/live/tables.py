@@ -1,7 +1,8 @@
 """Tables of quotas, by which a source chooses among the copies of an expert.
 
-Each layer has two tables: one for calls of few tokens, where all sources choose the same copy of an expert, since its
-weights take as long to read for one row as for many; and one for calls of many tokens, where copies share the load.
+Each layer has two tables: one for calls of few tokens, where all sources choose the same copy of an
+expert, since its weights take as long to read for one row as for many; and one for calls of many
+tokens, where copies share the load.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from epmoe.live.layout import EMPTY
 from epmoe.native import ops
 
 
-def tables(slots: Tensor, loads: Tensor, source: int, ep_size: int, most_copies: int, width: int) -> Tensor:
-    """The tables of one source rank, int32 [layers, 2, E, width], for few tokens and for many: see csrc/copies.h.
+def tables(
+    slots: Tensor, loads: Tensor, source: int, ep_size: int, most_copies: int, width: int
+) -> Tensor:
+    """The tables of one source rank, int32 [layers, 2, E, width], for few tokens and for many: see
+    csrc/copies.h.
 
-    They are for slots int32 [layers, P] and loads float64 [layers, E]. `width` makes them whole lines.
+    They are for slots int32 [layers, P] and loads float64 [layers, E]. `width` makes them whole
+    lines.
     """
     slots = at_most(most_copies, slots)  # an expert that moves has more between two waves
     return ops.balance_quotas(loads, slots, ep_size, source, width)
@@ -28,7 +33,8 @@ def tables(slots: Tensor, loads: Tensor, source: int, ep_size: int, most_copies:
 def in_seats(quotas: Tensor, seats: Sequence[int], slots_per_rank: int) -> Tensor:
     """Tables of the slots of `seats`, the seat of each rank, made of tables of the slots of ranks.
 
-    Shares are those of the ranks: empty seats bring no tokens. Entries behind the last number name any slot.
+    Shares are those of the ranks: empty seats bring no tokens. Entries behind the last number name
+    any slot.
     """
     slots = quotas & 0xFFFF
     ranks = (slots // slots_per_rank).clamp(max=len(seats) - 1)

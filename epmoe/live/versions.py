@@ -1,15 +1,18 @@
-"""Versions of a model's weights, which ranks of a trainer leave in a folder, and ranks of a server map from there.
+"""Versions of a model's weights, which ranks of a trainer leave in a folder, and ranks of a server
+map from there.
 
-    rank of a trainer: send ─ a draft, renamed once it is whole ─▶ folder ─ mapped ─▶ rank of a server: tick
+    rank of a trainer: send ─ a draft, renamed once it is whole ─▶ folder ─ mapped ─▶ rank of a
+    server: tick
 
-A version is complete once every rank of the trainer has its file there. A file never changes, and whoever has mapped
-one keeps its bytes, also once the trainer has removed it or has died. So neither side waits for the other. Files name
-the group that has written them: what a trainer that has died leaves is never completed by the next one. A link names
-the trainer that has begun last. It alone writes and removes files, also where a former one still lives.
+A version is complete once every rank of the trainer has its file there. A file never changes, and
+whoever has mapped one keeps its bytes, also once the trainer has removed it or has died. So neither
+side waits for the other. Files name the group that has written them: what a trainer that has died
+leaves is never completed by the next one. A link names the trainer that has begun last. It alone
+writes and removes files, also where a former one still lives.
 
-Weights of a trainer on GPUs stay in GPU memory, one piece for each version. The file then says where they lie in it,
-and at which socket a rank of a server gets its descriptor. Who has mapped it keeps its bytes, too; nobody else gets it
-once the trainer has died.
+Weights of a trainer on GPUs stay in GPU memory, one piece for each version. The file then says
+where they lie in it, and at which socket a rank of a server gets its descriptor. Who has mapped it
+keeps its bytes, too; nobody else gets it once the trainer has died.
 """
 
 from __future__ import annotations
@@ -65,20 +68,24 @@ class Experts(NamedTuple):
 
 
 class WeightSender:
-    """Leaves versions of a model's weights for servers on the same machine. Each rank of the trainer has one.
+    """Leaves versions of a model's weights for servers on the same machine. Each rank of the
+    trainer has one.
 
-    A rank writes its own experts, as they are when it calls `send`, and waits for no other rank and for no server. Each
-    version takes memory for all weights that are sent, and `keep` versions stay, so that a server that has seen a
-    version has time to map it. It is memory of the GPU where the weights are on one, from which a server on GPUs of
-    the same machine copies them by NVLink. Of replicas of the experts the first one writes.
+    A rank writes its own experts, as they are when it calls `send`, and waits for no other rank and
+    for no server. Each version takes memory for all weights that are sent, and `keep` versions
+    stay, so that a server that has seen a version has time to map it. It is memory of the GPU where
+    the weights are on one, from which a server on GPUs of the same machine copies them by NVLink.
+    Of replicas of the experts the first one writes.
 
     Args:
-        model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in wrappers of torch or not.
-        folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for the server. It is
-            made, for this user only. Whoever ends the job removes it. The trainer that begins last has it.
+        model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in
+            wrappers of torch or not.
+        folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for
+            the server. It is made, for this user only. Whoever ends the job removes it. The trainer
+            that begins last has it.
         keep: versions that stay, from 2 to 253.
-        on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or where the GPU has
-            no room for `keep` versions.
+        on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or
+            where the GPU has no room for `keep` versions.
 
     Raises:
         ValueError: `keep` is less or more, or the model has no such layer.
@@ -86,11 +93,22 @@ class WeightSender:
     """
 
     def __init__(
-        self, model: nn.Module, folder: str | os.PathLike[str], *, keep: int = 3, on_host: bool = False
+        self,
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        on_host: bool = False,
     ) -> None:
         if not is_int(keep) or not 2 <= keep <= MOST_DESCRIPTORS:
-            raise ValueError(f"`keep` must be an integer from 2 to {MOST_DESCRIPTORS}, got {keep!r}")
-        self._layers, self._folder, self._keep = layers_to_hand_over(model), own_folder(folder), keep
+            raise ValueError(
+                f"`keep` must be an integer from 2 to {MOST_DESCRIPTORS}, got {keep!r}"
+            )
+        self._layers, self._folder, self._keep = (
+            layers_to_hand_over(model),
+            own_folder(folder),
+            keep,
+        )
         self._ep = ep = next(iter(self._layers.values())).ep
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
         if self._writes:
@@ -101,21 +119,30 @@ class WeightSender:
         self._offers = None if memory is None else (memory, Handout())
 
     def send(self, version: int, dense: Mapping[str, Tensor] | None = None) -> None:
-        """Leave this rank's part of a version, a number that grows. All ranks of the trainer send the same versions.
+        """Leave this rank's part of a version, a number that grows. All ranks of the trainer send
+        the same versions.
 
-        `dense` are other weights, plain tensors by any name: the server's callback gets those of all ranks. Raises
-        ValueError where `version` is not above the versions that this rank has sent, or a trainer before it; TypeError
-        where `dense` is something else, such as a DTensor; OSError, or MemoryError for that of a GPU, where the memory
-        is full; and EPStateError where another trainer has begun: then nothing was sent. On a GPU it waits for what the
-        GPU has to do.
+        `dense` are other weights, plain tensors by any name: the server's callback gets those of
+        all ranks. Raises ValueError where `version` is not above the versions that this rank has
+        sent, or a trainer before it; TypeError where `dense` is something else, such as a DTensor;
+        OSError, or MemoryError for that of a GPU, where the memory is full; and EPStateError where
+        another trainer has begun: then nothing was sent. On a GPU it waits for what the GPU has to
+        do.
         """
         plain = _plain_tensors({} if dense is None else dense)
         if not self._writes:
             if plain:
-                raise ValueError("`dense` must come from a rank of the first replica of the experts, which writes")
+                raise ValueError(
+                    "`dense` must come from a rank of the first replica of the experts, which "
+                    "writes"
+                )
             return
         experts = {name: _experts_of(layer) for name, layer in self._layers.items()}
-        group, *part = own = f"{self._ep.origin}.{self._ep.generation}", self._ep.rank, self._ep.size
+        group, *part = own = (
+            f"{self._ep.origin}.{self._ep.generation}",
+            self._ep.rank,
+            self._ep.size,
+        )
         drafts = [*self._folder.glob(".v*")]
         self._check_trainer()  # now none of the drafts is another trainer's that lives
         for draft in drafts:
@@ -123,16 +150,26 @@ class WeightSender:
                 draft.unlink(missing_ok=True)
         files = list(_files(os.listdir(self._folder)))
         earlier = [file.version for file in files if file[2:] == own]
-        earlier += [file.version for parts in _complete(files) for file in parts if file.group != group]
+        earlier += [
+            file.version for parts in _complete(files) for file in parts if file.group != group
+        ]
         newest = max(earlier, default=-1)
         if not is_int(version) or not newest < version <= MOST_VERSIONS:
-            raise ValueError(f"`version` must be an integer above {newest}, the last that was sent, got {version!r}")
+            raise ValueError(
+                f"`version` must be an integer above {newest}, the last that was sent, got "
+                f"{version!r}"
+            )
         tables = [*(each.weights for each in experts.values()), plain]
-        if odd := next((name for table in tables for name, value in table.items() if value.is_meta), None):
+        odd = next(
+            (name for table in tables for name, value in table.items() if value.is_meta), None
+        )
+        if odd:
             raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
         socket = None if self._offers is None else self._offer(version, tables, *self._offers)
         for table in tables:
-            table.update({name: _plain(value) for name, value in table.items() if not value.is_meta})
+            table.update(
+                {name: _plain(value) for name, value in table.items() if not value.is_meta}
+            )
         whole = self._folder / f"v{version:013}.{group}.{part[0]}-of-{part[1]}"
         draft = whole.with_name(f".{whole.name}")
         parts = {name: tuple(each) for name, each in experts.items()}
@@ -143,28 +180,45 @@ class WeightSender:
         except BaseException as error:
             draft.unlink(missing_ok=True)
             if type(error) is RuntimeError:  # torch's words for a file that it cannot write
-                what = f"version {version} does not fit into {self._folder}, beside up to {self._keep} others"
+                what = (
+                    f"version {version} does not fit into {self._folder}, beside up to "
+                    f"{self._keep} others"
+                )
                 raise OSError(f"{what}: {error}") from error
             raise
-        stay = sorted({version, *(file.version for file in files if file.version < version)})[-self._keep :]
+        stay = sorted({version, *(file.version for file in files if file.version < version)})[
+            -self._keep :
+        ]
         for file in files:
-            if file.version < stay[0]:  # of whichever rank: without this one's part they are not complete any more
+            if (
+                file.version < stay[0]
+            ):  # of whichever rank: without this one's part they are not complete any more
                 (self._folder / file.name).unlink(missing_ok=True)
 
     def _check_trainer(self) -> None:
         if os.readlink(self._folder / _TRAINER) != self._ep.origin:
-            remedy = "each needs a folder of its own, and replicas of experts give ExpertParallel their mesh"
+            remedy = (
+                "each needs a folder of its own, and replicas of experts give ExpertParallel "
+                "their mesh"
+            )
             raise EPStateError(f"another trainer has begun to send into {self._folder}: {remedy}")
 
-    def _offer(self, version: int, tables: list[dict[str, Tensor]], memory: Memory, handout: Handout) -> str:
-        """Put the tensors on the device of `memory` into a new piece of it; in the tables they become meta tensors."""
+    def _offer(
+        self, version: int, tables: list[dict[str, Tensor]], memory: Memory, handout: Handout
+    ) -> str:
+        """Put the tensors on the device of `memory` into a new piece of it; in the tables they
+        become meta tensors.
+        """
         places, nbytes = _laid_out(tables, memory.device)
         handout.drop(self._keep - 1)  # before the new one takes room
         piece = Places(memory, 1, nbytes)
         try:
             descriptor = piece.create(nbytes)
         except MemoryError as error:
-            why = f"version {version} needs {nbytes:,} bytes of GPU memory beside what torch holds: take a smaller"
+            why = (
+                f"version {version} needs {nbytes:,} bytes of GPU memory beside what torch "
+                "holds: take a smaller"
+            )
             raise MemoryError(f"{why} `keep`, torch.cuda.empty_cache(), or on_host=True") from error
         handout.keep(version, descriptor)
         region = piece.map(0, descriptor, nbytes)
@@ -198,17 +252,22 @@ def newest_version(folder: Path) -> int:
 def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
     """Map a version, by `memory` what lies in that of a GPU.
 
-    Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it lies on GPUs, and
-    this rank has none, or where two trainers have sent it.
+    Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it
+    lies on GPUs, and this rank has none, or where two trainers have sent it.
     """
     found = _complete(_files(path.name for path in folder.glob(f"v{number:013}.*")))
     if len(found) > 1:
-        raise ValueError(f"several trainers have sent version {number} into {folder}: each needs a folder of its own")
+        raise ValueError(
+            f"several trainers have sent version {number} into {folder}: each needs a folder of "
+            "its own"
+        )
     if not found:
         raise FileNotFoundError(f"version {number} is not complete any more")
     version = Version(number, {}, {})
     for file in sorted(found[0]):
-        with (folder / file.name).open("rb") as opened:  # once: torch opens it twice, and it may go in between
+        with (folder / file.name).open(
+            "rb"
+        ) as opened:  # once: torch opens it twice, and it may go in between
             path = f"/proc/self/fd/{opened.fileno()}"
             part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if part["socket"] is not None:
@@ -222,11 +281,15 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
 def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None:
     """Put tensors of this process in the places of meta tensors."""
     if memory is None:
-        raise ValueError(f"version {number} lies in GPU memory: WeightSender(…, on_host=True) has it on the host")
+        raise ValueError(
+            f"version {number} lies in GPU memory: WeightSender(…, on_host=True) has it on the host"
+        )
     tables = [*(weights for _, _, weights in part["experts"].values()), part["dense"]]
     places, nbytes = _laid_out(tables, torch.device("meta"))
     try:
-        descriptor = fetch_descriptor(part["socket"], number, f"version {number} is not there any more")
+        descriptor = fetch_descriptor(
+            part["socket"], number, f"version {number} is not there any more"
+        )
     except RuntimeError as error:
         raise FileNotFoundError(str(error)) from error
     try:
@@ -237,9 +300,14 @@ def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None
         table[name] = _view(region, begin, table[name])
 
 
-def _laid_out(tables: list[dict[str, Tensor]], device: torch.device) -> tuple[list[tuple[Any, str, int]], int]:
-    """Where the tensors on a device lie in one piece of memory: table, name and first byte of each; and its bytes."""
-    places, end = [], 0
+def _laid_out(
+    tables: list[dict[str, Tensor]], device: torch.device
+) -> tuple[list[tuple[Any, str, int]], int]:
+    """Where the tensors on a device lie in one piece of memory: table, name and first byte of each;
+    and its bytes.
+    """
+    places = []
+    end = 0
     for table in tables:
         for name, value in table.items():
             if value.device == device:
@@ -250,7 +318,9 @@ def _laid_out(tables: list[dict[str, Tensor]], device: torch.device) -> tuple[li
 
 def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
     """The place of a tensor in bytes of memory, without gaps, from `begin` on."""
-    return region[begin : begin + value.numel() * value.itemsize].view(value.dtype).view(value.shape)
+    return (
+        region[begin : begin + value.numel() * value.itemsize].view(value.dtype).view(value.shape)
+    )
 
 
 def shared_memory(device: torch.device) -> Memory | None:
@@ -260,7 +330,8 @@ def shared_memory(device: torch.device) -> Memory | None:
 
 def _files(names: Iterable[str]) -> Iterator[_File]:
     for name in names:
-        if found := _FILE.fullmatch(name):
+        found = _FILE.fullmatch(name)
+        if found:
             version, group, rank, size = found.groups()
             yield _File(name, int(version), group, int(rank), int(size))
 
@@ -274,18 +345,24 @@ def _complete(files: Iterable[_File]) -> list[list[_File]]:
 
 
 def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:
-    """The layers of a model, by name. Raises ValueError where there is none, or one has other experts."""
+    """The layers of a model, by name. Raises ValueError where there is none, or one has other
+    experts.
+    """
     layers = layers_of(model)
     odd = [name for name, layer in layers.items() if not isinstance(layer.experts, GroupedExperts)]
     if not layers or odd:
-        raise ValueError(f"`model` must have MoELayers with GroupedExperts, got {odd[0] if odd else 'no MoELayer'!r}")
+        raise ValueError(
+            "`model` must have MoELayers with GroupedExperts, got "
+            f"{odd[0] if odd else 'no MoELayer'!r}"
+        )
     return layers
 
 
 def own_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder).absolute()
     path.mkdir(0o700, parents=True, exist_ok=True)
-    if who := who_else(path):
+    who = who_else(path)
+    if who:
         raise PermissionError(f"{path} {who}, who could put weights there: take another folder")
     return path
 
@@ -298,20 +375,31 @@ def computes(experts: GroupedExperts) -> tuple[Any, ...]:
 def _experts_of(layer: Any) -> Experts:
     experts = layer.experts
     if experts.dtype not in FLOATS or experts.is_quantized:
-        raise ValueError(f"experts of a trainer must be fp32, fp16 or bf16, got {describe(experts.w_down)}")
+        raise ValueError(
+            f"experts of a trainer must be fp32, fp16 or bf16, got {describe(experts.w_down)}"
+        )
     weights = {name: local_view(value.detach()) for name, value in experts.named_parameters()}
     held = layer.ep.logical_experts(layer.tag)
-    if odd := next((name for name, value in weights.items() if len(value) != len(held)), None):
+    odd = next((name for name, value in weights.items() if len(value) != len(held)), None)
+    if odd:
         remedy = "give ExpertParallel the mesh of its replicas, and do not shard experts over them"
-        raise ValueError(f"`experts.{odd}` must have a row for each of {len(held)} experts, to be sent: {remedy}")
+        raise ValueError(
+            f"`experts.{odd}` must have a row for each of {len(held)} experts, to be sent: {remedy}"
+        )
     return Experts(held, computes(experts), weights)
 
 
 def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in dense.items():
-        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or not isinstance(name, str):
+        if (
+            type(value) not in (Tensor, nn.Parameter)
+            or value.layout != torch.strided
+            or not isinstance(name, str)
+        ):
             remedy = "such as `full_tensor()` of a DTensor"
-            raise TypeError(f"`dense[{name!r}]` must be a plain tensor, {remedy}, got {describe(value)}")
+            raise TypeError(
+                f"`dense[{name!r}]` must be a plain tensor, {remedy}, got {describe(value)}"
+            )
     return {name: value.detach() for name, value in dense.items()}
 
 

@@ -1,4 +1,5 @@
-"""The order in which experts move from one table of slots to another, so that every expert keeps a copy in use.
+"""The order in which experts move from one table of slots to another, so that every expert keeps a
+copy in use.
 
 A table has L layers of P slots; slot p lies on rank p // S and holds a logical expert, or −1.
 """
@@ -34,11 +35,16 @@ class Wave(NamedTuple):
 
 
 def in_place(before: Tensor, after: Tensor, slots_per_rank: int) -> Tensor:
-    """`after` with each rank's slots in an order in which experts that stay on the rank stay where they are."""
+    """`after` with each rank's slots in an order in which experts that stay on the rank stay where
+    they are.
+    """
     L, P = before.shape
-    olds, result = (table.view(L, P // slots_per_rank, slots_per_rank) for table in (before, after.clone()))
+    olds, result = (
+        table.view(L, P // slots_per_rank, slots_per_rank) for table in (before, after.clone())
+    )
     for layer, rank in (olds != result).any(dim=2).nonzero().tolist():
-        old, new = olds[layer, rank].tolist(), result[layer, rank].tolist()
+        old = olds[layer, rank].tolist()
+        new = result[layer, rank].tolist()
         stays = {expert for expert in new if expert != EMPTY and expert in old}
         rest = iter([expert for expert in new if expert not in stays])
         placed = [expert if expert in stays else next(rest) for expert in old]
@@ -49,19 +55,23 @@ def in_place(before: Tensor, after: Tensor, slots_per_rank: int) -> Tensor:
 def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]:
     """Waves that lead from `before` to `after`.
 
-    A wave overwrites a slot only if it is empty or another slot, which the wave leaves alone, holds its expert. Where
-    experts without another copy change places, one of them makes a detour by a slot that may be overwritten. Raises
-    ValueError where no slot is free for a detour.
+    A wave overwrites a slot only if it is empty or another slot, which the wave leaves alone, holds
+    its expert. Where experts without another copy change places, one of them makes a detour by a
+    slot that may be overwritten. Raises ValueError where no slot is free for a detour.
 
-    Every expert has a slot in `before`, and `after` is as `in_place` gives it. The last wave leads to `after`, up to
-    the order of the slots of a rank. Where nothing moves there is no wave.
+    Every expert has a slot in `before`, and `after` is as `in_place` gives it. The last wave leads
+    to `after`, up to the order of the slots of a rank. Where nothing moves there is no wave.
     """
     now = before.clone()
     after = after.clone()
     waves = list[Wave]()
     detours = [set[int]() for _ in before]
     while layers := (now != after).any(dim=1).nonzero().flatten().tolist():
-        moves = [move for i in layers for move in _wave_of(i, now[i], after[i], slots_per_rank, detours[i])]
+        moves = [
+            move
+            for i in layers
+            for move in _wave_of(i, now[i], after[i], slots_per_rank, detours[i])
+        ]
         for move in moves:
             now[move.layer, move.slot] = move.expert
         if not moves:  # what is left becomes empty
@@ -78,8 +88,11 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
 
 
 def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) -> list[SlotMove]:
-    """The moves of one layer. `detours` gets the slot of a detour, and slots of a rank in `after` may change places."""
-    held, target = now.tolist(), after.tolist()
+    """The moves of one layer. `detours` gets the slot of a detour, and slots of a rank in `after`
+    may change places.
+    """
+    held = now.tolist()
+    target = after.tolist()
     holders: dict[int, set[int]] = {}
     for slot, expert in enumerate(held):
         if expert != EMPTY:
@@ -114,7 +127,8 @@ def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) 
         free = [s for s in range(len(held)) if may_be_overwritten(s) and s // S not in ranks]
         if free:
             detour = min(free, key=lambda s: (s // S not in wanted, target[s] != EMPTY, s))
-            if (there := wanted.get(detour // S)) is not None:  # no detour: its rank may have it in any slot
+            there = wanted.get(detour // S)
+            if there is not None:  # no detour: its rank may have it in any slot
                 after[there], after[detour] = target[detour], expert
             else:
                 detours.add(detour)

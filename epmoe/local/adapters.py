@@ -1,9 +1,11 @@
-"""LoRA adapters of experts: for each row, low-rank products of its adapter are added to both products of its expert.
+"""LoRA adapters of experts: for each row, low-rank products of its adapter are added to both
+products of its expert.
 
-    rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ zeros but for the C / A columns of the row's adapter ─ b [e,2F,C] ─▶ [N,2F]
+    rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ zeros but for the C / A columns of the row's adapter ─ b
+    [e,2F,C] ─▶ [N,2F]
 
-A adapters lie side by side in C columns, so that the experts' segments serve these products, too: nothing is sorted,
-and nothing looks at the host. A call computes all A adapters for each row.
+A adapters lie side by side in C columns, so that the experts' segments serve these products, too:
+nothing is sorted, and nothing looks at the host. A call computes all A adapters for each row.
 """
 
 from __future__ import annotations
@@ -29,17 +31,21 @@ class LoRA(NamedTuple):
     """One adapter of some experts: b · a is added to a weight. None: it leaves the weight alone."""
 
     gate_up: tuple[Tensor, Tensor] | None
-    """a [e, r, D] and b [e, 2F, r], which has the adapter's scaling, in the order of `GroupedExperts.w_gate_up`"""
+    """a [e, r, D] and b [e, 2F, r], which has the adapter's scaling, in the order of
+    `GroupedExperts.w_gate_up`
+    """
     down: tuple[Tensor, Tensor] | None
     """a [e, r, F] and b [e, D, r], which has the adapter's scaling"""
 
 
 class ExpertAdapters(nn.Module):
-    """Room for adapters of this rank's experts, for serving. At first all are zeros, which add nothing.
+    """Room for adapters of this rank's experts, for serving. At first all are zeros, which add
+    nothing.
 
-    The weights are buffers in the dtype of outputs, and no part of a state dict: an adapter comes from a file of its
-    own. `MoELayer.load_adapter` and `MoELayer.put_adapter` see to it that all ranks have the same; `put_local` and
-    `clear_local` change this rank alone. All write in place, so CUDA graphs go on.
+    The weights are buffers in the dtype of outputs, and no part of a state dict: an adapter comes
+    from a file of its own. `MoELayer.load_adapter` and `MoELayer.put_adapter` see to it that all
+    ranks have the same; `put_local` and `clear_local` change this rank alone. All write in place,
+    so CUDA graphs go on.
 
     Args:
         experts: of this rank.
@@ -47,7 +53,8 @@ class ExpertAdapters(nn.Module):
         rank: the largest r of an adapter. Lower ones are filled up with zeros.
 
     Raises:
-        ValueError: `count` or `rank` is below 1, or the experts are `batch_invariant`: products of adapters are not.
+        ValueError: `count` or `rank` is below 1, or the experts are `batch_invariant`: products of
+            adapters are not.
     """
 
     gate_up_a: Tensor
@@ -57,22 +64,33 @@ class ExpertAdapters(nn.Module):
     numbers: set[int]
     """Of adapters that this rank holds."""
     lost: set[int]
-    """Of adapters that it has held, and that are zeros since weights of experts went without them. Calls that name
-    adapters are refused until each of these was put again or cleared."""
+    """Of adapters that it has held, and that are zeros since weights of experts went without them.
+    Calls that name adapters are refused until each of these was put again or cleared.
+    """
 
     def __init__(self, experts: GroupedExperts, count: int, rank: int) -> None:
         for name, value in (("adapters", count), ("adapter_rank", rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
         if experts.batch_invariant:
-            raise ValueError("`experts` must not be batch_invariant with adapters, whose products are not")
+            raise ValueError(
+                "`experts` must not be batch_invariant with adapters, whose products are not"
+            )
         super().__init__()
         self.count, self.rank = count, rank
         self.numbers, self.lost = set(), set()
-        (e, D, F), wide = plain_shape(local_view(experts.w_down.detach())), experts.w_gate_up.shape[1]
+        (e, D, F), wide = (
+            plain_shape(local_view(experts.w_down.detach())),
+            experts.w_gate_up.shape[1],
+        )
         step = _LINE_BYTES // experts.dtype.itemsize
         C = -(-count * rank // step) * step
-        shapes = {"gate_up_a": (e, C, D), "gate_up_b": (e, wide, C), "down_a": (e, C, F), "down_b": (e, D, C)}
+        shapes = {
+            "gate_up_a": (e, C, D),
+            "gate_up_b": (e, wide, C),
+            "down_a": (e, C, F),
+            "down_b": (e, D, C),
+        }
         for name, shape in shapes.items():
             zeros = torch.zeros(shape, dtype=experts.dtype, device=experts.w_down.device)
             self.register_buffer(name, zeros, persistent=False)
@@ -87,8 +105,8 @@ class ExpertAdapters(nn.Module):
 
         Raises:
             TypeError: a factor is no float tensor.
-            ValueError: the number or a shape is another one; or a value is not finite in the dtype of outputs, which
-                would reach the rows of other adapters.
+            ValueError: the number or a shape is another one; or a value is not finite in the dtype
+                of outputs, which would reach the rows of other adapters.
         """
         adapter = self.checked(number, adapter)
         self._empty(number)
@@ -102,7 +120,9 @@ class ExpertAdapters(nn.Module):
         self.lost.discard(number)
 
     def checked(self, number: int, adapter: LoRA) -> LoRA:
-        """The adapter on the device and in the dtype of outputs, as `put_local` writes it; and its errors."""
+        """The adapter on the device and in the dtype of outputs, as `put_local` writes it; and its
+        errors.
+        """
         room = self._room(number)
         made: dict[str, tuple[Tensor, Tensor] | None] = {}
         for name, factors in adapter._asdict().items():
@@ -114,31 +134,41 @@ class ExpertAdapters(nn.Module):
             check_tensor(f"{name} a", a, FLOATS, (e, "r", k))
             check_tensor(f"{name} b", b, FLOATS, (e, n, r := a.shape[1]))
             if r > self.rank:
-                raise ValueError(f"`{name}` must have a rank of at most `adapter_rank` = {self.rank}, got {r}")
+                raise ValueError(
+                    f"`{name}` must have a rank of at most `adapter_rank` = {self.rank}, got {r}"
+                )
             a, b = (factor.to(self.gate_up_a) for factor in factors)
             if not (a.isfinite().all() and b.isfinite().all()):
-                raise ValueError(f"`{name}` has values that are not finite in {dtype_name(a.dtype)}")
+                raise ValueError(
+                    f"`{name}` has values that are not finite in {dtype_name(a.dtype)}"
+                )
             made[name] = a, b
         return LoRA(**made)
 
     def clear_local(self, number: int) -> None:
-        """Make the adapter with this number zeros on this rank. Raises ValueError where there is no such number."""
+        """Make the adapter with this number zeros on this rank. Raises ValueError where there is no
+        such number.
+        """
         self._empty(number)
         self.numbers.discard(number)
         self.lost.discard(number)
 
     def lose(self, number: int) -> None:
-        """Refuse calls until this adapter was put again or cleared: on other ranks it may be another one."""
+        """Refuse calls until this adapter was put again or cleared: on other ranks it may be
+        another one.
+        """
         if number in range(self.count):
             self.lost.add(number)
 
     def regroup(self, experts: int, whole: bool) -> None:
         """This rank has so many experts now, in another group.
 
-        Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay. Otherwise all are
-        lost: an adapter of some experts only would be another one.
+        Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay.
+        Otherwise all are lost: an adapter of some experts only would be another one.
         """
-        with torch.inference_mode(False):  # otherwise `put_local` could not write them outside inference mode
+        with torch.inference_mode(
+            False
+        ):  # otherwise `put_local` could not write them outside inference mode
             for name, buffer in list(self.named_buffers()):
                 if len(buffer) != experts:
                     fitted = buffer.new_zeros(experts, *buffer.shape[1:])
@@ -149,11 +179,15 @@ class ExpertAdapters(nn.Module):
         self._choose()
 
     def of_rows(self, numbers: Tensor) -> Added:
-        """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N]. Columns beyond the last adapter
-        are zeros, so any number that is no adapter's adds nothing, and undefined rows may have any."""
+        """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N]. Columns
+        beyond the last adapter are zeros, so any number that is no adapter's adds nothing, and
+        undefined rows may have any.
+        """
         columns = torch.arange(self.gate_up_a.shape[1], dtype=torch.int32, device=numbers.device)
         masked = numbers[:, None] != columns.div_(self.rank, rounding_mode="floor")
-        return Added(self._gemm, (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b), masked)
+        return Added(
+            self._gemm, (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b), masked
+        )
 
     def of_expert(self, local: int) -> list[Tensor]:
         """The memory of all adapters of one expert, for moves of experts."""
@@ -182,9 +216,13 @@ class ExpertAdapters(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         lost = False
         for name, buffer in list(self.named_buffers()):
-            like = fn(buffer.new_empty(0))  # of all, `to_empty` would leave what no state dict fills
+            like = fn(
+                buffer.new_empty(0)
+            )  # of all, `to_empty` would leave what no state dict fills
             moved = buffer.to(like) if not buffer.is_meta else torch.zeros(buffer.shape).to(like)
-            lost |= buffer.is_meta or not (moved.is_meta or moved.dtype == buffer.dtype or bool(moved.isfinite().all()))
+            lost |= buffer.is_meta or not (
+                moved.is_meta or moved.dtype == buffer.dtype or bool(moved.isfinite().all())
+            )
             setattr(self, name, moved)
         if lost:
             self._lose()
@@ -194,7 +232,9 @@ class ExpertAdapters(nn.Module):
     def _room(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Where the factors of an adapter lie, by the names of `LoRA`."""
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
-            raise ValueError(f"the number of an adapter must be from 0 to {self.count - 1}, got {number!r}")
+            raise ValueError(
+                f"the number of an adapter must be from 0 to {self.count - 1}, got {number!r}"
+            )
         columns = slice(number * self.rank, (number + 1) * self.rank)
         return {
             "gate_up": (self.gate_up_a[:, columns], self.gate_up_b[:, :, columns]),

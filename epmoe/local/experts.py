@@ -1,4 +1,6 @@
-"""The experts stage: SwiGLU experts over expert-major rows. Its two grouped GEMMs are a library's."""
+"""The experts stage: SwiGLU experts over expert-major rows. Its two grouped GEMMs are
+a library's.
+"""
 
 from __future__ import annotations
 
@@ -14,80 +16,100 @@ from epmoe.local.gemm.table import CHOICES, GEMMS
 from epmoe.local.spread import local_view
 from epmoe.local.stage import Stage
 from epmoe.local.weight_formats import FORMATS, bits_of, plain_shape, product_dtype
-from epmoe.native.arguments import FLOATS, FP8, check_tensor, dtype_name, refuse_tangents, wants_gradients
+from epmoe.native.arguments import (
+    FLOATS,
+    FP8,
+    check_tensor,
+    dtype_name,
+    refuse_tangents,
+    wants_gradients,
+)
 from epmoe.native.formats import format_of_rows
 
 DTYPES = (*FLOATS, torch.float64, *FORMATS)
-_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights have scales
+_KEEP_DTYPE = (
+    "w_gate_up",
+    "w_down",
+    "gate_up_scales",
+    "down_scales",
+)  # under casts, if the weights have scales
 
 
 def parameter(value: Tensor) -> nn.Parameter:
-    """Make a parameter that shares memory with `value`. It requires grad where autograd can have one: not for fp8,
-    MXFP4 and fp64 experts, which serve only, and not for tensors of inference mode."""
+    """Make a parameter that shares memory with `value`. It requires grad where autograd can have
+    one: not for fp8, MXFP4 and fp64 experts, which serve only, and not for tensors of inference
+    mode.
+    """
     return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
 
 
 class GroupedExperts(nn.Module):
     """This rank's experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
 
-    On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16 weights on compute
-    capability 9.0 and later, and with fp8 and MXFP4 weights on 9.0. Rows of gaps and past the last segment may hold
-    anything, and so may their outputs. Autocast changes nothing.
+    On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16
+    weights on compute capability 9.0 and later, and with fp8 and MXFP4 weights on 9.0. Rows of gaps
+    and past the last segment may hold anything, and so may their outputs. Autocast changes nothing.
 
-    Weights are parameters that share the memory of the given tensors. A call whose rows, row weights or parameters
-    require grad in grad mode has gradients, which have the same bits on every run; any other call only serves. Outputs
-    have the same bits either way, for the same GEMM; with gradients it is Hopper's, torch's, or the loop. fp8, MXFP4
-    and fp64 weights serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
-    Casts, moves and `load_state_dict` choose the GEMMs again. Casts leave fp8 weights and scales alone.
+    Weights are parameters that share the memory of the given tensors. A call whose rows, row
+    weights or parameters require grad in grad mode has gradients, which have the same bits on every
+    run; any other call only serves. Outputs have the same bits either way, for the same GEMM; with
+    gradients it is Hopper's, torch's, or the loop. fp8, MXFP4 and fp64 weights serve only. Frozen
+    parameters keep nothing for the backward pass. Gradients of gradients raise. Casts, moves and
+    `load_state_dict` choose the GEMMs again. Casts leave fp8 weights and scales alone.
 
-    In a `MoELayer` over several ranks the weights become DTensors [E, …], of which each rank has its own rows: see
-    `epmoe.training.spread`.
+    In a `MoELayer` over several ranks the weights become DTensors [E, …], of which each rank has
+    its own rows: see `epmoe.training.spread`.
 
     `gemm` says which GEMM GPUs use:
 
-    - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights: fp8 with D and F
-      multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`,
-      or kernels of our own on compute capability 9.0: MXFP4 with multiples of 64, and bf16 with multiples of 8, which
-      they also train. Calls of `MoELayer` with few tokens take others, which read the weights once: docs/kernels.md,
-      "Experts with few rows". Bits of outputs then depend on the number of tokens, unless the experts are
+    - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights:
+      fp8 with D and F multiples of 128, bf16 with multiples of 64, compute capability 9.0. All
+      other weights take torch's `grouped_mm`, or kernels of our own on compute capability 9.0:
+      MXFP4 with multiples of 64, and bf16 with multiples of 8, which they also train. Calls of
+      `MoELayer` with few tokens take others, which read the weights once: docs/kernels.md, "Experts
+      with few rows". Bits of outputs then depend on the number of tokens, unless the experts are
       `batch_invariant`.
     - "deep_gemm": DeepGEMM or an error.
     - "hopper": our own or an error.
-    - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and takes the memory of
-      the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
+    - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and
+      takes the memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
-    DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
-    `MoELayer` does; "auto" takes another for any other call, and "deep_gemm" counts on it. MXFP4 weights that none of
-    our kernels takes are dequantized in every call, which takes the memory of all experts of the layer in bf16 for as
-    long as the call runs. Weights that torch does not take either (it needs strides of multiples of 16 bytes, and no
-    fp64) go through a loop over the experts, which looks at the host.
+    DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by
+    `alignment`, which a `MoELayer` does; "auto" takes another for any other call, and "deep_gemm"
+    counts on it. MXFP4 weights that none of our kernels takes are dequantized in every call, which
+    takes the memory of all experts of the layer in bf16 for as long as the call runs. Weights that
+    torch does not take either (it needs strides of multiples of 16 bytes, and no fp64) go through a
+    loop over the experts, which looks at the host.
 
     Args:
-        w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows;
-            or MXFP4, float4_e2m1fn_x2 [e, 2F, D/2]: an item has two codes, the low four bits first; bytes become them
-            by `.view(torch.float4_e2m1fn_x2)`. D and F are then multiples of 32.
+        w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate
+            rows, then F up rows; or MXFP4, float4_e2m1fn_x2 [e, 2F, D/2]: an item has two codes,
+            the low four bits first; bytes become them by `.view(torch.float4_e2m1fn_x2)`. D and F
+            are then multiples of 32.
         w_down: [e, D, F], or [e, D, F/2] of MXFP4; same dtype and device.
-        gate_up_scales: with fp8 weights fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], one for each block of 128 × 128. With MXFP4
-            float8_e8m0fnu [e, 2F, D/32], one for each 32 numbers of a row.
-        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉] with fp8 weights, float8_e8m0fnu [e, D, F/32] with MXFP4.
+        gate_up_scales: with fp8 weights fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], one for each block of 128 ×
+            128. With MXFP4 float8_e8m0fnu [e, 2F, D/32], one for each 32 numbers of a row.
+        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉] with fp8 weights, float8_e8m0fnu [e, D, F/32] with
+            MXFP4.
         gate_up_bias: [e, 2F] in the dtype of outputs, or None.
         down_bias: [e, D] in the dtype of outputs, or None.
         interleaved: gate and up rows alternate in `w_gate_up` and its bias.
-        limit: gate is at most this, and up lies within ± this, before the activation; None: no limit.
+        limit: gate is at most this, and up lies within ± this, before the activation; None: no
+            limit.
         alpha: the activation is gate · sigmoid(alpha · gate); 1 is silu.
         up_offset: is added to up.
         gemm: which library GPUs use, see above.
-        batch_invariant: the bits of a row's output, and of its gradient, depend on nothing but the row and its own
-            gradient. GPUs then sum in the order of one GEMM in all calls, our own for bf16 and MXFP4, DeepGEMM for fp8,
-            and CPUs multiply blocks of 16 rows.
+        batch_invariant: the bits of a row's output, and of its gradient, depend on nothing but the
+            row and its own gradient. GPUs then sum in the order of one GEMM in all calls, our own
+            for bf16 and MXFP4, DeepGEMM for fp8, and CPUs multiply blocks of 16 rows.
 
-    For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are
-    transposed, so pass `gate_up_proj.transpose(1, 2)`.
+    For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the
+    checkpoint's weights are transposed, so pass `gate_up_proj.transpose(1, 2)`.
 
     Raises:
         TypeError: a weight is no tensor, or has another dtype.
-        ValueError: the shapes or devices do not fit each other; DeepGEMM does not take the weights; or no GEMM here is
-            `batch_invariant` for them.
+        ValueError: the shapes or devices do not fit each other; DeepGEMM does not take the weights;
+            or no GEMM here is `batch_invariant` for them.
         ImportError: `gemm` is "deep_gemm", and it is not installed.
     """
 
@@ -99,7 +121,9 @@ class GroupedExperts(nn.Module):
     down_bias: nn.Parameter | None
     _stage: Stage
     averages_over: int
-    """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard` set it."""
+    """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard`
+    set it.
+    """
 
     def __init__(
         self,
@@ -123,7 +147,9 @@ class GroupedExperts(nn.Module):
         given = FORMATS.get(w_down.dtype)
         packed = 1 if given is None else given.packed
         if given is not None and packed > 1 and (D % given.block[1] or f % given.block[1]):
-            raise ValueError(f"D and F of {given.name} must be multiples of {given.block[1]}, got {D} and {f}")
+            raise ValueError(
+                f"D and F of {given.name} must be multiples of {given.block[1]}, got {D} and {f}"
+            )
         check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D // packed), device)
         if gemm not in CHOICES:
             *names, last = map(repr, CHOICES)
@@ -131,19 +157,29 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.w_gate_up, self.w_down = parameter(w_gate_up), parameter(w_down)
         for part, scales, bias, n, k in (
-            ("gate_up", gate_up_scales, gate_up_bias, 2 * f, D), ("down", down_scales, down_bias, D, f),
-        ):  # fmt: skip
+            ("gate_up", gate_up_scales, gate_up_bias, 2 * f, D),
+            ("down", down_scales, down_bias, D, f),
+        ):
             if given is not None:
-                check_tensor(f"{part}_scales", scales, (given.scale,), given.scales_shape(e, n, k), device)
+                check_tensor(
+                    f"{part}_scales", scales, (given.scale,), given.scales_shape(e, n, k), device
+                )
             elif scales is not None:
-                raise ValueError(f"`{part}_scales` must be None where the weights are {dtype_name(w_down.dtype)}")
+                raise ValueError(
+                    f"`{part}_scales` must be None where the weights are {dtype_name(w_down.dtype)}"
+                )
             if bias is not None:
                 check_tensor(f"{part}_bias", bias, (self.dtype,), (e, n), device)
             for name, value in ((f"{part}_scales", scales), (f"{part}_bias", bias)):
                 self.register_parameter(name, None if value is None else parameter(value))
                 if value is not None and given is not None:
                     getattr(self, name).requires_grad_(False)
-        self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
+        self.interleaved, self.limit, self.alpha, self.up_offset = (
+            interleaved,
+            limit,
+            alpha,
+            up_offset,
+        )
         self.averages_over = 1
         self._wanted, self._invariant = gemm, batch_invariant
         self._choose()
@@ -160,7 +196,9 @@ class GroupedExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of outputs, and of rows without scales: that of the weights, or bf16 where these have scales."""
+        """The dtype of outputs, and of rows without scales: that of the weights, or bf16 where
+        these have scales.
+        """
         return product_dtype(self.w_down)
 
     @property
@@ -174,17 +212,23 @@ class GroupedExperts(nn.Module):
 
     @property
     def gemm(self) -> str:
-        """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
+        """The name of the GEMM that serves calls of many rows whose segments lie as it
+        wants them.
+        """
         return self._stage.gemm
 
     @property
     def alignment(self) -> int:
-        """Segments must start at multiples of this number of rows, as in rounds of `dispatch(…, aligned=True)`."""
+        """Segments must start at multiples of this number of rows, as in rounds of `dispatch(…,
+        aligned=True)`.
+        """
         return self._stage.alignment
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether the bits of a row's output depend on nothing but the row: docs/choosing.md, "Batch invariance"."""
+        """Whether the bits of a row's output depend on nothing but the row: docs/choosing.md,
+        "Batch invariance".
+        """
         return self._stage.batch_invariant
 
     @property
@@ -207,32 +251,36 @@ class GroupedExperts(nn.Module):
         """Apply each expert to its segment of rows.
 
         Args:
-            rows_ND: [N, D] in `dtype`, or fp8 with `scales`. Rows past `expert_offsets[e]` have no effect on others.
-                Their outputs are undefined, but in a call with gradients zeros, as the gradients of these rows are.
-            expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]],
-                alignment gaps included.
-            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantized, unless DeepGEMM takes them as they
-                are.
-            tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is computed for gaps
-                between the two GEMMs; by default segments count as full.
-            alignment: in rows, of which all segments start at multiples: those of a round, `Dispatched.alignment`.
-                None: not known.
-            rows_per_expert: rows of an expert on average, as far as this rank can tell, by which it chooses a GEMM. Any
-                number of rows is right, but slow if there are many more. None: not known.
-            row_weights: fp32 [N] of a round with `weights_on="both"`, whose combine multiplies outputs by them, or
-                None. The outputs here are not multiplied. The gradients that arrive are those of weighted outputs, and
-                the weights get gradients. With gaps, `tokens_per_expert` must be given, or rows of gaps and their
-                gradients be zeros.
-            added: what adapters add for each row, `ExpertAdapters.of_rows`, or None. Such a call has no gradients.
+            rows_ND: [N, D] in `dtype`, or fp8 with `scales`. Rows past `expert_offsets[e]` have no
+                effect on others. Their outputs are undefined, but in a call with gradients zeros,
+                as the gradients of these rows are.
+            expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] :
+                expert_offsets[i + 1]], alignment gaps included.
+            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantized, unless DeepGEMM
+                takes them as they are.
+            tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is
+                computed for gaps between the two GEMMs; by default segments count as full.
+            alignment: in rows, of which all segments start at multiples: those of a round,
+                `Dispatched.alignment`. None: not known.
+            rows_per_expert: rows of an expert on average, as far as this rank can tell, by which it
+                chooses a GEMM. Any number of rows is right, but slow if there are many more. None:
+                not known.
+            row_weights: fp32 [N] of a round with `weights_on="both"`, whose combine multiplies
+                outputs by them, or None. The outputs here are not multiplied. The gradients that
+                arrive are those of weighted outputs, and the weights get gradients. With gaps,
+                `tokens_per_expert` must be given, or rows of gaps and their gradients be zeros.
+            added: what adapters add for each row, `ExpertAdapters.of_rows`, or None. Such a call
+                has no gradients.
 
         Returns:
             Outputs [N, D] in `dtype`.
 
         Raises:
             TypeError: an argument has another dtype.
-            ValueError: an argument has another shape or device; or `gemm` is "deep_gemm" or the experts are
-                `batch_invariant`, and `alignment` is no multiple of the property.
-            RuntimeError: something requires grad in grad mode, but the weights are fp8, MXFP4 or fp64.
+            ValueError: an argument has another shape or device; or `gemm` is "deep_gemm" or the
+                experts are `batch_invariant`, and `alignment` is no multiple of the property.
+            RuntimeError: something requires grad in grad mode, but the weights are fp8, MXFP4 or
+                fp64.
         """
         weights = self._weights(added)
         (e, D, _), device = weights.down.shape, weights.down.device
@@ -241,22 +289,32 @@ class GroupedExperts(nn.Module):
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
         N = rows_ND.shape[0]
         if scales is not None:
-            wire = format_of_rows(D, scales.shape[-1] if isinstance(scales, Tensor) and scales.dim() else 0)
-            check_tensor("scales", scales, (wire.scale or torch.float32,), (N, D // wire.block), device)
+            wire = format_of_rows(
+                D, scales.shape[-1] if isinstance(scales, Tensor) and scales.dim() else 0
+            )
+            check_tensor(
+                "scales", scales, (wire.scale or torch.float32,), (N, D // wire.block), device
+            )
         if tokens_per_expert is not None:
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
         alignment_if_unknown = self.alignment if self._wanted == self.gemm else 1
         if added is not None or not rows_ND.is_contiguous():  # kernels for few rows take neither
             rows_per_expert = None
-        segments = Segments(expert_offsets.contiguous(), tokens, alignment or alignment_if_unknown, rows_per_expert)
+        segments = Segments(
+            expert_offsets.contiguous(), tokens, alignment or alignment_if_unknown, rows_per_expert
+        )
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
-            # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad of frozen ones.
+            # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad
+            # of frozen ones.
             of_call = rows_ND, row_weights, *weights[:6]
             if wants_gradients(value for value in of_call if value is not None):
                 if added is not None:
-                    raise RuntimeError("`added` has no gradients: run under torch.inference_mode() or torch.no_grad()")
+                    raise RuntimeError(
+                        "`added` has no gradients: run under torch.inference_mode() or "
+                        "torch.no_grad()"
+                    )
                 return self._recorded(rows_ND, segments, row_weights, weights)
         return self._stage.serve(weights, rows_ND, scales, segments)
 
@@ -265,29 +323,44 @@ class GroupedExperts(nn.Module):
         given = FORMATS.get(self.w_down.dtype)
         name = dtype_name(self.w_down.dtype) if given is None or given.packed == 1 else given.name
         most_rows = ((each, self._stage.most_rows.get(each, math.inf)) for each in self.gemms)
-        few = "".join(f", {each} up to {most:.3g} rows an expert" for each, most in most_rows if most < math.inf)
+        few = "".join(
+            f", {each} up to {most:.3g} rows an expert"
+            for each, most in most_rows
+            if most < math.inf
+        )
         return f"e={e}, D={D}, F={f}, {name}, gemm={self.gemm!r}{few}"
 
-    def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights) -> Tensor:
+    def _recorded(
+        self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights
+    ) -> Tensor:
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:
             raise RuntimeError(
-                f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
+                f"`experts` of {dtype_name(self.w_down.dtype)} over rows of "
+                f"{dtype_name(rows_ND.dtype)} have no "
                 "gradients: run under torch.inference_mode() or torch.no_grad()"
             )
         trained = self._stage.trained
         if self._invariant and not GEMMS[trained].batch_invariant:
             raise RuntimeError(
-                f"`experts` are batch_invariant, and {trained}, the GEMM of their gradients, is not: run under "
+                f"`experts` are batch_invariant, and {trained}, the GEMM of their gradients, is "
+                "not: run under "
                 "torch.inference_mode() or torch.no_grad()"
             )
         if row_weights is not None:
-            check_tensor("row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device)
+            check_tensor(
+                "row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device
+            )
             row_weights = row_weights.contiguous()
         return self._stage.train(weights, rows_ND, row_weights, segments)
 
     @property
     def _gating(self) -> Gating:
-        return self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset
+        return (
+            self.interleaved,
+            math.inf if self.limit is None else self.limit,
+            self.alpha,
+            self.up_offset,
+        )
 
     def _choose(self) -> None:
         with torch.no_grad():
@@ -297,9 +370,15 @@ class GroupedExperts(nn.Module):
     def _weights(self, added: Added | None) -> Weights:
         over = self.averages_over
         return Weights(
-            local_view(self.w_gate_up, over), local_view(self.w_down, over), self.gate_up_scales, self.down_scales,
-            local_view(self.gate_up_bias, over), local_view(self.down_bias, over), self._gating, added,
-        )  # fmt: skip
+            local_view(self.w_gate_up, over),
+            local_view(self.w_down, over),
+            self.gate_up_scales,
+            self.down_scales,
+            local_view(self.gate_up_bias, over),
+            local_view(self.down_bias, over),
+            self._gating,
+            added,
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         quantized = [getattr(self, name) for name in _KEEP_DTYPE] if self.is_quantized else []

@@ -1,8 +1,10 @@
-"""What a host gives all layers of a model around its forward pass: routes to replay, and the adapter of each token.
+"""What a host gives all layers of a model around its forward pass: routes to replay, and the
+adapter of each token.
 
-A call finds what is given in the contexts of its own thread. A checkpoint computes a part of the model again in the
-backward pass, after the context and perhaps on another thread. It reads its inputs first, which are saved tensors: each
-of them knows the context in which it was saved, and leaves it at the node of the graph that reads it.
+A call finds what is given in the contexts of its own thread. A checkpoint computes a part of the
+model again in the backward pass, after the context and perhaps on another thread. It reads its
+inputs first, which are saved tensors: each of them knows the context in which it was saved, and
+leaves it at the node of the graph that reads it.
 """
 
 from __future__ import annotations
@@ -28,20 +30,31 @@ if TYPE_CHECKING:
 Routing = tuple[Tensor, Tensor | None]
 """ids [T, K] and weights [T, K]; None: those of the layer's own router"""
 Given = Routing | list[Routing] | Tensor | None
-"""of all calls of a layer, of each call, or ids [B, tokens, K] of which each call takes the next tokens"""
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}  # parts of names
+"""of all calls of a layer, of each call, or ids [B, tokens, K] of which each call takes the next
+tokens
+"""
+_WRAPPERS = {
+    "_orig_mod",
+    "_checkpoint_wrapped_module",
+    "_fsdp_wrapped_module",
+    "module",
+}  # parts of names
 _KEY = "epmoe.given"  # of a node's metadata
 _counting = RLock()
 
 
 class _Context:
-    """What one `replay` or `adapters_of` gives to its layers. A graph of their calls keeps it alive."""
+    """What one `replay` or `adapters_of` gives to its layers. A graph of their calls keeps it
+    alive.
+    """
 
     def __init__(self, layers: Mapping[Any, Given], adapter_ids: Tensor | None = None) -> None:
         self.layers, self.adapter_ids = layers, adapter_ids
         self.calls = dict.fromkeys(layers, 0)  # so far, or tokens of a sequence
         self.awaited = 0  # calls whose backward pass is still to come
-        self.task = torch._C._current_graph_task_id()  # of the backward pass that it is made in, or −1
+        self.task = (
+            torch._C._current_graph_task_id()
+        )  # of the backward pass that it is made in, or −1
         self.outer = _contexts.get()
         _count(layers, 1)
         weakref.finalize(self, _count, layers, -1).atexit = False
@@ -53,12 +66,16 @@ class _Context:
             return given
         call = 0 if again else self.calls[layer]
         rows = x.shape[:-1].numel()
-        if again and (self.calls[layer] * len(given) != rows if isinstance(given, Tensor) else len(given) > 1):
+        if again and (
+            self.calls[layer] * len(given) != rows if isinstance(given, Tensor) else len(given) > 1
+        ):
             raise EPStateError(f"{_UNKNOWN}: give each forward pass a `replay` of its own")
         if isinstance(given, Tensor):
             end = call + rows // len(given)
             if x.dim() == 3 and len(given) not in (1, len(x)):
-                raise ValueError(f"`routes` has {len(given)} sequences, but a call of a layer has {len(x)}")
+                raise ValueError(
+                    f"`routes` has {len(given)} sequences, but a call of a layer has {len(x)}"
+                )
             if rows % len(given) or end > given.shape[1]:
                 left = f"{given.shape[1] - call} tokens left, in each of {len(given)} sequences"
                 raise ValueError(f"`routes` has {left}, but a call of a layer has {rows} in all")
@@ -80,20 +97,30 @@ class _Context:
         handle = x.register_hook(arrived)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """The value that is saved in place of a tensor, which itself would keep its own graph alive."""
+        """The value that is saved in place of a tensor, which itself would keep its own graph
+        alive.
+        """
         return tensor.detach(), tensor._version
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
-        """The saved tensor, for the node of a graph which now knows the context. Raises what torch does."""
+        """The saved tensor, for the node of a graph which now knows the context. Raises what torch
+        does.
+        """
         tensor, version = packed
         if tensor._version != version:
-            raise RuntimeError(f"{describe(tensor)}, which a gradient needs, was modified by an inplace operation")
-        if (node := torch._C._current_autograd_node()) is not None:
+            raise RuntimeError(
+                f"{describe(tensor)}, which a gradient needs, was modified by an inplace operation"
+            )
+        node = torch._C._current_autograd_node()
+        if node is not None:
             node.metadata[_KEY] = weakref.ref(self)  # type: ignore[index]
         return tensor
 
 
-_UNKNOWN = "a checkpoint computes a layer's call again, and does not say which one of those that `replay` has routed"
+_UNKNOWN = (
+    "a checkpoint computes a layer's call again, and does not say which one of those that "
+    "`replay` has routed"
+)
 _contexts: ContextVar[tuple[_Context, ...]] = ContextVar("epmoe.given", default=())
 _last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Context]] = weakref.WeakKeyDictionary()
 
@@ -102,16 +129,19 @@ _last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Context]] = weakref.Wea
 def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor | NDArray[Any]) -> Iterator[None]:
     """Within it each layer of a model takes these experts and weights, not those of its router.
 
-    A checkpoint that computes a part of the model again, also after the context, takes them again. Other threads do not
-    take them. Contexts may be nested: the innermost one of a layer holds, and `routing=` of a call holds before all.
+    A checkpoint that computes a part of the model again, also after the context, takes them again.
+    Other threads do not take them. Contexts may be nested: the innermost one of a layer holds, and
+    `routing=` of a call holds before all.
 
     Args:
-        model: whose layers are `MoELayer`s, in wrappers of torch or not; or a layer, whose name is then "".
-        routes: what `recording` yields: for the name of each layer a list with the `Routes` of each call. A call may
-            also have ids int32 or int64 [T, K] and weights [T, K], or ids alone, which the layer's own router weighs,
-            with gradients; and a layer one entry for all its calls. Or records [tokens, layers, K] or [B, tokens,
-            layers, K] of ids alone, a tensor or an array of numpy, as `pack_routes` makes them: layers are in the order
-            of the model, and each call takes the next tokens of each sequence, as in `generate`. Tokens without a
+        model: whose layers are `MoELayer`s, in wrappers of torch or not; or a layer, whose name is
+            then "".
+        routes: what `recording` yields: for the name of each layer a list with the `Routes` of each
+            call. A call may also have ids int32 or int64 [T, K] and weights [T, K], or ids alone,
+            which the layer's own router weighs, with gradients; and a layer one entry for all its
+            calls. Or records [tokens, layers, K] or [B, tokens, layers, K] of ids alone, a tensor
+            or an array of numpy, as `pack_routes` makes them: layers are in the order of the model,
+            and each call takes the next tokens of each sequence, as in `generate`. Tokens without a
             record take the router's choice.
 
     Yields:
@@ -119,11 +149,13 @@ def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor | NDArray[Any]) 
 
     Raises:
         TypeError: `routes` or an entry is something else.
-        ValueError: `routes` has not the model's layers, or a tensor has another shape than K. A call raises it where
-            its layer has no routes left, or where they are not those of its tokens.
-        EPStateError: in a backward pass, where a checkpoint computes a call again and does not say which one it is: its
-            forward pass had several calls of the layer, or other hooks of saved tensors within the context; or it had
-            no `replay`, while the backward pass of one that had is still to come.
+        ValueError: `routes` has not the model's layers, or a tensor has another shape than K. A
+            call raises it where its layer has no routes left, or where they are not those of its
+            tokens.
+        EPStateError: in a backward pass, where a checkpoint computes a call again and does not say
+            which one it is: its forward pass had several calls of the layer, or other hooks of
+            saved tensors within the context; or it had no `replay`, while the backward pass of one
+            that had is still to come.
     """
     layers = layers_of(model)
     if isinstance(routes, Mapping):
@@ -140,31 +172,40 @@ def _by_token(routes: Tensor, layers: list[Any]) -> dict[Any, Given]:
     if not layers:
         raise ValueError("`model` has no MoELayer")
     model = layers[0].ep.config.model
-    ids = unpack_routes(routes, len(layers), model.num_experts, model.num_experts_per_tok, layers[0].ep.device)
+    ids = unpack_routes(
+        routes, len(layers), model.num_experts, model.num_experts_per_tok, layers[0].ep.device
+    )
     return dict(zip(layers, ids, strict=True))
 
 
 def _by_call(routes: Mapping[str, Any], layers: dict[str, Any]) -> dict[Any, Given]:
     given = {_plain(name): value for name, value in routes.items()}
-    if odd := sorted(layers.keys() ^ given.keys()):
+    odd = sorted(layers.keys() ^ given.keys())
+    if odd:
         what = "is no layer of the model" if odd[0] in given else "has none"
-        raise ValueError(f"`routes` must have one entry for each of {len(layers)} layers, but {odd[0]!r} {what}")
+        raise ValueError(
+            f"`routes` must have one entry for each of {len(layers)} layers, but {odd[0]!r} {what}"
+        )
     return {layers[name]: _checked(name, value, layers[name]) for name, value in given.items()}
 
 
 @contextmanager
 def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
-    """Within it the tokens of a model's layers with `adapters` have these adapters, as by `adapter_ids` of each call.
+    """Within it the tokens of a model's layers with `adapters` have these adapters, as by
+    `adapter_ids` of each call.
 
-    `ids`, int16, int32 or int64, are [T] or [B, T], a number for each token; or [B], one for each sequence of [B, T]
-    tokens. It holds for `generate`, too. Other threads have other adapters, or none. Contexts may be nested: the
-    innermost one holds, and `adapter_ids=` of a call holds before all.
+    `ids`, int16, int32 or int64, are [T] or [B, T], a number for each token; or [B], one for each
+    sequence of [B, T] tokens. It holds for `generate`, too. Other threads have other adapters, or
+    none. Contexts may be nested: the innermost one holds, and `adapter_ids=` of a call holds before
+    all.
 
-    Raises TypeError where `ids` is no tensor, and ValueError where no layer has `adapters`. A call raises ValueError
-    where `ids` are not those of its tokens.
+    Raises TypeError where `ids` is no tensor, and ValueError where no layer has `adapters`. A call
+    raises ValueError where `ids` are not those of its tokens.
     """
     if not isinstance(ids, Tensor):
-        raise TypeError(f"`ids` must be a tensor of integers [T], [B, T] or [B], got {describe(ids)}")
+        raise TypeError(
+            f"`ids` must be a tensor of integers [T], [B, T] or [B], got {describe(ids)}"
+        )
     layers = [layer for layer in layers_of(model).values() if layer.adapters is not None]
     if not layers:
         raise ValueError("`model` has no MoELayer with `adapters`")
@@ -173,10 +214,13 @@ def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
 
 
 def given_to(layer: nn.Module, x: Tensor) -> tuple[Routing | None, Tensor | None]:
-    """The routing and the adapters of tokens that contexts give to a call of a layer, whose x is [T, D] or [B, T, D].
-    Raises what `replay` says of calls."""
+    """The routing and the adapters of tokens that contexts give to a call of a layer, whose x is
+    [T, D] or [B, T, D]. Raises what `replay` says of calls.
+    """
     task = torch._C._current_graph_task_id()
-    around = [context for context in _contexts.get() if context.task == task and layer in context.layers]
+    around = [
+        context for context in _contexts.get() if context.task == task and layer in context.layers
+    ]
     again = task != -1 and not around
     if again:
         around = [context for context in _of_former_call(layer) if layer in context.layers]
@@ -186,7 +230,9 @@ def given_to(layer: nn.Module, x: Tensor) -> tuple[Routing | None, Tensor | None
         _last[layer] = weakref.ref(replays[-1])
         if x.requires_grad and not again:
             replays[-1].await_gradient(x)
-    adapter_ids = next((context.adapter_ids for context in reversed(around) if context not in replays), None)
+    adapter_ids = next(
+        (context.adapter_ids for context in reversed(around) if context not in replays), None
+    )
     if adapter_ids is not None and x.dim() == 3 and adapter_ids.shape == x.shape[:1]:
         adapter_ids = adapter_ids[:, None].expand(x.shape[:2])  # one of each sequence
     return routing, adapter_ids
@@ -198,10 +244,13 @@ def _of_former_call(layer: nn.Module) -> tuple[_Context, ...]:
     link = None if node is None else node.metadata.get(_KEY)  # type: ignore[attr-defined]
     if link is not None and (context := link()) is not None:
         return (*context.outer, context)
-    if (last := _last.get(layer)) is not None and (context := last()) is not None and context.awaited:
+    last = _last.get(layer)
+    if last is not None and (context := last()) is not None and context.awaited:
         raise EPStateError(
-            f"{_UNKNOWN}: other hooks of saved tensors, such as those that offload them, must be outside of `replay`, "
-            "and the backward pass of a forward pass without `replay` must not come between that of one with it"
+            f"{_UNKNOWN}: other hooks of saved tensors, such as those that offload them, must be "
+            "outside of `replay`, "
+            "and the backward pass of a forward pass without `replay` must not come between that "
+            "of one with it"
         )
     return ()
 
@@ -239,8 +288,11 @@ def _checked(name: str, value: Any, layer: Any) -> Routing | list[Routing]:
 def _pair(name: str, value: Any, layer: Any) -> Routing:
     ids, weights, *_ = (*value, None, None) if isinstance(value, tuple) else (value, None)
     if not isinstance(ids, Tensor) or not isinstance(weights, Tensor | None):
-        raise TypeError(f"`routes[{name!r}]` must be `Routes`, ids and weights, or ids, got {describe(value)}")
-    K, ids = layer.ep.config.model.num_experts_per_tok, ids.flatten(0, -2)
+        raise TypeError(
+            f"`routes[{name!r}]` must be `Routes`, ids and weights, or ids, got {describe(value)}"
+        )
+    K = layer.ep.config.model.num_experts_per_tok
+    ids = ids.flatten(0, -2)
     weights = None if weights is None else weights.flatten(0, -2)
     if ids.shape[1:] != (K,) or weights is not None and weights.shape != ids.shape:
         got = describe(ids) if weights is None else f"{describe(ids)} and {describe(weights)}"

@@ -1,4 +1,6 @@
-"""Logits of a router, with gradients; on request in one order of sums, so that a token has one value in any batch."""
+"""Logits of a router, with gradients; on request in one order of sums, so that a token has one
+value in any batch.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,26 @@ from epmoe.local.gemm.blocks import multiply_blocks
 from epmoe.native import ops
 
 
-def router_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = False) -> Tensor:
-    """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding does not touch.
-    `invariant`: those of a token, and its gradient, have the same bits in any batch."""
+def router_logits(
+    x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = False
+) -> Tensor:
+    """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding
+    does not touch. `invariant`: those of a token, and its gradient, have the same bits in any
+    batch.
+    """
     found: Tensor = _Logits.apply(x_TD, weight, bias, invariant)
     return found
 
 
 class _Logits(torch.autograd.Function):
-    """A token whose logits get gradients of 0, such as padding, gives the weights none, whatever it holds."""
+    """A token whose logits get gradients of 0, such as padding, gives the weights none, whatever it
+    holds.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool
+    ) -> Tensor:
         ctx.save_for_backward(x_TD, weight)
         ctx.invariant = invariant
         if not invariant:
@@ -37,7 +47,9 @@ class _Logits(torch.autograd.Function):
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         by_x = by_weight = by_bias = None
         if of_x:
-            by_x = (_product(grad_TE, weight.t()) if ctx.invariant else grad_TE @ weight).to(x_TD.dtype)
+            by_x = (_product(grad_TE, weight.t()) if ctx.invariant else grad_TE @ weight).to(
+                x_TD.dtype
+            )
         if of_weight:
             x_TD = x_TD.to(weight.dtype)
             by_weight = grad_TE.t() @ x_TD.where((grad_TE != 0).any(1, keepdim=True), 0.0)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from epmoe.native import ops
-from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, contiguous_rows, describe_fields
+from epmoe.native.arguments import (
+    FLOATS,
+    INTS,
+    check_forward_only,
+    check_tensor,
+    contiguous_rows,
+    describe_fields,
+)
 
 I32 = (torch.int32,)
 
@@ -19,7 +26,8 @@ class Permuted:
 
     Attributes:
         rows: [N, D]. Rows past `expert_offsets[e]` are not written and must not be read.
-        expert_offsets: int32 [e + 1], the first row of each segment; a grouped GEMM takes `expert_offsets[1:]`.
+        expert_offsets: int32 [e + 1], the first row of each segment; a grouped GEMM takes
+            `expert_offsets[1:]`.
         tokens_per_expert: int32 [e], rows of each segment without its gap.
         row_of_pair: int32 [S, K], −1 for a pair without a row.
         counts: int32 [R], the real slots of each source, or None; as passed.
@@ -46,17 +54,21 @@ def permute(
     max_rows: int | None = None,
     counters: Tensor | None = None,
 ) -> Permuted:
-    """Copy each row once for each of its local experts. Order: by expert, then source rank, then token.
+    """Copy each row once for each of its local experts. Order: by expert, then source rank, then
+    token.
 
     Args:
         x: [S, D] fp32, fp16, bf16 or fp8, any row stride.
-        ids: [S, K] int32 or int64. An id out of range, or one that the map sends to −1, gets no row.
-        expert_map: int32 [P], the local index in [0, e) of each id, −1 for an expert of another rank.
+        ids: [S, K] int32 or int64. An id out of range, or one that the map sends to −1, gets no
+            row.
+        expert_map: int32 [P], the local index in [0, e) of each id, −1 for an expert of another
+            rank.
         num_local_experts: e.
-        counts_R: int32 [R]. With it, x is R slabs of S/R slots, and only the first counts_R[r] slots of slab r count.
+        counts_R: int32 [R]. With it, x is R slabs of S/R slots, and only the first counts_R[r]
+            slots of slab r count.
         alignment: in rows. Segments start at its multiples; the gaps between them are zeros.
-        max_rows: N, by default the worst case S·K + e·(alignment − 1). Pairs past it, in expert-major order, get row −1
-            and count as dropped.
+        max_rows: N, by default the worst case S·K + e·(alignment − 1). Pairs past it, in
+            expert-major order, get row −1 and count as dropped.
         counters: see `route`.
 
     Returns:
@@ -85,7 +97,13 @@ def permute(
         raise ValueError(f"`max_rows` must be from 0 to 2147483647, got {max_rows}")
     check_forward_only(x)
     rows, offsets, tokens, row_of_pair = ops.permute(
-        contiguous_rows(x), contiguous_rows(ids), expert_map.contiguous(), num_local_experts, counts_R, alignment,
-        max_rows, counters,
-    )  # fmt: skip
+        contiguous_rows(x),
+        contiguous_rows(ids),
+        expert_map.contiguous(),
+        num_local_experts,
+        counts_R,
+        alignment,
+        max_rows,
+        counters,
+    )
     return Permuted(rows, offsets, tokens, row_of_pair, counts_R)

@@ -36,14 +36,14 @@ class Quantized(NamedTuple):
 def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
     """Set the rows of padding to zero, in place, without reading them.
 
-    A serving stack that pads its batch (for graph replay, or to equal sizes on all ranks) leaves stale memory behind
-    the real rows. Zeros are harmless in routing and in quantization.
+    A serving stack that pads its batch (for graph replay, or to equal sizes on all ranks) leaves
+    stale memory behind the real rows. Zeros are harmless in routing and in quantization.
 
     Args:
-        x: [..., D]. All leading dimensions together count the rows, as in [requests, tokens of a request, D], and the
-            rows must be evenly spaced.
-        num_tokens: the number of real rows: an int, or an int32 scalar tensor on the device, which a CUDA graph reads
-            anew at each replay.
+        x: [..., D]. All leading dimensions together count the rows, as in [requests, tokens of a
+            request, D], and the rows must be evenly spaced.
+        num_tokens: the number of real rows: an int, or an int32 scalar tensor on the device, which
+            a CUDA graph reads anew at each replay.
 
     Returns:
         `x`.
@@ -64,12 +64,17 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
 
 
 def quantize_fp8(
-    x: Tensor, *, granularity: Literal["tensor", "block"] = "block", num_tokens: int | Tensor | None = None
+    x: Tensor,
+    *,
+    granularity: Literal["tensor", "block"] = "block",
+    num_tokens: int | Tensor | None = None,
 ) -> Quantized:
-    """Quantize to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
+    """Quantize to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither
+    values nor scales.
 
-    A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf saturates; neither enters
-    an amax, so every scale is finite. Padded rows become zeros with scale 1. Errors are those of `permute`.
+    A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf
+    saturates; neither enters an amax, so every scale is finite. Padded rows become zeros with scale
+    1. Errors are those of `permute`.
 
     Args:
         x: [T, D] fp32, fp16 or bf16, any row stride.
@@ -89,8 +94,9 @@ def quantize_fp8(
 
 
 def quantize_weights(weights: Tensor) -> Quantized:
-    """fp8 values [n, k] of weights [n, k], and their scales fp32 [⌈n/128⌉, ⌈k/128⌉], one for each block of 128 × 128,
-    by the rule of `quantize_fp8`. Values are finite."""
+    """fp8 values [n, k] of weights [n, k], and their scales fp32 [⌈n/128⌉, ⌈k/128⌉], one for each
+    block of 128 × 128, by the rule of `quantize_fp8`. Values are finite.
+    """
     (n, k), (rows, columns), most = weights.shape, FP8_BLOCKS.block, torch.finfo(FP8).max
     padded = F.pad(weights.float(), (0, -k % columns, 0, -n % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -101,6 +107,8 @@ def quantize_weights(weights: Tensor) -> Quantized:
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, B], of which each has D / B elements of a row."""
+    """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, B], of which each has D / B
+    elements of a row.
+    """
     blocks = rows.float().unflatten(1, (scales.shape[1], -1))
     return (blocks * scales[..., None]).flatten(1).to(dtype)

@@ -1,4 +1,6 @@
-"""What layers have chosen: for auxiliary losses, updates of biases, and replays of a rollout's routes."""
+"""What layers have chosen: for auxiliary losses, updates of biases, and replays of a rollout's
+routes.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,41 @@ class Routes(NamedTuple):
     """What a call of a layer has chosen."""
 
     ids: Tensor
-    """int32 or int64 [T, K], logical experts; padding has E. A call with gradients has −1 where the weight is 0."""
+    """int32 or int64 [T, K], logical experts; padding has E. A call with gradients has −1 where the
+    weight is 0.
+    """
     weights: Tensor
     """fp32 [T, K], with gradients in a call with gradients"""
     logits: Tensor | None
-    """[T, E] in the dtype of the router, with gradients in a call with gradients; None where the routing was given"""
+    """[T, E] in the dtype of the router, with gradients in a call with gradients; None where the
+    routing was given
+    """
     tokens_per_expert: Tensor | None
-    """int32 [e], rows that this rank's experts have got from all ranks; None in a call without gradients, whose memory
-    the next round overwrites"""
+    """int32 [e], rows that this rank's experts have got from all ranks; None in a call without
+    gradients, whose memory the next round overwrites
+    """
 
 
 @contextmanager
 def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
-    """Record the calls of a model's layers within it: by the name of the layer, the `Routes` of each call.
+    """Record the calls of a model's layers within it: by the name of the layer, the `Routes` of
+    each call.
 
-    `module` is a model, or a layer, whose name is then "". The tensors are those of the calls. A CUDA graph that is
-    captured within it writes into them in each replay, also afterwards. Compiled layers without gradients are recorded,
-    too. Calls of other threads are not, nor those that a checkpoint makes again in a backward pass. A backward pass
-    through weights or logits of the first pass of a reentrant checkpoint, which has no gradients, raises RuntimeError.
+    `module` is a model, or a layer, whose name is then "". The tensors are those of the calls. A
+    CUDA graph that is captured within it writes into them in each replay, also afterwards. Compiled
+    layers without gradients are recorded, too. Calls of other threads are not, nor those that a
+    checkpoint makes again in a backward pass. A backward pass through weights or logits of the
+    first pass of a reentrant checkpoint, which has no gradients, raises RuntimeError.
     """
-    layers: dict[str, Any] = {name: each for name, each in module.named_modules() if hasattr(each, "recorders")}
+    layers: dict[str, Any] = {
+        name: each for name, each in module.named_modules() if hasattr(each, "recorders")
+    }
     calls: dict[str, list[Routes]] = {name: [] for name in layers}
     here = object()
-    recorders = {name: partial(_record, calls[name], here, torch._C._current_graph_task_id()) for name in layers}
+    recorders = {
+        name: partial(_record, calls[name], here, torch._C._current_graph_task_id())
+        for name in layers
+    }
     token = _open.set((*_open.get(), here))
     for name, layer in layers.items():
         layer.recorders.append(recorders[name])
@@ -73,7 +87,9 @@ def _record(calls: list[Routes], here: object, task: int, routes: Routes) -> Non
 
 
 def _in_function() -> bool:
-    """Whether the forward pass of an autograd.Function runs, such as the first pass of a reentrant checkpoint."""
+    """Whether the forward pass of an autograd.Function runs, such as the first pass of a reentrant
+    checkpoint.
+    """
     frames = (frame for frame, _ in walk_stack(None) if frame.f_code.co_name == "forward")
     return any(isinstance(frame.f_locals.get("ctx"), FunctionCtx) for frame in frames)
 
@@ -87,6 +103,7 @@ def _without_gradients(value: Tensor) -> Tensor:
 
 def _refuse(_: Tensor) -> NoReturn:
     raise RuntimeError(
-        "a loss of recorded weights or logits has no gradients in a reentrant checkpoint, whose first pass has none: "
+        "a loss of recorded weights or logits has no gradients in a reentrant checkpoint, whose "
+        "first pass has none: "
         "checkpoint with use_reentrant=False"
     )

@@ -1,10 +1,12 @@
 """Records of routes: ids of experts, token by token, as rollouts hand them to trainers.
 
-    recording(model) ─ pack_routes ─▶ [B, tokens, layers, K] ─ pad_routes ─▶ [B, length, layers, K] ─ replay(model, …)
+    recording(model) ─ pack_routes ─▶ [B, tokens, layers, K] ─ pad_routes ─▶ [B, length, layers, K]
+    ─ replay(model, …)
 
-Rollout engines and trainers carry the same: logical ids in uint8 where these suffice, else in int16. A token has no
-record where its K ids are not K experts: the experts of a token differ from one another, so K equal ids are none. So
-zeros mean no record, as engines fill in for tokens that they have not computed, and so does −1, 255 in uint8.
+Rollout engines and trainers carry the same: logical ids in uint8 where these suffice, else in
+int16. A token has no record where its K ids are not K experts: the experts of a token differ from
+one another, so K equal ids are none. So zeros mean no record, as engines fill in for tokens that
+they have not computed, and so does −1, 255 in uint8.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 DTYPES = (torch.uint8, torch.int16, *INTS)
 
 
-def pack_routes(record: Mapping[str, Sequence[Routes]], num_experts: int, *, batch: int = 1) -> Tensor:
+def pack_routes(
+    record: Mapping[str, Sequence[Routes]], num_experts: int, *, batch: int = 1
+) -> Tensor:
     """The experts of all calls of a rollout, such as those of `generate`, in one tensor.
 
     Args:
@@ -34,50 +38,77 @@ def pack_routes(record: Mapping[str, Sequence[Routes]], num_experts: int, *, bat
         batch: B, the sequences of each call, whose tokens are [B, T] or flat.
 
     Returns:
-        Ids [B, tokens, layers, K] in uint8 or, with more experts, int16: the tokens of all calls one after another, and
-        the layers in the order of the record. Tokens without experts, such as padding, have no record.
+        Ids [B, tokens, layers, K] in uint8 or, with more experts, int16: the tokens of all calls
+        one after another, and the layers in the order of the record. Tokens without experts, such
+        as padding, have no record.
 
-    Raises ValueError where layers have had other calls than one another, or calls no whole number of tokens for each
-    sequence.
+    Raises ValueError where layers have had other calls than one another, or calls no whole number
+    of tokens for each sequence.
     """
     sizes = {name: [len(call.ids) for call in calls] for name, calls in record.items()}
     of_layer, *others = {*map(tuple, sizes.values())} or {()}
     if others or not of_layer or any(size % batch for size in of_layer):
-        raise ValueError(f"`record` must have the same calls of each layer, of {batch} sequences each, got {sizes}")
-    layers = (torch.cat([c.ids.view(batch, -1, c.ids.shape[1]) for c in calls], 1) for calls in record.values())
+        raise ValueError(
+            f"`record` must have the same calls of each layer, of {batch} sequences each, got "
+            f"{sizes}"
+        )
+    layers = (
+        torch.cat([c.ids.view(batch, -1, c.ids.shape[1]) for c in calls], 1)
+        for calls in record.values()
+    )
     ids = torch.stack(list(layers), 2)
-    dtype = torch.uint8 if num_experts < 256 or num_experts == 256 and ids.shape[-1] > 1 else torch.int16
+    dtype = (
+        torch.uint8
+        if num_experts < 256 or num_experts == 256 and ids.shape[-1] > 1
+        else torch.int16
+    )
     return ids.masked_fill(_unrecorded(ids, num_experts), -1).to(dtype)
 
 
-def pad_routes(records: Iterable[Tensor | NDArray[Any]], length: int, starts: Iterable[int] | int = 0) -> Tensor:
-    """Records of sequences [tokens, layers, K] → [B, length, layers, K], in which other positions have no record.
+def pad_routes(
+    records: Iterable[Tensor | NDArray[Any]], length: int, starts: Iterable[int] | int = 0
+) -> Tensor:
+    """Records of sequences [tokens, layers, K] → [B, length, layers, K], in which other positions
+    have no record.
 
-    Records may be arrays of numpy. `starts` are the positions of their first tokens, of each or of all: behind padding,
-    or behind a prompt whose tokens came from a cache. Raises ValueError where a record does not fit into `length`, or
-    records have other layers or K than one another, and TypeError where they have several dtypes.
+    Records may be arrays of numpy. `starts` are the positions of their first tokens, of each or of
+    all: behind padding, or behind a prompt whose tokens came from a cache. Raises ValueError where
+    a record does not fit into `length`, or records have other layers or K than one another, and
+    TypeError where they have several dtypes.
     """
     tensors = list(map(torch.as_tensor, records))
     begins = [starts] * len(tensors) if isinstance(starts, int) else list(starts)
     if not tensors or {each.dtype for each in tensors} - {tensors[0].dtype}:
-        raise TypeError(f"`records` must be tensors of one dtype, got {', '.join(map(describe, tensors)) or 'none'}")
+        raise TypeError(
+            "`records` must be tensors of one dtype, got "
+            f"{', '.join(map(describe, tensors)) or 'none'}"
+        )
     fill = 255 if tensors[0].dtype == torch.uint8 else -1
     padded = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)
     if len({each.shape[1:] for each in tensors}) > 1:
-        raise ValueError(f"`records` must have the same layers and K, got {', '.join(map(describe, tensors))}")
+        raise ValueError(
+            f"`records` must have the same layers and K, got {', '.join(map(describe, tensors))}"
+        )
     for record, place, start in zip(tensors, padded, begins, strict=True):
         if not 0 <= start <= length - len(record):
-            raise ValueError(f"a record of {len(record)} tokens from {start} on must fit into {length} positions")
+            raise ValueError(
+                f"a record of {len(record)} tokens from {start} on must fit into {length} positions"
+            )
         place[start : start + len(record)] = record
     return padded
 
 
-def unpack_routes(routes: Tensor, num_layers: int, num_experts: int, top_k: int, device: torch.device) -> list[Tensor]:
-    """Records [tokens, layers, K] or [B, tokens, layers, K] → for each layer ids int32 [B, tokens, K], in which a token
-    without a record takes `OWN_CHOICE`."""
+def unpack_routes(
+    routes: Tensor, num_layers: int, num_experts: int, top_k: int, device: torch.device
+) -> list[Tensor]:
+    """Records [tokens, layers, K] or [B, tokens, layers, K] → for each layer ids int32 [B, tokens,
+    K], in which a token without a record takes `OWN_CHOICE`.
+    """
     if routes.dim() == 3:
         routes = routes[None]
-    check_tensor("routes", routes, DTYPES[num_experts > 256 :], ("B", "tokens", num_layers, top_k))  # not uint8
+    check_tensor(
+        "routes", routes, DTYPES[num_experts > 256 :], ("B", "tokens", num_layers, top_k)
+    )  # not uint8
     ids = routes.to(device, torch.int32)
     return list(ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE).unbind(2))
 

@@ -1,5 +1,6 @@
-"""The dense oracle: what every stage must compute, in plain torch and fp64, as short as the contract allows. Nothing
-here is fast, and nothing here communicates."""
+"""The dense oracle: what every stage must compute, in plain torch and fp64, as short as the
+contract allows. Nothing here is fast, and nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def route_reference(
     undefined_TE = ~scores_TE.isfinite()  # under softmax whole rows, under sigmoid single experts
     scores_TE = scores_TE.masked_fill(undefined_TE, 0.0)
 
-    # Both scoring functions are monotonic. Without a bias the exact logits therefore decide the order, and an undefined
-    # score counts as the lowest logit. With a bias the fp32 sum of score and bias decides.
+    # Both scoring functions are monotonic. Without a bias the exact logits therefore decide the
+    # order, and an undefined score counts as the lowest logit. With a bias the fp32 sum of score
+    # and bias decides.
     keys_TE = logits_TE.masked_fill(undefined_TE, -torch.inf)
     if bias is not None:
         keys_TE = (scores_TE.float() + bias).double()
@@ -46,7 +48,11 @@ def route_reference(
 
     order_TE = _best_first(keys_TE)
     if num_expert_groups > 1:
-        best_TGs = keys_TE.view(T, num_expert_groups, E // num_expert_groups).sort(dim=-1, descending=True).values
+        best_TGs = (
+            keys_TE.view(T, num_expert_groups, E // num_expert_groups)
+            .sort(dim=-1, descending=True)
+            .values
+        )
         count = scores_per_group or (1 if bias is None else 2)
         group_TG = best_TGs[..., 0]
         if count > 1:  # a sum of scores is an fp32 sum, like that of a score and its bias
@@ -57,7 +63,8 @@ def route_reference(
         chosen_TG = torch.zeros_like(group_TG, dtype=torch.bool)
         chosen_TG.scatter_(1, _best_first(group_TG)[:, :top_groups], True)
         out_TE = ~chosen_TG.repeat_interleave(E // num_expert_groups, dim=1)
-        # A stable partition: experts of groups that were not chosen come last, also after experts whose key is −Inf.
+        # A stable partition: experts of groups that were not chosen come last, also after experts
+        # whose key is −Inf.
         order_TE = order_TE.gather(1, out_TE.gather(1, order_TE).sort(dim=-1, stable=True).indices)
 
     ids_TK = order_TE[:, :top_k]
@@ -83,7 +90,9 @@ def permute_reference(
     alignment: int = 1,
     max_rows: int | None = None,
 ) -> Permuted:
-    """`epmoe.permute` by its contract. Its rows end with the last expert's segment, at most at `max_rows`."""
+    """`epmoe.permute` by its contract. Its rows end with the last expert's segment, at most at
+    `max_rows`.
+    """
     S, K = ids_SK.shape
     P = expert_map_P.numel()
     known_SK = (ids_SK >= 0) & (ids_SK < P)
@@ -95,7 +104,9 @@ def permute_reference(
     local, pair = local_SK.flatten().sort(stable=True)  # expert-major, and within an expert by slot
     local, pair = local[local >= 0], pair[local >= 0]
     tokens = torch.bincount(local, minlength=num_local_experts)
-    offsets = torch.nn.functional.pad(((tokens + alignment - 1) // alignment * alignment).cumsum(0), (1, 0))
+    offsets = torch.nn.functional.pad(
+        ((tokens + alignment - 1) // alignment * alignment).cumsum(0), (1, 0)
+    )
     first = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
     row = offsets[local] + torch.arange(local.numel(), device=local.device) - first[local]
     if max_rows is not None:
@@ -111,10 +122,14 @@ def permute_reference(
 
 
 def finalize_reference(expert_rows_ND: Tensor, permuted: Permuted, weights_SK: Tensor) -> Tensor:
-    """`epmoe.finalize` by its contract, in fp64: partial [S, D]; slots past the counts are zeros here."""
+    """`epmoe.finalize` by its contract, in fp64: partial [S, D]; slots past the counts are zeros
+    here.
+    """
     N = expert_rows_ND.shape[0]
     row_SK = permuted.row_of_pair.long()
-    partial_SD = expert_rows_ND.new_zeros(row_SK.shape[0], expert_rows_ND.shape[1], dtype=torch.float64)
+    partial_SD = expert_rows_ND.new_zeros(
+        row_SK.shape[0], expert_rows_ND.shape[1], dtype=torch.float64
+    )
     for k in range(row_SK.shape[1]):
         weight_S = weights_SK[:, k].double()
         used = ((row_SK[:, k] >= 0) & (row_SK[:, k] < N) & (weight_S != 0)).nonzero()[:, 0]
@@ -123,7 +138,9 @@ def finalize_reference(expert_rows_ND: Tensor, permuted: Permuted, weights_SK: T
 
 
 def swiglu_reference(w_gate_up: Tensor, w_down: Tensor) -> ExpertFn:
-    """Experts of `w_gate_up` [E, 2F, D] and `w_down` [E, D, F] in fp64: down(silu(gate(x)) · up(x))."""
+    """Experts of `w_gate_up` [E, 2F, D] and `w_down` [E, D, F] in fp64: down(silu(gate(x)) ·
+    up(x)).
+    """
 
     def expert(rows_nD: Tensor, expert_id: int) -> Tensor:
         gate, up = (rows_nD.double() @ w_gate_up[expert_id].double().T).chunk(2, dim=-1)
@@ -142,12 +159,13 @@ def moe_reference(
 ) -> Tensor:
     """The whole layer on one rank, in fp64.
 
-    y [T, D]: y[t] = Σ_k weights[t, k] · f(ids[t, k], x[t]), where f(i, x) is the output of expert i. With
-    `apply_router_weight_on_input`, y[t] = Σ_k f(ids[t, k], weights[t, k] · x[t]), and the product is computed in fp32
-    and rounded to x's dtype.
+    y [T, D]: y[t] = Σ_k weights[t, k] · f(ids[t, k], x[t]), where f(i, x) is the output of expert
+    i. With `apply_router_weight_on_input`, y[t] = Σ_k f(ids[t, k], weights[t, k] · x[t]), and the
+    product is computed in fp32 and rounded to x's dtype.
 
-    `experts` is a callable on (rows, expert id), or the pair (w_gate_up [E, 2F, D], w_down [E, D, F]). Pairs whose
-    weight is 0, NaN or Inf contribute nothing, nor do pairs with a negative id. `experts` must know all other ids.
+    `experts` is a callable on (rows, expert id), or the pair (w_gate_up [E, 2F, D], w_down [E, D,
+    F]). Pairs whose weight is 0, NaN or Inf contribute nothing, nor do pairs with a negative id.
+    `experts` must know all other ids.
     """
     expert = experts if callable(experts) else swiglu_reference(*experts)
     y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.float64)
@@ -157,7 +175,9 @@ def moe_reference(
         token, k = ((ids_TK == expert_id) & live_TK).nonzero(as_tuple=True)
         weight_n1 = weights_TK[token, k, None]
         if apply_router_weight_on_input:
-            rows_nD = expert((weight_n1.float() * x_TD[token].float()).to(x_TD.dtype).double(), expert_id)
+            rows_nD = expert(
+                (weight_n1.float() * x_TD[token].float()).to(x_TD.dtype).double(), expert_id
+            )
         else:
             rows_nD = weight_n1 * expert(x_TD[token].double(), expert_id)
         y_TD.index_add_(0, token, rows_nD.double())

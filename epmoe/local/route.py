@@ -1,4 +1,6 @@
-"""Route: K unique experts and finite weights for each token, whatever the bits of the logits are."""
+"""Route: K unique experts and finite weights for each token, whatever the bits of the
+logits are.
+"""
 
 from __future__ import annotations
 
@@ -51,26 +53,31 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for each row of logits.
 
-    A score that is not finite counts as 0. For every bit pattern of logits and bias, the ids of a real row are
-    therefore unique and in [0, E), and its weights are finite. The best score comes first; of equal scores the lower id
-    comes first. Without a bias the logits themselves decide, since both scorings are monotonic.
+    A score that is not finite counts as 0. For every bit pattern of logits and bias, the ids of a
+    real row are therefore unique and in [0, E), and its weights are finite. The best score comes
+    first; of equal scores the lower id comes first. Without a bias the logits themselves decide,
+    since both scorings are monotonic.
 
     Args:
         logits: [T, E] fp32, fp16 or bf16, any row stride; 1 ≤ K ≤ E ≤ 4096.
         top_k: K, at most 32 on CUDA.
         scoring: softmax over the experts, or sigmoid of each.
-        bias: [E] fp32, fp16 or bf16, added in fp32 to the scores for the choice only (auxiliary-loss-free balancing of
-            DeepSeek-V3).
+        bias: [E] fp32, fp16 or bf16, added in fp32 to the scores for the choice only
+            (auxiliary-loss-free balancing of DeepSeek-V3).
         renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
-        renormalize_epsilon: from 0 to 1, is added to that sum. Scores far below it then give weights near 0.
+        renormalize_epsilon: from 0 to 1, is added to that sum. Scores far below it then give
+            weights near 0.
         num_expert_groups: groups of E / num_expert_groups experts that follow one another.
         top_groups: choose among the experts of this many groups, the best ones.
-        scores_per_group: a group is rated by the sum of this many of its best biased scores. By default two with a
-            bias, and one without (group-limited routing of DeepSeek-V3 and -V2). Megatron takes `top_k // top_groups`.
+        scores_per_group: a group is rated by the sum of this many of its best biased scores. By
+            default two with a bias, and one without (group-limited routing of DeepSeek-V3 and -V2).
+            Megatron takes `top_k // top_groups`.
         routed_scaling_factor: multiplies the weights, last.
-        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding: ids E, weights 0.
+        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding: ids
+            E, weights 0.
         id_dtype: torch.int32 or torch.int64.
-        counters: int64 [8], to which the health counters are added, in the order of `epmoe.exchange.health.COUNTERS`.
+        counters: int64 [8], to which the health counters are added, in the order of
+            `epmoe.exchange.health.COUNTERS`.
 
     Returns:
         ids [T, K] of `id_dtype` and weights fp32 [T, K].
@@ -93,10 +100,13 @@ def route(
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
     if num_expert_groups < 1 or E % num_expert_groups:
-        raise ValueError(f"`num_expert_groups` must divide the number of experts, {E}, got {num_expert_groups}")
+        raise ValueError(
+            f"`num_expert_groups` must divide the number of experts, {E}, got {num_expert_groups}"
+        )
     if not 1 <= top_groups <= num_expert_groups or top_groups * (E // num_expert_groups) < top_k:
         raise ValueError(
-            f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at least top_k = {top_k} "
+            f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at "
+            f"least top_k = {top_k} "
             f"experts, got {top_groups}"
         )
     group_size = E // num_expert_groups
@@ -104,7 +114,8 @@ def route(
         scores_per_group = 1 if bias is None or group_size == 1 else 2
     elif not 1 <= scores_per_group <= group_size:
         raise ValueError(
-            f"`scores_per_group` must be from 1 to the {group_size} experts of a group, got {scores_per_group}"
+            f"`scores_per_group` must be from 1 to the {group_size} experts of a group, got "
+            f"{scores_per_group}"
         )
     if not 0 <= renormalize_epsilon <= 1:
         raise ValueError(f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}")
@@ -117,7 +128,19 @@ def route(
     check_forward_only(logits)
     scalar, rows = token_count(num_tokens, T, logits.device)
     ids, weights = ops.route(
-        contiguous_rows(logits), top_k, bias, scalar, rows, scoring == "sigmoid", renormalize, renormalize_epsilon,
-        num_expert_groups, top_groups, scores_per_group, routed_scaling_factor, id_dtype == torch.int64, counters,
-    )  # fmt: skip
+        contiguous_rows(logits),
+        top_k,
+        bias,
+        scalar,
+        rows,
+        scoring == "sigmoid",
+        renormalize,
+        renormalize_epsilon,
+        num_expert_groups,
+        top_groups,
+        scores_per_group,
+        routed_scaling_factor,
+        id_dtype == torch.int64,
+        counters,
+    )
     return Routing(ids, weights)

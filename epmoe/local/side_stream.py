@@ -20,11 +20,15 @@ def record_point(device: torch.device) -> torch.cuda.Event | None:
 
 
 class SideStream:
-    """The call `work(x)` on another stream, behind the point `start` of the current one. On the CPU it runs at once.
-    The result lies in memory of the other stream, whose next work starts behind a later point of the current stream. So
-    nothing overwrites what the current stream still reads, also in replays of a graph that has captured both."""
+    """The call `work(x)` on another stream, behind the point `start` of the current one. On the CPU
+    it runs at once. The result lies in memory of the other stream, whose next work starts behind a
+    later point of the current stream. So nothing overwrites what the current stream still reads,
+    also in replays of a graph that has captured both.
+    """
 
-    def __init__(self, start: torch.cuda.Event | None, work: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def __init__(
+        self, start: torch.cuda.Event | None, work: Callable[[Tensor], Tensor], x: Tensor
+    ) -> None:
         self._end: torch.cuda.Event | None = None
         if start is None:
             self._result = work(x)

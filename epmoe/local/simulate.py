@@ -1,8 +1,8 @@
 """Simulated routing for tests, benchmarks and demonstrations; a seed determines all values.
 
-Every kind defines a popularity of the experts (log weights [E]) and adds Gumbel noise to it. The K largest sums are
-then K distinct experts, drawn without replacement in proportion to their popularity (Gumbel-top-k; Kool, van Hoof
-and Welling, 2019).
+Every kind defines a popularity of the experts (log weights [E]) and adds Gumbel noise to it. The K
+largest sums are then K distinct experts, drawn without replacement in proportion to their
+popularity (Gumbel-top-k; Kool, van Hoof and Welling, 2019).
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from epmoe.local.route import Routing
 Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "drift", "adversarial"]
 
 _ZIPF_EXPONENT = 1.2
-_NORMAL_SIGMAS = 4.0  # the E experts span this many standard deviations to either side of the middle expert
-_HOT = 60.0  # more than the range of the noise: hot experts come first, others only where K exceeds their number
+_NORMAL_SIGMAS = (
+    4.0  # the E experts span this many standard deviations to either side of the middle expert
+)
+# more than the range of the noise: hot experts come first, others only where K exceeds their number
+_HOT = 60.0
 
 
 def simulate_logits(
@@ -40,10 +43,14 @@ def simulate_logits(
     - uniform: all experts are equally likely
     - zipf: popularity falls as (1 + position)^-1.2 over the shuffled experts
     - normal: popularity is a bell curve over the expert ids, with its peak in the middle
-    - group_limited: each token has `top_groups` of `num_expert_groups` groups; experts of the other groups are −Inf
-    - hot_rank: the experts that a linear placement gives to `hot_rank` of `ep_size` have the largest logits of each row
-    - drift: as zipf, but the order of the experts moves from one permutation at a whole `step` to another at the next
-    - adversarial: uniform, but half of the rows have NaN, ±Inf, huge values or ties, in one expert or in all
+    - group_limited: each token has `top_groups` of `num_expert_groups` groups; experts of the other
+      groups are −Inf
+    - hot_rank: the experts that a linear placement gives to `hot_rank` of `ep_size` have the
+      largest logits of each row
+    - drift: as zipf, but the order of the experts moves from one permutation at a whole `step` to
+      another at the next
+    - adversarial: uniform, but half of the rows have NaN, ±Inf, huge values or ties, in one expert
+      or in all
 
     Raises ValueError, which names the wrong argument.
     """
@@ -52,7 +59,9 @@ def simulate_logits(
     if not 0 <= step < math.inf:
         raise ValueError(f"`step` must be a number of at least 0, got {step}")
     if num_tokens < 0 or num_experts < 1:
-        raise ValueError(f"`num_tokens`, `num_experts` must be ≥ 0, ≥ 1, got {num_tokens}, {num_experts}")
+        raise ValueError(
+            f"`num_tokens`, `num_experts` must be ≥ 0, ≥ 1, got {num_tokens}, {num_experts}"
+        )
     generator = torch.Generator().manual_seed(seed)
     noise_TE = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
     logits_TE = -torch.log(-torch.log(noise_TE.clamp(1e-15, 1 - 1e-15)))
@@ -63,11 +72,14 @@ def simulate_logits(
     elif kind == "group_limited":
         if num_experts % num_expert_groups or not 1 <= top_groups <= num_expert_groups:
             raise ValueError(
-                f"`num_expert_groups` must divide {num_experts} experts and be at least `top_groups`, "
+                f"`num_expert_groups` must divide {num_experts} experts and be at least "
+                "`top_groups`, "
                 f"got {num_expert_groups} and {top_groups}"
             )
         order_TG = torch.rand(num_tokens, num_expert_groups, generator=generator).argsort(dim=1)
-        closed_TE = (order_TG >= top_groups).repeat_interleave(num_experts // num_expert_groups, dim=1)
+        closed_TE = (order_TG >= top_groups).repeat_interleave(
+            num_experts // num_expert_groups, dim=1
+        )
         logits_TE[closed_TE] = -torch.inf
     elif kind == "hot_rank":
         logits_TE[:, Placement.build(num_experts, ep_size).local_experts(hot_rank)] += _HOT
@@ -88,21 +100,27 @@ def simulate_routing(
     id_dtype: torch.dtype = torch.int32,
     **options: Any,
 ) -> Routing:
-    """Ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K]; kinds and `options` as in `simulate_logits`.
+    """Ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K]; kinds and `options` as in
+    `simulate_logits`.
 
-    The ids of a row are distinct and in [0, E), and its weights sum to 1. The kind adversarial breaks these rules in
-    half of its rows. Such a row may have duplicate ids, −1, E and other ids out of range, and weights NaN, ±Inf, 0
-    and −0. In int64 it may also have a valid id plus 2³², which an unchecked narrowing to int32 would accept.
+    The ids of a row are distinct and in [0, E), and its weights sum to 1. The kind adversarial
+    breaks these rules in half of its rows. Such a row may have duplicate ids, −1, E and other ids
+    out of range, and weights NaN, ±Inf, 0 and −0. In int64 it may also have a valid id plus 2³²,
+    which an unchecked narrowing to int32 would accept.
 
     Raises ValueError, which names the wrong argument.
     """
     if id_dtype not in (torch.int32, torch.int64):
         raise ValueError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
     clean: Kind = "uniform" if kind == "adversarial" else kind
-    logits_TE = simulate_logits(clean, num_tokens, num_experts, seed=seed, dtype=torch.float64, **options)
+    logits_TE = simulate_logits(
+        clean, num_tokens, num_experts, seed=seed, dtype=torch.float64, **options
+    )
     reachable = min([num_experts, *logits_TE.isfinite().sum(1).tolist()])
     if not 1 <= top_k <= reachable:
-        raise ValueError(f"`top_k` must be 1 to {reachable}, as a token reaches no more, got {top_k}")
+        raise ValueError(
+            f"`top_k` must be 1 to {reachable}, as a token reaches no more, got {top_k}"
+        )
     ids_TK = logits_TE.topk(top_k, dim=1).indices
     generator = torch.Generator().manual_seed(seed + 2**32)  # independent of the logits' numbers
     weights_TK = torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
@@ -112,10 +130,16 @@ def simulate_routing(
 
 
 def _drifting_order(num_experts: int, seed: int, step: float) -> torch.Tensor:
-    """[E] the position of each expert in the order of popularity. Log positions of two permutations are mixed."""
+    """[E] the position of each expert in the order of popularity. Log positions of two permutations
+    are mixed.
+    """
     whole = math.floor(step)
-    generators = (torch.Generator().manual_seed(1_000_003 * (seed + 1) + n) for n in (whole, whole + 1))
-    before, after = (torch.log1p(torch.randperm(num_experts, generator=g).double()) for g in generators)
+    generators = (
+        torch.Generator().manual_seed(1_000_003 * (seed + 1) + n) for n in (whole, whole + 1)
+    )
+    before, after = (
+        torch.log1p(torch.randperm(num_experts, generator=g).double()) for g in generators
+    )
     return torch.lerp(before, after, step - whole).argsort().argsort()
 
 
@@ -124,7 +148,9 @@ def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0], dtype=logits_TE.dtype)
     value_T1 = bad[torch.randint(len(bad), (tokens, 1), generator=generator)]
     victim_T1 = torch.randint(experts, (tokens, 1), generator=generator)
-    kind_T1 = torch.randint(4, (tokens, 1), generator=generator)  # 0: one expert, 1: all experts, 2 and 3: clean
+    kind_T1 = torch.randint(
+        4, (tokens, 1), generator=generator
+    )  # 0: one expert, 1: all experts, 2 and 3: clean
     struck_TE = (kind_T1 == 1) | ((kind_T1 == 0) & (torch.arange(experts) == victim_T1))
     logits_TE.copy_(torch.where(struck_TE, value_T1, logits_TE))
 
@@ -146,7 +172,9 @@ def _spoil_routing(
     def pick(values: torch.Tensor) -> torch.Tensor:
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    kind_TK = torch.randint(4, shape, generator=generator)  # 0: duplicate, 1: bad id, 2: bad weight, 3: clean
+    kind_TK = torch.randint(
+        4, shape, generator=generator
+    )  # 0: duplicate, 1: bad id, 2: bad weight, 3: clean
     kind_TK[torch.rand(shape[0], generator=generator) < 0.5] = 3
     ids_TK.copy_(torch.where(kind_TK == 0, ids_TK[:, :1], ids_TK))
     ids_TK.copy_(torch.where(kind_TK == 1, pick(torch.tensor(bad_ids)), ids_TK))

@@ -1,7 +1,8 @@
-"""Experts that are spread over ranks: parameters [E, …] as DTensors, and this rank's part [e, …], with gradients.
+"""Experts that are spread over ranks: parameters [E, …] as DTensors, and this rank's part [e, …],
+with gradients.
 
-A DTensor says to every tool of torch whose rows a rank has: its mesh has a dimension "ep", by which dimension 0 is
-sharded. Other dimensions of the mesh have replicas, whose gradients are added.
+A DTensor says to every tool of torch whose rows a rank has: its mesh has a dimension "ep", by which
+dimension 0 is sharded. Other dimensions of the mesh have replicas, whose gradients are added.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from epmoe.config.placement import EP
 
-if TYPE_CHECKING:  # importing it takes half a second, which programs without spread experts do not need
+if (
+    TYPE_CHECKING
+):  # importing it takes half a second, which programs without spread experts do not need
     from torch.distributed.tensor import DTensor
 
 _HOOKED, _KEPT = "_epmoe_spread", "_epmoe_parameters"  # attributes of modules
@@ -27,9 +30,13 @@ def is_spread(value: object) -> TypeGuard[DTensor]:
 
 
 def local_view(value: Any, averages_over: int = 1) -> Any:
-    """This rank's rows [e, …] of a DTensor; any other value as it is. Where autograd wants it, gradients of the rows
-    reach the DTensor, divided by `averages_over`, and added over replicas in an order that does not change."""
-    local = getattr(value, "_local_tensor", None)  # of the public ways one costs 14 µs, and another makes a view
+    """This rank's rows [e, …] of a DTensor; any other value as it is. Where autograd wants it,
+    gradients of the rows reach the DTensor, divided by `averages_over`, and added over replicas in
+    an order that does not change.
+    """
+    local = getattr(
+        value, "_local_tensor", None
+    )  # of the public ways one costs 14 µs, and another makes a view
     if local is None:
         return value
     if not (torch.is_grad_enabled() and value.requires_grad):
@@ -38,8 +45,9 @@ def local_view(value: Any, averages_over: int = 1) -> Any:
 
 
 def add_hooks(module: nn.Module, *, views: bool) -> None:
-    """Refuse another rank's rows in state dicts; with `views`, let the module's `forward` find this rank's rows in the
-    places of DTensors."""
+    """Refuse another rank's rows in state dicts; with `views`, let the module's `forward` find this
+    rank's rows in the places of DTensors.
+    """
     if _HOOKED in vars(module):
         return
     vars(module)[_HOOKED] = True
@@ -49,18 +57,24 @@ def add_hooks(module: nn.Module, *, views: bool) -> None:
         module.register_forward_hook(_to_parameters, always_call=True)
 
 
-def _refuse_rows_of_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _refuse_rows_of_others(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
     for name, value in module.named_parameters():
         check_same_rank(f"{prefix}{name}", state.get(prefix + name), value)
 
 
 def check_same_rank(name: str, given: object, value: object) -> None:
-    """Raises ValueError where `given` is a DTensor with the rows of another rank than `value`, by `torch.load`."""
+    """Raises ValueError where `given` is a DTensor with the rows of another rank than `value`, by
+    `torch.load`.
+    """
     if is_spread(given) and is_spread(value) and given.device_mesh is not value.device_mesh:
-        saved, here = given.device_mesh.get_coordinate(), value.device_mesh.get_coordinate()
+        saved = given.device_mesh.get_coordinate()
+        here = value.device_mesh.get_coordinate()
         if saved is not None and here is not None and saved[-1] != here[-1]:
             raise ValueError(
-                f"`{name}` has the experts of rank {saved[-1]}, but this is rank {here[-1]}: other ranks load what "
+                f"`{name}` has the experts of rank {saved[-1]}, but this is rank {here[-1]}: other "
+                "ranks load what "
                 "`full_state_dict` or `epmoe.checkpoint.save` has saved"
             )
 
@@ -74,7 +88,9 @@ def _to_views(module: nn.Module, _: object) -> None:
     ]
     for owner, name, value in kept:
         owner._parameters[name] = local_view(value, getattr(owner, "averages_over", 1))
-    for parametrized, made in _parametrized(module):  # such as a weight to which PEFT adds a product
+    for parametrized, made in _parametrized(
+        module
+    ):  # such as a weight to which PEFT adds a product
         made.append(_Rows(getattr(parametrized, "averages_over", 1)))
 
 
@@ -87,7 +103,11 @@ def _to_parameters(module: nn.Module, *_: object) -> None:
 
 
 def _parametrized(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    made = ((owner, each) for owner in module.modules() for each in getattr(owner, "parametrizations", {}).values())
+    made = (
+        (owner, each)
+        for owner in module.modules()
+        for each in getattr(owner, "parametrizations", {}).values()
+    )
     return [(owner, each) for owner, each in made if is_spread(each.original)]
 
 
@@ -118,9 +138,14 @@ class _LocalView(torch.autograd.Function):
         if grad is None:
             return None, None
         spec = ctx.spec
-        mesh, placements = spec.mesh, spec.placements
+        mesh = spec.mesh
+        placements = spec.placements
         if ctx.averages_over != 1:
-            grad = grad / ctx.averages_over  # not in place: it may be the gradient of another tensor, too
+            grad = (
+                grad / ctx.averages_over
+            )  # not in place: it may be the gradient of another tensor, too
         given = [Partial() if placement.is_replicate() else placement for placement in placements]
-        whole = DTensor.from_local(grad, mesh, given, run_check=False, shape=spec.shape, stride=spec.stride)
+        whole = DTensor.from_local(
+            grad, mesh, given, run_check=False, shape=spec.shape, stride=spec.stride
+        )
         return whole if given == list(placements) else whole.redistribute(mesh, placements), None

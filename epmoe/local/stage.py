@@ -1,4 +1,5 @@
-"""The experts stage over weights that a module holds, epmoe's or a framework's: which GEMMs take them, and its calls.
+"""The experts stage over weights that a module holds, epmoe's or a framework's: which GEMMs take
+them, and its calls.
 
 weights ─ Stage.choose ─▶ Stage ─ serve ─▶ outputs [N,D]        train: the same with gradients
 """
@@ -20,7 +21,8 @@ from epmoe.local.gemm.table import GEMMS, choose
 from epmoe.native.arguments import FP8
 
 _UNALIGNED = (
-    "fp8 weights are dequantized in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
+    "fp8 weights are dequantized in this call, which is slow: give the experts rows of "
+    "`dispatch(…, aligned=True)` "
     "and `alignment=dispatched.alignment`"
 )
 
@@ -32,7 +34,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 class Stage(NamedTuple):
-    """The GEMMs for weights of one layout. It holds no weights, so that these may lie elsewhere in each call."""
+    """The GEMMs for weights of one layout. It holds no weights, so that these may lie elsewhere in
+    each call.
+    """
 
     gemms: tuple[str, ...]
     """Names of the GEMMs that serve. A call takes the first that takes its segments."""
@@ -46,8 +50,12 @@ class Stage(NamedTuple):
     """Whether the bits of a row's output depend on nothing but the row."""
 
     @classmethod
-    def choose(cls, wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> Self:
-        """The stage for weights [e, 2F, D] and [e, D, F]. Arguments and errors are those of `table.choose`."""
+    def choose(
+        cls, wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
+    ) -> Self:
+        """The stage for weights [e, 2F, D] and [e, D, F]. Arguments and errors are those of
+        `table.choose`.
+        """
         gemms = choose(wanted, gate_up, down, batch_invariant=batch_invariant)
         trained = choose_trained(wanted, gate_up, down, batch_invariant=batch_invariant)
         most_rows = {name: GEMMS[name].most_rows(gate_up, down) for name in gemms}
@@ -57,13 +65,19 @@ class Stage(NamedTuple):
 
     @property
     def gemm(self) -> str:
-        """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
+        """The name of the GEMM that serves calls of many rows whose segments lie as it
+        wants them.
+        """
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
-    def serve(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
-        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N, D], no gradients.
+    def serve(
+        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+    ) -> Tensor:
+        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N,
+        D], no gradients.
 
-        On CPUs rows past the last segment cost nothing. Raises ValueError where no GEMM takes the segments.
+        On CPUs rows past the last segment cost nothing. Raises ValueError where no GEMM takes the
+        segments.
         """
         gemm = self._gemm_of(segments, weights.down.dtype)
         N, D = rows.shape
@@ -73,17 +87,23 @@ class Stage(NamedTuple):
             if rows.device.type != "cpu" or torch.compiler.is_compiling():
                 return gemm.experts(weights, rows, scales, segments)
             n = int(segments.offsets[-1])  # costs no synchronisation on the CPU
-            out_nD = gemm.experts(weights, rows[:n], None if scales is None else scales[:n], segments)
+            out_nD = gemm.experts(
+                weights, rows[:n], None if scales is None else scales[:n], segments
+            )
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
         out_ND[:n] = out_nD
         return out_ND
 
-    def train(self, weights: Weights, rows: Tensor, row_weights: Tensor | None, segments: Segments) -> Tensor:
-        """Rows [N, D] → outputs [N, D] with gradients of rows, weights and biases, and of `row_weights` fp32 [N].
+    def train(
+        self, weights: Weights, rows: Tensor, row_weights: Tensor | None, segments: Segments
+    ) -> Tensor:
+        """Rows [N, D] → outputs [N, D] with gradients of rows, weights and biases, and of
+        `row_weights` fp32 [N].
 
-        The bits are those of `serve` by the same GEMM. Weights, rows and biases have one dtype: fp32, fp16 or bf16.
+        The bits are those of `serve` by the same GEMM. Weights, rows and biases have one dtype:
+        fp32, fp16 or bf16.
         """
         with without_autocast(rows.device):
             rows = rows.contiguous()
@@ -100,4 +120,6 @@ class Stage(NamedTuple):
                 if dtype == FP8 and not gemm.takes_fp8 and GEMMS[self.gemm].takes_fp8:
                     warnings.warn(_UNALIGNED, stacklevel=4)
                 return gemm
-        raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")
+        raise ValueError(
+            f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}"
+        )

@@ -1,5 +1,6 @@
-"""Weights of few bits: codes (e4m3, pairs of e2m1) with scales. A format that experts take is a row of `FORMATS`; any
-other format that checkpoints have is dequantized: a scale for each weight, row, group or block.
+"""Weights of few bits: codes (e4m3, pairs of e2m1) with scales. A format that experts take is a row
+of `FORMATS`; any other format that checkpoints have is dequantized: a scale for each weight, row,
+group or block.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ FORMATS = {each.codes: each for each in (FP8_BLOCKS, MXFP4_GROUPS)}
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """The same memory as integers, which torch indexes, joins and leaves alone in casts, whatever the dtype is."""
-    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+    """The same memory as integers, which torch indexes, joins and leaves alone in casts, whatever
+    the dtype is.
+    """
+    return values.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    )
 
 
 def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -62,8 +67,9 @@ def product_dtype(weights: Tensor) -> torch.dtype:
 
 
 def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None:
-    """Rows and columns of a weight [n, k] (in numbers) that share a scale, by the shape of its scales: of blocks, a
-    whole weight, rows or groups. None: no such shape."""
+    """Rows and columns of a weight [n, k] (in numbers) that share a scale, by the shape of its
+    scales: of blocks, a whole weight, rows or groups. None: no such shape.
+    """
     shape = list(scales)
     for known in (FP8_BLOCKS.block, (n, k), (1, k), MXFP4_GROUPS.block):
         parts = [-(-size // shared) for size, shared in zip((n, k), known, strict=True)]
@@ -73,7 +79,9 @@ def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None
 
 
 def codes_of(weight: Tensor) -> Tensor:
-    """Unscaled fp32 values [..., n, k] of e4m3, or of pairs of e2m1 [..., n, k/2], the low four bits first."""
+    """Unscaled fp32 values [..., n, k] of e4m3, or of pairs of e2m1 [..., n, k/2], the low four
+    bits first.
+    """
     if weight.dtype != MXFP4:
         return weight.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=weight.device)
@@ -82,8 +90,9 @@ def codes_of(weight: Tensor) -> Tensor:
 
 
 def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights [..., n, k] in `dtype`: the product of code and scale in fp32, rounded once. `scales`, in any float
-    dtype, have a shape that `granularity` knows."""
+    """Weights [..., n, k] in `dtype`: the product of code and scale in fp32, rounded once.
+    `scales`, in any float dtype, have a shape that `granularity` knows.
+    """
     codes = codes_of(weights)
     *before, n, k = codes.shape
     rows, columns = granularity(scales.shape[len(before) :], n, k) or (n, k)

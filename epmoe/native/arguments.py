@@ -1,4 +1,6 @@
-"""Checks of the arguments that callers pass. They say "`x` must be bfloat16 [T, 7168], got float32 [128, 4096]"."""
+"""Checks of the arguments that callers pass. They say "`x` must be bfloat16 [T, 7168], got float32
+[128, 4096]".
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,13 @@ def describe(value: object) -> str:
 
 
 def describe_fields(owner: object, fields: Mapping[str, object], *before: str) -> str:
-    """One line for `repr`. Of a tensor it says dtype and shape: its values would have to be fetched from the device."""
-    words = [f"{name} {describe(value) if isinstance(value, Tensor) else value}" for name, value in fields.items()]
+    """One line for `repr`. Of a tensor it says dtype and shape: its values would have to be fetched
+    from the device.
+    """
+    words = [
+        f"{name} {describe(value) if isinstance(value, Tensor) else value}"
+        for name, value in fields.items()
+    ]
     return f"{type(owner).__name__}({', '.join([*before, *words])})"
 
 
@@ -42,31 +49,44 @@ def check_tensor(
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         raise TypeError(_must_be(name, dtypes, shape, value))
     if len(value.shape) != len(shape) or any(
-        got != want for got, want in zip(value.shape, shape, strict=True) if not isinstance(want, str)
+        got != want
+        for got, want in zip(value.shape, shape, strict=True)
+        if not isinstance(want, str)
     ):
         raise ValueError(_must_be(name, dtypes, shape, value))
     if device is not None and value.device != device:
         raise ValueError(f"`{name}` must be on {device}, got {value.device}")
 
 
-def _must_be(name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], value: object) -> str:
+def _must_be(
+    name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], value: object
+) -> str:
     wanted = f"{' or '.join(map(dtype_name, dtypes))} [{', '.join(map(str, shape))}]"
     return f"`{name}` must be {wanted}, got {describe(value)}"
 
 
 def wants_gradients(inputs: Iterable[Tensor]) -> bool:
-    """Whether autograd needs a backward pass of what is computed from these. Without grad mode it looks at none."""
+    """Whether autograd needs a backward pass of what is computed from these. Without grad mode it
+    looks at none.
+    """
     return torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
 
 
 def refuse_tangents(*inputs: object) -> None:
-    """Raises RuntimeError if forward-mode AD asks for derivatives of what is computed from these, which would be 0, and
-    within a transform of torch.func, whose tensors end with it."""
-    transforms = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    """Raises RuntimeError if forward-mode AD asks for derivatives of what is computed from these,
+    which would be 0, and within a transform of torch.func, whose tensors end with it.
+    """
+    transforms = (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    )
     of_call = inputs if forward_ad._current_level >= 0 and not transforms else ()
-    if transforms or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in of_call):
+    if transforms or any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in of_call
+    ):
         raise RuntimeError(
-            "epmoe has no forward-mode derivatives, and runs under no transform of torch.func: use backward() or "
+            "epmoe has no forward-mode derivatives, and runs under no transform of torch.func: use "
+            "backward() or "
             "torch.autograd.grad"
         )
 
@@ -75,7 +95,8 @@ def check_forward_only(*inputs: Tensor) -> None:
     """Raises RuntimeError if autograd would need a backward, which no stage has."""
     if wants_gradients(inputs):
         raise RuntimeError(
-            "epmoe is forward only, but an input requires grad: run under torch.inference_mode() or torch.no_grad()"
+            "epmoe is forward only, but an input requires grad: run under torch.inference_mode() "
+            "or torch.no_grad()"
         )
 
 
@@ -83,27 +104,41 @@ def contiguous_rows(x: Tensor) -> Tensor:
     """`x` itself if each row is contiguous, with any stride between rows; otherwise a copy."""
     if x.stride()[-1] == 1 or x.shape[-1] <= 1:
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # not `contiguous`, which may return `x` itself
+    return x.clone(
+        memory_format=torch.contiguous_format
+    )  # not `contiguous`, which may return `x` itself
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """`x` itself if each row is contiguous and starts at a multiple of 16 bytes; otherwise a copy."""
+    """`x` itself if each row is contiguous and starts at a multiple of 16 bytes;
+    otherwise a copy.
+    """
     stride, element = x.stride()
     if x.data_ptr() % 16 or stride * x.itemsize % 16 or element != 1:
-        return x.clone(memory_format=torch.contiguous_format)  # not `contiguous`, which may return `x` itself
+        return x.clone(
+            memory_format=torch.contiguous_format
+        )  # not `contiguous`, which may return `x` itself
     return x
 
 
-def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.device) -> tuple[Tensor | None, int]:
-    """`num_tokens` as the operators take it: a scalar tensor or None, and a number of rows, by default all.
+def token_count(
+    num_tokens: int | Tensor | None, num_rows: int, device: torch.device
+) -> tuple[Tensor | None, int]:
+    """`num_tokens` as the operators take it: a scalar tensor or None, and a number of rows, by
+    default all.
 
-    Raises TypeError for anything but an int or an int32 tensor of one element, and ValueError for another device.
+    Raises TypeError for anything but an int or an int32 tensor of one element, and ValueError for
+    another device.
     """
     if isinstance(num_tokens, Tensor):
         check_tensor("num_tokens", num_tokens.reshape(-1), (torch.int32,), (1,), device)
         return num_tokens, num_rows
-    if num_tokens is not None and (isinstance(num_tokens, bool) or not isinstance(num_tokens, int | torch.SymInt)):
-        raise TypeError(f"`num_tokens` must be an int or an int32 scalar tensor, got {describe(num_tokens)}")
+    if num_tokens is not None and (
+        isinstance(num_tokens, bool) or not isinstance(num_tokens, int | torch.SymInt)
+    ):
+        raise TypeError(
+            f"`num_tokens` must be an int or an int32 scalar tensor, got {describe(num_tokens)}"
+        )
     return None, num_rows if num_tokens is None else num_tokens
 
 

@@ -1,18 +1,21 @@
-"""Builds the native library from ``csrc`` with ninja: ahead of time by ``setup.py``, otherwise at first use.
+"""Builds the native library from ``csrc`` with ninja: ahead of time by ``setup.py``, otherwise at
+first use.
 
-``libepmoe.so`` holds the operators and the CPU kernels. It needs a C++ compiler and torch's headers. The CUDA kernels
-are ``libepmoe_cuda.so`` in the same folder. nvcc builds it without torch, and libepmoe.so loads it when a tensor on a
-GPU needs it.
+``libepmoe.so`` holds the operators and the CPU kernels. It needs a C++ compiler and torch's
+headers. The CUDA kernels are ``libepmoe_cuda.so`` in the same folder. nvcc builds it without torch,
+and libepmoe.so loads it when a tensor on a GPU needs it.
 
-Libraries are cached by the hash of all their inputs (sources, flags, torch, compilers, CPU, GPU architectures), so a
-stale one is never loaded, and ninja starts only where one is missing. It works in a folder of the cache, one for each
-set of compilers and flags, on a copy of the sources. A file of the copy is written only where its text differs: ninja
-then compiles what an edit reaches, whatever times a checkout gives its files, and an edit meanwhile reaches no
-compiler. The processes of a machine take a file lock: the first process builds, and the others wait. The operating
-system releases the lock when the builder and its compilers have ended, so nobody waits for a builder that was killed.
+Libraries are cached by the hash of all their inputs (sources, flags, torch, compilers, CPU, GPU
+architectures), so a stale one is never loaded, and ninja starts only where one is missing. It works
+in a folder of the cache, one for each set of compilers and flags, on a copy of the sources. A file
+of the copy is written only where its text differs: ninja then compiles what an edit reaches,
+whatever times a checkout gives its files, and an edit meanwhile reaches no compiler. The processes
+of a machine take a file lock: the first process builds, and the others wait. The operating system
+releases the lock when the builder and its compilers have ended, so nobody waits for a builder that
+was killed.
 
-Whoever can write into the cache can run code in every process that loads from it. Its folders are therefore made for
-the user alone, and a cache that another user owns or can write into is refused.
+Whoever can write into the cache can run code in every process that loads from it. Its folders are
+therefore made for the user alone, and a cache that another user owns or can write into is refused.
 """
 
 from __future__ import annotations
@@ -43,12 +46,18 @@ AHEAD_OF_TIME = PACKAGE / "_native" / "libepmoe.so"
 CUDA_LIBRARY = "libepmoe_cuda.so"
 # The library uses the stable ABI of torch 2.11, so it should work with every later torch.
 CXX_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000")
-# The symbols are those of torch's own CUDA builds: no implicit conversion from or to half or bfloat16.
+# The symbols are those of torch's own CUDA builds: no implicit conversion from or to half or
+# bfloat16.
 CUDA_FLAGS = (
-    "-std=c++20", "-O3", "--fmad=false", "-lineinfo",
-    "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    "-std=c++20",
+    "-O3",
+    "--fmad=false",
+    "-lineinfo",
+    "-D__CUDA_NO_HALF_OPERATORS__",
+    "-D__CUDA_NO_HALF_CONVERSIONS__",
+    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
     "-D__CUDA_NO_HALF2_OPERATORS__",
-)  # fmt: skip
+)
 HOPPER = "cuda/hopper/"  # sources with instructions of `sm_90a`
 OLDEST_ARCHITECTURE = 8
 TRIED_TORCH = ((2, 11), (2, 14))
@@ -60,20 +69,25 @@ class BuildError(RuntimeError):
 
 
 def csrc() -> Path:
-    """The folder of the native sources: next to the package in a checkout, inside the package when installed."""
+    """The folder of the native sources: next to the package in a checkout, inside the package when
+    installed.
+    """
     for folder in (PACKAGE.parent / "csrc", PACKAGE / "csrc"):
         if (folder / "ops.cpp").exists():
             return folder
     raise BuildError("the native sources (csrc/) are missing from this installation of epmoe")
 
 
-def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, portable: bool = False) -> Path:
+def build(
+    output_dir: Path | None = None, defines: tuple[str, ...] = (), *, portable: bool = False
+) -> Path:
     """Compile the native library, unless one is cached that was built from the same inputs.
 
-    The CUDA kernels are compiled for `architectures` where nvcc is on the PATH, and torch has CUDA or the library is
-    `portable`, without `-march=native`. Returns the path of libepmoe.so; libepmoe_cuda.so lies in the same folder.
-    Progress goes to stderr. Tests build mutated libraries with `defines`. Raises BuildError without a compiler, for its
-    errors, a ``TORCH_CUDA_ARCH_LIST`` or a cache that cannot be used, and after ``LOCK_TIMEOUT_S`` at a lock.
+    The CUDA kernels are compiled for `architectures` where nvcc is on the PATH, and torch has CUDA
+    or the library is `portable`, without `-march=native`. Returns the path of libepmoe.so;
+    libepmoe_cuda.so lies in the same folder. Progress goes to stderr. Tests build mutated libraries
+    with `defines`. Raises BuildError without a compiler, for its errors, a ``TORCH_CUDA_ARCH_LIST``
+    or a cache that cannot be used, and after ``LOCK_TIMEOUT_S`` at a lock.
     """
     import torch
 
@@ -93,15 +107,22 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
     if not library.exists():
         with _lock(work / "builder.lock") as lock:
             if not library.exists():  # no other process has made it in the meantime
-                purpose = f"the CPU{' and GPUs of compute capability ' if gpus else ''}{', '.join(gpus)}"
-                print(f"epmoe: compiling the native library for {purpose} into {folder}, once", file=sys.stderr)
+                purpose = (
+                    f"the CPU{' and GPUs of compute capability ' if gpus else ''}{', '.join(gpus)}"
+                )
+                print(
+                    f"epmoe: compiling the native library for {purpose} into {folder}, once",
+                    file=sys.stderr,
+                )
                 _make_folder(folder)
                 steps = f"to = ../../{folder.name}\ntorch = {torch.__version__}\n{rules}{steps}"
                 _write(files | {"build.ninja": steps}, work / "csrc")
                 _run_ninja(work / "csrc", lock)
                 for path in folder.iterdir():
                     path.chmod(0o755)
-                os.replace(f"{library}.new", library)  # last: whoever sees it finds all that is with it
+                os.replace(
+                    f"{library}.new", library
+                )  # last: whoever sees it finds all that is with it
                 print("epmoe: the native library is compiled", file=sys.stderr)
     for path in folder.glob("*.so"):
         _check(path)
@@ -112,7 +133,8 @@ def ready() -> Path | None:
     """The library of ``EPMOE_LIBRARY`` or of the installation; None where `build` has to make one.
 
     An installation where torch saw no GPU has no kernels for GPUs, and torch may see some now."""
-    if named := os.environ.get("EPMOE_LIBRARY"):
+    named = os.environ.get("EPMOE_LIBRARY")
+    if named:
         return Path(named)
     if AHEAD_OF_TIME.exists() and (AHEAD_OF_TIME.with_name(CUDA_LIBRARY).exists() or not _gpus()):
         return AHEAD_OF_TIME
@@ -120,23 +142,30 @@ def ready() -> Path | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """The compute capabilities to compile for, such as ("8.0", "9.0+PTX"), in ascending order, without repetitions.
+    """The compute capabilities to compile for, such as ("8.0", "9.0+PTX"), in ascending order,
+    without repetitions.
 
-    They are those of ``TORCH_CUDA_ARCH_LIST`` from 8.0 on; without it, of the GPUs that torch sees, which may be none.
-    Raises BuildError for a list that cannot be used.
+    They are those of ``TORCH_CUDA_ARCH_LIST`` from 8.0 on; without it, of the GPUs that torch sees,
+    which may be none. Raises BuildError for a list that cannot be used.
     """
     import torch
 
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if names := re.split(r"[;,\s]+", listed.strip()) if listed.strip() else []:
-        if wrong := [name for name in names if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name)]:
-            raise BuildError(f"TORCH_CUDA_ARCH_LIST must be like `8.0;9.0+PTX`, got {wrong[0]!r} in {listed!r}")
+    names = re.split(r"[;,\s]+", listed.strip()) if listed.strip() else []
+    if names:
+        wrong = [name for name in names if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name)]
+        if wrong:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST must be like `8.0;9.0+PTX`, got {wrong[0]!r} in {listed!r}"
+            )
     else:
         gpus = range(torch.cuda.device_count())
         names = ["{}.{}".format(*torch.cuda.get_device_capability(gpu)) for gpu in gpus]
     kept = {name for name in names if int(name.split(".")[0]) >= OLDEST_ARCHITECTURE}
     if listed.strip() and not kept:
-        raise BuildError(f"epmoe needs GPUs of compute capability 8.0 or newer, got {', '.join(names)}")
+        raise BuildError(
+            f"epmoe needs GPUs of compute capability 8.0 or newer, got {', '.join(names)}"
+        )
     return tuple(sorted(kept, key=lambda name: (float(re.sub(r"[^\d.]", "", name)), name)))
 
 
@@ -147,16 +176,22 @@ def _gpus(portable: bool = False) -> tuple[str, ...]:
 
 
 def problem_with_torch(version: str) -> str | None:
-    """A sentence, without a full stop, for a user whose torch is outside `TRIED_TORCH`; None for every other torch."""
+    """A sentence, without a full stop, for a user whose torch is outside `TRIED_TORCH`; None for
+    every other torch.
+    """
     oldest, newest = (".".join(map(str, tried)) for tried in TRIED_TORCH)
     if TRIED_TORCH[0] <= tuple(int(part) for part in version.split(".")[:2]) <= TRIED_TORCH[1]:
         return None
-    return f"this epmoe was tried with torch {oldest} to {newest} (2.12 untested); this is torch {version}"
+    return (
+        f"this epmoe was tried with torch {oldest} to {newest} (2.12 untested); this is torch "
+        f"{version}"
+    )
 
 
 def _rules(gpus: tuple[str, ...], portable: bool) -> str:
-    """The rules of `build.ninja`, whose commands run in a copy of csrc and are the same in every checkout. The folder
-    of torch is in the environment, since it differs by virtual environment."""
+    """The rules of `build.ninja`, whose commands run in a copy of csrc and are the same in every
+    checkout. The folder of torch is in the environment, since it differs by virtual environment.
+    """
     cxx = shlex.quote(_compiler())
     host = f"-ccbin={shlex.quote(os.environ['CXX'])}" if "CXX" in os.environ else ""
     native = "" if portable else "-march=native"
@@ -166,8 +201,8 @@ def _rules(gpus: tuple[str, ...], portable: bool) -> str:
         for kind in ("sm", "compute") if gpu.endswith("+PTX") else ("sm",):
             codes += f" -gencode=arch=compute_{number},code={kind}_{number}"
     hopper = re.sub(r"_90\b", "_90a", codes)
-    # A compiler may link its C++ library statically. Its facets must not be mixed with those of torch's, or the text of
-    # an error ends the process: hence --exclude-libs.
+    # A compiler may link its C++ library statically. Its facets must not be mixed with those of
+    # torch's, or the text of an error ends the process: hence --exclude-libs.
     return f"""\
 builddir = ..
 codes = {codes}
@@ -191,7 +226,9 @@ rule link_cu
 
 
 def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...]) -> str:
-    """What `build.ninja` builds by the rules, into the folder `$to`. A symbol is defined for sources that name it."""
+    """What `build.ninja` builds by the rules, into the folder `$to`. A symbol is defined for
+    sources that name it.
+    """
     text = ""
     for kind, library in (("cpp", "libepmoe.so.new"), ("cu", CUDA_LIBRARY))[: 2 if gpus else 1]:
         objects = []
@@ -208,7 +245,9 @@ def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...
 def _compiler() -> str:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise BuildError(f"no C++ compiler: `{compiler}` is not on the PATH; install g++ ≥ 11 or set CXX")
+        raise BuildError(
+            f"no C++ compiler: `{compiler}` is not on the PATH; install g++ ≥ 11 or set CXX"
+        )
     return compiler
 
 
@@ -227,7 +266,9 @@ def _version(tool: str) -> str:
 
 
 def _cpu_features() -> str:
-    """The CPU features that ``-march=native`` uses: machines that share a cache folder may have different CPUs."""
+    """The CPU features that ``-march=native`` uses: machines that share a cache folder may have
+    different CPUs.
+    """
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
         for line in cpuinfo:
             if line.startswith(("flags", "Features")):
@@ -236,12 +277,18 @@ def _cpu_features() -> str:
 
 
 def _cache_dir() -> Path:
-    base = os.environ.get("EPMOE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = (
+        os.environ.get("EPMOE_CACHE_DIR")
+        or os.environ.get("XDG_CACHE_HOME")
+        or Path.home() / ".cache"
+    )
     return Path(base) / "epmoe"
 
 
 def _write(files: dict[str, str], folder: Path) -> None:
-    """Make `folder` hold these files and no others. Those that are there already keep their times."""
+    """Make `folder` hold these files and no others. Those that are there already keep
+    their times.
+    """
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in files:
             path.unlink()
@@ -254,28 +301,45 @@ def _write(files: dict[str, str], folder: Path) -> None:
 
 
 def _ninja() -> str:
-    """Of this environment, whether or not it is active; of a folder of `pip install --target`; or of the PATH."""
-    folders = [sysconfig.get_path("scripts"), *(f"{path}/bin" for path in sys.path if path), os.environ.get("PATH", "")]
+    """Of this environment, whether or not it is active; of a folder of `pip install --target`; or
+    of the PATH.
+    """
+    folders = [
+        sysconfig.get_path("scripts"),
+        *(f"{path}/bin" for path in sys.path if path),
+        os.environ.get("PATH", ""),
+    ]
     ninja = shutil.which("ninja", path=os.pathsep.join(folders))
     if ninja is None:
-        raise BuildError("the native library is built with ninja, which is missing: pip install 'ninja>=1.11'")
+        raise BuildError(
+            "the native library is built with ninja, which is missing: pip install 'ninja>=1.11'"
+        )
     return os.path.abspath(ninja)  # it runs in another folder
 
 
 def _run_ninja(folder: Path, lock: int) -> None:
-    """Build what is missing or out of date, and say how far it is. If this process is killed, ninja and the compilers
-    go on and still hold the lock: hence a file for their output, and no pipe."""
+    """Build what is missing or out of date, and say how far it is. If this process is killed, ninja
+    and the compilers go on and still hold the lock: hence a file for their output, and no pipe.
+    """
     import torch
 
     command = [_ninja(), f"-j{len(os.sched_getaffinity(0))}"]
-    env = os.environ | {"TORCH": str(Path(torch.__file__).resolve().parent), "NINJA_STATUS": "%f of %t steps: "}
-    began, code = time.monotonic(), None
+    env = os.environ | {
+        "TORCH": str(Path(torch.__file__).resolve().parent),
+        "NINJA_STATUS": "%f of %t steps: ",
+    }
+    began = time.monotonic()
+    code = None
     with tempfile.TemporaryFile() as out:
-        ninja = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out, pass_fds=(lock,), umask=0o077)
+        ninja = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=out, stderr=out, pass_fds=(lock,), umask=0o077
+        )
         while code is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = ninja.wait(PROGRESS_S)
-            said = os.pread(out.fileno(), 1 << 24, 0).decode(errors="replace")  # without moving ninja's place in it
+            said = os.pread(out.fileno(), 1 << 24, 0).decode(
+                errors="replace"
+            )  # without moving ninja's place in it
             if code is None and (steps := re.findall(r"^(\d+ of \d+ steps): ", said, re.MULTILINE)):
                 print(f"epmoe: {steps[-1]}, {time.monotonic() - began:.0f} s", file=sys.stderr)
     if code:
@@ -284,19 +348,23 @@ def _run_ninja(folder: Path, lock: int) -> None:
 
 
 def _check(path: Path, *, around: bool = False) -> None:
-    if who := who_else(path, around=around):
+    who = who_else(path, around=around)
+    if who:
         raise BuildError(
             f"{path} {who}, who could put code there that this process would run: "
-            f"{f'run `chmod go-w {path}`' if around else 'remove it'}, or set EPMOE_CACHE_DIR to a folder that "
+            f"{f'run `chmod go-w {path}`' if around else 'remove it'}, or set EPMOE_CACHE_DIR to a "
+            "folder that "
             "only you can write into"
         )
 
 
 def who_else(path: Path, *, around: bool = False) -> str | None:
-    """Which other user, except root, owns `path` or can write into it, as the end of a sentence; None if there is none.
+    """Which other user, except root, owns `path` or can write into it, as the end of a sentence;
+    None if there is none.
 
-    The path need not exist. `around`: a trusted folder is in it. Its sticky bit keeps others from renaming what is not
-    theirs, as in /tmp; and root works in folders of users, as containers do that mount a home.
+    The path need not exist. `around`: a trusted folder is in it. Its sticky bit keeps others from
+    renaming what is not theirs, as in /tmp; and root works in folders of users, as containers do
+    that mount a home.
     """
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -305,7 +373,11 @@ def who_else(path: Path, *, around: bool = False) -> str | None:
         writers = _writers(found)
         if around:
             owners = owners if os.geteuid() and stat.S_ISDIR(found.st_mode) else set()
-            writers = writers if stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_ISVTX else None
+            writers = (
+                writers
+                if stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_ISVTX
+                else None
+            )
         if owners or writers:
             return f"belongs to user {owners.pop()}" if owners else f"can be written by {writers}"
     return None
@@ -323,7 +395,9 @@ def _writers(found: os.stat_result) -> str | None:
     with contextlib.suppress(KeyError):  # a container may have no names for its users
         user = pwd.getpwuid(os.geteuid()).pw_name
         group, _, _, members = grp.getgrgid(found.st_gid)
-    return None if group == user and set(members) <= {user} else f"group {group}"  # a umask of 002 has such groups
+    return (
+        None if group == user and set(members) <= {user} else f"group {group}"
+    )  # a umask of 002 has such groups
 
 
 def _make_folder(path: Path) -> None:
@@ -341,7 +415,9 @@ def _lock(path: Path) -> Iterator[int]:
         file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         advice = "set EPMOE_CACHE_DIR to a folder that can be written"
-        raise BuildError(f"the native library cannot be built in {path.parent} ({error.strerror}): {advice}") from None
+        raise BuildError(
+            f"the native library cannot be built in {path.parent} ({error.strerror}): {advice}"
+        ) from None
     with open(file, "w"):
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
@@ -351,7 +427,8 @@ def _lock(path: Path) -> Iterator[int]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise BuildError(
-                        f"another process has been building for {LOCK_TIMEOUT_S:.0f} s and holds {path}"
+                        f"another process has been building for {LOCK_TIMEOUT_S:.0f} s and holds "
+                        f"{path}"
                     ) from None
                 time.sleep(0.1)
         yield file

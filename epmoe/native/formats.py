@@ -21,7 +21,9 @@ class WireFormat:
     """How a row travels. ``csrc/wire_format.h`` has the same table."""
 
     name: str
-    """The value of `exchange.payload` and `exchange.combine_payload`, unless the format is packed."""
+    """The value of `exchange.payload` and `exchange.combine_payload`, unless the
+    format is packed.
+    """
     number: int
     """The value of `WireFormat` in C++."""
     element: torch.dtype | None
@@ -32,7 +34,9 @@ class WireFormat:
     block: int
     """Elements of a row that share a scale; 0: there are no scales."""
     packed: bool = False
-    """Scales lie behind the elements of their row, which has whole lines of 16 bytes; otherwise they are a tensor."""
+    """Scales lie behind the elements of their row, which has whole lines of 16 bytes; otherwise
+    they are a tensor.
+    """
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the rows of an x of `dtype`."""
@@ -52,7 +56,9 @@ class WireFormat:
         return -(-(elements + self.scale_bytes(D)) // 16) * 16 if self.packed else elements
 
     def width(self, D: int, extra_bytes: int, dtype: torch.dtype) -> int:
-        """Elements of a row of D elements of an x of `dtype`, and of so many bytes behind them, in whole blocks."""
+        """Elements of a row of D elements of an x of `dtype`, and of so many bytes behind them, in
+        whole blocks.
+        """
         items = -(-extra_bytes // EXTRA_IN_LINE) * LINE_BYTES // self.dtype_of(dtype).itemsize
         return D + (-(-items // self.block) * self.block if self.block else items)
 
@@ -68,7 +74,9 @@ WIRE_FORMATS = {
     for each in (
         WireFormat("auto", 0, None, 0, None, 0),
         WireFormat("fp8", 1, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK),
-        WireFormat("packed_fp8", 2, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK, packed=True),
+        WireFormat(
+            "packed_fp8", 2, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK, packed=True
+        ),
     )
 }
 """The formats by their names."""
@@ -78,13 +86,17 @@ TRAINING_FORMATS = {"auto": WIRE_FORMATS["auto"], "fp8": WIRE_FORMATS["packed_fp
 
 
 def format_of_rows(D: int, scales: int) -> WireFormat:
-    """The format of rows of D elements that come with so many scales each; "fp8" where no format has so many."""
+    """The format of rows of D elements that come with so many scales each; "fp8" where no format
+    has so many.
+    """
     scaled = [each for each in WIRE_FORMATS.values() if each.scale and not each.packed]
     return next((each for each in scaled if each.block * scales == D), scaled[0])
 
 
 def payload_of(element: torch.dtype, block: int) -> PayloadName | None:
-    """The name of the payload whose rows arrive as `element` with a scale for each `block` elements; None: no such."""
+    """The name of the payload whose rows arrive as `element` with a scale for each `block`
+    elements; None: no such.
+    """
     name: PayloadName
     for name in get_args(PayloadName):
         if (WIRE_FORMATS[name].element, WIRE_FORMATS[name].block) == (element, block):

@@ -1,6 +1,7 @@
 """The structs and constants of C++ that Python reads or writes, as the native library reports them.
 
-A struct is a class of ctypes: `struct("Status").from_address(address).code` reads a word as fast as an array does.
+A struct is a class of ctypes: `struct("Status").from_address(address).code` reads a word as fast as
+an array does.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from epmoe.native import ops
 
 @cache
 def numbers(name: str) -> dict[str, int]:
-    """Values by name: of an enumeration of csrc or its other constants. Raises KeyError as `struct` does."""
-    return {key: int(value) for key, _, value in (part.partition(":") for part in _reported()[name][1:])}
+    """Values by name: of an enumeration of csrc or its other constants. Raises KeyError as `struct`
+    does.
+    """
+    return {
+        key: int(value) for key, _, value in (part.partition(":") for part in _reported()[name][1:])
+    }
 
 
 @cache
 def constant(name: str) -> int:
-    """The value of a constant of csrc. Raises KeyError for what csrc/ops_layouts.cpp does not report."""
+    """The value of a constant of csrc. Raises KeyError for what csrc/ops_layouts.cpp does not
+    report.
+    """
     return numbers("constants")[name]
 
 
@@ -32,14 +39,18 @@ def bits(name: str, word: int) -> dict[str, int]:
 
 @cache
 def struct(name: str) -> type[ctypes.Structure]:
-    """A struct of csrc, with the fields that csrc/ops_layouts.cpp reports. Raises KeyError if it does not report it."""
+    """A struct of csrc, with the fields that csrc/ops_layouts.cpp reports. Raises KeyError if it
+    does not report it.
+    """
     nbytes, *described = _reported()[name]
     fields: list[tuple[str, type]] = []
     end = 0
     for field in described:
         named, element, count, offset = field.split(":")
         bits = int(element.removeprefix("u").removeprefix("int"))
-        kind = getattr(ctypes, f"c_{element}", ctypes.c_char * (bits // 8))  # bytes: a struct within the struct
+        kind = getattr(
+            ctypes, f"c_{element}", ctypes.c_char * (bits // 8)
+        )  # bytes: a struct within the struct
         kind = kind * int(count) if count != "1" else kind
         _skip(fields, end, int(offset))
         fields.append((named, kind))

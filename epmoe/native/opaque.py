@@ -1,20 +1,23 @@
 """Layers as operators, which torch.compile and torch.export keep and do not look into.
 
     x [T,D], routing, order ─ epmoe::moe(layer_id) ─▶ y [T,D]                       a `MoELayer`
-    x [T,D], ids, weights, parameters ─ epmoe::module(layer_id) ─▶ y [T,D]          a host framework's module
+    x [T,D], ids, weights, parameters ─ epmoe::module(layer_id) ─▶ y [T,D]          a host
+    framework's module
 
-An operator finds its layer by a number. Placement and windows belong to the layer, so a graph holds no memory of an
-exchange. An operator returns y in new memory: inductor writes into outputs that nobody reads any longer, and memory of
-a window may not be written.
+An operator finds its layer by a number. Placement and windows belong to the layer, so a graph holds
+no memory of an exchange. An operator returns y in new memory: inductor writes into outputs that
+nobody reads any longer, and memory of a window may not be written.
 
-`order` is the same tensor for all layers of an `ExpertParallel`. `epmoe::moe` says that it changes `order`, although it
-does not touch it. Every pass of a compiler therefore keeps the rounds of one exchange, and keeps their order, which
-must be the same on all ranks. The window cannot take its place: functionalisation copies what an operator changes, and
-writes it back later, over what other ranks have sent meanwhile.
+`order` is the same tensor for all layers of an `ExpertParallel`. `epmoe::moe` says that it changes
+`order`, although it does not touch it. Every pass of a compiler therefore keeps the rounds of one
+exchange, and keeps their order, which must be the same on all ranks. The window cannot take its
+place: functionalisation copies what an operator changes, and writes it back later, over what other
+ranks have sent meanwhile.
 
-`epmoe::module` changes nothing, so that graphs with it become CUDA graphs. A compiler keeps each round because the
-framework's model reads its y, and keeps their order because each layer reads the output of the layer before. The
-module's parameters are arguments: compilers must know when they move, and FSDP collects them anew in each pass.
+`epmoe::module` changes nothing, so that graphs with it become CUDA graphs. A compiler keeps each
+round because the framework's model reads its y, and keeps their order because each layer reads the
+output of the layer before. The module's parameters are arguments: compilers must know when they
+move, and FSDP collects them anew in each pass.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ _Named = TypeVar("_Named")
 class Registry(Generic[_Named]):
     """Objects under numbers, by which operators of graphs find them. It keeps no object alive.
 
-    A graph with a number of 0 or 1 would serve no other number, where torch makes one graph for several. New numbers
-    therefore begin at 2. They are not used again: a CUDA graph that was recorded with one holds the windows behind it.
-    `find` raises `gone`, with the number for `{}`.
+    A graph with a number of 0 or 1 would serve no other number, where torch makes one graph for
+    several. New numbers therefore begin at 2. They are not used again: a CUDA graph that was
+    recorded with one holds the windows behind it. `find` raises `gone`, with the number for `{}`.
     """
 
     def __init__(self, gone: str) -> None:
@@ -75,15 +78,23 @@ class Layer(Protocol):
     layer_id: int
     """The number that `register` has returned."""
     order: Tensor
-    """`ExpertParallel.order`. A module has it as a buffer: other changed inputs keep a graph out of CUDA graphs."""
+    """`ExpertParallel.order`. A module has it as a buffer: other changed inputs keep a graph out of
+    CUDA graphs.
+    """
 
     def run(
-        self, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None,
+        self,
+        x_TD: Tensor,
+        routing: Tensor,
+        weights_TK: Tensor | None,
+        num_tokens: int | Tensor | None,
         extra: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Run a round for tokens [T, D]. `routing` are logits [T, E] if `weights_TK` is None, otherwise ids [T, K], and
-        `extra` is what else the layer takes for each token. Returns y [T, D], contiguous, in the dtype of x and in
-        memory of its own. Raises what the exchange has reported."""
+    ) -> Tensor:
+        """Run a round for tokens [T, D]. `routing` are logits [T, E] if `weights_TK` is None,
+        otherwise ids [T, K], and `extra` is what else the layer takes for each token. Returns y [T,
+        D], contiguous, in the dtype of x and in memory of its own. Raises what the exchange has
+        reported.
+        """
 
 
 Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
@@ -91,21 +102,27 @@ Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
 
 
 class ModuleLayer:
-    """A module of a host framework, which `epmoe::module` runs as `forward`. Copies of the module do not copy it.
+    """A module of a host framework, which `epmoe::module` runs as `forward`. Copies of the module
+    do not copy it.
 
-    The module holds this object, and is not kept alive by it. The number follows from `name`, if given, so that graphs
-    that the framework keeps on disk find the layer in another process. A later layer of the same name takes its place.
-    Graphs that look at `released` do not match any more after `release`.
+    The module holds this object, and is not kept alive by it. The number follows from `name`, if
+    given, so that graphs that the framework keeps on disk find the layer in another process. A
+    later layer of the same name takes its place. Graphs that look at `released` do not match any
+    more after `release`.
     """
 
     def __init__(self, module: object, forward: Forward, name: str | None = None) -> None:
         self.module = weakref.ref(module)
         self.forward = forward
         self.released = False
-        number = None if name is None else int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
+        number = (
+            None if name is None else int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
+        )
         self.layer_id = _layers.add(self, number)
 
-    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, parameters: Sequence[Tensor] = ()
+    ) -> Tensor:
         y: Tensor = torch.ops.epmoe.module(x_TD, ids_TK, weights_TK, parameters, self.layer_id)
         return y
 
@@ -119,15 +136,19 @@ class ModuleLayer:
 
 
 _layers = Registry[Any](
-    "no layer of this process has layer_id={}: a compiled or exported program runs only while a layer of that number "
+    "no layer of this process has layer_id={}: a compiled or exported program runs only while a "
+    "layer of that number "
     "exists"
 )
 _library = torch.library.Library("epmoe", "FRAGMENT")
 _library.define(
-    "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, Tensor(a!) order, "
+    "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, "
+    "Tensor(a!) order, "
     "SymInt layer_id, Tensor? extra=None) -> Tensor"
 )
-_library.define("module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor")
+_library.define(
+    "module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor"
+)
 
 
 def register(layer: Layer, layer_id: int | None = None) -> int:
@@ -161,25 +182,39 @@ def moe(
     num_tokens: int | Tensor | None,
     extra: Tensor | None = None,
 ) -> Tensor:
-    """`layer.run` as an operator, with its arguments: what a layer calls where `torch.compiler.is_compiling()`."""
+    """`layer.run` as an operator, with its arguments: what a layer calls where
+    `torch.compiler.is_compiling()`.
+    """
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
-    return torch.ops.epmoe.moe(x_TD, routing, weights_TK, scalar, num_rows, layer.order, layer.layer_id, extra)
+    return torch.ops.epmoe.moe(
+        x_TD, routing, weights_TK, scalar, num_rows, layer.order, layer.layer_id, extra
+    )
 
 
 def _moe(
-    x: Tensor, routing: Tensor, weights: Tensor | None, num_tokens: Tensor | None, num_rows: int, order: Tensor,
-    layer_id: int, extra: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    routing: Tensor,
+    weights: Tensor | None,
+    num_tokens: Tensor | None,
+    num_rows: int,
+    order: Tensor,
+    layer_id: int,
+    extra: Tensor | None = None,
+) -> Tensor:
     rows = None if num_rows == x.shape[0] else num_rows
     layer: Layer = _layers.find(layer_id)
     return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, extra)
 
 
-def _module(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], layer_id: int) -> Tensor:
+def _module(
+    x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], layer_id: int
+) -> Tensor:
     layer: ModuleLayer = _layers.find(layer_id)
     return layer.forward(layer.module(), parameters, x, ids, weights)
 
 
 for _name, _implementation in (("moe", _moe), ("module", _module)):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"epmoe::{_name}", lambda x, *arguments, **options: x.new_empty(x.shape), lib=_library)
+    torch.library.register_fake(
+        f"epmoe::{_name}", lambda x, *arguments, **options: x.new_empty(x.shape), lib=_library
+    )

@@ -1,13 +1,20 @@
-"""This package: its version, its extras, and the sentence for an optional package that is missing."""
+"""This package: its version, its extras, and the sentence for an optional package that
+is missing.
+"""
 
 from __future__ import annotations
 
 __version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 
 EXTRAS = {
-    "typer": "cli", "click": "cli", "rich": "cli", "jinja2": "cli", "matplotlib": "bench", "transformers": "hf",
+    "typer": "cli",
+    "click": "cli",
+    "rich": "cli",
+    "jinja2": "cli",
+    "matplotlib": "bench",
+    "transformers": "hf",
     "safetensors": "hf",
-}  # fmt: skip
+}
 """Top-level module → the extra that installs it."""
 
 

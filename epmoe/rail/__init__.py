@@ -1,1 +1,3 @@
-"""The exchange over several nodes: rails between the nodes, and an exchange of one node inside each."""
+"""The exchange over several nodes: rails between the nodes, and an exchange of one node inside
+each.
+"""

@@ -1,7 +1,9 @@
-"""The exchange over several nodes: a rail to the other nodes, and inside each node the exchange of one node.
+"""The exchange over several nodes: a rail to the other nodes, and inside each node the exchange of
+one node.
 
-source rank ─ pack ─▶ slabs ─ rail ─▶ rank of the same local index on each node ─ dispatch of the node ─▶ experts
-y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each node ◀─ combine of the node ──────────┘
+source rank ─ pack ─▶ slabs ─ rail ─▶ rank of the same local index on each node ─ dispatch of the
+node ─▶ experts y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each node ◀─ combine
+of the node ──────────┘
 """
 
 from __future__ import annotations
@@ -27,19 +29,23 @@ from epmoe.rail.memory import RailMemory
 from epmoe.rail.network import Network, Tags
 from epmoe.rail.slabs import Slabs
 
-# Counted at the source, before rows leave for other nodes; a node that counts them again does not count.
+# Counted at the source, before rows leave for other nodes; a node that counts them again does not
+# count.
 _AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights")
 
 
 class HierarchicalExchange(Exchange):
-    """An `Exchange` over the nodes of a group, whose config it takes. `rank` and errors are of the group.
+    """An `Exchange` over the nodes of a group, whose config it takes. `rank` and errors are of the
+    group.
 
     The config of the exchange of this rank's `node` is `config.of_node()`.
     """
 
     slabs: Slabs  # of the last round
 
-    def __init__(self, config: EPConfig, node: NodeExchange, memory: RailMemory, network: Network) -> None:
+    def __init__(
+        self, config: EPConfig, node: NodeExchange, memory: RailMemory, network: Network
+    ) -> None:
         self.config = config
         self.node = node
         self.memory = memory
@@ -50,7 +56,9 @@ class HierarchicalExchange(Exchange):
         self.rank = network.rank
         self.global_ranks = network.global_ranks
         self.rounds, self.deadlines = network.rounds, network.deadlines
-        self.templates = Templates(config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, None)
+        self.templates = Templates(
+            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, None
+        )
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
         self._aborted: list[int] = []  # ranks of the group that aborted the last round
@@ -69,11 +77,16 @@ class HierarchicalExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
-        sent = self.rounds.open(Sent(template, T, epoch, None, (), self.rounds.most_tokens), call.tag)
+        sent = self.rounds.open(
+            Sent(template, T, epoch, None, (), self.rounds.most_tokens), call.tag
+        )
         inside_epoch = self.node.rounds.count + 1
-        self.slabs = slabs = Slabs(self.memory, template.shape, call, epoch, inside_epoch, sent.most_tokens)
+        self.slabs = slabs = Slabs(
+            self.memory, template.shape, call, epoch, inside_epoch, sent.most_tokens
+        )
         slabs.pack(operands)
-        self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
+        # before other ranks can know: an abort then starts what is not started
+        self.rounds.advance()
         self.network.start(slabs.out)
         return sent
 
@@ -81,19 +94,27 @@ class HierarchicalExchange(Exchange):
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         self.check()
         self.rounds.permit(sent, "dispatch_recv", "sent")
-        slabs, node = self.slabs, self.node
+        slabs = self.slabs
+        node = self.node
         self.network.start(slabs.out)  # a signal handler may have kept it from its start
         self.network.wait(slabs.last)
         differing, tags, differences = slabs.differing()
         try:
-            if isinstance(opened := node.rounds.handle, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
+            opened = node.rounds.handle
+            if isinstance(opened, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
                 slabs.inside = node.dispatch_recv(opened)
             else:  # the other ranks of the node notice a mismatch
-                rows, extra = (slabs.smallest_rows(), None) if differing else (slabs.rows(), slabs.shape.extra)
+                rows, extra = (
+                    (slabs.smallest_rows(), None)
+                    if differing
+                    else (slabs.rows(), slabs.shape.extra)
+                )
                 slabs.inside = node.dispatch(slabs.inside_call(rows, extra))
         except EPMismatchError as error:
             ranks = differing or self.memory.of_node(error.differing_ranks)
-            self._mismatch(ranks, differing, tags or self.network.tags_of_group(error.tags), differences)
+            self._mismatch(
+                ranks, differing, tags or self.network.tags_of_group(error.tags), differences
+            )
         except EPTimeoutError:
             self.check()
             raise
@@ -105,7 +126,9 @@ class HierarchicalExchange(Exchange):
         return dispatched
 
     @takes_turn
-    def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
+    def combine(
+        self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None
+    ) -> Tensor:
         """With layout="rank" the rows are G slabs, each of N·S rows."""
         self.check_open(dispatched)
         self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
@@ -129,8 +152,8 @@ class HierarchicalExchange(Exchange):
     def abort_open_round(self) -> None:
         """The other nodes get zeros, and the own node no rows.
 
-        The next dispatch waits for what is still on its way. Where the rail fails, the round stays open, and the next
-        call raises the failure.
+        The next dispatch waits for what is still on its way. Where the rail fails, the round stays
+        open, and the next call raises the failure.
         """
         slabs = self.slabs
         try:
@@ -155,9 +178,12 @@ class HierarchicalExchange(Exchange):
         self.network.check()
 
     def check_rounds(self) -> None:
-        needed, overflow = self._take_needed(), self.node.take_overflow()
+        needed = self._take_needed()
+        overflow = self.node.take_overflow()
         if needed:
-            overflow = EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
+            overflow = EPOverflowError(
+                needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit
+            )
         mask, _ = self.node.take_aborted()
         ranks, self._aborted = sorted({*self._aborted, *self.memory.of_mask(mask)}), []
         raise_incomplete(
@@ -176,7 +202,9 @@ class HierarchicalExchange(Exchange):
         return sum(1 << rank for rank in self.memory.of_mask(self.node.dead()))
 
     def end_waits(self) -> None:
-        """Ranks of other nodes learn it by their rail. A failure names who is missing, not this rank."""
+        """Ranks of other nodes learn it by their rail. A failure names who is missing, not this
+        rank.
+        """
         with self.network.recording:
             if self.network.failure is None:
                 self.node.end_waits()
@@ -186,20 +214,31 @@ class HierarchicalExchange(Exchange):
         return self.network.largest(number)
 
     def health(self, wait: bool) -> Health:
-        """Rows to the node's ranks and, on other nodes, to the rank of this rail. Pairs count at their source. Seconds
-        of waits for the network do not count."""
-        health, peek = self.node.health(wait), self.network.peek
+        """Rows to the node's ranks and, on other nodes, to the rank of this rail. Pairs count at
+        their source. Seconds of waits for the network do not count.
+        """
+        health = self.node.health(wait)
+        peek = self.network.peek
         counted = dict(zip(COUNTERS, peek("rail.total.counters"), strict=True))
         own = {name: counted[name] for name in _AT_SOURCE}
-        G, R = self.memory.ranks_per_node, len(self.global_ranks)
-        sent, waited, aborted = [0] * R, [0.0] * R, list(self._aborted_rounds)
+        G = self.memory.ranks_per_node
+        R = len(self.global_ranks)
+        sent = [0] * R
+        waited = [0.0] * R
+        aborted = list(self._aborted_rounds)
         sent[self.memory.local :: G] = peek("rail.total.rows_sent")
         here = slice(self.memory.node * G, (self.memory.node + 1) * G)
-        sent[here], waited[here], aborted[here] = health.rows_sent, health.waited_s, health.aborted_rounds
+        sent[here], waited[here], aborted[here] = (
+            health.rows_sent,
+            health.waited_s,
+            health.aborted_rounds,
+        )
         own["timeouts"] = max(health.timeouts, self.network.failure is not None)
         for name in ("dropped_pairs", "clamped_num_tokens"):
             own[name] = getattr(health, name) + counted[name]
-        return dataclasses.replace(health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own)
+        return dataclasses.replace(
+            health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own
+        )
 
     def release(self) -> None:
         self.node.thread = self.thread
@@ -213,7 +252,8 @@ class HierarchicalExchange(Exchange):
         self.rounds.advance()
 
     def _sum(self, dispatched: Dispatched) -> Tensor:
-        slabs, y = self.slabs, self.rounds.y
+        slabs = self.slabs
+        y = self.rounds.y
         assert y is not None
         if not slabs.returning:  # otherwise a Ctrl-C has ended the wait below
             try:
@@ -235,11 +275,15 @@ class HierarchicalExchange(Exchange):
         self.poll()
         return y
 
-    def _mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences) -> NoReturn:
-        """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on this rail.
+    def _mismatch(
+        self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences
+    ) -> NoReturn:
+        """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on
+        this rail.
 
-        The node is told by a call of another shape, so its other ranks do not learn what differs. On CPUs the rail's
-        way back is as in any round: ranks that do not know of the mismatch have begun theirs.
+        The node is told by a call of another shape, so its other ranks do not learn what differs.
+        On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have
+        begun theirs.
         """
         epoch = self.rounds.count
         self.network.note_mismatch(ranks[0])
@@ -249,8 +293,12 @@ class HierarchicalExchange(Exchange):
         self.rounds.close()
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags, differences)
 
-    def _send_nothing_back(self, slabs: Slabs, aborted: int, mismatch: int, differing: list[int]) -> None:
-        """Send `Slabs.nothing_back`, unless partial rows are on their way already; the next round waits for either."""
+    def _send_nothing_back(
+        self, slabs: Slabs, aborted: int, mismatch: int, differing: list[int]
+    ) -> None:
+        """Send `Slabs.nothing_back`, unless partial rows are on their way already; the next round
+        waits for either.
+        """
         if not slabs.returning:
             like = self.rounds.sent.template.like
             self.network.start(slabs.nothing_back(like, aborted, mismatch, differing))
@@ -261,7 +309,9 @@ class HierarchicalExchange(Exchange):
         return needed
 
     def _take_aborted(self) -> int:
-        """The ranks of this node that have aborted its round, as a mask. On GPUs `check_rounds` reports them."""
+        """The ranks of this node that have aborted its round, as a mask. On GPUs `check_rounds`
+        reports them.
+        """
         if self.device.type == "cuda":
             return 0
         mask, _ = self.node.take_aborted()

@@ -21,29 +21,45 @@ from epmoe.rail.rail import RailError, Transfer
 
 _CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
 _SPINS = 200  # looks at a transfer before the first sleep
-_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
+_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 2e-3
 
 
 def gloo_group(name: str, rank: int, size: int, connect: timedelta) -> Any:
-    """A group of a name that no other group has had: `dist.new_group` gives the name of a destroyed one again, and with
-    it the addresses that its ranks had. Collective over its ranks. torch declares few of the methods."""
-    return dist.ProcessGroupGloo(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, connect)
+    """A group of a name that no other group has had: `dist.new_group` gives the name of a destroyed
+    one again, and with it the addresses that its ranks had. Collective over its ranks. torch
+    declares few of the methods.
+    """
+    return dist.ProcessGroupGloo(
+        dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, connect
+    )
 
 
 def connect_within(timeout_s: float | None) -> timedelta:
-    """How long ranks may take to reach one another, if what they are part of has a deadline: half of it, so that a rank
-    that fails can still report it in time."""
+    """How long ranks may take to reach one another, if what they are part of has a deadline: half
+    of it, so that a rank that fails can still report it in time.
+    """
     return _CONNECT if timeout_s is None else min(_CONNECT, timedelta(seconds=timeout_s / 2))
 
 
 class GlooRail:
-    """A `Rail` by all-to-all of torch.distributed, over a group of its own. The host waits for its transfers."""
+    """A `Rail` by all-to-all of torch.distributed, over a group of its own. The host waits for its
+    transfers.
+    """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
-    def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
-        self._roll_call, self._deadlines, self._device, self._ended = roll_call, deadlines, device, False
-        name, ranks = f"{roll_call.name}/rail/{roll_call.ranks[0]}", roll_call.ranks
+    def __init__(
+        self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta
+    ) -> None:
+        self._roll_call, self._deadlines, self._device, self._ended = (
+            roll_call,
+            deadlines,
+            device,
+            False,
+        )
+        name = f"{roll_call.name}/rail/{roll_call.ranks[0]}"
+        ranks = roll_call.ranks
         self._group = gloo_group(name, ranks.index(roll_call.rank), len(ranks), connect)
         self._under_way: list[Transfer] = []
 
@@ -56,10 +72,17 @@ class GlooRail:
         timeout_s = self._deadlines.wait_s(returning=transfer.returning)
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
         options.timeout, options.asyncOp = timedelta(seconds=timeout_s + NETWORK_SLACK_S), True
-        arguments = transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
+        arguments = (
+            transfer.received,
+            transfer.sent,
+            transfer.received_rows,
+            transfer.sent_rows,
+            options,
+        )
         self._under_way = [*filter(_is_under_way, self._under_way), transfer]
         try:
-            # Both in one call of C, so that no signal handler comes between the start and its record.
+            # Both in one call of C, so that no signal handler comes between the start and its
+            # record.
             transfer.started.extend(starmap(self._group.alltoall_base, [arguments]))
         except RuntimeError as error:
             raise RailError(str(error)) from error
@@ -68,7 +91,8 @@ class GlooRail:
         """It polls, so that signal handlers of Python run."""
         (work,) = transfer.started
         deadline = time.monotonic() + self._deadlines.wait_s(returning=transfer.returning)
-        polls, sleep_s = 0, _SLEEP_S
+        polls = 0
+        sleep_s = _SLEEP_S
         while not work.is_completed():
             polls += 1
             if polls < _SPINS:
@@ -95,7 +119,9 @@ class GlooRail:
         self._ended = True
 
     def close(self) -> None:
-        """The end of a group with a transfer under way would wait for the deadline, so it lives on."""
+        """The end of a group with a transfer under way would wait for the deadline, so
+        it lives on.
+        """
         self._ended = True
         if any(map(_is_under_way, self._under_way)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # until the process ends

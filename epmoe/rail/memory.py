@@ -1,4 +1,6 @@
-"""This rank's memory for what travels between nodes, and what the kernels of the rail know besides a call."""
+"""This rank's memory for what travels between nodes, and what the kernels of the rail know besides
+a call.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,44 @@ from epmoe.native.formats import WIRE_FORMATS
 from epmoe.native.layouts import words
 from epmoe.rail.rail import Rail
 
-_TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
-written_by_replays: list[Tensor] = []  # of CUDA graphs, of earlier groups, too: nobody else gets their memory
+_TABLES = (
+    "rail.table.copies",
+    "rail.table.num_copies",
+    "rail.table.node_of",
+    "rail.table.node_local",
+)
+written_by_replays: list[
+    Tensor
+] = []  # of CUDA graphs, of earlier groups, too: nobody else gets their memory
 
 
 class RailMemory:
-    """The part of a memory plan that the network uses, and how it is divided. All buffers begin as zeros.
+    """The part of a memory plan that the network uses, and how it is divided. All buffers begin as
+    zeros.
 
-    It takes config and placement of the whole group. `others` are the other nodes, ascending, and `rows_per_node` is S,
-    the most rows of a slab. `largest_block` counts elements that share a scale, in rows or in partial rows; 0 if there
-    are no scales.
+    It takes config and placement of the whole group. `others` are the other nodes, ascending, and
+    `rows_per_node` is S, the most rows of a slab. `largest_block` counts elements that share a
+    scale, in rows or in partial rows; 0 if there are no scales.
     """
 
     def __init__(
-        self, config: EPConfig, plan: MemoryPlan, placement: Placement, rank: int, device: torch.device, rail: Rail
+        self,
+        config: EPConfig,
+        plan: MemoryPlan,
+        placement: Placement,
+        rank: int,
+        device: torch.device,
+        rail: Rail,
     ) -> None:
         memory = rail.allocate(plan.rail_bytes)
         self.device = device
-        self.views = {buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"}
+        self.views = {
+            buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"
+        }
         if device.type == "cuda":  # which the kernels write, and the host reads
-            needed, noticed = (torch.zeros(1, dtype=dtype).pin_memory() for dtype in (torch.int32, torch.int64))
+            needed, noticed = (
+                torch.zeros(1, dtype=dtype).pin_memory() for dtype in (torch.int32, torch.int64)
+            )
             self.views |= {"rail.total.needed": needed, "rail.noticed": noticed}
             written_by_replays.extend((needed, noticed))
         self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
@@ -41,17 +61,31 @@ class RailMemory:
         self.others = [node for node in nodes if node != self.node]
         self.rows_per_node = config.rows_per_node
         self.payload = WIRE_FORMATS[config.exchange.payload]
-        self.largest_block = max(self.payload.block, WIRE_FORMATS[config.exchange.combine_payload].block)
+        self.largest_block = max(
+            self.payload.block, WIRE_FORMATS[config.exchange.combine_payload].block
+        )
         self.may_have_extra = config.capacity.extra_bytes > 0
         self.slot = RailSlot.of(config)
         self.tables = [self.views[name] for name in _TABLES]
-        values = placement.copies_table(), placement.num_copies(), *placement.node_ids(self.ranks_per_node)
+        values = (
+            placement.copies_table(),
+            placement.num_copies(),
+            *placement.node_ids(self.ranks_per_node),
+        )
         for table, of_placement in zip(self.tables, values, strict=True):
             table.copy_(of_placement)
         E, copies = self.tables[0].shape
-        of_rank = {"E": E, "copies": copies, "rank": rank, "node": self.node, "num_nodes": len(nodes)}
+        of_rank = {
+            "E": E,
+            "copies": copies,
+            "rank": rank,
+            "node": self.node,
+            "num_nodes": len(nodes),
+        }
         fields = words("RailDescriptor", of_rank | {"format": self.payload.number})
-        self.descriptor = torch.tensor([*fields, *words("RailSlot", self.slot._asdict())], device="cpu")
+        self.descriptor = torch.tensor(
+            [*fields, *words("RailSlot", self.slot._asdict())], device="cpu"
+        )
 
     @property
     def num_nodes(self) -> int:

@@ -1,7 +1,9 @@
-"""The rail between GPUs: all-to-all by NCCL on a stream of its own, and a thread of the host that watches it.
+"""The rail between GPUs: all-to-all by NCCL on a stream of its own, and a thread of the host that
+watches it.
 
-The kernels of NCCL have no deadline, and torch's watchdog does not see transfers in a CUDA graph. So a kernel counts
-each transfer that starts, and one each that ends, in memory of the host, also in replays. The thread compares the two.
+The kernels of NCCL have no deadline, and torch's watchdog does not see transfers in a CUDA graph.
+So a kernel counts each transfer that starts, and one each that ends, in memory of the host, also in
+replays. The thread compares the two.
 """
 
 from __future__ import annotations
@@ -33,36 +35,48 @@ _LOOK_S = 0.05  # between two looks at the counts
 _END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
 _GLANCE_S = 1e-3
 _NEVER = timedelta(days=7)  # torch's own deadline, which would come without names
-# A group made under it has no watchdog, which, once a transfer has failed, would hold up the end of the group for 60 s
-# and have torch end the processes of all ranks. Only `Work.wait` blocks, and `start` gets no `Work`.
+# A group made under it has no watchdog, which, once a transfer has failed, would hold up the end of
+# the group for 60 s and have torch end the processes of all ranks. Only `Work.wait` blocks, and
+# `start` gets no `Work`.
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def words_of(shown: Tensor) -> tuple[Array[c_int64], Structure]:
-    """What the GPU and the host write for each other, in int64 [7]: transfers out that have started and that have
-    ended, those back, and a `RailStop` of csrc/rail.h."""
+    """What the GPU and the host write for each other, in int64 [7]: transfers out that have started
+    and that have ended, those back, and a `RailStop` of csrc/rail.h.
+    """
     counts = (c_int64 * 4).from_address(shown.data_ptr())
     return counts, struct("RailStop").from_address(shown[4:].data_ptr())
 
 
 class NcclRail:
-    """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph."""
+    """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA
+    graph.
+    """
 
     devices: ClassVar[tuple[str, ...]] = ("cuda",) if dist.is_nccl_available() else ()
 
-    def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
-        ranks, rank = roll_call.ranks, roll_call.rank
+    def __init__(
+        self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta
+    ) -> None:
+        ranks = roll_call.ranks
+        rank = roll_call.rank
         self._roll_call, self._deadlines, self._device = roll_call, deadlines, device
         self._others = [int(one != rank) for one in ranks]
         self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
-        # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
+        # Of a priority that streams of models rarely have: torch hands out the same few streams
+        # again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # which `_meet`, on another thread, may not know
+        self._stream.wait_stream(
+            torch.cuda.current_stream(device)
+        )  # which `_meet`, on another thread, may not know
         self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()
         written_by_replays.extend((counts, shown))
         self._counts, self._told = words_of(shown)
-        marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
+        marks = list(
+            zip(counts.split(1), shown[:4].split(1), strict=True)
+        )  # of `rail_mark`: started, ended
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
         self._latched: Tensor | None = None
         self._closed = Event()
@@ -70,9 +84,13 @@ class NcclRail:
         self._ending: Thread | None = None
         try:
             if not interruptible(self._meet, connect.total_seconds()):
-                raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
+                raise RuntimeError(
+                    f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more"
+                )
         except BaseException:
-            self._end(self._group.abort)  # a kernel that waits for a dead rank keeps the GPU from `resume`
+            self._end(
+                self._group.abort
+            )  # a kernel that waits for a dead rank keeps the GPU from `resume`
             raise
 
     def _meet(self) -> None:
@@ -98,7 +116,11 @@ class NcclRail:
             ops.rail_mark(*begin, *failed, False, partial_rows, sum(self._others))
             try:
                 self._group.alltoall_base(
-                    transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
+                    transfer.received,
+                    transfer.sent,
+                    transfer.received_rows,
+                    transfer.sent_rows,
+                    options,
                 )
             except RuntimeError as error:
                 raise RailError(str(error)) from error
@@ -112,7 +134,8 @@ class NcclRail:
     def watch(self, on_late: WeakMethod[Callable[[], None]], latched: Tensor) -> None:
         """`on_late` is also called once the node's exchange has failed.
 
-        Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
+        Until the first round has ended on the GPU, the deadline is that of the first round, however
+        far the host is.
         """
         self._latched = latched
         arguments = on_late, self._shown, self._deadlines, self._closed
@@ -123,8 +146,9 @@ class NcclRail:
         return self._roll_call.missing(found)
 
     def abort(self) -> None:
-        """The transfers of CUDA graphs end, too. Returns once none is under way: NCCL's own abort may wait for graphs,
-        while ranks of the node wait for the report of this one."""
+        """The transfers of CUDA graphs end, too. Returns once none is under way: NCCL's own abort
+        may wait for graphs, while ranks of the node wait for the report of this one.
+        """
         self._told.cut = 1
         self._end(self._group.abort, enough=lambda: self._idle)
 
@@ -144,13 +168,17 @@ class NcclRail:
         return (out, back) == (out_ended, back_ended)
 
     def _end(self, *calls: Callable[[], None], enough: Callable[[], bool] = lambda: False) -> None:
-        """End NCCL's work, once, on a thread: it waits for CUDA graphs that hold its kernels. Returns after `_END_S`,
-        or where it is `enough`. The destructor of the group, on any thread, then ends nothing."""
+        """End NCCL's work, once, on a thread: it waits for CUDA graphs that hold its kernels.
+        Returns after `_END_S`, or where it is `enough`. The destructor of the group, on any thread,
+        then ends nothing.
+        """
         try:
             until = time.monotonic() + _END_S
             with suppress(RuntimeError):  # where no thread can start
                 if self._ending is None:
-                    ending = Thread(target=_first_that_works, args=calls, daemon=True, name="epmoe-rail-end")
+                    ending = Thread(
+                        target=_first_that_works, args=calls, daemon=True, name="epmoe-rail-end"
+                    )
                     ending.start()
                     self._ending = ending
                 while self._ending.is_alive() and not enough() and time.monotonic() < until:
@@ -166,25 +194,35 @@ def _first_that_works(*calls: Callable[[], None]) -> None:
 
 
 def nccl_group(name: str, rank: int, size: int) -> Any:
-    """A group of a name that no other group has had; see `gloo_group`. It connects at its first transfer."""
+    """A group of a name that no other group has had; see `gloo_group`. It connects at its first
+    transfer.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
     before = os.environ.get(_NO_WATCHDOG)
     try:
         os.environ[_NO_WATCHDOG] = "1"
-        return dist.ProcessGroupNCCL(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options)
+        return dist.ProcessGroupNCCL(
+            dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options
+        )
     finally:
         del os.environ[_NO_WATCHDOG]
         if before is not None:
             os.environ[_NO_WATCHDOG] = before
 
 
-def _watch(on_late: WeakMethod[Callable[[], None]], shown: Tensor, deadlines: Deadlines, closed: Event) -> None:
-    """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the words alive."""
+def _watch(
+    on_late: WeakMethod[Callable[[], None]], shown: Tensor, deadlines: Deadlines, closed: Event
+) -> None:
+    """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the words
+    alive.
+    """
     counts, told = words_of(shown)
-    seen, since = [[0, 0], [0, 0]], [0.0, 0.0]
+    seen = [[0, 0], [0, 0]]
+    since = [0.0, 0.0]
     while not closed.wait(_LOOK_S):
-        now, late = time.monotonic(), bool(told.wanted)
+        now = time.monotonic()
+        late = bool(told.wanted)
         for back in (False, True):
             started, ended = way = counts[2 * back : 2 * back + 2]
             if way != seen[back]:

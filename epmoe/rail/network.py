@@ -1,4 +1,6 @@
-"""The network of one rank, whose host waits for every transfer, as on CPUs. network_cuda.py has that of a GPU."""
+"""The network of one rank, whose host waits for every transfer, as on CPUs. network_cuda.py has
+that of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Tags = tuple[int, int, int] | None
 
 
 class Failure(NamedTuple):
-    """A timeout over the network, which every later call raises: the arguments of EPTimeoutError."""
+    """A timeout over the network, which every later call raises: the arguments of
+    EPTimeoutError.
+    """
 
     stage: str
     epoch: int
@@ -35,7 +39,8 @@ class Failure(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Network:
-    """A rail to the other nodes, and what has failed on it or in this node: every later call raises the `failure`.
+    """A rail to the other nodes, and what has failed on it or in this node: every later call raises
+    the `failure`.
 
     `control` is a gloo group of all ranks, by which hosts agree on sizes.
     """
@@ -65,8 +70,9 @@ class Network:
             self.fail([])
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer that was started. Raises EPTimeoutError, of which the node is told, and RuntimeError if a
-        signal handler aborts the round meanwhile."""
+        """Wait for a transfer that was started. Raises EPTimeoutError, of which the node is told,
+        and RuntimeError if a signal handler aborts the round meanwhile.
+        """
         look = partial(self.look, self.rounds.state)
         try:
             self.rail.wait(transfer, look)
@@ -114,13 +120,16 @@ class Network:
                 raise EPTimeoutError(*self.failure)
 
     def look(self, state: int) -> None:
-        """During a wait for the rail, in a round in `state`: raise what the ranks of the node have reported."""
+        """During a wait for the rail, in a round in `state`: raise what the ranks of the node have
+        reported.
+        """
         if self.rounds.state != state:
             raise RuntimeError(f"round {self.rounds.count} was aborted while this call waited")
         self.look_at_node()
 
     def look_at_node(self) -> None:
-        if missing := self.node.missing():
+        missing = self.node.missing()
+        if missing:
             self.fail(self.reported() or self.memory.of_mask(missing))
 
     def fail(self, found: list[int]) -> NoReturn:
@@ -130,7 +139,9 @@ class Network:
         raise AssertionError("check raises what was recorded")
 
     def record_failure(self, found: list[int]) -> None:
-        """`keep_failure`, and tell the node and the rail which ranks are missing: `found`, if they are known."""
+        """`keep_failure`, and tell the node and the rail which ranks are missing: `found`, if they
+        are known.
+        """
         missing = self.rail.missing(found)
         self.keep_failure(missing, "over the network")
         self.tell_node(missing[0])
@@ -142,7 +153,8 @@ class Network:
         places = ", ".join(str(divmod(rank, self.memory.ranks_per_node)) for rank in missing)
         why = (
             f"got no answer {where} from rank(s) {missing} of the group, (node, local) {places}, "
-            f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
+            f"global rank(s) {global_ranks}: they ended, left the group, or were slower than "
+            "exchange.timeout_s"
         )
         if self.rank in missing:
             why += ". This rank came too late, or its own kernel was not scheduled"
@@ -158,23 +170,36 @@ class Network:
         return [word - 1 for word in self.peek("rail.missed") if 0 < word <= len(self.global_ranks)]
 
     def take_failure_of_node(self) -> None:
-        """Keep a timeout that the node's exchange has reported. Raises its EPMismatchError and EPOrderError."""
+        """Keep a timeout that the node's exchange has reported. Raises its EPMismatchError and
+        EPOrderError.
+        """
         try:
             self.node.check()
         except EPMismatchError as error:
-            ranks, tags = self.memory.of_node(error.differing_ranks), self.tags_of_group(error.tags)
+            ranks = self.memory.of_node(error.differing_ranks)
+            tags = self.tags_of_group(error.tags)
             raise EPMismatchError(error.epoch, ranks, self.device.type == "cuda", tags) from None
         except EPTimeoutError as error:
-            missing = self.rail.missing((reported := self.reported()) or self.memory.of_node(error.missing_ranks))
-            where = "over the network, as a rank of this node reports" if reported else "within the node"
+            missing = self.rail.missing(
+                (reported := self.reported()) or self.memory.of_node(error.missing_ranks)
+            )
+            where = (
+                "over the network, as a rank of this node reports"
+                if reported
+                else "within the node"
+            )
             self.keep_failure(missing, where)
 
     def tags_of_group(self, tags: Tags) -> Tags:
-        """`tags` of an EPMismatchError of the node's exchange, with the rank numbered in the group."""
+        """`tags` of an EPMismatchError of the node's exchange, with the rank numbered
+        in the group.
+        """
         return tags and (tags[0], self.memory.of_node([tags[1]])[0], tags[2])
 
     def note_mismatch(self, rank: int) -> None:
-        """A call of this rank of the group does not match. On CPUs the round is closed, and that is all."""
+        """A call of this rank of the group does not match. On CPUs the round is closed, and that is
+        all.
+        """
 
     @property
     def failed(self) -> bool:
@@ -183,13 +208,18 @@ class Network:
 
     @property
     def failed_words(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """On GPUs the words that make the sums zeros once the rail or the node's exchange has failed, and the word by
-        which the host learns that they are."""
+        """On GPUs the words that make the sums zeros once the rail or the node's exchange has
+        failed, and the word by which the host learns that they are.
+        """
         return None, None, None
 
     def missing(self) -> int:
         """Ranks of the group that are missing, as a mask."""
-        ranks = self.failure.missing if self.failure else self.reported() or self.memory.of_mask(self.node.missing())
+        ranks = (
+            self.failure.missing
+            if self.failure
+            else self.reported() or self.memory.of_mask(self.node.missing())
+        )
         return sum(1 << rank for rank in ranks)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""The network of a rank on a GPU. The host runs ahead: it queues transfers and kernels, and waits for neither.
+"""The network of a rank on a GPU. The host runs ahead: it queues transfers and kernels, and waits
+for neither.
 
-What goes wrong reaches the host through memory that it looks at in every call: the status words of the node's exchange,
-the counts that the thread of the rail watches, and a word for calls of other nodes that do not match and for sums that
-are zeros.
+What goes wrong reaches the host through memory that it looks at in every call: the status words of
+the node's exchange, the counts that the thread of the rail watches, and a word for calls of other
+nodes that do not match and for sums that are zeros.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ class NetworkOnGPUs(Network):
         return self.views["rail.missed"], self.node.latched, self.views["rail.noticed"]
 
     def on_late(self) -> None:
-        """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""
+        """A transfer has missed its deadline, or the node's exchange has failed; called on the
+        rail's thread.
+        """
         self.record_failure([])
 
     def start(self, transfer: Transfer) -> None:
-        """If a signal handler ends it, nobody knows what is queued: it has failed, once earlier transfers have ended.
-        Of those, too, other nodes would get leftovers."""
+        """If a signal handler ends it, nobody knows what is queued: it has failed, once earlier
+        transfers have ended. Of those, too, other nodes would get leftovers.
+        """
         try:
             super().start(transfer)
         except EPTimeoutError:
@@ -62,11 +66,15 @@ class NetworkOnGPUs(Network):
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def wait_for_pending(self) -> None:
-        """Before a round: order it after the last one, whichever stream that was on, and after aborted ones."""
-        stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
+        """Before a round: order it after the last one, whichever stream that was on, and after
+        aborted ones.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        capturing = torch.cuda.is_current_stream_capturing()
         if self.pending and capturing:
             raise RuntimeError(
-                "a CUDA graph cannot wait for a round that was aborted before its capture: run a round outside of the "
+                "a CUDA graph cannot wait for a round that was aborted before its capture: run a "
+                "round outside of the "
                 "graph first, on all ranks"
             )
         if self._last_stream not in (None, stream) and not capturing:
@@ -74,8 +82,9 @@ class NetworkOnGPUs(Network):
         super().wait_for_pending()
 
     def peek(self, name: str) -> list[Any]:
-        """The driver may hold the copy back while another thread is in a copy that waits for a rank. Then these are the
-        values of the last time."""
+        """The driver may hold the copy back while another thread is in a copy that waits for a
+        rank. Then these are the values of the last time.
+        """
 
         def copy() -> None:
             self._peeked = self._peek.read()
@@ -88,7 +97,8 @@ class NetworkOnGPUs(Network):
     def record_failure(self, found: list[int]) -> None:
         """It also ends the transfers under way. Any thread may call it.
 
-        The node gets the report after the end of the transfers: the driver may have the store wait for it, see `peek`.
+        The node gets the report after the end of the transfers: the driver may have the store wait
+        for it, see `peek`.
         """
         with self.recording:
             missing: list[int] = []
@@ -118,7 +128,9 @@ class NetworkOnGPUs(Network):
             self.fail([])
         if number:
             self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch
-            raise EPMismatchError(self.rounds.count, [self.memory.of_rail(self.memory.others[number - 1])], True)
+            raise EPMismatchError(
+                self.rounds.count, [self.memory.of_rail(self.memory.others[number - 1])], True
+            )
 
     def look_at_node(self) -> None:
         """It looks at memory of the host only: no graph could hold a wait for a stream."""

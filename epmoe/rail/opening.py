@@ -1,4 +1,6 @@
-"""How the exchange of a group opens: over one node or several, with the rail that the config names."""
+"""How the exchange of a group opens: over one node or several, with the rail that the
+config names.
+"""
 
 from __future__ import annotations
 
@@ -36,28 +38,44 @@ RAILS: dict[str, type[Rail]] = {"gloo": GlooRail, "nccl": NcclRail}
 
 
 def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
-    """The rail between the nodes. Raises ValueError where there is none of this name, or none for the device."""
-    name, fitting = config.exchange.rail, [name for name, rail in RAILS.items() if device.type in rail.devices]
+    """The rail between the nodes. Raises ValueError where there is none of this name, or none for
+    the device.
+    """
+    name, fitting = (
+        config.exchange.rail,
+        [name for name, rail in RAILS.items() if device.type in rail.devices],
+    )
     if not fitting:
-        raise ValueError("`device` must be cpu with several nodes: this torch has no NCCL, by which GPUs reach others")
+        raise ValueError(
+            "`device` must be cpu with several nodes: this torch has no NCCL, by which GPUs reach "
+            "others"
+        )
     if name not in ("auto", *fitting):
-        raise ValueError(f"`exchange.rail` must be auto or {' or '.join(fitting)} on {device.type}, got {name!r}")
+        raise ValueError(
+            f"`exchange.rail` must be auto or {' or '.join(fitting)} on {device.type}, got {name!r}"
+        )
     return RAILS[fitting[0] if name == "auto" else name]
 
 
 def check_shared_memory(config: EPConfig, device: torch.device) -> None:
-    """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the kernels need."""
+    """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the
+    kernels need.
+    """
     if device.type == "cpu":
         return
     placement = config.seated.place_experts()
-    plans = (MemoryPlan.build(config, rank, placement, nvlink=True) for rank in range(placement.ep_size))
+    plans = (
+        MemoryPlan.build(config, rank, placement, nvlink=True) for rank in range(placement.ep_size)
+    )
     needed = max(map(shared_bytes_needed, plans))
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
     available = properties.shared_memory_per_block_optin
     if needed > available:
         raise ValueError(
-            f"`device` gives a block at most {available >> 10} KiB of shared memory, but the exchange of "
-            f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks needs "
+            f"`device` gives a block at most {available >> 10} KiB of shared memory, but the "
+            "exchange of "
+            f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks "
+            "needs "
             f"{-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
         )
 
@@ -82,30 +100,45 @@ def addresses_on(device: torch.device) -> Addresses:
     return Addresses(memory_of(device))
 
 
-def open_window(plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses, undo: ExitStack) -> Window:
-    """Collective, in a step of `Peers.together`. `undo` unmaps the window where a later step fails."""
+def open_window(
+    plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses, undo: ExitStack
+) -> Window:
+    """Collective, in a step of `Peers.together`. `undo` unmaps the window where a
+    later step fails.
+    """
     shape = plan.window_bytes, peers, seats, addresses, plan["signal.dead"].offset
     on_host = addresses.memory.device.type == "cpu"
-    window: Window = SharedMemoryWindow(*shape) if on_host else NVLinkWindow(*shape, plan.empty_lines)
+    window: Window = (
+        SharedMemoryWindow(*shape) if on_host else NVLinkWindow(*shape, plan.empty_lines)
+    )
     undo.callback(window.places.unmap)
     undo.callback(window.deaths.close)
     return window
 
 
-def open_exchange(config: EPConfig, peers: Peers, seats: Seats, addresses: Addresses, name: str) -> Exchange:
+def open_exchange(
+    config: EPConfig, peers: Peers, seats: Seats, addresses: Addresses, name: str
+) -> Exchange:
     """This rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
 
-    Its windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a group has it. Raises
-    MemoryError if the windows do not fit, and RuntimeError if the ranks of a node are on several machines, or ranks do
-    not reach one another.
+    Its windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a
+    group has it. Raises MemoryError if the windows do not fit, and RuntimeError if the ranks of a
+    node are on several machines, or ranks do not reach one another.
     """
-    device, placement = addresses.memory.device, config.seated.place_experts()
-    plan = MemoryPlan.build(config, seats.of_ranks[peers.rank], placement, nvlink=device.type == "cuda")
-    G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
+    device = addresses.memory.device
+    placement = config.seated.place_experts()
+    plan = MemoryPlan.build(
+        config, seats.of_ranks[peers.rank], placement, nvlink=device.type == "cuda"
+    )
+    G = config.topology.ranks_here
+    N = config.topology.num_nodes
+    times = config.exchange
     if N == 1:
         with ExitStack() as undo:
             window = open_window(plan, peers, seats, addresses, undo)
-            one = NodeExchange(config, plan, placement, window, peers.global_ranks, addresses, seats)
+            one = NodeExchange(
+                config, plan, placement, window, peers.global_ranks, addresses, seats
+            )
             undo.pop_all()
         return one
     node, local = divmod(peers.rank, G)
@@ -123,11 +156,15 @@ def open_exchange(config: EPConfig, peers: Peers, seats: Seats, addresses: Addre
         of_group = RollCall(list(range(peers.size)), peers.rank, peers.size, f"{name}/hosts")
         control = GlooRail(of_group, deadlines, torch.device("cpu"), connect)
         undo.callback(control.close)
-        peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
+        peers.all_gather(
+            None
+        )  # all are connected: a rank that fails from here on cuts no other's connecting
         with node_peers.part():
             full = Seats.full(G)
             window = open_window(plan, node_peers, full, addresses, undo)
-        inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, addresses, full)
+        inside = NodeExchange(
+            config.of_node(), plan, placement.of_node(node, G), window, here, addresses, full
+        )
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs
         network = network_of(inside, memory, rail, control, peers.global_ranks, rounds, deadlines)

@@ -1,4 +1,6 @@
-"""Training: exact gradients that have the same bits on every run, in one round a layer and direction."""
+"""Training: exact gradients that have the same bits on every run, in one round a layer and
+direction.
+"""
 
 from epmoe.training.exchange import Routed, TrainingExchange
 from epmoe.training.lora import spread_adapters

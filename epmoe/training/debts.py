@@ -1,8 +1,10 @@
-"""What backward passes owe the other ranks, and both directions of an exchange, which operators find by a number.
+"""What backward passes owe the other ranks, and both directions of an exchange, which operators
+find by a number.
 
-A pass that an exception ends leaves a round open, or rounds of other ranks without this rank. It then aborts the open
-round, or takes part in the next one without tokens, so that the other ranks get an EPAbortedError and wait for nobody.
-On GPUs, where the other hosts may have gone on, it takes part in all rounds of the pass.
+A pass that an exception ends leaves a round open, or rounds of other ranks without this rank. It
+then aborts the open round, or takes part in the next one without tokens, so that the other ranks
+get an EPAbortedError and wait for nobody. On GPUs, where the other hosts may have gone on, it takes
+part in all rounds of the pass.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class _Pass:
 
 
 class Directions:
-    """The rounds of both directions. `debts` are those of all exchanges whose backward passes use these windows."""
+    """The rounds of both directions. `debts` are those of all exchanges whose backward passes use
+    these windows.
+    """
 
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
         self.forward = forward
@@ -62,16 +66,22 @@ class Directions:
 
     def check_generation(self, generation: int) -> None:
         if generation != self.generation:
-            raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
+            raise EPStateError(
+                "this backward pass belongs to a forward pass before `resume`, whose rows are gone"
+            )
 
     @contextmanager
     def numbering(self) -> Iterator[None]:
-        """Within it a forward round opens, which `trained` numbers. Its backward round has this number as tag."""
+        """Within it a forward round opens, which `trained` numbers. Its backward round has this
+        number as tag.
+        """
         rounds = self.forward.exchange.rounds
         before = rounds.count
         try:
             yield
-        except EPMismatchError:  # on all ranks, of which some may have counted no round, since they serve
+        except (
+            EPMismatchError
+        ):  # on all ranks, of which some may have counted no round, since they serve
             before = rounds.count
             raise
         finally:
@@ -79,20 +89,33 @@ class Directions:
 
 
 class BackwardDebts:
-    """The rounds that backward passes over the windows of one `ExpertParallel` owe the other ranks."""
+    """The rounds that backward passes over the windows of one `ExpertParallel` owe the
+    other ranks.
+    """
 
     def __init__(self) -> None:
-        self._debts: WeakKeyDictionary[Any, Debt] = WeakKeyDictionary()  # by combine's node, while its graph lives
-        self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # that run, by the engine's number
-        self._told = (-1, -1)  # the counts of rounds at which the other ranks last knew of an exception
+        self._debts: WeakKeyDictionary[Any, Debt] = (
+            WeakKeyDictionary()
+        )  # by combine's node, while its graph lives
+        self._passes: WeakValueDictionary[int, _Pass] = (
+            WeakValueDictionary()
+        )  # that run, by the engine's number
+        self._told = (
+            -1,
+            -1,
+        )  # the counts of rounds at which the other ranks last knew of an exception
 
     def add(self, node: object, shape: RoundShape, tag: Tensor) -> int:
-        """Keep the backward round that a node of a graph opens. Returns its place in the order of forward passes."""
+        """Keep the backward round that a node of a graph opens. Returns its place in the order of
+        forward passes.
+        """
         self._debts[node] = debt = Debt(next(_orders), shape, tag)
         return debt.order
 
     def drop(self, directions: Directions) -> None:
-        """The other ranks know of an exception of this rank, or have it, too: nobody owes the others a round."""
+        """The other ranks know of an exception of this rank, or have it, too: nobody owes the
+        others a round.
+        """
         self._told = directions.counts
 
     @contextmanager
@@ -118,8 +141,12 @@ class BackwardDebts:
             running.round = directions.backward.exchange.rounds.count
 
     def _begin(self, directions: Directions) -> _Pass:
-        """The pass that runs. The engine calls `ended` at its end, and drops it where the pass raises."""
-        running = _Pass({debt.order: debt for node, debt in self._debts.items() if is_of_pass(node)})
+        """The pass that runs. The engine calls `ended` at its end, and drops it where the pass
+        raises.
+        """
+        running = _Pass(
+            {debt.order: debt for node, debt in self._debts.items() if is_of_pass(node)}
+        )
 
         def ended() -> None:
             running.due.clear()
@@ -131,9 +158,14 @@ class BackwardDebts:
         return running
 
     def _settle(self, directions: Directions, ended: _Pass) -> None:
-        """Close the round that a pass has left open, or else take part in the next one that it owes."""
-        with suppress(RuntimeError, ValueError):  # closed, which has told the other ranks; or another group
-            backward, rounds = directions.backward, directions.backward.exchange.rounds
+        """Close the round that a pass has left open, or else take part in the next one that it
+        owes.
+        """
+        with suppress(
+            RuntimeError, ValueError
+        ):  # closed, which has told the other ranks; or another group
+            backward = directions.backward
+            rounds = directions.backward.exchange.rounds
             if rounds.count != ended.round or backward.exchange.failed:
                 return
             owed = sorted(ended.due.values(), reverse=True, key=lambda debt: debt.order)
@@ -141,13 +173,17 @@ class BackwardDebts:
                 owed = owed[: rounds.state == CLOSED and self._told != directions.counts]
             if rounds.state != CLOSED:
                 backward.exchange.abort(None)
-            for debt in owed:  # on GPUs hosts run ahead, and may have launched all rounds of the pass
+            for (
+                debt
+            ) in owed:  # on GPUs hosts run ahead, and may have launched all rounds of the pass
                 backward.skip(debt.shape, int(debt.tag), BACKWARD)
             self.drop(directions)
 
 
 def is_of_pass(node: Any) -> bool:
-    """Whether the backward pass that runs will run this node of a graph. A compiler asks for all."""
+    """Whether the backward pass that runs will run this node of a graph. A compiler
+    asks for all.
+    """
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf, where a compiler traces the pass

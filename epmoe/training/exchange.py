@@ -12,7 +12,14 @@ from torch import Tensor
 
 from epmoe.exchange.handles import RoundShape
 from epmoe.group.errors import EPStateError
-from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, refuse_tangents, token_count
+from epmoe.native.arguments import (
+    FLOATS,
+    INTS,
+    check_tensor,
+    describe,
+    refuse_tangents,
+    token_count,
+)
 from epmoe.native.formats import TRAINING_FORMATS, PayloadName
 from epmoe.service import ExpertParallel
 from epmoe.training.debts import Directions
@@ -20,12 +27,18 @@ from epmoe.training.operators import train_combine, train_dispatch
 from epmoe.training.rounds import EXACT, FORWARD, ON_ROWS, Rounds
 
 WeightsOn = Literal["combine", "rows", "both"]
-MOVES = "`placement.live` must be unset for training, which needs one placement forward and backward"
-_MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
+MOVES = (
+    "`placement.live` must be unset for training, which needs one placement forward and backward"
+)
+_MOST_FP8 = (
+    63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
+)
 
 
 def fits_graphs() -> bool:
-    """Whether a graph of torch.compile may hold rounds. Its partitioner fails where it wants to run them twice."""
+    """Whether a graph of torch.compile may hold rounds. Its partitioner fails where it wants to run
+    them twice.
+    """
     return bool(functorch_config.activation_memory_budget >= 1)
 
 
@@ -45,8 +58,9 @@ class Pending(NamedTuple):
 class Routed(NamedTuple):
     """The rows of an open round, in memory of their own: what `TrainingExchange.dispatch` returns.
 
-    Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]], of which the first tokens_per_expert[i] rows
-    are real and the rest, up to `alignment`, is zeros. Rows past expert_offsets[e] are zeros.
+    Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]], of which the first
+    tokens_per_expert[i] rows are real and the rest, up to `alignment`, is zeros. Rows past
+    expert_offsets[e] are zeros.
     """
 
     rows: Tensor
@@ -56,7 +70,9 @@ class Routed(NamedTuple):
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor | None
-    """fp32 [N] with gradients, 0 in gaps and past the last segment; None where combine alone applies the weights"""
+    """fp32 [N] with gradients, 0 in gaps and past the last segment; None where combine alone
+    applies the weights
+    """
     alignment: int
     """in rows: all segments start at its multiples"""
     handle: Pending
@@ -66,36 +82,46 @@ class Routed(NamedTuple):
 class TrainingExchange:
     """Dispatch and combine with gradients, over the windows of an `ExpertParallel`.
 
-    The backward pass of a layer is one round, with the number of its forward round: all ranks run the same rounds in
-    the same order, see docs/training.md, "What all ranks must do". Gradients have the same bits on every run. Several
-    layers may share one; each dispatch has its number as `tag`.
+    The backward pass of a layer is one round, with the number of its forward round: all ranks run
+    the same rounds in the same order, see docs/training.md, "What all ranks must do". Gradients
+    have the same bits on every run. Several layers may share one; each dispatch has its number as
+    `tag`.
 
     Args:
         ep: an ExpertParallel of one node, with rows and sums in their own dtype.
-        backward: carries the rounds of backward passes, so that these may overlap with forward rounds; of the same
-            config. By default `ep`.
-        payload: in which tokens travel forward; the same on all ranks. "auto": in the dtype of x. "fp8": as e4m3 with
-            an fp32 scale for each 128 elements of a token. `Routed.rows` are then the values that have arrived, in the
-            dtype of x. Gradients travel in the dtype of x, and are those of the tokens as if nothing had been rounded.
+        backward: carries the rounds of backward passes, so that these may overlap with forward
+            rounds; of the same config. By default `ep`.
+        payload: in which tokens travel forward; the same on all ranks. "auto": in the dtype of x.
+            "fp8": as e4m3 with an fp32 scale for each 128 elements of a token. `Routed.rows` are
+            then the values that have arrived, in the dtype of x. Gradients travel in the dtype of
+            x, and are those of the tokens as if nothing had been rounded.
 
     Raises:
         TypeError: an argument is no ExpertParallel.
-        ValueError: `payload` is neither; the config has another payload than "auto", several nodes, or experts that
-            move; or `backward` differs.
+        ValueError: `payload` is neither; the config has another payload than "auto", several nodes,
+            or experts that move; or `backward` differs.
     """
 
     def __init__(
-        self, ep: ExpertParallel, *, backward: ExpertParallel | None = None, payload: PayloadName = "auto"
+        self,
+        ep: ExpertParallel,
+        *,
+        backward: ExpertParallel | None = None,
+        payload: PayloadName = "auto",
     ) -> None:
         for name, value in (("ep", ep), ("backward", backward or ep)):
             if not isinstance(value, ExpertParallel):
                 raise TypeError(f"`{name}` must be an ExpertParallel, got {describe(value)}")
         if payload not in TRAINING_FORMATS:
-            raise ValueError(f"`payload` must be {' or '.join(map(repr, TRAINING_FORMATS))}, got {payload!r}")
+            raise ValueError(
+                f"`payload` must be {' or '.join(map(repr, TRAINING_FORMATS))}, got {payload!r}"
+            )
         for key in ("payload", "combine_payload"):
-            if (configured := getattr(ep.config.exchange, key)) != "auto":
+            configured = getattr(ep.config.exchange, key)
+            if configured != "auto":
                 raise ValueError(
-                    f"`exchange.{key}` must be auto for training, whose gradients need windows for rows of x's dtype, "
+                    f"`exchange.{key}` must be auto for training, whose gradients need windows for "
+                    "rows of x's dtype, "
                     f"got {configured}; tokens travel as fp8 by TrainingExchange(…, payload='fp8')"
                 )
         if ep.config.placement.live:
@@ -122,23 +148,26 @@ class TrainingExchange:
         tag: int = 0,
         aligned: bool = False,
     ) -> Routed:
-        """Send each token once to each rank that holds one of its experts. Collective; opens a round.
+        """Send each token once to each rank that holds one of its experts. Collective; opens a
+        round.
 
         Pairs of weight 0 travel, too, since their weight has a gradient.
 
         Args:
-            x: [T, D] fp32, fp16 or bf16; see `ExpertParallel.dispatch`, also for `ids`, `num_tokens`, `tag` and
-                `aligned`.
+            x: [T, D] fp32, fp16 or bf16; see `ExpertParallel.dispatch`, also for `ids`,
+                `num_tokens`, `tag` and `aligned`.
             ids: int32 or int64 [T, K].
-            weights: fp32, fp16 or bf16 [T, K]. A pair whose weight is not finite has no row, and its weight
-                gets a gradient of 0.
-            weights_on: who applies the weights. "combine": combine does, whose backward pass needs the experts'
-                outputs, and takes a pass over them. "rows": the experts do, by `row_weights`; combine only adds.
-                "both": combine applies them to outputs, and the experts apply `row_weights` to gradients, as
-                `GroupedExperts` do: sums have the bits of serving, and nobody keeps outputs.
-            num_rows: N. "exact": as many rows as have arrived, for which the host waits. They come through the window,
-                up to `capacity.max_expert_rows`. A number, multiple of the alignment: the host waits for nothing.
-                Pairs whose row lies past the limit are dropped, or an error (`capacity.on_overflow`).
+            weights: fp32, fp16 or bf16 [T, K]. A pair whose weight is not finite has no row, and
+                its weight gets a gradient of 0.
+            weights_on: who applies the weights. "combine": combine does, whose backward pass needs
+                the experts' outputs, and takes a pass over them. "rows": the experts do, by
+                `row_weights`; combine only adds. "both": combine applies them to outputs, and the
+                experts apply `row_weights` to gradients, as `GroupedExperts` do: sums have the bits
+                of serving, and nobody keeps outputs.
+            num_rows: N. "exact": as many rows as have arrived, for which the host waits. They come
+                through the window, up to `capacity.max_expert_rows`. A number, multiple of the
+                alignment: the host waits for nothing. Pairs whose row lies past the limit are
+                dropped, or an error (`capacity.on_overflow`).
             num_tokens: real tokens.
             tag: a number for the layer.
             aligned: segments start at multiples of `config.alignment`.
@@ -155,10 +184,14 @@ class TrainingExchange:
             options = {"weights_on": weights_on, "num_rows": num_rows, "num_tokens": num_tokens}
             from epmoe.training.between_graphs import between_graphs
 
-            routed: Routed = between_graphs(self.dispatch, x, ids, weights, **options, tag=tag, aligned=aligned)
+            routed: Routed = between_graphs(
+                self.dispatch, x, ids, weights, **options, tag=tag, aligned=aligned
+            )
             return routed
         if weights_on not in get_args(WeightsOn):
-            raise ValueError(f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}")
+            raise ValueError(
+                f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}"
+            )
         ep = self.ep
         device = self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
@@ -166,7 +199,8 @@ class TrainingExchange:
         block = self._wire.block
         if block and (x.shape[1] % block or x.shape[1] > _MOST_FP8):
             raise ValueError(
-                f"`x` must be [T, D] with D a multiple of {block} up to {_MOST_FP8} for fp8, got {describe(x)}"
+                f"`x` must be [T, D] with D a multiple of {block} up to {_MOST_FP8} for fp8, got "
+                f"{describe(x)}"
             )
         check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
         check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)
@@ -175,47 +209,84 @@ class TrainingExchange:
         tokens, num_real = token_count(num_tokens, x.shape[0], device)
         by_experts = weights_on != "combine"
         rows, offsets, counts, row_weights, link = train_dispatch(
-            x, ids, weights, tokens, num_real, self._anchor, self._num_rows(num_rows, alignment),
-            weights_on == "rows", tag, aligned, self._directions.number,
-        )  # fmt: skip
+            x,
+            ids,
+            weights,
+            tokens,
+            num_real,
+            self._anchor,
+            self._num_rows(num_rows, alignment),
+            weights_on == "rows",
+            tag,
+            aligned,
+            self._directions.number,
+        )
         number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
         kept = None if by_experts else row_weights
         pending = Pending(link, ids, weights, tokens, num_real, kept, aligned, number)
-        return Routed(rows, offsets, counts, row_weights if by_experts else None, alignment, pending)
+        return Routed(
+            rows, offsets, counts, row_weights if by_experts else None, alignment, pending
+        )
 
     def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
-        """The sum over each token's experts: y [T, D] in the dtype of x. Collective; closes the round `routed`.
+        """The sum over each token's experts: y [T, D] in the dtype of x. Collective; closes the
+        round `routed`.
 
-        `expert_rows` are the experts' outputs [N, D] in the dtype and order of `routed.rows`. Rows without a pair may
-        hold anything. Errors are those of `ExpertParallel.combine`, and EPStateError where the round is not the open
-        one.
+        `expert_rows` are the experts' outputs [N, D] in the dtype and order of `routed.rows`. Rows
+        without a pair may hold anything. Errors are those of `ExpertParallel.combine`, and
+        EPStateError where the round is not the open one.
         """
         if not isinstance(routed, Routed):
             raise TypeError(f"`routed` must be what dispatch returned, got {describe(routed)}")
-        check_tensor("expert_rows", expert_rows, (routed.rows.dtype,), tuple(routed.rows.shape), self.ep.device)
+        check_tensor(
+            "expert_rows",
+            expert_rows,
+            (routed.rows.dtype,),
+            tuple(routed.rows.shape),
+            self.ep.device,
+        )
         link, ids, weights, num_tokens, num_real, row_weights, aligned, number = routed.handle
-        if number and not torch.compiler.is_compiling() and number != (open_round := self.ep.exchange.rounds.count):
+        if (
+            number
+            and not torch.compiler.is_compiling()
+            and number != (open_round := self.ep.exchange.rounds.count)
+        ):
             raise EPStateError(f"`routed` must be the open round {open_round}, got round {number}")
         y: Tensor = train_combine(
-            expert_rows, row_weights, link, ids, weights, num_tokens, num_real, aligned, self._directions.number
+            expert_rows,
+            row_weights,
+            link,
+            ids,
+            weights,
+            num_tokens,
+            num_real,
+            aligned,
+            self._directions.number,
         )
         return y
 
     @contextmanager
-    def giving_up(self, tag: int, weights_on: WeightsOn, shape: Callable[[], RoundShape]) -> Iterator[None]:
-        """`ExpertParallel.giving_up` of a forward round: what `shape` returns, and the others, are those of `skip`."""
+    def giving_up(
+        self, tag: int, weights_on: WeightsOn, shape: Callable[[], RoundShape]
+    ) -> Iterator[None]:
+        """`ExpertParallel.giving_up` of a forward round: what `shape` returns, and the others, are
+        those of `skip`.
+        """
         if torch.compiler.is_compiling():
             yield
             return
         try:
-            with self.ep.exchange.giving_up(lambda: self.skip(shape(), weights_on=weights_on, tag=tag)):
+            with self.ep.exchange.giving_up(
+                lambda: self.skip(shape(), weights_on=weights_on, tag=tag)
+            ):
                 yield
         except BaseException:
             self._directions.debts.drop(self._directions)
             raise
 
     def skip(self, shape: RoundShape, *, weights_on: WeightsOn = "combine", tag: int = 0) -> None:
-        """Take part in a forward round without tokens, and abort it, as `ExpertParallel.skip` does, with its errors.
+        """Take part in a forward round without tokens, and abort it, as `ExpertParallel.skip` does,
+        with its errors.
 
         Arguments are those of `dispatch` on the other ranks.
         """
@@ -233,7 +304,16 @@ class TrainingExchange:
     def _num_rows(self, num_rows: object, alignment: int) -> int:
         if num_rows == "exact":
             return EXACT
-        if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0 or num_rows % alignment:
-            what = f"'exact' or a multiple of {alignment}" if alignment > 1 else "'exact' or at least 0"
+        if (
+            isinstance(num_rows, bool)
+            or not isinstance(num_rows, int)
+            or num_rows < 0
+            or num_rows % alignment
+        ):
+            what = (
+                f"'exact' or a multiple of {alignment}"
+                if alignment > 1
+                else "'exact' or at least 0"
+            )
             raise ValueError(f"`num_rows` must be {what}, got {num_rows!r}")
         return num_rows

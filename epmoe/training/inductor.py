@@ -1,7 +1,7 @@
 """The order of rounds in graphs of inductor, which torch 2.13 loses.
 
-Its lowering of operators with effects notes what they follow under names of buffers, and its scheduler looks under
-names of operations. A round then moves over one that it does not need.
+Its lowering of operators with effects notes what they follow under names of buffers, and its
+scheduler looks under names of operations. A round then moves over one that it does not need.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch._ops import OpOverload
 
 
 def keep_order(*operators: OpOverload) -> None:
-    """Each of these operators with effects follows the one before it in all graphs that inductor makes from now on.
-    Without inductor, whose import takes a second, it does nothing."""
+    """Each of these operators with effects follows the one before it in all graphs that inductor
+    makes from now on. Without inductor, whose import takes a second, it does nothing.
+    """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if lowering is not None:
         for operator in operators:
@@ -29,7 +30,8 @@ def _lowered(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     from torch._inductor.virtualized import V
 
     graph = V.graph
-    before, number = graph.effectful_ops.get(EffectType.ORDERED), len(graph.operations)
+    before = graph.effectful_ops.get(EffectType.ORDERED)
+    number = len(graph.operations)
     made = ir.FallbackKernel.create(operator, *arguments, **options)
     if before is not None:
         for operation in graph.operations[number:]:

@@ -1,7 +1,9 @@
-"""LoRA of PEFT on experts that are spread over ranks: its factors become DTensors, as the experts are.
+"""LoRA of PEFT on experts that are spread over ranks: its factors become DTensors, as the experts
+are.
 
 weight [E, n, k], Shard(0)    lora_A [E·r, k], Shard(0): rows of this rank's experts
-                              lora_B [n, r·E], Shard(0): some rows of all experts, since columns alternate
+                              lora_B [n, r·E], Shard(0): some rows of all experts, since columns
+                              alternate
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from epmoe.training.models import former_factors
 
 
 def spread_adapters(model: nn.Module) -> nn.Module:
-    """Make DTensors of the factors that PEFT has for `target_parameters` which are DTensors. Collective.
+    """Make DTensors of the factors that PEFT has for `target_parameters` which are DTensors.
+    Collective.
 
-    It comes after `get_peft_model` or `PeftModel.from_pretrained`, and before DDP, FSDP and the optimizer. All ranks
-    take the factors of the first one. Without it a forward pass raises, since each rank has factors of its own.
+    It comes after `get_peft_model` or `PeftModel.from_pretrained`, and before DDP, FSDP and the
+    optimizer. All ranks take the factors of the first one. Without it a forward pass raises, since
+    each rank has factors of its own.
 
     Args:
         model: of PEFT.
@@ -26,7 +30,8 @@ def spread_adapters(model: nn.Module) -> nn.Module:
         The model, which trains as one with spread experts does: see docs/training.md.
 
     Raises:
-        ValueError: the ranks do not divide the experts, or the weights are DTensors of another kind.
+        ValueError: the ranks do not divide the experts, or the weights are DTensors of another
+            kind.
         RuntimeError: later, at the step of an optimizer that has been made before.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -45,8 +50,10 @@ def spread_adapters(model: nn.Module) -> nn.Module:
         ]
         if [place for place, _ in sharded] != [Shard(0)] or weight.shape[0] % sharded[0][1]:
             raise ValueError(
-                f"`{wrapper.parameter_name}` {list(weight.shape)} must be split evenly, and by experts alone, for "
-                f"adapters of PEFT, got {weight.placements} over {tuple(weight.device_mesh.shape)} ranks"
+                f"`{wrapper.parameter_name}` {list(weight.shape)} must be split evenly, and by "
+                "experts alone, for "
+                f"adapters of PEFT, got {weight.placements} over {tuple(weight.device_mesh.shape)} "
+                "ranks"
             )
         for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values()):
             factor = linear.weight

@@ -1,7 +1,9 @@
-"""The experts of a model among torch's tools: spread over ranks as DTensors, under DDP and FSDP, in one norm.
+"""The experts of a model among torch's tools: spread over ranks as DTensors, under DDP and FSDP, in
+one norm.
 
-All ranks have the other parameters, and DDP or FSDP averages their gradients over ranks. A gradient of an expert is the
-sum over all ranks that have sent it tokens, and complete on the rank that holds the expert.
+All ranks have the other parameters, and DDP or FSDP averages their gradients over ranks. A gradient
+of an expert is the sum over all ranks that have sent it tokens, and complete on the rank that holds
+the expert.
 """
 
 from __future__ import annotations
@@ -26,56 +28,72 @@ from epmoe.training.exchange import MOVES, TrainingExchange
 
 def problem_with(ep: ExpertParallel) -> str | None:
     """Why experts cannot train where they are placed, or None."""
-    placement, E = ep.placement, ep.placement.num_experts
+    placement = ep.placement
+    E = ep.placement.num_experts
     if ep.live is not None:
         return MOVES
     if placement.num_physical_experts > E:
         return (
-            "`placement.num_redundant_experts` must be 0 for training: each copy of an expert would get the gradient "
+            "`placement.num_redundant_experts` must be 0 for training: each copy of an expert "
+            "would get the gradient "
             "of its own tokens alone"
         )
     chunk = -(-E // ep.size)
     if placement.owners != (owners := tuple(x // chunk for x in range(E))):
         return (
-            "`placement` must be that of torch.chunk for training, as DTensors are: a number of experts that the ranks "
+            "`placement` must be that of torch.chunk for training, as DTensors are: a number of "
+            "experts that the ranks "
             f"divide, with strategy 'linear', or strategy 'explicit' with assignment {list(owners)}"
         )
     return None
 
 
 def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
-    """Make DTensors [E, …] of a module's parameters [e, …], of which this rank keeps its own rows, in their memory.
+    """Make DTensors [E, …] of a module's parameters [e, …], of which this rank keeps its own rows,
+    in their memory.
 
-    DTensors say to DDP, optimizers, checkpoints and other tools of torch that ranks have different experts. A
-    `MoELayer` spreads its `GroupedExperts` itself. In a group of one rank nothing changes.
+    DTensors say to DDP, optimizers, checkpoints and other tools of torch that ranks have different
+    experts. A `MoELayer` spreads its `GroupedExperts` itself. In a group of one rank nothing
+    changes.
 
     Args:
         module: experts whose parameters have a row for each expert of this rank, in their order.
-        ep: the `ExpertParallel` whose ranks hold the experts. With a mesh (…, "ep") gradients are added over the
-            replicas in its other dimensions.
+        ep: the `ExpertParallel` whose ranks hold the experts. With a mesh (…, "ep") gradients are
+            added over the replicas in its other dimensions.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: the placement has copies of experts, experts that move, or another split than torch.chunk; or a
-            parameter has not e rows, or a buffer has.
+        ValueError: the placement has copies of experts, experts that move, or another split than
+            torch.chunk; or a parameter has not e rows, or a buffer has.
     """
-    if (problem := problem_with(ep)) is not None:
+    problem = problem_with(ep)
+    if problem is not None:
         raise ValueError(problem)
-    mesh, e = ep.mesh, ep.num_local_experts
+    mesh = ep.mesh
+    e = ep.num_local_experts
     if mesh is None or mesh.size() == 1:
         return module
     if mesh.device_type != ep.device.type:
-        raise ValueError(f"the mesh of the ExpertParallel must be of {ep.device.type} devices, got {mesh.device_type}")
+        raise ValueError(
+            f"the mesh of the ExpertParallel must be of {ep.device.type} devices, got "
+            f"{mesh.device_type}"
+        )
     for name, value in module.named_parameters():
         if is_spread(value):
             if value.device_mesh != mesh:
                 raise ValueError(f"`{name}` must be spread over {mesh}, got {value.device_mesh}")
         elif value.shape[:1] != (e,):
-            raise ValueError(f"`{name}` must have a row for each of {e} experts of this rank, got {list(value.shape)}")
-    if own := [name for name, value in module.named_buffers() if value.shape[:1] == (e,)]:
-        raise ValueError(f"`{own[0]}` must be a parameter, which need not require grad: DDP makes buffers alike")
+            raise ValueError(
+                f"`{name}` must have a row for each of {e} experts of this rank, got "
+                f"{list(value.shape)}"
+            )
+    own = [name for name, value in module.named_buffers() if value.shape[:1] == (e,)]
+    if own:
+        raise ValueError(
+            f"`{own[0]}` must be a parameter, which need not require grad: DDP makes buffers alike"
+        )
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -86,36 +104,54 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
                 continue
             if rows not in made:
                 whole = DTensor.from_local(
-                    rows.detach(), mesh, placements, run_check=False, stride=rows.stride(),
+                    rows.detach(),
+                    mesh,
+                    placements,
+                    run_check=False,
+                    stride=rows.stride(),
                     shape=torch.Size((ep.placement.num_experts, *rows.shape[1:])),
-                )  # fmt: skip
+                )
                 made[rows] = nn.Parameter(whole, requires_grad=rows.requires_grad)
             owner._parameters[name] = made[rows]
     _watch_optimizers()
-    add_hooks(module, views=not isinstance(module, GroupedExperts))  # which look for views themselves, at less cost
+    add_hooks(
+        module, views=not isinstance(module, GroupedExperts)
+    )  # which look for views themselves, at less cost
     return module
 
 
 def expert_parallels(module: nn.Module) -> list[ExpertParallel]:
-    """The `ExpertParallel`s of a model's modules, in the order of their first modules, the same on all ranks."""
+    """The `ExpertParallel`s of a model's modules, in the order of their first modules, the same on
+    all ranks.
+    """
     return list({id(ep): ep for each in module.modules() for ep in eps_of(each)}.values())
 
 
 def eps_of(module: nn.Module) -> list[ExpertParallel]:
-    """The `ExpertParallel`s that a module has as attributes, or in the `TrainingExchange`s that it has."""
-    values = (value.ep if isinstance(value, TrainingExchange) else value for value in vars(module).values())
+    """The `ExpertParallel`s that a module has as attributes, or in the `TrainingExchange`s that it
+    has.
+    """
+    values = (
+        value.ep if isinstance(value, TrainingExchange) else value
+        for value in vars(module).values()
+    )
     return [value for value in values if isinstance(value, ExpertParallel)]
 
 
 def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Say to `DistributedDataParallel(module)` that ranks have different experts, which it refuses otherwise.
+    """Say to `DistributedDataParallel(module)` that ranks have different experts, which it refuses
+    otherwise.
 
-    The gradients of the experts are divided by the number of ranks from now on, as DDP divides the others. `module` is
-    exactly what DDP will wrap, and is returned; `process_group` is that of DDP, by default the world. Raises ValueError
-    where the experts, with their replicas, are spread over other ranks than those of `process_group`.
+    The gradients of the experts are divided by the number of ranks from now on, as DDP divides the
+    others. `module` is exactly what DDP will wrap, and is returned; `process_group` is that of DDP,
+    by default the world. Raises ValueError where the experts, with their replicas, are spread over
+    other ranks than those of `process_group`.
     """
-    names = [name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)]
-    # DDP's reducer asks for paths of modules, which a wrapper such as `checkpoint_wrapper` leaves out of its names.
+    names = [
+        name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)
+    ]
+    # DDP's reducer asks for paths of modules, which a wrapper such as `checkpoint_wrapper` leaves
+    # out of its names.
     for path, owner in module.named_modules():
         names += [f"{path}.{name}" for name, value in owner._parameters.items() if is_spread(value)]
     _average(module, dist.get_world_size(process_group))
@@ -127,13 +163,13 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
 def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     """torch's `fully_shard` of all but the experts, which stay with their ranks.
 
-    It also shards each layer with a router by itself, so that `mp_policy` does not cast routers: the choice of experts
-    needs their precision. The gradients of the experts are divided by the number of ranks from now on, as FSDP divides
-    the others.
+    It also shards each layer with a router by itself, so that `mp_policy` does not cast routers:
+    the choice of experts needs their precision. The gradients of the experts are divided by the
+    number of ranks from now on, as FSDP divides the others.
 
-    `module` is a block or a model, also one whose blocks were sharded so, and is returned; `options` are arguments of
-    torch's `fully_shard`. Raises ValueError where the experts, with their replicas, are spread over other ranks than
-    those of the mesh.
+    `module` is a block or a model, also one whose blocks were sharded so, and is returned;
+    `options` are arguments of torch's `fully_shard`. Raises ValueError where the experts, with
+    their replicas, are spread over other ranks than those of the mesh.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
@@ -161,15 +197,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch's `clip_grad_norm_` over all parameters of a model, with one norm on all ranks.
 
-    The gradients must be complete. Each parameter counts once: experts on the ranks that hold them, all others as all
-    ranks have them, sharded or not. Collective over the ranks of the experts. Arguments and the RuntimeError of
-    `error_if_nonfinite` are torch's. Returns the norm before, a scalar on the device of the gradients.
+    The gradients must be complete. Each parameter counts once: experts on the ranks that hold them,
+    all others as all ranks have them, sharded or not. Collective over the ranks of the experts.
+    Arguments and the RuntimeError of `error_if_nonfinite` are torch's. Returns the norm before, a
+    scalar on the device of the gradients.
     """
-    alike = dict[Any, list[Tensor]]()  # gradients of one mesh: plain ones, those of FSDP's shards, those of experts
+    alike = dict[
+        Any, list[Tensor]
+    ]()  # gradients of one mesh: plain ones, those of FSDP's shards, those of experts
     device = None
     parameter: Any
     for parameter in module.parameters():
-        layout = (parameter.device_mesh, parameter.placements) if hasattr(parameter, "device_mesh") else None
+        layout = (
+            (parameter.device_mesh, parameter.placements)
+            if hasattr(parameter, "device_mesh")
+            else None
+        )
         gradients = alike.setdefault(layout, [])  # also without any: the other ranks may have some
         device = device or parameter.device
         if parameter.grad is not None:
@@ -185,21 +228,33 @@ def clip_grad_norm_(
 
 
 def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> list[str]:
-    """Parameters of this rank alone of which nothing tells torch's tools: those that train, or all with `frozen`."""
+    """Parameters of this rank alone of which nothing tells torch's tools: those that train, or all
+    with `frozen`.
+    """
     alone = ep.size == 1 and ep.placement.num_physical_experts == ep.placement.num_experts
     if alone or not isinstance(experts, nn.Module):
         return []
     return [
-        name for name, value in experts.named_parameters() if not is_spread(value) and (frozen or value.requires_grad)
+        name
+        for name, value in experts.named_parameters()
+        if not is_spread(value) and (frozen or value.requires_grad)
     ]
 
 
 def check_spread(ep: ExpertParallel, experts: object) -> None:
-    """Raises RuntimeError where a call has gradients, but torch's tools do not know whose experts these are."""
-    if plain := unspread(ep, experts, frozen=True):
-        remedy = "call `epmoe.training.spread(layer.experts, ep)` once, or `spread_adapters(model)` for PEFT"
+    """Raises RuntimeError where a call has gradients, but torch's tools do not know whose experts
+    these are.
+    """
+    plain = unspread(ep, experts, frozen=True)
+    if plain:
+        remedy = (
+            "call `epmoe.training.spread(layer.experts, ep)` once, or "
+            "`spread_adapters(model)` for PEFT"
+        )
         why = problem_with(ep) or remedy
-        raise RuntimeError(f"`experts` must have DTensors only in calls with gradients, got `{plain[0]}`: {why}")
+        raise RuntimeError(
+            f"`experts` must have DTensors only in calls with gradients, got `{plain[0]}`: {why}"
+        )
 
 
 former_factors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -214,53 +269,79 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raises RuntimeError or ValueError for optimizers, or state, that would be wrong for experts.
 
-    Where torch may choose, it takes `foreach` on GPUs, which refuses parameters of several meshes: such a group does
-    without.
+    Where torch may choose, it takes `foreach` on GPUs, which refuses parameters of several meshes:
+    such a group does without.
     """
     values = [value for group in optimizer.param_groups for value in group["params"]]
     if any(former_factors.get(id(value)) is value for value in values):
-        raise RuntimeError("the optimizer has factors of before `spread_adapters`: make it afterwards")
+        raise RuntimeError(
+            "the optimizer has factors of before `spread_adapters`: make it afterwards"
+        )
     experts = [value for value in values if is_spread(value)]
-    why = next((_UNFIT[each.__name__] for each in type(optimizer).__mro__ if each.__name__ in _UNFIT), None)
+    why = next(
+        (_UNFIT[each.__name__] for each in type(optimizer).__mro__ if each.__name__ in _UNFIT), None
+    )
     if why and experts:
-        raise RuntimeError(f"{type(optimizer).__name__} {why}: give experts an optimizer of their own, such as AdamW")
+        raise RuntimeError(
+            f"{type(optimizer).__name__} {why}: give experts an optimizer of their own, such as "
+            "AdamW"
+        )
     for value in experts:
         for name, state in optimizer.state.get(value, {}).items():
             check_same_rank(name, state, value)
     for group in optimizer.param_groups if experts else ():
         meshes = {getattr(value, "device_mesh", None) for value in group["params"]}
-        if len(meshes) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+        if (
+            len(meshes) > 1
+            and "foreach" in group
+            and group["foreach"] is None
+            and not group.get("fused")
+        ):
             group["foreach"] = False
 
 
 _UNFIT = {
-    "Adafactor": "scales updates by norms of one rank's experts, since `item()` of a DTensor is of its local part",
+    "Adafactor": (
+        "scales updates by norms of one rank's experts, since `item()` of a DTensor is of "
+        "its local part"
+    ),
     "ZeroRedundancyOptimizer": "gives the experts of all ranks to one of them",
 }
 
 
 def _average(module: nn.Module, ranks: int) -> None:
-    """From now on, gradients of the experts are divided by the number of ranks. Raises ValueError for other ranks."""
+    """From now on, gradients of the experts are divided by the number of ranks. Raises ValueError
+    for other ranks.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     for owner in module.modules():
         ep = vars(owner).get("ep")
-        if isinstance(ep, ExpertParallel) and unspread(ep, getattr(owner, "experts", None), frozen=True):
-            raise ValueError(problem_with(ep) or "the experts must be spread: call `epmoe.training.spread` once")
+        if isinstance(ep, ExpertParallel) and unspread(
+            ep, getattr(owner, "experts", None), frozen=True
+        ):
+            raise ValueError(
+                problem_with(ep) or "the experts must be spread: call `epmoe.training.spread` once"
+            )
         for name, value in owner._parameters.items():
             if not is_spread(value):
                 continue
-            if (spread_over := value.device_mesh.size()) != ranks:
+            spread_over = value.device_mesh.size()
+            if spread_over != ranks:
                 raise ValueError(
-                    f"`{name}` must be spread over the {ranks} ranks that average gradients, got {spread_over}: give "
-                    'ExpertParallel a mesh ("replicate", "ep") of all of them, so that replicas of experts stay alike'
+                    f"`{name}` must be spread over the {ranks} ranks that average gradients, got "
+                    f"{spread_over}: give "
+                    'ExpertParallel a mesh ("replicate", "ep") of all of them, so that replicas of '
+                    "experts stay alike"
                 )
             mesh = value.device_mesh
             by_fsdp = mesh.size() // mesh[EP].size() if isinstance(owner, FSDPModule) else 1
             owner.averages_over = ranks // by_fsdp  # type: ignore[assignment]
 
 
-def _norm(gradients: list[Tensor], norm_type: float, layout: Any, device: torch.device | None) -> Tensor:
+def _norm(
+    gradients: list[Tensor], norm_type: float, layout: Any, device: torch.device | None
+) -> Tensor:
     """The norm over all ranks, fp32, of gradients of which this rank has these parts."""
     norm = nn.utils.get_total_norm(gradients, norm_type).to(device, torch.float32)
     if layout is None:

@@ -1,15 +1,18 @@
-"""The operators of training, with their gradients: torch.compile and selective checkpointing know them by name.
+"""The operators of training, with their gradients: torch.compile and selective checkpointing know
+them by name.
 
-    epmoe::train_dispatch   x, weights ─▶ rows, row weights, link      gradients: train_dispatch_backward
-    epmoe::train_combine    expert rows, row weights, link ─▶ y        gradients: train_combine_backward
+    epmoe::train_dispatch   x, weights ─▶ rows, row weights, link      gradients:
+    train_dispatch_backward epmoe::train_combine    expert rows, row weights, link ─▶ y
+    gradients: train_combine_backward
 
-combine's backward opens a round, and dispatch's closes it. `link`, from dispatch to combine, makes the second follow
-the first where no gradient does, as on a rank without experts. It is fp32 [1] in host memory: the number of the forward
-round, which is the tag of the backward round. `anchor`, an empty tensor that requires grad, makes dispatch a part of
-every graph. An operator finds its exchange by a number, as in epmoe/native/opaque.py.
+combine's backward opens a round, and dispatch's closes it. `link`, from dispatch to combine, makes
+the second follow the first where no gradient does, as on a rank without experts. It is fp32 [1] in
+host memory: the number of the forward round, which is the tag of the backward round. `anchor`, an
+empty tensor that requires grad, makes dispatch a part of every graph. An operator finds its
+exchange by a number, as in epmoe/native/opaque.py.
 
-The four have effects in one order, which compilers keep: no pass may move a round over another one, remove it, or run
-it twice. Inductor needs help: epmoe/training/inductor.py.
+The four have effects in one order, which compilers keep: no pass may move a round over another one,
+remove it, or run it twice. Inductor needs help: epmoe/training/inductor.py.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ def train_dispatch(
     aligned: bool,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
+    """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a
+    round.
+    """
     directions = find(number)
     real = num_real if num_tokens is None else num_tokens
     call = Call(x, ids, weights, num_tokens=real, tag=tag, aligned=aligned)
@@ -55,12 +60,25 @@ def train_dispatch(
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
     number_of_round = directions.backward.exchange.rounds.trained & constant("kMaxTag")
-    return rows, offsets, tokens, row_weights, torch.full((1,), number_of_round, dtype=torch.float32, device="cpu")
+    return (
+        rows,
+        offsets,
+        tokens,
+        row_weights,
+        torch.full((1,), number_of_round, dtype=torch.float32, device="cpu"),
+    )
 
 
 @train_dispatch.register_fake
 def _(
-    x: Tensor, ids: Tensor, weights: Tensor, num_tokens: Any, num_real: int, anchor: Tensor, num_rows: int, *rest: Any
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: Any,
+    num_real: int,
+    anchor: Tensor,
+    num_rows: int,
+    *rest: Any,
 ) -> Any:
     keep_order(*_IN_ORDER)
     N: Any = torch.library.get_ctx().new_dynamic_size() if num_rows == EXACT else num_rows
@@ -83,14 +101,18 @@ def train_combine(
     aligned: bool,
     number: int,
 ) -> Tensor:
-    """y [T, D]. Closes the round. Its sums are weighted where `row_weights` are given, whose gradient they have."""
+    """y [T, D]. Closes the round. Its sums are weighted where `row_weights` are given, whose
+    gradient they have.
+    """
     directions = find(number)
     with directions.debts.dropped_by_errors(directions):
         return directions.forward.back(expert_rows)
 
 
 @train_combine.register_fake
-def _(expert_rows: Tensor, row_weights: Tensor | None, link: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+def _(
+    expert_rows: Tensor, row_weights: Tensor | None, link: Tensor, ids: Tensor, *rest: Any
+) -> Tensor:
     return expert_rows.new_empty(ids.shape[0], expert_rows.shape[1])
 
 
@@ -111,9 +133,10 @@ def train_combine_backward(
     order: int,
     ends_here: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round, which is
-    aborted at once if the pass `ends_here`: dispatch's part of it does not run. `order` is that of the round in the
-    forward pass."""
+    """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a
+    round, which is aborted at once if the pass `ends_here`: dispatch's part of it does not run.
+    `order` is that of the round in the forward pass.
+    """
     directions = find(number)
     directions.check_generation(generation)
     real = num_real if num_tokens is None else num_tokens
@@ -147,18 +170,35 @@ def _(
 
 @torch.library.custom_op("epmoe::train_dispatch_backward", mutates_args=())
 def train_dispatch_backward(
-    grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: int, K: int, number: int, generation: int
+    grad_rows: Tensor,
+    grad_row_weights: Tensor,
+    grad_link: Tensor | None,
+    T: int,
+    K: int,
+    number: int,
+    generation: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x [T, D] and of the weights fp32 [T, K]. Closes the round."""
     directions = find(number)
     directions.check_generation(generation)
     with directions.debts.dropped_by_errors(directions):
-        return directions.backward.back_with_values(grad_rows, grad_row_weights.float().contiguous())
+        return directions.backward.back_with_values(
+            grad_rows, grad_row_weights.float().contiguous()
+        )
 
 
 @train_dispatch_backward.register_fake
-def _(grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: int, K: int, *rest: Any) -> Any:
-    return grad_rows.new_empty(T, grad_rows.shape[1]), grad_rows.new_empty(T, K, dtype=torch.float32)
+def _(
+    grad_rows: Tensor,
+    grad_row_weights: Tensor,
+    grad_link: Tensor | None,
+    T: int,
+    K: int,
+    *rest: Any,
+) -> Any:
+    return grad_rows.new_empty(T, grad_rows.shape[1]), grad_rows.new_empty(
+        T, K, dtype=torch.float32
+    )
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -172,18 +212,33 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.zeros = [(t.shape, {"dtype": t.dtype, "device": t.device}) for t in (rows, row_weights)]
 
 
-def _dispatch_gradients(ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weights: Any, link: Any) -> Any:
+def _dispatch_gradients(
+    ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weights: Any, link: Any
+) -> Any:
     shape = ctx.T, ctx.K, ctx.number, ctx.generation
     given = zip((rows, row_weights), ctx.zeros, strict=True)
-    gradients = [torch.zeros(size, **like) if grad is None else grad for grad, (size, like) in given]
+    gradients = [
+        torch.zeros(size, **like) if grad is None else grad for grad, (size, like) in given
+    ]
     x, by_weights = train_dispatch_backward(*gradients, link, *shape)
     return x, None, by_weights.to(ctx.weights_dtype), *(None,) * 8
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    expert_rows, row_weights, link, ids, weights, num_tokens, ctx.num_real, ctx.aligned, ctx.number = inputs
+    (
+        expert_rows,
+        row_weights,
+        link,
+        ids,
+        weights,
+        num_tokens,
+        ctx.num_real,
+        ctx.aligned,
+        ctx.number,
+    ) = inputs
     saved = (None, None) if row_weights is None else (expert_rows, row_weights)
-    # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed round.
+    # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed
+    # round.
     ctx.save_for_backward(*saved, link.detach(), ids, weights, num_tokens)
     directions = find(ctx.number)
     ctx.num_rows = expert_rows.shape[0]
@@ -195,7 +250,8 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
     saved = ctx.saved_tensors
-    # Where the experts alone are asked for, no gradient of the link is. A next round must not find this one open.
+    # Where the experts alone are asked for, no gradient of the link is. A next round must not find
+    # this one open.
     ends_here = ctx.dispatch is not None and not is_of_pass(ctx.dispatch)
     rest = ctx.num_real, ctx.num_rows, ctx.aligned, ctx.number, ctx.generation, ctx.order, ends_here
     rows, row_weights, link = train_combine_backward(grad_y, *saved, *rest)

@@ -1,9 +1,12 @@
-"""The rounds of training: rows and their weights in new memory, and a value of each pair on the way back.
+"""The rounds of training: rows and their weights in new memory, and a value of each pair on the way
+back.
 
     forward    x, weights ─ out ─▶ rows, row weights      expert rows ─ back ─▶ y
-    backward   grad y ───── out ─▶ grad expert rows       grad rows, grad row weights ─ back ─▶ grad x, grad weights
+    backward   grad y ───── out ─▶ grad expert rows       grad rows, grad row weights ─ back ─▶ grad
+    x, grad weights
 
-The backward pass of a layer is one round, since the gradient of a sum over rows is a copy, and that of a copy a sum.
+The backward pass of a layer is one round, since the gradient of a sum over rows is a copy, and that
+of a copy a sum.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
 
 EXACT = -1  # as many rows as there are, which the host reads
-_SHARE = 3 / 4  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
+_SHARE = (
+    3 / 4
+)  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
 
 
 class Way(NamedTuple):
@@ -38,7 +43,9 @@ class Way(NamedTuple):
     returns_values: bool  # it brings a value of each pair back
 
 
-FORWARD, ON_ROWS, BACKWARD = Way(False, False), Way(True, False), Way(True, True)
+FORWARD = Way(False, False)
+ON_ROWS = Way(True, False)
+BACKWARD = Way(True, True)
 
 
 class TrainingRows(NamedTuple):
@@ -47,14 +54,19 @@ class TrainingRows(NamedTuple):
     rows: Tensor  # [N, D]
     expert_offsets: Tensor  # int32 [e + 1]
     tokens_per_expert: Tensor  # int32 [e]
-    row_weights: Tensor | None  # fp32 [N], 0 in gaps and past the last segment; None where values return
+    row_weights: (
+        Tensor | None
+    )  # fp32 [N], 0 in gaps and past the last segment; None where values return
     products: Tensor | None
-    """fp32 [N]: rows have been multiplied by their weights, and these are their products with the outputs; or None"""
+    """fp32 [N]: rows have been multiplied by their weights, and these are their products with the
+    outputs; or None
+    """
 
 
 class Rounds:
-    """The rounds of one direction, over an `ExpertParallel` of one node. They raise what dispatch and combine raise.
-    Rows go out in the format `wire`, and arrive as values of x's dtype."""
+    """The rounds of one direction, over an `ExpertParallel` of one node. They raise what dispatch
+    and combine raise. Rows go out in the format `wire`, and arrive as values of x's dtype.
+    """
 
     def __init__(self, ep: ExpertParallel, wire: WireFormat = TRAINING_FORMATS["auto"]) -> None:
         self.ep = ep
@@ -71,14 +83,19 @@ class Rounds:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         return exchange
 
-    def out(self, call: Call, num_rows: int, way: Way, outputs: Tensor | None = None) -> TrainingRows:
-        """Dispatch tokens into memory of their own, of `num_rows` rows or as many as arrive. The round stays open.
-        Rows past the last segment are zeros. With `outputs` [N, D] rows may arrive as products with their weights: see
-        `TrainingRows`."""
+    def out(
+        self, call: Call, num_rows: int, way: Way, outputs: Tensor | None = None
+    ) -> TrainingRows:
+        """Dispatch tokens into memory of their own, of `num_rows` rows or as many as arrive. The
+        round stays open. Rows past the last segment are zeros. With `outputs` [N, D] rows may
+        arrive as products with their weights: see `TrainingRows`.
+        """
         exchange = self.exchange
-        x, e = call.x, self.ep.num_local_experts
+        x = call.x
+        e = self.ep.num_local_experts
         N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
-        width, dtype = self._wire.row_items(x.shape[1], x.dtype), self._wire.dtype_of(x.dtype)
+        width = self._wire.row_items(x.shape[1], x.dtype)
+        dtype = self._wire.dtype_of(x.dtype)
         into = CallerRows(
             rows=None if num_rows == EXACT else x.new_empty(N, width, dtype=dtype),
             expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
@@ -102,18 +119,30 @@ class Rounds:
             elif num_rows == EXACT:
                 rows = rows.clone()
         products = None if into.multiplies is None else into.multiplies.products.sum(1)
-        return TrainingRows(rows, into.expert_offsets, into.tokens_per_expert, row_weights, products)
+        return TrainingRows(
+            rows, into.expert_offsets, into.tokens_per_expert, row_weights, products
+        )
 
     def _multiplied(self, x: Tensor, outputs: Tensor) -> Multiplied | None:
-        """The outputs with which dispatch of tokens `x` multiplies its rows. None where a pass over the rows has to do
-        it later: a call by the LL protocol is too short to gain, and only kernels on GPUs multiply."""
+        """The outputs with which dispatch of tokens `x` multiplies its rows. None where a pass over
+        the rows has to do it later: a call by the LL protocol is too short to gain, and only
+        kernels on GPUs multiply.
+        """
         few = x.shape[0] <= self.exchange.plan.sizes["ll_max_tokens"]
         row_bytes, stride = (each * x.itemsize for each in (x.shape[1], outputs.stride(0)))
-        if few or not x.is_cuda or self._wire.packed or outputs.dtype != x.dtype or not len(outputs):
+        if (
+            few
+            or not x.is_cuda
+            or self._wire.packed
+            or outputs.dtype != x.dtype
+            or not len(outputs)
+        ):
             return None
         if row_bytes > constant("kMostProductBytes") or outputs.data_ptr() % 16 or stride % 16:
             return None
-        return Multiplied(outputs, x.new_zeros(len(outputs), constant("kProductParts"), dtype=torch.float32))
+        return Multiplied(
+            outputs, x.new_zeros(len(outputs), constant("kProductParts"), dtype=torch.float32)
+        )
 
     def skip(self, shape: RoundShape, tag: int, way: Way) -> None:
         """Take part in a round without tokens, and abort it."""
@@ -126,30 +155,38 @@ class Rounds:
         return self.exchange.combine("expert", rows, self._open("combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine in the open round, with values fp32 [N], contiguous → y [T, D] and the value of each pair, fp32
-        [T, K], 0 where it has no row."""
+        """Combine in the open round, with values fp32 [N], contiguous → y [T, D] and the value of
+        each pair, fp32 [T, K], 0 where it has no row.
+        """
         dispatched = self._open("the backward pass of dispatch")
         sent = dispatched.sent
-        T, K = sent.num_tokens, sent.template.shape.top_k
+        T = sent.num_tokens
+        K = sent.template.shape.top_k
         pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
         if not len(row_values):
             row_values = row_values.new_empty(1)
         assert sent.descriptor is not None
         sent.descriptor = returning(sent.descriptor, row_values, pair_values)
-        return self.exchange.combine("expert", rows, dispatched, None), pair_values[: T * K].view(T, K)
+        return self.exchange.combine("expert", rows, dispatched, None), pair_values[: T * K].view(
+            T, K
+        )
 
     def _open(self, call: str) -> Dispatched:
         rounds = self.exchange.rounds
         handle = rounds.handle
         if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
-            raise EPStateError(f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere")
+            raise EPStateError(
+                f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere"
+            )
         return handle
 
 
 @takes_turn
 def _dispatch(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Tensor:
-    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window. The open round has
-    the offsets and counts of `into`. A kernel uses at most `num_sms` multiprocessors."""
+    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window.
+    The open round has the offsets and counts of `into`. A kernel uses at most `num_sms`
+    multiprocessors.
+    """
     sent = exchange.opened(call)
     assert sent.descriptor is not None
     exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
@@ -161,10 +198,16 @@ def _dispatch(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int
     sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
     exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
     dispatched = exchange.received(sent)
-    dispatched.expert_offsets, dispatched.tokens_per_expert = into.expert_offsets, into.tokens_per_expert
+    dispatched.expert_offsets, dispatched.tokens_per_expert = (
+        into.expert_offsets,
+        into.tokens_per_expert,
+    )
     rows = into.rows
     if rows is None:
-        wire, dtype = into.wire, call.x.dtype
-        rows = rows_as(exchange.views["rows"], wire.dtype_of(dtype), wire.row_items(call.x.shape[1], dtype))
+        wire = into.wire
+        dtype = call.x.dtype
+        rows = rows_as(
+            exchange.views["rows"], wire.dtype_of(dtype), wire.row_items(call.x.shape[1], dtype)
+        )
     dispatched.rows = rows
     return rows

@@ -1,4 +1,6 @@
-"""Route with gradients: the experts and weights of `epmoe.route`, and what the weights say to the logits."""
+"""Route with gradients: the experts and weights of `epmoe.route`, and what the weights say to the
+logits.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,29 @@ def route(
 ) -> Routing:
     """`epmoe.route`, with its arguments and errors, whose weights have gradients.
 
-    The choice of experts has none, so a bias gets none either. A token whose scores are not finite, and padding, give
-    the logits gradients of 0; so does a score that is not finite under sigmoid.
+    The choice of experts has none, so a bias gets none either. A token whose scores are not finite,
+    and padding, give the logits gradients of 0; so does a score that is not finite under sigmoid.
 
-    `ids`, int32 or int64 [T, K], take the place of the choice, such as those of a rollout. Other numbers than those of
-    experts get weights of 0. A token whose first id is −2 takes its own choice. Where `ids` are the choice's own, as
-    without `ids`, weights have the bits of `epmoe.route`; other weights are right to the last bits. There are no
-    `counters`.
+    `ids`, int32 or int64 [T, K], take the place of the choice, such as those of a rollout. Other
+    numbers than those of experts get weights of 0. A token whose first id is −2 takes its own
+    choice. Where `ids` are the choice's own, as without `ids`, weights have the bits of
+    `epmoe.route`; other weights are right to the last bits. There are no `counters`.
     """
     return counted(0, logits, top_k=top_k, ids=ids, num_tokens=num_tokens, **options)
 
 
 def counted(
-    number: int, logits: Tensor, *, top_k: int, ids: Tensor | None = None, num_tokens: Any = None, **options: Any
+    number: int,
+    logits: Tensor,
+    *,
+    top_k: int,
+    ids: Tensor | None = None,
+    num_tokens: Any = None,
+    **options: Any,
 ) -> Routing:
-    """`route` of a layer, whose sanitised rows count in the health of the exchange with this number, 0 for none."""
+    """`route` of a layer, whose sanitised rows count in the health of the exchange with this
+    number, 0 for none.
+    """
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
     if ids is not None:
@@ -83,20 +93,26 @@ def train_route(
         scores_per_group=scores_per_group,
         routed_scaling_factor=routed_scaling_factor,
         id_dtype=id_dtype,
-        counters=find(number).forward.exchange.views["health.counters"] if number and ids is None else None,
+        counters=find(number).forward.exchange.views["health.counters"]
+        if number and ids is None
+        else None,
     )
     if ids is None:
         return chosen
     E = logits.shape[1]
     padding = torch.arange(len(ids), device=ids.device)[:, None] >= real_tokens
     ids = chosen.ids.where(ids[:, :1] == OWN_CHOICE, ids).masked_fill(padding, E)
-    _, scores_TK, total_T1 = _scores(logits, ids, (ids >= 0) & (ids < E), scoring, renormalize, renormalize_epsilon)
+    _, scores_TK, total_T1 = _scores(
+        logits, ids, (ids >= 0) & (ids < E), scoring, renormalize, renormalize_epsilon
+    )
     weights = (scores_TK / total_T1 * routed_scaling_factor).float()
     return ids, chosen.weights.where((ids == chosen.ids).all(1, keepdim=True), weights)
 
 
 @train_route.register_fake
-def _(logits: Tensor, top_k: int, *rest: Any, id_dtype: torch.dtype = torch.int32, **options: Any) -> Any:
+def _(
+    logits: Tensor, top_k: int, *rest: Any, id_dtype: torch.dtype = torch.int32, **options: Any
+) -> Any:
     shape = logits.shape[0], top_k
     return logits.new_empty(shape, dtype=id_dtype), logits.new_empty(shape, dtype=torch.float32)
 
@@ -104,17 +120,26 @@ def _(logits: Tensor, top_k: int, *rest: Any, id_dtype: torch.dtype = torch.int3
 def _scores(
     logits: Tensor, ids: Tensor, real: Tensor, scoring: str, renormalize: bool, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fp64 scores [T, E], those of the chosen [T, K] that are `real`, and what divides these [T, 1]."""
+    """fp64 scores [T, E], those of the chosen [T, K] that are `real`, and what divides these [T,
+    1].
+    """
     wide_TE = logits.double()
     scores_TE = wide_TE.sigmoid() if scoring == "sigmoid" else wide_TE.softmax(1)
     scores_TE = scores_TE.where(scores_TE.isfinite(), 0.0)
     scores_TK = scores_TE.gather(1, ids.long().where(real, 0)).where(real, 0.0)
-    total_T1 = scores_TK.sum(1, keepdim=True) + epsilon if renormalize else torch.ones_like(scores_TK[:, :1])
+    total_T1 = (
+        scores_TK.sum(1, keepdim=True) + epsilon
+        if renormalize
+        else torch.ones_like(scores_TK[:, :1])
+    )
     return scores_TE, scores_TK, total_T1.where(total_T1 != 0, 1.0)
 
 
 def _save(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
 ) -> None:
     options = keyword_only_inputs
     ctx.scoring = options["scoring"], options["renormalize"], options["renormalize_epsilon"]
@@ -124,7 +149,9 @@ def _save(
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of the logits, in fp64: scores may vanish, and differences of gradients, too."""
+    """The gradients of the logits, in fp64: scores may vanish, and differences of
+    gradients, too.
+    """
     if grad_TK is None:
         return (None,) * 7
     logits, ids, weights = ctx.saved_tensors

@@ -21,7 +21,9 @@ extern "C" __global__ void hold(int milliseconds) {
 
 
 class Holder:
-    """holder(n, seconds) runs a kernel that has n multiprocessors to itself; returns the event of its end."""
+    """holder(n, seconds) runs a kernel that has n multiprocessors to itself; returns the event of
+    its end.
+    """
 
     def __init__(self) -> None:
         properties = torch.cuda.get_device_properties()
@@ -32,7 +34,9 @@ class Holder:
 
     def __call__(self, multiprocessors: int, seconds: float) -> torch.cuda.Event:
         torch.cuda.synchronize()
-        grid, threads, milliseconds = (multiprocessors, 1, 1), (32, 1, 1), round(seconds * 1000)
+        grid = (multiprocessors, 1, 1)
+        threads = (32, 1, 1)
+        milliseconds = round(seconds * 1000)
         self._kernel(grid, threads, [milliseconds], shared_mem=self._shared, stream=self._stream)
         ended = torch.cuda.Event()
         ended.record(self._stream)
@@ -73,15 +77,20 @@ def _crowd(registers: int) -> Any:
 
 
 class Crowd:
-    """crowd(n, seconds) runs a kernel of n blocks, of which two fill a multiprocessor's threads, and returns the event
-    of its end. With 32 registers a thread they fill its registers, too; one leaves half of it."""
+    """crowd(n, seconds) runs a kernel of n blocks, of which two fill a multiprocessor's threads,
+    and returns the event of its end. With 32 registers a thread they fill its registers, too; one
+    leaves half of it.
+    """
 
     def __init__(self, registers: int) -> None:
         self._kernel, self._stream = _crowd(registers), torch.cuda.Stream()
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
-    def __call__(self, blocks: int, seconds: float, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        stream, args = stream or self._stream, [round(seconds * 1000), self._stop]
+    def __call__(
+        self, blocks: int, seconds: float, stream: torch.cuda.Stream | None = None
+    ) -> torch.cuda.Event:
+        stream = stream or self._stream
+        args = [round(seconds * 1000), self._stop]
         self._kernel((blocks, 1, 1), (1024, 1, 1), args, shared_mem=CROWD_SHARED, stream=stream)
         ended = torch.cuda.Event()
         ended.record(stream)

@@ -1,4 +1,6 @@
-"""One round, of which everything is compared with the references: what dispatch delivers bit by bit, and y."""
+"""One round, of which everything is compared with the references: what dispatch delivers bit by
+bit, and y.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,17 @@ def assert_slabs(got: Received, want: Slabs, fp8: bool) -> None:
         assert_payload(got.x[r, :count], got.scales[r, :count] if fp8 else None, want_x[r, :count])
 
 
-def make_extra(kind: tuple[torch.dtype, tuple[int, ...]], rank: int, num_tokens: int, seed: int = 0) -> Tensor:
-    """An `extra` [T, *shape] of a rank: any bits, and those of every other token all 1, a NaN in float dtypes."""
+def make_extra(
+    kind: tuple[torch.dtype, tuple[int, ...]], rank: int, num_tokens: int, seed: int = 0
+) -> Tensor:
+    """An `extra` [T, *shape] of a rank: any bits, and those of every other token all 1, a NaN in
+    float dtypes.
+    """
     dtype, shape = kind
     bytes_of_token = math.prod(shape) * dtype.itemsize
-    extra = torch.randint(0, 256, (num_tokens, bytes_of_token), generator=generator(1000 * seed + rank))
+    extra = torch.randint(
+        0, 256, (num_tokens, bytes_of_token), generator=generator(1000 * seed + rank)
+    )
     extra[::2] = 0xFF
     return extra.to(torch.uint8).view(dtype).view(num_tokens, *shape)
 
@@ -50,9 +58,12 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
-def assert_extra(d: Dispatched, extras: list[Tensor], slabs: Slabs, want: Permuted | None, zero_gaps: bool) -> None:
-    """Each used slot, or each row of a pair, has the `extra` of its token, bit by bit. `zero_gaps`: all rows between
-    segments are zeros."""
+def assert_extra(
+    d: Dispatched, extras: list[Tensor], slabs: Slabs, want: Permuted | None, zero_gaps: bool
+) -> None:
+    """Each used slot, or each row of a pair, has the `extra` of its token, bit by bit. `zero_gaps`:
+    all rows between segments are zeros.
+    """
     of_slot = extras[0].new_zeros(len(slabs.x), *extras[0].shape[1:])
     for extra, slots, tokens in zip(extras, slabs.slot, slabs.token, strict=True):
         of_slot[list(slots)] = extra[tokens]
@@ -72,8 +83,11 @@ def assert_extra(d: Dispatched, extras: list[Tensor], slabs: Slabs, want: Permut
 
 
 def weight_of_rows(want: Permuted, slabs: Slabs) -> Tensor:
-    """[N, 1] the weight of the pair that each expert-major row belongs to; 1 for the rows of gaps."""
-    weights, paired = torch.ones(len(want.rows), 1), want.row_of_pair >= 0
+    """[N, 1] the weight of the pair that each expert-major row belongs to; 1 for the
+    rows of gaps.
+    """
+    weights = torch.ones(len(want.rows), 1)
+    paired = want.row_of_pair >= 0
     weights[want.row_of_pair[paired].long(), 0] = slabs.weights[paired]
     return weights
 
@@ -81,21 +95,29 @@ def weight_of_rows(want: Permuted, slabs: Slabs) -> Tensor:
 def assert_rows(
     d: Dispatched, want: Permuted, fp8: bool, weights: Tensor | None = None, zero_gaps: bool = True
 ) -> None:
-    """layout="expert": the segments and their order. `weights` [N, 1]: by which dispatch multiplies.
+    """layout="expert": the segments and their order. `weights` [N, 1]: by which dispatch
+    multiplies.
 
     On GPUs rows of gaps are what they were before the round, or with `zero_gaps` zeros.
     """
     used = int(want.expert_offsets[-1])
     assert torch.equal(d.expert_offsets.cpu(), want.expert_offsets)
     assert torch.equal(d.tokens_per_expert.cpu(), want.tokens_per_expert)
-    rows, scales, kept = d.rows[:used], d.scales[:used] if fp8 else None, slice(None)
+    rows = d.rows[:used]
+    scales = d.scales[:used] if fp8 else None
+    kept = slice(None)
     if not zero_gaps:
         ends = (want.expert_offsets[:-1] + want.tokens_per_expert).long()
         kept = (
             torch.arange(used)
-            < ends[torch.searchsorted(want.expert_offsets[1:].long(), torch.arange(used), right=True)]
+            < ends[
+                torch.searchsorted(want.expert_offsets[1:].long(), torch.arange(used), right=True)
+            ]
         )
-        assert d.rows.device.type == "cpu" or rows.cpu()[~kept].contiguous().view(torch.uint8).eq(0xFF).all()
+        assert (
+            d.rows.device.type == "cpu"
+            or rows.cpu()[~kept].contiguous().view(torch.uint8).eq(0xFF).all()
+        )
     assert_payload(
         rows[kept],
         None if scales is None else scales[kept],
@@ -104,10 +126,16 @@ def assert_rows(
     )
 
 
-def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor, weights: Tensor | None = None) -> None:
-    """Rows equal those sent: in every bit, or with fp8 in every value, and in the scales up to rounding."""
+def assert_payload(
+    rows: Tensor, scales: Tensor | None, want: Tensor, weights: Tensor | None = None
+) -> None:
+    """Rows equal those sent: in every bit, or with fp8 in every value, and in the scales up to
+    rounding.
+    """
     if scales is None:
-        assert torch.equal(rows.cpu(), want if weights is None else (want.float() * weights).to(want.dtype))
+        assert torch.equal(
+            rows.cpu(), want if weights is None else (want.float() * weights).to(want.dtype)
+        )
     elif want.numel():
         want_rows, want_scales = quantized(want)
         want_scales = want_scales if weights is None else want_scales * weights
@@ -117,10 +145,13 @@ def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor, weights: T
 
 def y_of_weighted_rows(config: EPConfig, tokens: Tokens) -> Tensor:
     """y [real, D] in fp64 where rows are weighted, and rounded once, before the experts."""
-    x, gain = tokens.x[: tokens.real], gains(config, tokens.x.shape[1]).double()
+    x = tokens.x[: tokens.real]
+    gain = gains(config, tokens.x.shape[1]).double()
     x = dequantized(*quantized(x), torch.float32) if config.exchange.payload == "fp8" else x
     live = tokens.live(config.model.num_experts)
-    return moe_reference(x, *live, lambda rows, expert: rows * gain[expert], apply_router_weight_on_input=True)
+    return moe_reference(
+        x, *live, lambda rows, expert: rows * gain[expert], apply_router_weight_on_input=True
+    )
 
 
 @dataclass
@@ -140,8 +171,14 @@ class Round:
 
     def dispatch(self) -> Dispatched:
         first = self.ep.dispatch_send if self.phases else self.ep.dispatch
-        options = {"layout": self.layout, "apply_router_weight_on_input": self.weighted, "aligned": self.aligned}
-        d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, extra=self.extra, **options)
+        options = {
+            "layout": self.layout,
+            "apply_router_weight_on_input": self.weighted,
+            "aligned": self.aligned,
+        }
+        d = first(
+            self.x, self.ids, self.weights, num_tokens=self.num_tokens, extra=self.extra, **options
+        )
         return self.ep.dispatch_recv(d) if self.phases else d
 
     def combine(self, rows: Tensor, d: Dispatched) -> Tensor:
@@ -153,7 +190,9 @@ class Round:
 
 @dataclass
 class Checked:
-    """A round that agreed with the references, with the outputs of its experts and y, to be run again."""
+    """A round that agreed with the references, with the outputs of its experts and y, to be run
+    again.
+    """
 
     round: Round
     d: Dispatched
@@ -161,7 +200,9 @@ class Checked:
     y: Tensor
 
     def has_the_bits_of_other_phases(self) -> bool:
-        """Plays it again, in one call a stage where its phases were calls of their own, and the other way round."""
+        """Plays it again, in one call a stage where its phases were calls of their own, and the
+        other way round.
+        """
         other = replace(self.round, phases=not self.round.phases)
         return torch.equal(other.combine(self.rows, other.dispatch()), self.y)
 
@@ -192,14 +233,16 @@ def check_round(
         ep: of this rank.
         tokens: of every rank.
         layout: of dispatch.
-        calls: describes calls whose hidden size, top_k or dtype is smaller than in the config of `ep`.
+        calls: describes calls whose hidden size, top_k or dtype is smaller than in the config of
+            `ep`.
         num_tokens: real tokens of this rank, for dispatch.
         phases: whether send and receive phases are calls of their own.
         weighted: whether dispatch applies the weights, so that combine only adds.
         aligned: as in dispatch.
         extras: the `extra` of every rank.
     """
-    config, mine = calls or ep.config, tokens[ep.rank]
+    config = calls or ep.config
+    mine = tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"
     slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
     x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
@@ -220,7 +263,9 @@ def check_round(
         assert_rows(d, want, fp8, weight_of_rows(want, slabs) if weighted else None, zero_gaps)
         rows = run_experts(ep, d)
     if extras:
-        assert_extra(d, extras, slabs, want, ep.device.type == "cpu" or ep.config.capacity.gap_rows == "zero")
+        assert_extra(
+            d, extras, slabs, want, ep.device.type == "cpu" or ep.config.capacity.gap_rows == "zero"
+        )
     else:
         assert (d.recv if layout == "rank" else d).extra is None
     y = this.combine(rows, d)

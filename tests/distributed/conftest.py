@@ -1,4 +1,6 @@
-"""One process group for the session: gloo for CPU tensors, NCCL for CUDA tensors. Every rank runs every test."""
+"""One process group for the session: gloo for CPU tensors, NCCL for CUDA tensors. Every rank runs
+every test.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ READ_BY_GPUS = {"ll_max_tokens", "num_sms", "senders", "team"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A rank that fails is out of step with the others for good: it ends at once, and torchrun ends the others.
+    # A rank that fails is out of step with the others for good: it ends at once, and torchrun ends
+    # the others.
     if UNDER_TORCHRUN:
         config.option.maxfail = 1
         build.ready() or build.build()  # outside of the time that a test may take
@@ -38,7 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.distributed)
         item.add_marker(pytest.mark.timeout(LONG_S))
         if not UNDER_TORCHRUN:
-            item.add_marker(pytest.mark.skip(reason="needs several ranks: torchrun --nproc-per-node 2 -m pytest"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="needs several ranks: torchrun --nproc-per-node 2 -m pytest"
+                )
+            )
     repeated = repeated_on_the_cpu(ours)
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in repeated]
@@ -46,11 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def repeated_on_the_cpu(items: list[pytest.Item]) -> list[pytest.Item]:
     """Cases of the CPU that differ from an earlier one only in what GPUs read."""
-    seen, repeated = set(), []
+    seen = set()
+    repeated = []
     for item in items:
         params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
         if str(params.get("device")) == "cpu":
-            case = item.nodeid.partition("[")[0], *(f"{k}={v}" for k, v in params.items() if k not in READ_BY_GPUS)
+            case = (
+                item.nodeid.partition("[")[0],
+                *(f"{k}={v}" for k, v in params.items() if k not in READ_BY_GPUS),
+            )
             repeated += [item] if case in seen else []
             seen.add(case)
     return repeated
@@ -65,7 +76,8 @@ def _group() -> Iterator[None]:
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        # Ranks share a GPU by time slices, which is slow but tests any number of ranks. NCCL refuses it, gloo does not.
+        # Ranks share a GPU by time slices, which is slow but tests any number of ranks. NCCL
+        # refuses it, gloo does not.
         if RANKS_SHARE_GPUS:
             backend = "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=LONG_S))
@@ -102,11 +114,13 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def make_ep(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ExpertParallel]]:
+def make_ep(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., ExpertParallel]]:
     """Makes ExpertParallels from the options of `make_config`, and closes them after the test.
 
-    On GPUs, calls of up to `ll_max_tokens` tokens use the LL protocol, larger ones the Simple protocol. A small value
-    lets a test cover both protocols with small batches.
+    On GPUs, calls of up to `ll_max_tokens` tokens use the LL protocol, larger ones the Simple
+    protocol. A small value lets a test cover both protocols with small batches.
     """
     made = []
 

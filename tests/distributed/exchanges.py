@@ -1,6 +1,8 @@
-"""Rounds of an exchange for the tests: configs, every rank's input, and the expected results of dispatch and combine.
+"""Rounds of an exchange for the tests: configs, every rank's input, and the expected results of
+dispatch and combine.
 
-Each rank generates the input of ALL ranks from seeds. It computes what it must receive without communication.
+Each rank generates the input of ALL ranks from seeds. It computes what it must receive without
+communication.
 """
 
 from __future__ import annotations
@@ -18,12 +20,23 @@ from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted, Placement, sim
 from epmoe.exchange.node import NodeExchange
 from epmoe.local.reference import finalize_reference, moe_reference, permute_reference
 
-# With `make two-machines` the group is one of several nodes. A test that chooses its nodes itself is left alone.
+# With `make two-machines` the group is one of several nodes. A test that chooses its nodes itself
+# is left alone.
 RANKS_PER_NODE = int(os.environ.get("EPMOE_TEST_RANKS_PER_NODE", 0)) or None
-CONTROL = ("signal.", "doorbell", "state", "table.", "health.", "ll.", "rail.missed", "rail.table.", "rail.total.")
+CONTROL = (
+    "signal.",
+    "doorbell",
+    "state",
+    "table.",
+    "health.",
+    "ll.",
+    "rail.missed",
+    "rail.table.",
+    "rail.total.",
+)
 FP8 = torch.float8_e4m3fn
-# (relative, absolute) error of y, with 10 % of slack: roundings to half a unit in the last place (two, with fp8 one),
-# and the loss in denormals.
+# (relative, absolute) error of y, with 10 % of slack: roundings to half a unit in the last place
+# (two, with fp8 one), and the loss in denormals.
 ROUNDINGS = {
     torch.float32: (1e-6, 0.0),
     torch.bfloat16: (2.2 * 2**-8, 0.0),
@@ -33,7 +46,9 @@ ROUNDINGS = {
 
 
 def nodes_of(size: int) -> int | None:
-    """Ranks of a node in a group of this size: None, which is one node, unless the run has several."""
+    """Ranks of a node in a group of this size: None, which is one node, unless the run
+    has several.
+    """
     return RANKS_PER_NODE if RANKS_PER_NODE and size % RANKS_PER_NODE == 0 else None
 
 
@@ -55,15 +70,29 @@ def make_config(
     computes: dict | None = None,
 ) -> EPConfig:
     return EPConfig(
-        model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
-        topology={"ep_size": size, "ranks_per_node": ranks_per_node or nodes_of(size), "max_ranks": max_ranks},
+        model={
+            "num_experts": experts,
+            "num_experts_per_tok": top_k,
+            "hidden_size": hidden,
+            "dtype": dtype,
+        },
+        topology={
+            "ep_size": size,
+            "ranks_per_node": ranks_per_node or nodes_of(size),
+            "max_ranks": max_ranks,
+        },
         placement=placement or {},
         routing=routing or {},
         experts=computes or {},
         capacity={"max_num_tokens_per_rank": max_tokens, "gap_rows": "zero"} | (capacity or {}),
-        # What other ranks hear of a round that one gives up is in test_mistakes.py. The other tests look at their sums.
-        # A deadline in a test is short, and a busy machine may need longer for the first round.
-        exchange={"timeout_s": timeout_s, "warmup_timeout_s": max(60.0, 2 * timeout_s), "on_abort": "zeros"}
+        # What other ranks hear of a round that one gives up is in test_mistakes.py. The other tests
+        # look at their sums. A deadline in a test is short, and a busy machine may need longer for
+        # the first round.
+        exchange={
+            "timeout_s": timeout_s,
+            "warmup_timeout_s": max(60.0, 2 * timeout_s),
+            "on_abort": "zeros",
+        }
         | (exchange or {}),
     )
 
@@ -78,8 +107,11 @@ class Tokens:
     real: int
 
     def live(self, num_experts: int) -> tuple[Tensor, Tensor]:
-        """Logical ids int64 and fp32 weights of the real rows, −1 and 0 for a pair that does not count."""
-        ids, weights = self.ids[: self.real].long(), self.weights[: self.real].float()
+        """Logical ids int64 and fp32 weights of the real rows, −1 and 0 for a pair that does not
+        count.
+        """
+        ids = self.ids[: self.real].long()
+        weights = self.weights[: self.real].float()
         live = (ids >= 0) & (ids < num_experts) & weights.isfinite() & (weights != 0)
         return ids.where(live, -1), weights.where(live, 0.0)
 
@@ -96,7 +128,8 @@ def make_tokens(
     padded: int = 0,
 ) -> Tokens:
     """`num_tokens` rows of one rank, of which the last `padded` are padding."""
-    model, seed = config.model, 1000 * seed + rank
+    model = config.model
+    seed = 1000 * seed + rank
     x = randn(num_tokens, model.hidden_size, dtype=model.torch_dtype, seed=seed)
     ids, weights = simulate_routing(
         kind, num_tokens, model.num_experts, model.num_experts_per_tok, seed=seed, id_dtype=id_dtype
@@ -107,7 +140,9 @@ def make_tokens(
 
 
 def gains(config: EPConfig, hidden: int) -> Tensor:
-    """[E, D]: the tests' expert e multiplies a row by gains[e]. These are ± powers of two, so exact in every dtype."""
+    """[E, D]: the tests' expert e multiplies a row by gains[e]. These are ± powers of two, so exact
+    in every dtype.
+    """
     shape = (config.model.num_experts, 61)  # prime, so that the blocks of a row differ
     exponent = torch.randint(-1, 2, shape, generator=generator(7))
     sign = torch.randint(0, 2, shape, generator=generator(8)) * 2 - 1
@@ -117,7 +152,8 @@ def gains(config: EPConfig, hidden: int) -> Tensor:
 def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """Expert-major outputs: the rows times `gains`. Rows past the last segment are NaN."""
     rows = dequantized(d.rows, d.scales, d.dtype)
-    gain, ends = gains(ep.config, rows.shape[1]), d.expert_offsets.tolist()
+    gain = gains(ep.config, rows.shape[1])
+    ends = d.expert_offsets.tolist()
     out = poison_(torch.empty_like(rows))
     for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
         expert = gain[ep.placement.logical(physical)].to(rows)
@@ -126,18 +162,24 @@ def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
 
 
 def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
-    """Stands in for a stack's fused MoE on layout="rank": returns partial rows [R, M, D]. Unused slots are NaN."""
+    """Stands in for a stack's fused MoE on layout="rank": returns partial rows [R, M, D]. Unused
+    slots are NaN.
+    """
     x = dequantized(d.recv.x, d.recv.scales, d.dtype)
     partial = poison_(torch.empty_like(x, memory_format=torch.contiguous_format))
-    expert_map, gain = ep.expert_map.cpu().long(), gains(ep.config, x.shape[2])
+    expert_map = ep.expert_map.cpu().long()
+    gain = gains(ep.config, x.shape[2])
     # The logical expert of each local index; the last entry is for −1.
     logical = torch.tensor([*map(ep.placement.logical, ep.placement.local_experts(ep.rank)), 0])
     for r, count in enumerate(d.recv.counts.tolist()):
-        ids, weights = d.recv.ids[r, :count].cpu().long(), d.recv.weights[r, :count].cpu().double()
+        ids = d.recv.ids[r, :count].cpu().long()
+        weights = d.recv.weights[r, :count].cpu().double()
         index = torch.cat([expert_map, torch.tensor([-1])])[ids]  # the sentinel's entry is −1
         weights_cE = torch.zeros(count, len(gain), dtype=torch.float64)
         weights_cE.scatter_add_(1, logical[index], weights * (index >= 0))
-        partial[r, :count] = (x[r, :count].double() * (weights_cE @ gain.double()).to(x.device)).to(x.dtype)
+        partial[r, :count] = (x[r, :count].double() * (weights_cE @ gain.double()).to(x.device)).to(
+            x.dtype
+        )
     return partial
 
 
@@ -149,7 +191,9 @@ def dequantized(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, D] as e4m3 and fp32 scales [n, D/128]: amax / 448 of each block, 1 for a block of zeros."""
+    """Rows [n, D] as e4m3 and fp32 scales [n, D/128]: amax / 448 of each block, 1 for a block of
+    zeros.
+    """
     blocks = rows.float().unflatten(1, (-1, 128))
     scales = (blocks.abs().amax(-1) / 448).masked_fill(blocks.abs().amax(-1) == 0, 1.0)
     return (blocks / scales[..., None]).to(FP8).flatten(1), scales
@@ -157,8 +201,9 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Slabs:
-    """The expected content of one rank's window: S = G·N·M slots, G ranks of a node and N nodes. x past the counts is
-    NaN."""
+    """The expected content of one rank's window: S = G·N·M slots, G ranks of a node and N nodes. x
+    past the counts is NaN.
+    """
 
     x: Tensor
     ids: Tensor
@@ -183,17 +228,30 @@ def inside(config: EPConfig, placement: Placement, rank: int) -> tuple[Placement
     return (placement if placement.ep_size == G else placement.of_node(node, G)), local
 
 
-def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Slabs:
+def expected_slabs(
+    config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int
+) -> Slabs:
     (G, slots), R = slab_shape(config), len(tokens)
-    K, D = tokens[0].ids.shape[1], tokens[0].x.shape[1]
+    K = tokens[0].ids.shape[1]
+    D = tokens[0].x.shape[1]
     on_ranks, local = inside(config, placement, rank)
-    here, (nodes_P, ids_P) = rank // G, placement.node_ids(G)  # with one node, ids are physical experts
-    sentinel, owners = on_ranks.sentinel(local), torch.tensor([*on_ranks.owners, -1])
+    here, (nodes_P, ids_P) = (
+        rank // G,
+        placement.node_ids(G),
+    )  # with one node, ids are physical experts
+    sentinel = on_ranks.sentinel(local)
+    owners = torch.tensor([*on_ranks.owners, -1])
     x = poison_(torch.empty(G, slots, D, dtype=tokens[0].x.dtype))
-    ids, weights = torch.full((G, slots, K), sentinel, dtype=torch.int32), torch.zeros(G, slots, K)
-    counts, token, slot = [0] * G, [[]] * R, [range(0)] * R
-    for source in sorted(range(R), key=lambda source: source // G != here):  # the own node comes first
-        sender, slab = tokens[source], source % G
+    ids = torch.full((G, slots, K), sentinel, dtype=torch.int32)
+    weights = torch.zeros(G, slots, K)
+    counts = [0] * G
+    token = [[]] * R
+    slot = [range(0)] * R
+    for source in sorted(
+        range(R), key=lambda source: source // G != here
+    ):  # the own node comes first
+        sender = tokens[source]
+        slab = source % G
         logical, live_weights = sender.live(placement.num_experts)
         t = torch.arange(sender.real)[:, None] + source
         physical = placement.copies_table().long()[logical, t % placement.num_copies()[logical]]
@@ -205,7 +263,10 @@ def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens],
         ids[slab, used] = local_ids[sent].where(on_node[sent], sentinel).int()
         weights[slab, used] = live_weights[sent].where(on_node[sent], 0.0)
         counts[slab] += len(sent)
-        token[source], slot[source] = sent.tolist(), range(slab * slots + used.start, slab * slots + used.stop)
+        token[source], slot[source] = (
+            sent.tolist(),
+            range(slab * slots + used.start, slab * slots + used.stop),
+        )
     flat = (part.flatten(0, 1) for part in (x, ids, weights))
     return Slabs(*flat, torch.tensor(counts, dtype=torch.int32), token, slot)
 
@@ -215,7 +276,8 @@ def expected_rows(
 ) -> Permuted:
     """`alignment` in rows, by default that of rounds that ask for none."""
     capacity, (on_ranks, local) = config.capacity, inside(config, placement, rank)
-    limit, alignment = capacity.max_expert_rows, alignment or capacity.alignment or 1
+    limit = capacity.max_expert_rows
+    alignment = alignment or capacity.alignment or 1
     return permute_reference(
         slabs.x,
         slabs.ids,
@@ -228,7 +290,9 @@ def expected_rows(
 
 
 def expected_y(config: EPConfig, tokens: Tokens) -> Tensor:
-    """y [T, D] of one rank in fp64: the dense layer on x as the payload rounds it. Padding rows are zeros."""
+    """y [T, D] of one rank in fp64: the dense layer on x as the payload rounds it. Padding rows are
+    zeros.
+    """
     return _dense_y(config, tokens, lambda value: value)
 
 
@@ -239,14 +303,18 @@ def _dense_y(config: EPConfig, tokens: Tokens, each: Callable[[Tensor], Tensor])
         x = dequantized(*quantized(x), x.dtype)
     gain = each(gains(config, x.shape[1]).double())
     y = torch.zeros(tokens.x.shape, dtype=torch.float64)
-    y[: tokens.real] = moe_reference(each(x), ids, each(weights), lambda rows, expert: rows * gain[expert])
+    y[: tokens.real] = moe_reference(
+        each(x), ids, each(weights), lambda rows, expert: rows * gain[expert]
+    )
     return y
 
 
 def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:
-    """`got` is this rank's y up to roundings: one of the sum over a rank's experts, one of the sum over ranks.
+    """`got` is this rank's y up to roundings: one of the sum over a rank's experts, one of the sum
+    over ranks.
 
-    With several nodes there are three: the second sum is over the ranks of a node, and the third over nodes.
+    With several nodes there are three: the second sum is over the ranks of a node, and the third
+    over nodes.
 
     Rounding errors are relative to Σ_k |weight · expert(x)|, element by element.
     """
@@ -257,16 +325,24 @@ def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:
         relative *= 1.5
     error = (got.double().cpu() - expected_y(config, tokens)).abs()
     excess = error - relative * _dense_y(config, tokens, torch.abs) - absolute
-    assert excess.numel() == 0 or excess.max() <= 0, f"{int((excess > 0).sum())} values are off, by {error.max():.3g}"
+    assert excess.numel() == 0 or excess.max() <= 0, (
+        f"{int((excess > 0).sum())} values are off, by {error.max():.3g}"
+    )
 
 
-def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Tensor:
-    """y [T, D] of one rank from the references of the stages. Pairs past `max_expert_rows` are missing from it."""
-    y, gain = torch.zeros(tokens[rank].x.shape, dtype=torch.float64), gains(config, config.model.hidden_size).double()
+def expected_y_after_drops(
+    config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int
+) -> Tensor:
+    """y [T, D] of one rank from the references of the stages. Pairs past `max_expert_rows` are
+    missing from it.
+    """
+    y = torch.zeros(tokens[rank].x.shape, dtype=torch.float64)
+    gain = gains(config, config.model.hidden_size).double()
     for r in range(len(tokens)):
         slabs = expected_slabs(config, placement, tokens, r)
         permuted = expected_rows(config, placement, slabs, r)
-        ends, out = permuted.expert_offsets.tolist(), permuted.rows.double()
+        ends = permuted.expert_offsets.tolist()
+        out = permuted.rows.double()
         for i, physical in enumerate(placement.local_experts(r)):
             out[ends[i] : ends[i + 1]] *= gain[placement.logical(physical)]
         partial = finalize_reference(out, permuted, slabs.weights)
@@ -280,10 +356,11 @@ def node_of(ep: ExpertParallel) -> NodeExchange:
 
 
 def poison(ep: ExpertParallel) -> None:
-    """Fills every payload buffer of this rank's window and scratch with 0xFF, while no rank is in a round.
+    """Fills every payload buffer of this rank's window and scratch with 0xFF, while no rank is in a
+    round.
 
-    Lines of the LL protocol must be 0xFF already: the round that read them re-arms them. A later round would take any
-    other value for its own payload.
+    Lines of the LL protocol must be 0xFF already: the round that read them re-arms them. A later
+    round would take any other value for its own payload.
     """
     if ep.device.type == "cuda":
         torch.cuda.synchronize()
@@ -320,20 +397,27 @@ def run_round(
 
 
 def first_round(ep: ExpertParallel, num_tokens: int, layout: str = "expert") -> Tokens:
-    """Plays a round that agrees with the dense layer, for which GPUs load their kernels. Returns this rank's input."""
+    """Plays a round that agrees with the dense layer, for which GPUs load their kernels. Returns
+    this rank's input.
+    """
     tokens = make_tokens(ep.config, ep.rank, num_tokens)
     assert_y(run_round(ep, tokens, layout), ep.config, tokens)
     return tokens
 
 
 def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int, sent: bool = False) -> Tokens:
-    """`tokens` without their pairs on the experts of `rank`, or of its node, if that is the way there and back.
+    """`tokens` without their pairs on the experts of `rank`, or of its node, if that is the way
+    there and back.
 
     With `sent`, it gave the round up only after it had sent its sums to the ranks of its own node.
     """
-    placement, ids, G = ep.placement, tokens.ids.long(), ep.config.topology.ranks_here
+    placement = ep.placement
+    ids = tokens.ids.long()
+    G = ep.config.topology.ranks_here
     turns = torch.arange(len(tokens.x))[:, None] + ep.rank
-    owner = torch.tensor(placement.owners)[placement.copies_table().long()[ids, turns % placement.num_copies()[ids]]]
+    owner = torch.tensor(placement.owners)[
+        placement.copies_table().long()[ids, turns % placement.num_copies()[ids]]
+    ]
     by_it = rank % G == ep.rank % G and rank != ep.rank
     gone = owner // G == rank // G if by_it else (owner == rank) & (not sent)
     return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(gone, 0.0), tokens.real)

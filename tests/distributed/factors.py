@@ -1,4 +1,6 @@
-"""Pairwise (all-pairs) testing: a small set of cases that covers every combination of two values of two factors."""
+"""Pairwise (all-pairs) testing: a small set of cases that covers every combination of two values of
+two factors.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 30) -> list[dict[str, Any]]:
+def all_pairs(
+    factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 30
+) -> list[dict[str, Any]]:
     """Cases, with one value of each factor, that cover every pair of values of every two factors.
 
-    The search is greedy, as in AETG (Cohen et al., 1997). A candidate starts from an uncovered pair. It takes the other
-    factors in random order, each with the value that covers most uncovered pairs. The best of `tries` candidates
-    becomes a case.
+    The search is greedy, as in AETG (Cohen et al., 1997). A candidate starts from an uncovered
+    pair. It takes the other factors in random order, each with the value that covers most uncovered
+    pairs. The best of `tries` candidates becomes a case.
     """
     rng = random.Random(seed)
     uncovered = {
@@ -24,7 +28,11 @@ def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 
     }
 
     def newly_covered(case: dict[str, int]) -> set[frozenset]:
-        return {pair for pair in map(frozenset, itertools.combinations(case.items(), 2)) if pair in uncovered}
+        return {
+            pair
+            for pair in map(frozenset, itertools.combinations(case.items(), 2))
+            if pair in uncovered
+        }
 
     def candidate() -> dict[str, int]:
         case = dict(rng.choice(sorted(map(sorted, uncovered))))

@@ -1,4 +1,6 @@
-"""Models of transformers and their single layers, in one process and with their experts spread over the ranks."""
+"""Models of transformers and their single layers, in one process and with their experts spread over
+the ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,20 @@ import epmoe.integrations.transformers as integration
 from epmoe.cli.demo import generate as demo
 
 own_gpus = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
-needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
+needs_ep = pytest.mark.skipif(
+    not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23"
+)
 both_entry_points = pytest.mark.parametrize(
     "entry_point", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]
 )
-"""Each rank holds its share of the expert weights, or all weights and takes its share of the work."""
+"""Each rank holds its share of the expert weights, or all weights and takes its share
+of the work.
+"""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where transformers puts a model that is spread over ranks."""
 LAYER_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
-"""Error of one layer's output, relative to its largest value. In bfloat16 it has two roundings to 8 bits: before and
-after the sum over ranks.
+"""Error of one layer's output, relative to its largest value. In bfloat16 it has two roundings to 8
+bits: before and after the sum over ranks.
 """
 
 
@@ -35,7 +41,9 @@ def needs_heads(name: str) -> None:
 
 
 def random_ids(num_tokens: int, seed: int) -> Tensor:
-    return torch.randint(1, 240, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return torch.randint(1, 240, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE
+    )
 
 
 def load(path: str, **options):
@@ -44,12 +52,19 @@ def load(path: str, **options):
 
 
 def single_and_spread(
-    name: str, entry_point: str = "ep_implementation", dtype: torch.dtype = torch.float32, **parallel
+    name: str,
+    entry_point: str = "ep_implementation",
+    dtype: torch.dtype = torch.float32,
+    **parallel,
 ):
     """The model in this process, and the model spread over all ranks."""
     with demo.saved_model(name, dtype=dtype) as path:
-        spread = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options_of(entry_point, **parallel))
-        return load(path, dtype=dtype), spread.to(DEVICE) if entry_point == "experts_implementation" else spread
+        spread = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, **options_of(entry_point, **parallel)
+        )
+        return load(path, dtype=dtype), spread.to(
+            DEVICE
+        ) if entry_point == "experts_implementation" else spread
 
 
 def options_of(entry_point: str, **parallel: int) -> dict[str, object]:
@@ -62,16 +77,21 @@ def options_of(entry_point: str, **parallel: int) -> dict[str, object]:
 
 
 class OneLayer:
-    """The experts of a model's last layer: `single` in this process, `spread` over a mesh, by default of all ranks."""
+    """The experts of a model's last layer: `single` in this process, `spread` over a mesh, by
+    default of all ranks.
+    """
 
-    def __init__(self, name: str, entry_point: str, dtype: torch.dtype = torch.float32, mesh=None, **config):
+    def __init__(
+        self, name: str, entry_point: str, dtype: torch.dtype = torch.float32, mesh=None, **config
+    ):
         with pytest.MonkeyPatch.context() as patch:
             for key, value in config.items():
                 patch.setitem(demo.MODELS[name], key, value)
             with demo.saved_model(name, dtype=dtype) as path:
                 models = [load(path, dtype=dtype) for _ in range(2)]
         self.single, self.spread = (model.model.layers[-1].mlp.experts for model in models)
-        self.num_experts, self.dtype = self.single.num_experts, dtype
+        self.num_experts = self.single.num_experts
+        self.dtype = dtype
         self.hidden_size = models[0].config.hidden_size
         self.model, self.entry_point = models[1], entry_point
         if entry_point == "experts_implementation":
@@ -79,7 +99,9 @@ class OneLayer:
             return
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        plan = {"": "ep_dispatch_experts"} | dict.fromkeys(dict(self.spread.named_parameters()), "grouped_gemm")
+        plan = {"": "ep_dispatch_experts"} | dict.fromkeys(
+            dict(self.spread.named_parameters()), "grouped_gemm"
+        )
         plan = dict(sorted(plan.items(), reverse=True))  # parameters before the module
         size = dist.get_world_size()
         alone = init_device_mesh(DEVICE, (size, 1), mesh_dim_names=("other", "tp"))["tp"]
@@ -91,14 +113,18 @@ class OneLayer:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(num_tokens, self.hidden_size, generator=generator).to(self.dtype)
         ids = torch.rand(num_tokens, self.num_experts, generator=generator).argsort(1)[:, :top_k]
-        weights = 2.5 * torch.rand(num_tokens, top_k, generator=generator).softmax(1)  # sum 2.5, as in DeepSeek; fp32
+        weights = 2.5 * torch.rand(num_tokens, top_k, generator=generator).softmax(
+            1
+        )  # sum 2.5, as in DeepSeek; fp32
         return x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
 
     def check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Compares the output of `spread` with that of `single`. Collective."""
         with torch.no_grad():
             got = self.spread(x, ids, weights)
-            want = self.single(x, ids, weights) if len(x) else x  # a kernel need not accept zero rows
+            want = (
+                self.single(x, ids, weights) if len(x) else x
+            )  # a kernel need not accept zero rows
         assert got.dtype == want.dtype == self.dtype
         assert got.shape == want.shape
         if len(x):

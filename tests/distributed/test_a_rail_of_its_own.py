@@ -1,4 +1,6 @@
-"""Another network is one class and its name in `RAILS`: here a store, and a heap that owns what is received."""
+"""Another network is one class and its name in `RAILS`: here a store, and a heap that owns what is
+received.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,17 @@ class Messages:
     """Slabs that come as values of a store, by their keys."""
 
     def __init__(self, store: dist.Store, coming: dict[str, Tensor]) -> None:
-        self.store, self.coming = store, coming
+        self.store = store
+        self.coming = coming
 
     def is_completed(self) -> bool:
         return not self.coming or self.store.check(list(self.coming))
 
     def wait(self) -> None:
         for key, slab in self.coming.items():
-            slab.copy_(torch.frombuffer(bytearray(self.store.get(key)), dtype=slab.dtype).view_as(slab))
+            slab.copy_(
+                torch.frombuffer(bytearray(self.store.get(key)), dtype=slab.dtype).view_as(slab)
+            )
             self.store.delete_key(key)
         self.coming = {}
 
@@ -44,9 +49,14 @@ class StoreRail:
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
-    def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
+    def __init__(
+        self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta
+    ) -> None:
         self.roll_call, self.deadlines, self.heaps = roll_call, deadlines, list[Tensor]()
-        self.store, self.number = dist.PrefixStore(f"{roll_call.name}/store", _get_default_store()), 0
+        self.store, self.number = (
+            dist.PrefixStore(f"{roll_call.name}/store", _get_default_store()),
+            0,
+        )
 
     def allocate(self, nbytes: int) -> Tensor:
         self.heaps.append(torch.zeros(nbytes, dtype=torch.uint8))
@@ -56,11 +66,13 @@ class StoreRail:
         owned = {heap.untyped_storage().data_ptr() for heap in self.heaps}
         assert transfer.received.untyped_storage().data_ptr() in owned, "memory of another owner"
         self.number += 1
-        mine, others = self.roll_call.rank, self.roll_call.ranks
+        mine = self.roll_call.rank
+        others = self.roll_call.ranks
         for rank, slab in zip(others, transfer.sent.split(transfer.sent_rows), strict=True):
             if slab.numel():
                 self.store.set(
-                    f"{self.number}/{mine}/{rank}", slab.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    f"{self.number}/{mine}/{rank}",
+                    slab.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
                 )
         slabs = zip(others, transfer.received.split(transfer.received_rows), strict=True)
         coming = {f"{self.number}/{rank}/{mine}": slab for rank, slab in slabs if slab.numel()}
@@ -106,6 +118,10 @@ def test_rounds_by_another_rail(make_ep, rank):
 
 @pytest.mark.parametrize("name", ["nccl", "pigeon"])
 def test_a_rail_that_the_device_has_not(make_ep, size, name):
-    with pytest.raises(ValueError, match=f"`exchange.rail` must be auto or gloo or store on cpu, got '{name}'"):
+    with pytest.raises(
+        ValueError, match=f"`exchange.rail` must be auto or gloo or store on cpu, got '{name}'"
+    ):
         make_ep(ranks_per_node=1, exchange={"rail": name})
-    assert make_ep(ranks_per_node=size, exchange={"rail": name}).size == size, "one node has no rail"
+    assert make_ep(ranks_per_node=size, exchange={"rail": name}).size == size, (
+        "one node has no rail"
+    )

@@ -1,4 +1,6 @@
-"""LoRA adapters of experts, over several ranks: each token gets its own, wherever its experts are."""
+"""LoRA adapters of experts, over several ranks: each token gets its own, wherever its
+experts are.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,32 @@ import torch
 import torch.distributed as dist
 from helpers import ON_GPUS, ON_THE_CPU, assert_close, captured, randn
 
-from epmoe import EPAbortedError, EPStateError, ExpertParallel, GroupedExperts, LoRA, MoELayer, checkpoint
+from epmoe import (
+    EPAbortedError,
+    EPStateError,
+    ExpertParallel,
+    GroupedExperts,
+    LoRA,
+    MoELayer,
+    checkpoint,
+)
 
-E, K, D, F, T, M = 6, 2, 64, 64, 9, 16
+E = 6
+K = 2
+D = 64
+F = 64
+T = 9
+M = 16
 BLOCK = "model.layers.3.mlp"
-FACTORS = {number: adapter_models.draw(E, D, F, rank, seed=number + 1) for number, rank in enumerate((4, 2))}
+FACTORS = {
+    number: adapter_models.draw(E, D, F, rank, seed=number + 1)
+    for number, rank in enumerate((4, 2))
+}
 SCALING = {number: 8 / rank for number, rank in enumerate((4, 2))}
 ADAPTERS = {number: (FACTORS[number], SCALING[number]) for number in FACTORS}
-ROUTER, GATE_UP, DOWN = (randn(*s, seed=i) / 4 for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F))))
+ROUTER, GATE_UP, DOWN = (
+    randn(*s, seed=i) / 4 for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F)))
+)
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -29,19 +49,29 @@ pytestmark = pytest.mark.usefixtures("serving")
 @pytest.fixture
 def open_ep(make_ep) -> Callable[..., ExpertParallel]:
     def build(**options: object) -> ExpertParallel:
-        given = {"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "capacity": {"extra_bytes": 4}}
+        given = {
+            "experts": E,
+            "top_k": K,
+            "hidden": D,
+            "max_tokens": M,
+            "capacity": {"extra_bytes": 4},
+        }
         return make_ep(**given | {"exchange": {"on_abort": "raise"}} | options)
 
     return build
 
 
-def make_layer(ep: ExpertParallel, dtype: torch.dtype = torch.float32, **options: object) -> MoELayer:
+def make_layer(
+    ep: ExpertParallel, dtype: torch.dtype = torch.float32, **options: object
+) -> MoELayer:
     weights = ROUTER, GATE_UP.to(dtype), DOWN.to(dtype)
     layer = MoELayer.from_full(ep, *weights, **{"adapters": 3, "adapter_rank": 5} | options)
     if layer.adapters is not None:
         for number, (factors, scaling) in ADAPTERS.items():
             held = ep.logical_experts(layer.tag)
-            layer.adapters.put_local(number, adapter_models.adapter_of(factors, E, [max(x, 0) for x in held], scaling))
+            layer.adapters.put_local(
+                number, adapter_models.adapter_of(factors, E, [max(x, 0) for x in held], scaling)
+            )
     return layer
 
 
@@ -70,11 +100,14 @@ def want(layer: MoELayer, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tenso
     ],
 )
 def test_each_token_gets_its_adapter(open_ep, device, rank, options):
-    """Also where a rank brings no tokens, or padding of NaN, and beside a layer without adapters."""
+    """Also where a rank brings no tokens, or padding of NaN, and beside a layer
+    without adapters.
+    """
     if device.type == "cuda" and "ranks_per_node" in options:
         pytest.skip("NCCL takes two nodes of one machine by tests/two_gpu_nodes.sh only")
     ep = open_ep(**options)
-    layer, plain = make_layer(ep), make_layer(ep, adapters=None)
+    layer = make_layer(ep)
+    plain = make_layer(ep, adapters=None)
     for seed, tokens in enumerate((T, 0 if rank == 0 else 5, M)):
         x, numbers = inputs(ep, seed, tokens)
         assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
@@ -93,7 +126,13 @@ def test_each_token_gets_its_adapter(open_ep, device, rank, options):
 def test_experts_that_move_take_their_adapters_along(open_ep, size, rank):
     """Each rank loads what its slots hold; then every expert changes its rank."""
     S = -(-E // size) + 1
-    live = {"live": True, "slots_per_rank": min(S, E), "layers": 1, "staging_mb": 1, "most_copies": 2}
+    live = {
+        "live": True,
+        "slots_per_rank": min(S, E),
+        "layers": 1,
+        "staging_mb": 1,
+        "most_copies": 2,
+    }
     ep = open_ep(placement=live)
     layer = make_layer(ep, layer_id=1)
     x, numbers = inputs(ep)
@@ -111,13 +150,16 @@ def test_experts_that_move_take_their_adapters_along(open_ep, size, rank):
         if done:
             break
     ep.apply()
-    assert moves.done and sorted(ep.logical_experts(1)) == sorted(slots[0, (rank - 1) % size].tolist())
+    assert moves.done and sorted(ep.logical_experts(1)) == sorted(
+        slots[0, (rank - 1) % size].tolist()
+    )
     assert_close(layer(x, adapter_ids=numbers), before, slack=4)
 
 
 def test_adapters_are_no_part_of_checkpoints(open_ep):
     ep = open_ep()
-    layer, plain = make_layer(ep), make_layer(ep, adapters=None)
+    layer = make_layer(ep)
+    plain = make_layer(ep, adapters=None)
     state = checkpoint.full_state_dict(layer)
     assert state.keys() == checkpoint.full_state_dict(plain).keys()
     x, numbers = inputs(ep)
@@ -130,7 +172,9 @@ def test_adapters_are_no_part_of_checkpoints(open_ep):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """It has a folder of PEFT for each adapter, of which one has a lower rank than there is room for."""
+    """It has a folder of PEFT for each adapter, of which one has a lower rank than there is room
+    for.
+    """
     for number, factors in FACTORS.items():
         adapter_models.save(tmp_path / str(number), factors, BLOCK, r=(4, 2)[number])
     return tmp_path
@@ -138,7 +182,9 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def loaded(open_ep, folder) -> tuple[MoELayer, Path, torch.Tensor]:
-    """A layer with both adapters of files, the folder, and what it computes of `inputs` with them."""
+    """A layer with both adapters of files, the folder, and what it computes of
+    `inputs` with them.
+    """
     layer = make_layer(open_ep())
     x, numbers = inputs(layer.ep)
     before = layer(x, adapter_ids=numbers)
@@ -158,7 +204,10 @@ def loaded(open_ep, folder) -> tuple[MoELayer, Path, torch.Tensor]:
         (lambda layer, folder: (0, folder / "0", BLOCK), "`digest` is"),
         (lambda layer, folder: (1, folder / "1", BLOCK), "`number` is 0 on rank 0 and 1 on rank"),
         (lambda layer, folder: (7, folder / "1", BLOCK), "from 0 to 2, got 7"),
-        (lambda layer, folder: (0, folder / "1", "model"), "parts that are not served|nothing for `model.experts`"),
+        (
+            lambda layer, folder: (0, folder / "1", "model"),
+            "parts that are not served|nothing for `model.experts`",
+        ),
     ],
 )
 def test_one_rank_loads_another_adapter(loaded, rank, size, wrong, says):
@@ -177,7 +226,9 @@ def test_factors_of_its_own(loaded, rank, size):
     """A rank that gives others, or takes away what others give, changes nothing on any."""
     layer, _, before = loaded
     x, numbers = inputs(layer.ep)
-    mine = {n: adapter_models.adapter_of(FACTORS[n], E, list(range(E)), SCALING[n]) for n in FACTORS}
+    mine = {
+        n: adapter_models.adapter_of(FACTORS[n], E, list(range(E)), SCALING[n]) for n in FACTORS
+    }
     for other in (None, mine[0], LoRA(mine[1].gate_up, None)) if size > 1 else ():
         with pytest.raises(ValueError, match="`digest` is"):
             layer.put_adapter(0, other if rank == size - 1 else mine[1])
@@ -193,10 +244,13 @@ def test_factors_of_its_own(loaded, rank, size):
 
 
 def test_loading_takes_the_turn(loaded, rank, size):
-    """Another thread's call, such as a step of moves, would put factors of one expert into the slot of another."""
+    """Another thread's call, such as a step of moves, would put factors of one expert into the slot
+    of another.
+    """
     layer, folder, before = loaded
     x, numbers = inputs(layer.ep)
-    taken, done = threading.Event(), threading.Event()
+    taken = threading.Event()
+    done = threading.Event()
 
     def hold() -> None:
         taken.set()
@@ -234,12 +288,19 @@ def test_a_rank_that_fails_while_all_load(loaded, rank, size, monkeypatch):
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("live", [False, True])
 def test_another_group(open_ep, rank, size, live, copies, folder):
-    """All ranks lose all adapters where one gets an expert without its weights, and keep them otherwise."""
+    """All ranks lose all adapters where one gets an expert without its weights, and keep them
+    otherwise.
+    """
     if size == 1:
         pytest.skip("one rank leaves no other")
     placement = {"num_redundant_experts": (copies - 1) * E, "strategy": "round_robin"}
     if live:
-        placement = {"live": True, "slots_per_rank": -(-copies * E // size), "layers": 1, "most_copies": 2}
+        placement = {
+            "live": True,
+            "slots_per_rank": -(-copies * E // size),
+            "layers": 1,
+            "most_copies": 2,
+        }
     ep = open_ep(placement=placement)
     layer = make_layer(ep, layer_id=1)
     x, numbers = inputs(ep)
@@ -292,17 +353,25 @@ def dist_any(value: bool) -> bool:
 @ON_THE_CPU
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm(open_ep, rank, size, seed, folder):
-    """Loads, right ones and wrong ones, moves, other groups and calls of another thread, in any order: each token has
-    the adapter that its number has by then, or its call is refused. The `extra` of other rounds is their own."""
+    """Loads, right ones and wrong ones, moves, other groups and calls of another thread, in any
+    order: each token has the adapter that its number has by then, or its call is refused. The
+    `extra` of other rounds is their own.
+    """
     if size == 1:
         pytest.skip("one rank leaves no other")
     live = {"live": True, "slots_per_rank": E, "layers": 1, "staging_mb": 1, "most_copies": 2}
-    ep, random, held = open_ep(placement=live), Random(seed), dict(ADAPTERS)
+    ep = open_ep(placement=live)
+    random = Random(seed)
+    held = dict(ADAPTERS)
     layer = make_layer(ep)
 
     def load() -> None:
-        number, file, bad = random.randrange(3), random.randrange(2), random.choice([None, *range(size)])
-        refused = nullcontext() if bad is None else pytest.raises(ValueError, match="cannot be read")
+        number = random.randrange(3)
+        file = random.randrange(2)
+        bad = random.choice([None, *range(size)])
+        refused = (
+            nullcontext() if bad is None else pytest.raises(ValueError, match="cannot be read")
+        )
         with refused:
             layer.load_adapter(number, folder / ("none" if rank == bad else str(file)), BLOCK)
             held[number] = ADAPTERS[file]
@@ -324,7 +393,8 @@ def test_a_storm(open_ep, rank, size, seed, folder):
         others = dist.new_group(list(range(size - 1)), backend="gloo")
         lost = False
         if rank == size - 1:
-            config, _ = ep.config, ep.close()
+            config = ep.config
+            _ = ep.close()
             ep = ExpertParallel(config, device=ep.device)
             layer = make_layer(ep)
         else:
@@ -348,13 +418,23 @@ def test_a_storm(open_ep, rank, size, seed, folder):
 
     def from_another_thread() -> None:
         got = []
-        thread = threading.Thread(target=lambda: got.append(pytest.raises(RuntimeError, layer.ep.loads)))
+        thread = threading.Thread(
+            target=lambda: got.append(pytest.raises(RuntimeError, layer.ep.loads))
+        )
         ep.exchange.run(lambda: (thread.start(), thread.join()))
         assert got
 
     def bring_extra() -> None:
-        x, ids, weights = inputs(ep)[0], torch.arange(T)[:, None].expand(T, K) % E, torch.ones(T, K)
-        d = ep.dispatch(x, ids[:, :1].contiguous(), weights[:, :1].contiguous(), tag=1, extra=x[:, :1].contiguous())
+        x = inputs(ep)[0]
+        ids = torch.arange(T)[:, None].expand(T, K) % E
+        weights = torch.ones(T, K)
+        d = ep.dispatch(
+            x,
+            ids[:, :1].contiguous(),
+            weights[:, :1].contiguous(),
+            tag=1,
+            extra=x[:, :1].contiguous(),
+        )
         n = int(d.expert_offsets[-1])
         assert torch.equal(d.extra.view(-1)[:n], d.rows[:n, 0])
         ep.combine(d.rows.clone(), d)
@@ -376,7 +456,11 @@ def test_a_wrong_call_on_one_rank(open_ep, rank, size):
     layer = make_layer(open_ep())
     x, numbers = inputs(layer.ep)
     for wrong, error, says in [
-        (numbers[:-1], ValueError, r"`adapter_ids` must be int16 or int32 or int64 \[9\], got int16 \[8\]"),
+        (
+            numbers[:-1],
+            ValueError,
+            r"`adapter_ids` must be int16 or int32 or int64 \[9\], got int16 \[8\]",
+        ),
         (numbers.float(), TypeError, "`adapter_ids` must be"),
         ([0] * T, TypeError, "`adapter_ids` must be"),
     ]:
@@ -394,7 +478,9 @@ def test_a_wrong_call_on_one_rank(open_ep, rank, size):
 @pytest.mark.parametrize("gemm", ["auto", "torch"])
 @pytest.mark.parametrize("tokens", [T, M])
 def test_in_graphs(open_ep, gemm, tokens):
-    """Replays read the adapters of tokens anew, and adapters that were put meanwhile. Nothing looks at the host."""
+    """Replays read the adapters of tokens anew, and adapters that were put meanwhile. Nothing looks
+    at the host.
+    """
     layer = make_layer(open_ep(dtype="bfloat16", ll_max_tokens=12), torch.bfloat16, gemm=gemm)
     x, numbers = inputs(layer.ep, dtype=torch.bfloat16, tokens=tokens)
     replay, y = captured(lambda: layer(x, adapter_ids=numbers))

@@ -1,4 +1,6 @@
-"""`Balancer`: the busiest rank takes less, and what a model says does not change while its experts move."""
+"""`Balancer`: the busiest rank takes less, and what a model says does not change while its experts
+move.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,20 @@ from epmoe.local.reference import moe_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
+E = 16
+K = 2
+D = 32
+L = 2
+VOCABULARY = 48
+STEPS = 160
 
 
 @pytest.fixture
 def ep(make_ep, size) -> ExpertParallel:
     live = {"live": True, "slots_per_rank": min(-(-E // size) + 1, E), "layers": L, "staging_mb": 1}
-    made = make_ep(experts=E, top_k=K, hidden=D, max_tokens=8, placement=live, routing={"renormalize": True})
+    made = make_ep(
+        experts=E, top_k=K, hidden=D, max_tokens=8, placement=live, routing={"renormalize": True}
+    )
     made.exchange.plan.sizes["few_tokens"] = 0  # otherwise GPUs balance copies, and not rows
     return made
 
@@ -71,8 +80,11 @@ class Model:
 
 
 def test_tokens_stay_those_of_one_process_while_experts_move(ep, size, rank):
-    """The routing drifts. The busiest rank takes less than it would where experts stay, and tokens are the same."""
-    model, balancer = Model(ep), Balancer(ep, every=8)
+    """The routing drifts. The busiest rank takes less than it would where experts stay, and tokens
+    are the same.
+    """
+    model = Model(ep)
+    balancer = Balancer(ep, every=8)
     tokens = torch.randint(VOCABULARY, (8,), generator=generator(rank))
     own_rows = []
     for step in range(STEPS):
@@ -102,8 +114,13 @@ def busiest(rows: Tensor) -> float:
 
 def test_a_plan_that_one_rank_refuses_is_dropped_on_all(ep, size, rank):
     """`tick` raises there, and nowhere else. The balancer goes on with the next plan."""
-    model, fails = Model(ep), rank == size - 1
-    balancer = Balancer(ep, every=4, weights=lambda tag, slot: [1 // 0] if fails else ep.live.weights[tag](tag, slot))
+    model = Model(ep)
+    fails = rank == size - 1
+    balancer = Balancer(
+        ep,
+        every=4,
+        weights=lambda tag, slot: [1 // 0] if fails else ep.live.weights[tag](tag, slot),
+    )
     tokens = torch.randint(VOCABULARY, (8,), generator=generator(rank))
     for step in range(STEPS // 2):
         got = model.decode(tokens.to(ep.device), step).cpu()
@@ -137,7 +154,9 @@ def test_a_checkpoint_holds_the_experts_wherever_they_are(ep, size):
     dist.barrier()
     for layer, state in zip(model.layers, before, strict=True):
         after = layer.full_state_dict()
-        assert after.keys() == state.keys() and all(torch.equal(after[key], state[key]) for key in state)
+        assert after.keys() == state.keys() and all(
+            torch.equal(after[key], state[key]) for key in state
+        )
         layer.load_full_state_dict(state)
     tokens = torch.arange(8)
     assert torch.equal(model.decode(tokens.to(ep.device), 0).cpu(), model.decode_alone(tokens, 0))
@@ -160,8 +179,11 @@ def tick_until(balancer: Balancer, done: Callable[[], bool]) -> None:
 
 
 def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, size, rank):
-    """Rank 0 sees the end of the first moves and sends a second plan; the others look again only in `finish`."""
-    model, policy = Model(ep), Planned()
+    """Rank 0 sees the end of the first moves and sends a second plan; the others look again only in
+    `finish`.
+    """
+    model = Model(ep)
+    policy = Planned()
     balancer = Balancer(ep, every=1, policy=policy)
     model.decode(torch.arange(8, device=ep.device), 0)
     tick_until(balancer, lambda: ep.live.moves is not None)
@@ -183,10 +205,14 @@ def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, 
 
 
 def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
-    """Otherwise a rank that reads a plan, which another one has refused, reads parts of the next plan."""
+    """Otherwise a rank that reads a plan, which another one has refused, reads parts of the next
+    plan.
+    """
     if size < 3:
         pytest.skip("rank 0 plans, one rank refuses, and one is late")
-    model, policy, may_publish = Model(ep), Planned(), Event()
+    model = Model(ep)
+    policy = Planned()
+    may_publish = Event()
 
     def slow_policy(*arguments: Tensor, **limits: float) -> Plan:
         plan = policy(*arguments, **limits)
@@ -230,8 +256,12 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
 
 
 def test_a_signal_handler_that_raises_as_a_plan_is_published(ep, size, rank, monkeypatch):
-    """Right behind the word by which rank 0 itself takes the plan up: `finish` must have the others follow."""
-    model, balancer, post = Model(ep), Balancer(ep, every=1, policy=Planned()), ep.live.mail.post
+    """Right behind the word by which rank 0 itself takes the plan up: `finish` must have the others
+    follow.
+    """
+    model = Model(ep)
+    balancer = Balancer(ep, every=1, policy=Planned())
+    post = ep.live.mail.post
 
     def interrupted(word: Word, *rest: object) -> None:
         post(word, *rest)
@@ -254,8 +284,11 @@ def test_a_signal_handler_that_raises_as_a_plan_is_published(ep, size, rank, mon
 
 
 def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
-    """As if so many ticks, plans and calls of `finish` had been. Plans are calls of `replace`, which end at 2³¹ − 1."""
-    model, balancer = Model(ep), Balancer(ep, every=1, policy=Planned())
+    """As if so many ticks, plans and calls of `finish` had been. Plans are calls of `replace`,
+    which end at 2³¹ − 1.
+    """
+    model = Model(ep)
+    balancer = Balancer(ep, every=1, policy=Planned())
     ep.live.ticks, ep.live.finishes, ep.live.calls = 2**33, 2**31 - 2, 2**31 - 10
     ep.live.mail.post(Word.PLAN, ep.live.calls << 32, range(size))
     if rank == 0:
@@ -300,9 +333,11 @@ def anew(loads: Tensor, slots: Tensor, *, ep_size: int, most_copies: int, **limi
 
 
 def test_a_policy_is_any_callable(ep, size, rank):
-    """All ranks carry out what it plans. A plan that does not fit raises in `tick` of rank 0, and nothing moves. One
-    balancer after another counts on where the last one has ended."""
-    model, before = Model(ep), ep.slots
+    """All ranks carry out what it plans. A plan that does not fit raises in `tick` of rank 0, and
+    nothing moves. One balancer after another counts on where the last one has ended.
+    """
+    model = Model(ep)
+    before = ep.slots
     for wrong in (everything_on_one, too_many) if size > 1 else ():
         balancer = Balancer(ep, every=1, policy=wrong)
         model.decode(torch.arange(8, device=ep.device), 0)
@@ -331,7 +366,13 @@ def test_a_policy_is_any_callable(ep, size, rank):
 
 
 def test_a_balancer_refuses_what_does_not_fit(ep):
-    for wrong in ({"every": 0}, {"goal": 0.9}, {"max_moves": -1}, {"least_gain": -1.0}, {"least_gain": float("nan")}):
+    for wrong in (
+        {"every": 0},
+        {"goal": 0.9},
+        {"max_moves": -1},
+        {"least_gain": -1.0},
+        {"least_gain": float("nan")},
+    ):
         with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be"):
             Balancer(ep, **wrong)
 

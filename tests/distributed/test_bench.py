@@ -1,4 +1,6 @@
-"""The benchmarks, small: results of all sides agree with the expected sums, and what is wrong or absent is left out."""
+"""The benchmarks, small: results of all sides agree with the expected sums, and what is wrong or
+absent is left out.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,15 @@ GPU_SIDES = ["rows", "rank-major", "fused"]
 
 @pytest.fixture
 def make(size, device) -> Callable[..., EPConfig]:
-    def make(placement: dict | None = None, ranks_per_node: int | None = None, **model: object) -> EPConfig:
-        shape = {"num_experts": 4 * size, "num_experts_per_tok": 3, "hidden_size": 256, "dtype": "float32"}
+    def make(
+        placement: dict | None = None, ranks_per_node: int | None = None, **model: object
+    ) -> EPConfig:
+        shape = {
+            "num_experts": 4 * size,
+            "num_experts_per_tok": 3,
+            "hidden_size": 256,
+            "dtype": "float32",
+        }
         return EPConfig(
             model=shape | model,
             topology={"ep_size": size, "ranks_per_node": ranks_per_node or size},
@@ -58,21 +67,30 @@ def test_cpus(make, monkeypatch, nodes, model, measured):
     report = cpu.run(Job(config, TOKENS, 2, advance=lambda: steps.append(None)))
     assert report.benchmark == ("rail" if nodes else "gloo") and len(steps) == 3 * 2
     rows = report.results
-    assert [(row["tokens"], row["side"]) for row in rows] == [(T, side) for T in TOKENS for side in measured]
+    assert [(row["tokens"], row["side"]) for row in rows] == [
+        (T, side) for T in TOKENS for side in measured
+    ]
     for T in TOKENS:
         *_, fresh, kept = of_T = [row for row in rows if row["tokens"] == T]
         for row in of_T:
             assert 0 < max(row["dispatch"], row["combine"]) <= row["round"]
-            assert (row["ratio"], row["ratio_kept"]) == (fresh["round"] / row["round"], kept["round"] / row["round"])
+            assert (row["ratio"], row["ratio_kept"]) == (
+                fresh["round"] / row["round"],
+                kept["round"] / row["round"],
+            )
     back = sides.AllToAll.back
     monkeypatch.setattr(sides.AllToAll, "back", lambda self, handle: back(self, handle) * 1.5)
-    with pytest.raises(RuntimeError, match=f"{measured[-2]}: the round's output is not the weighted sum"):
+    with pytest.raises(
+        RuntimeError, match=f"{measured[-2]}: the round's output is not the weighted sum"
+    ):
         cpu.run(Job(config, (4,), 1))
 
 
 @pytest.fixture
 def on_gpus(monkeypatch) -> list[str]:
-    """Rounds that stand for GPUs' here must be equal bit by bit, but for peers'. The names of eager sides."""
+    """Rounds that stand for GPUs' here must be equal bit by bit, but for peers'. The names of eager
+    sides.
+    """
 
     def measure(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
         rounds = []
@@ -80,12 +98,17 @@ def on_gpus(monkeypatch) -> list[str]:
             handle = side.out()
             left = [tensor.clone() for tensor in side.arrived(handle)]
             rounds.append([*left, side.back(handle).clone()])
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*rounds, strict=True))
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(*rounds, strict=True)
+        )
         return Times(1.0, 2.0, 3.0)
 
     eager: list[str] = []
     monkeypatch.setattr(gpu, "measure", measure)
-    monkeypatch.setattr(gpu, "measure_eager", lambda side, *_: eager.append(side.name) or Times(1.0, 2.0, 30.0))
+    monkeypatch.setattr(
+        gpu, "measure_eager", lambda side, *_: eager.append(side.name) or Times(1.0, 2.0, 30.0)
+    )
     monkeypatch.setattr(gpu, "host_us", lambda *_: (4.0, 5.0))
     return eager
 
@@ -93,7 +116,9 @@ def on_gpus(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sides_of_gpus_with_copies_of_experts(make, on_gpus, rank, dtype):
     config = make(COPIES, dtype=dtype)
-    results = gpu.run(Job(config, TOKENS, 2), contenders=[gpu.Contender(side) for side in GPU_SIDES]).results
+    results = gpu.run(
+        Job(config, TOKENS, 2), contenders=[gpu.Contender(side) for side in GPU_SIDES]
+    ).results
     assert [(r["tokens"], r["side"], r["payload"]) for r in results] == [
         (T, side, payload)
         for T in TOKENS
@@ -113,14 +138,18 @@ def test_peers_of_an_exchange(make, on_gpus, monkeypatch):
     names = [peer.name for peer in of_torch]
 
     def run(config: EPConfig, tokens: tuple[int, ...] = (4,), eager: bool = False):
-        contenders, payloads = [gpu.Contender.FUSED], [Payload.PLAIN, Payload.FP8_OUT]
+        contenders = [gpu.Contender.FUSED]
+        payloads = [Payload.PLAIN, Payload.FP8_OUT]
         job = Job(config, tokens, 1, "zipf")
         return gpu.run(job, contenders=contenders, payloads=payloads, peers=of_torch, eager=eager)
 
     report = run(make(), (0, 1, 32))
     assert report.left_out["NCCL all-gather, fp8-out"] == "it sends rows as they are"
     ran = [(r["tokens"], r["side"]) for r in report.results if r["payload"] == "plain"]
-    assert ran == [(0, "fused"), *((T, name) for T in (1, 32) for name in ("fused", *names))] and not on_gpus
+    assert (
+        ran == [(0, "fused"), *((T, name) for T in (1, 32) for name in ("fused", *names))]
+        and not on_gpus
+    )
     report = run(make(dtype="bfloat16"), eager=True)
     assert report.benchmark == "eager" and on_gpus[1:3] == names
     assert all(r["round"] == 30 for r in report.results)
@@ -130,13 +159,16 @@ def test_peers_of_an_exchange(make, on_gpus, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(side, "back", lambda self, handle, back=side.back: back(self, handle) * 1.5)
         assert wrong in run(make()).left_out["NCCL all_to_all_single, plain"]
-    monkeypatch.setattr(side, "out", lambda self: None)  # nothing arrives: the second round sends what is poisoned
+    monkeypatch.setattr(
+        side, "out", lambda self: None
+    )  # nothing arrives: the second round sends what is poisoned
     assert wrong in run(make()).left_out["NCCL all_to_all_single, plain"]
     assert "without copies" in run(make({"num_redundant_experts": 2})).left_out["peers"]
 
 
 class WrongLayer(Peer):
-    name, install = "wrong", "nothing"
+    name = "wrong"
+    install = "nothing"
 
     def version(self) -> str:
         return "1"
@@ -167,7 +199,9 @@ class FailsOnRank1(WrongLayer):
     @contextmanager
     def layer(self, case):
         self.step("open")
-        y_TD = torch.zeros_like(case.x_TD).index_copy(0, case.sampled, case.expected_SD.to(case.x_TD.dtype))
+        y_TD = torch.zeros_like(case.x_TD).index_copy(
+            0, case.sampled, case.expected_SD.to(case.x_TD.dtype)
+        )
         calls = []
 
         def run() -> torch.Tensor:
@@ -186,14 +220,17 @@ class FailsOnRank1(WrongLayer):
 class WithoutLayer(Peer):
     """Is not asked for its version: to load a library takes long."""
 
-    name, install = "without a layer", "nothing"
+    name = "without a layer"
+    install = "nothing"
 
 
 def test_peers_of_a_layer(make, size):
     config = make(dtype="bfloat16", intermediate_size=128 * size)
     every = [OwnLayer(), WrongLayer(), *peers.load(ROOT / "benchmarks" / "peers")]
     report = layer.run(Job(config, (0, 16), 1), peers=every)
-    tensor_parallel = (f"torch TP, {how} {torch.__version__}" for how in ("all-reduce", "all-gather"))
+    tensor_parallel = (
+        f"torch TP, {how} {torch.__version__}" for how in ("all-reduce", "all-gather")
+    )
     measured = ["epmoe, torch", "own 1", *tensor_parallel]
     assert (
         [(r["tokens"], r["precision"], r["side"]) for r in report.results]
@@ -229,15 +266,23 @@ def test_layers_with_copies_of_experts(make, monkeypatch, size, folder):
     precisions = ("plain", "fp8", "MXFP4")
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
     assert report.left_out == {"plain, DeepGEMM": "DeepGEMM is for GPUs"}
-    assert [line.partition(":")[0] for line in lines] == [f"{T} tokens, {p}" for p in precisions for T in TOKENS]
-    assert [(row["tokens"], row["precision"]) for row in report.results] == [(T, p) for T in TOKENS for p in precisions]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{T} tokens, {p}" for p in precisions for T in TOKENS
+    ]
+    assert [(row["tokens"], row["precision"]) for row in report.results] == [
+        (T, p) for T in TOKENS for p in precisions
+    ]
     for row in report.results:
-        assert min(row["layer"], row["experts"], row["exchange"]) > 0 and row["side"] == "epmoe, torch"
+        assert (
+            min(row["layer"], row["experts"], row["exchange"]) > 0 and row["side"] == "epmoe, torch"
+        )
         assert row["on_top"] == row["layer"] - row["experts"]
         assert row["tokens"] * 3 <= row["rows"] <= size * row["tokens"] * 3 + 6 * 3
     combine = ExpertParallel.combine
     for factor in (1.2, torch.nan):
-        monkeypatch.setattr(ExpertParallel, "combine", lambda *given, factor=factor: combine(*given) * factor)
+        monkeypatch.setattr(
+            ExpertParallel, "combine", lambda *given, factor=factor: combine(*given) * factor
+        )
         with pytest.raises(RuntimeError, match="the layer: y is not the weighted sum"):
             layer.run(Job(config, (4,), 1))
 
@@ -246,9 +291,13 @@ def test_training(make, monkeypatch):
     config = make(intermediate_size=128)
     report = training.run(Job(config, (0, 16), 1), payload="fp8")
     sides_of_all = [(T, side) for T in (0, 16) for side in ("epmoe", "all_to_all_single")]
-    assert [(row["tokens"], row["side"]) for row in report.results] == sides_of_all and report.benchmark == "training"
+    assert [
+        (row["tokens"], row["side"]) for row in report.results
+    ] == sides_of_all and report.benchmark == "training"
     for row in report.results:
-        assert row["layer"] == row["forward"] + row["backward"] and "memory" not in row  # which is of GPUs
+        assert (
+            row["layer"] == row["forward"] + row["backward"] and "memory" not in row
+        )  # which is of GPUs
         products_us = 6 * row["tokens"] * 3 * 256 * 128 * 1e-6
         assert row["forward_tflops"] * row["forward"] == pytest.approx(products_us)
         assert row["backward_tflops"] * row["backward"] == pytest.approx(2 * products_us)
@@ -265,7 +314,13 @@ def test_the_trained_layer_is_a_moe_layer(make, size):
         sample = Sample(config, ep.rank, 16)
         trained = TrainedLayer("trained", sample, "zipf", experts, OverExchange(exchange, experts))
         y, *gradients = trained.results()
-        layer = MoELayer(ep, trained.router_ED.detach(), experts, exchange=exchange, num_rows=trained.through.num_rows)
+        layer = MoELayer(
+            ep,
+            trained.router_ED.detach(),
+            experts,
+            exchange=exchange,
+            num_rows=trained.through.num_rows,
+        )
         inputs = [trained.x_TD, layer.router_weight, *experts.parameters()]
         of_layer = layer(trained.x_TD)
         wanted = map(local_view, torch.autograd.grad(of_layer, inputs, trained.grad_TD))

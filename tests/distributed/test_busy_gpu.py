@@ -1,4 +1,6 @@
-"""Another kernel holds most multiprocessors of the GPU, or all of them, for longer than the deadline."""
+"""Another kernel holds most multiprocessors of the GPU, or all of them, for longer than the
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import Crowd, Holder
-from exchanges import assert_y, first_round, given, make_tokens, run_experts, run_fused_experts, run_round
+from exchanges import (
+    assert_y,
+    first_round,
+    given,
+    make_tokens,
+    run_experts,
+    run_fused_experts,
+    run_round,
+)
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from torch import Tensor
 
@@ -32,8 +42,9 @@ def hold() -> Holder:
 
 @pytest.fixture
 def crowd(request) -> Iterator[Callable[[int], torch.cuda.Event]]:
-    """crowd(blocks) of 32 registers a thread, or of the parameter's: on a GPU of 132 multiprocessors, otherwise as many
-    for each. It ends with the test."""
+    """crowd(blocks) of 32 registers a thread, or of the parameter's: on a GPU of 132
+    multiprocessors, otherwise as many for each. It ends with the test.
+    """
     crowd = Crowd(getattr(request, "param", 32))
     multiprocessors = torch.cuda.get_device_properties().multi_processor_count
     yield lambda blocks, **options: crowd(blocks * multiprocessors // 132, 20.0, **options)
@@ -71,8 +82,12 @@ def told(ep: ExpertParallel, play: Callable[[], object]) -> str:
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("T", [1, 64, 256, 1024, 4096])
 @pytest.mark.parametrize("blocks", [66, 132, 200, 262, 264])
-def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(make_ep, rank, crowd, blocks, T, layout, replay):
-    """The other ranks stay away. This one hears of it in time, whether its kernel finds a place or not."""
+def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(
+    make_ep, rank, crowd, blocks, T, layout, replay
+):
+    """The other ranks stay away. This one hears of it in time, whether its kernel finds a place or
+    not.
+    """
     ep = make_ep(max_tokens=T, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
     play = player(ep, T, rank, layout)
     play()
@@ -100,7 +115,9 @@ def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(make_ep, rank
 @pytest.mark.parametrize("crowd", [16], indirect=True)
 @pytest.mark.parametrize("T", [1, 64, 256])
 def test_dispatch_fits_beside_half_a_multiprocessor(make_ep, rank, crowd, T):
-    """With 16 registers a thread the other kernel leaves 48 K registers of it: the kernel itself tells."""
+    """With 16 registers a thread the other kernel leaves 48 K registers of it: the kernel itself
+    tells.
+    """
     ep = make_ep(max_tokens=T, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
     play = player(ep, T, rank, "expert")
     play()
@@ -115,7 +132,9 @@ def test_dispatch_fits_beside_half_a_multiprocessor(make_ep, rank, crowd, T):
 
 
 def test_told_of_a_kernel_that_comes_between_rounds(make_ep, rank, crowd):
-    """The hosts launch rounds without a pause. The other ranks wait, and what they report reaches the rank's host."""
+    """The hosts launch rounds without a pause. The other ranks wait, and what they report reaches
+    the rank's host.
+    """
     ep = make_ep(max_tokens=256, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
     play = player(ep, 256, rank, "expert")
     for _ in range(40):
@@ -135,7 +154,8 @@ def test_told_of_a_kernel_that_comes_between_rounds(make_ep, rank, crowd):
 def test_own_work_in_front_of_a_round_may_take_longer_than_the_deadline(make_ep, rank, layout):
     ep = make_ep(max_tokens=256, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
     tokens = first_round(ep, 256, layout)
-    work, play = Crowd(32), player(ep, 256, rank, layout)
+    work = Crowd(32)
+    play = player(ep, 256, rank, layout)
     for _ in range(3):  # whether a look falls on the first launch or not
         dist.barrier()
         work(264, 3 * SHORT_S, torch.cuda.current_stream())
@@ -166,13 +186,22 @@ def test_a_busy_gpu_only_slows_the_round(make_ep, rank, hold, free, T, layout):
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize(("T", "ll_max_tokens"), [(40, 64), (100, 64), (512, 1024), (2000, 64), (4096, 64)])
+@pytest.mark.parametrize(
+    ("T", "ll_max_tokens"), [(40, 64), (100, 64), (512, 1024), (2000, 64), (4096, 64)]
+)
 @pytest.mark.parametrize("num_sms", [None, 20, 24])
 @pytest.mark.parametrize("free", [60, 12, 1])
 def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_tokens, layout):
-    """Each variant of the launch policy does so: blocks that find others missing leave, and others take their items."""
+    """Each variant of the launch policy does so: blocks that find others missing leave, and others
+    take their items.
+    """
     ep = make_ep(
-        ll_max_tokens, max_tokens=4096, hidden=1024, dtype="bfloat16", timeout_s=20.0, exchange={"num_sms": num_sms}
+        ll_max_tokens,
+        max_tokens=4096,
+        hidden=1024,
+        dtype="bfloat16",
+        timeout_s=20.0,
+        exchange={"num_sms": num_sms},
     )
     tokens = make_tokens(ep.config, rank, T)
     x, ids, weights = given(ep, tokens)
@@ -181,17 +210,24 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_toke
     assert_y(whole, ep.config, tokens)
     for _ in range(6):
         d = ep.dispatch(x, ids, weights, layout=layout)
-        rows, y = run(ep, d), poison_(torch.empty_like(x))
+        rows = run(ep, d)
+        y = poison_(torch.empty_like(x))
         hold(torch.cuda.get_device_properties().multi_processor_count - free, 0.15)
         (ep.combine if layout == "expert" else ep.combine_partial)(rows, d, out=y)
         assert torch.equal(y, whole)
         ep.check()
 
 
-@pytest.mark.parametrize(("T", "ll_max_tokens"), [(1, 64), (8, 64), (40, 64), (100, 64), (512, 1024)])
-@pytest.mark.parametrize(("payload", "weights_on"), [("auto", "rows"), ("fp8", "rows"), ("auto", "combine")])
+@pytest.mark.parametrize(
+    ("T", "ll_max_tokens"), [(1, 64), (8, 64), (40, 64), (100, 64), (512, 1024)]
+)
+@pytest.mark.parametrize(
+    ("payload", "weights_on"), [("auto", "rows"), ("fp8", "rows"), ("auto", "combine")]
+)
 @pytest.mark.parametrize("free", [12, 1])
-def test_every_gradient_is_written(make_ep, rank, hold, free, payload, weights_on, T, ll_max_tokens):
+def test_every_gradient_is_written(
+    make_ep, rank, hold, free, payload, weights_on, T, ll_max_tokens
+):
     """Training has variants of the kernels. Free memory holds NaN."""
     ep = make_ep(ll_max_tokens, max_tokens=512, hidden=1024, dtype="bfloat16", timeout_s=20.0)
     exchange = TrainingExchange(ep, payload=payload)
@@ -200,7 +236,8 @@ def test_every_gradient_is_written(make_ep, rank, hold, free, payload, weights_o
     N = ep.exchange.plan.sizes["max_rows"]
 
     def step(weights_on: str = weights_on) -> list[Tensor]:
-        x_, weights_ = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        x_ = x.clone().requires_grad_()
+        weights_ = weights.clone().requires_grad_()
         torch.full((64 << 20,), torch.nan, dtype=torch.bfloat16, device=x.device)
         routed = exchange.dispatch(x_, ids, weights_, weights_on=weights_on, num_rows=N)
         factors = 1 if weights_on == "combine" else routed.row_weights[:, None].to(x.dtype)
@@ -237,7 +274,9 @@ def test_a_dead_peer_is_named_on_a_busy_gpu(make_ep, rank, size, hold):
 
 
 def test_a_kernel_that_never_starts(make_ep, rank, size, hold):
-    """All multiprocessors of rank 0 are held: its own deadline on the host says so, and the others name it."""
+    """All multiprocessors of rank 0 are held: its own deadline on the host says so, and the others
+    name it.
+    """
     ep = make_ep(max_tokens=16, timeout_s=DEADLINE_S)
     tokens = first_round(ep, 16)
     if rank == 0:
@@ -253,8 +292,12 @@ def test_a_kernel_that_never_starts(make_ep, rank, size, hold):
     assert time.monotonic() - begin < DEADLINE_S + 2
     torch.cuda.synchronize()
     if rank == 0:  # its kernel ran after all: the others have given up
-        came_too_late = "this rank came too late, or its own kernel was not scheduled"  # where others have told first
-        with pytest.raises(epmoe.EPTimeoutError, match=rf"{came_too_late}|: this rank's own kernel was not scheduled"):
+        # where others have told first
+        came_too_late = "this rank came too late, or its own kernel was not scheduled"
+        with pytest.raises(
+            epmoe.EPTimeoutError,
+            match=rf"{came_too_late}|: this rank's own kernel was not scheduled",
+        ):
             ep.combine(run_experts(ep, d), d)
             ep.check()
     dist.barrier()

@@ -1,4 +1,6 @@
-"""What ranks save, groups of other sizes and placements load: full state dicts and torch.distributed.checkpoint."""
+"""What ranks save, groups of other sizes and placements load: full state dicts and
+torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,24 @@ from epmoe.native.arguments import MXFP4
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, F, D, K = 13, 128, 128, 2
+E = 13
+F = 128
+D = 128
+K = 2
 COPIES = {"num_redundant_experts": 5, "strategy": "round_robin"}
-PLACEMENTS = [{}, {"strategy": "round_robin"}, COPIES, {"num_redundant_experts": 2 * E}]  # the last: twice on a rank
+PLACEMENTS = [
+    {},
+    {"strategy": "round_robin"},
+    COPIES,
+    {"num_redundant_experts": 2 * E},
+]  # the last: twice on a rank
 
 
 @pytest.fixture
 def ep_over(rank: int, size: int) -> Iterator[Callable[..., ExpertParallel]]:
-    """An ExpertParallel over `ranks` ranks: rank r is in group r // ranks, of which the last may be smaller."""
+    """An ExpertParallel over `ranks` ranks: rank r is in group r // ranks, of which the last may be
+    smaller.
+    """
     made = []
 
     def make(ranks: int, **options: object) -> ExpertParallel:
@@ -59,7 +71,11 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
         return tensors | fp8 | scales
     if kind == "mxfp4":
         generator = torch.Generator().manual_seed(seed + 4)
-        shapes = {"w_gate_up": (2 * F, D // 2), "w_down": (D, F // 2), "gate_up_scales": (2 * F, D // 32)}
+        shapes = {
+            "w_gate_up": (2 * F, D // 2),
+            "w_down": (D, F // 2),
+            "gate_up_scales": (2 * F, D // 32),
+        }
         shapes["down_scales"] = (D, F // 32)
         return tensors | {
             name: torch.randint(100, 130, (E, *shape), generator=generator, dtype=torch.uint8).view(
@@ -68,20 +84,32 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
             for name, shape in shapes.items()
         }
     if kind == "gpt_oss":
-        biases = {"gate_up_bias": randn(E, 2 * F, seed=seed + 6), "down_bias": randn(E, D, seed=seed + 7)}
+        biases = {
+            "gate_up_bias": randn(E, 2 * F, seed=seed + 6),
+            "down_bias": randn(E, D, seed=seed + 7),
+        }
         biases["logit_bias"] = randn(E, seed=seed + 8)
         transposed = {
             name: tensors[name].mT.contiguous().mT for name in ("w_gate_up", "w_down")
         }  # as its checkpoints are
-        return tensors | transposed | biases | {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+        return (
+            tensors
+            | transposed
+            | biases
+            | {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+        )
     return tensors
 
 
 def expected(kind: str = "plain", seed: int = 0) -> dict[str, torch.Tensor]:
     """The state dict of all experts."""
-    tensors = {name: value for name, value in full(kind, seed).items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value for name, value in full(kind, seed).items() if isinstance(value, torch.Tensor)
+    }
     router = ("router_weight", "bias", "logit_bias")
-    named = {name if name in router else f"experts.{name}": value for name, value in tensors.items()}
+    named = {
+        name if name in router else f"experts.{name}": value for name, value in tensors.items()
+    }
     return named | {"_extra_state": torch.arange(E, dtype=torch.int32)}
 
 
@@ -90,13 +118,18 @@ def assert_same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
     for name, value in want.items():
         assert got[name].dtype == value.dtype and got[name].device.type == "cpu", name
         assert got[name].shape == value.shape, name
-        assert torch.equal(got[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            got[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)
+        ), name
 
 
 def assert_holds(layer: MoELayer, kind: str = "plain", seed: int = 0) -> None:
     """Each local expert has the weights of its logical expert, copies too."""
     held = layer.ep.placement.logical_experts(layer.ep.rank)
-    local = {n: take_rows(t, held) if n.startswith("experts.") else t for n, t in expected(kind, seed).items()}
+    local = {
+        n: take_rows(t, held) if n.startswith("experts.") else t
+        for n, t in expected(kind, seed).items()
+    }
     listed = list(range(E)) if is_spread(layer.experts.w_down) else held
     got = {name: local_view(value) for name, value in layer.state_dict().items()}
     assert_same_bits(got, local | {"_extra_state": torch.tensor(listed, dtype=torch.int32)})
@@ -104,9 +137,14 @@ def assert_holds(layer: MoELayer, kind: str = "plain", seed: int = 0) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "kind"),
-    [*((placement, "plain") for placement in PLACEMENTS), *((COPIES, kind) for kind in ("fp8", "mxfp4", "gpt_oss"))],
+    [
+        *((placement, "plain") for placement in PLACEMENTS),
+        *((COPIES, kind) for kind in ("fp8", "mxfp4", "gpt_oss")),
+    ],
 )
-def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(ep_over, rank, size, placement, kind):
+def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(
+    ep_over, rank, size, placement, kind
+):
     layer = MoELayer.from_full(ep_over(size, placement=placement), **full(kind))
     assert_holds(layer, kind)
     assert layer.experts.interleaved == (kind == "gpt_oss")
@@ -142,7 +180,9 @@ def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, ki
         (PLACEMENTS[3], PLACEMENTS[3], "plain"),
     ],
 )
-def test_torchs_checkpoint_loads_on_any_number_of_ranks(ep_over, folder, size, saved_with, loaded_with, kind):
+def test_torchs_checkpoint_loads_on_any_number_of_ranks(
+    ep_over, folder, size, saved_with, loaded_with, kind
+):
     saved = MoELayer.from_full(ep_over(size, placement=saved_with), **full(kind))
     checkpoint.save(saved, folder / "saved")
     for ranks in (size, 2, 1):
@@ -152,15 +192,19 @@ def test_torchs_checkpoint_loads_on_any_number_of_ranks(ep_over, folder, size, s
 
 
 def test_the_logits_of_any_number_of_ranks_are_bitwise_the_same(ep_over, folder, rank, size):
-    """A token has two experts, whose sum has one order. Every GEMM has 128 rows, because libraries sum in another order
-    for another number of rows."""
+    """A token has two experts, whose sum has one order. Every GEMM has 128 rows, because libraries
+    sum in another order for another number of rows.
+    """
 
     def model(ep: ExpertParallel, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
         first, second = (MoELayer.from_full(ep, **full(seed=seed + n)) for n in (0, 20))
-        return torch.nn.Sequential(first, torch.nn.LayerNorm(D), second, torch.nn.Linear(D, 32)).requires_grad_(False)
+        return torch.nn.Sequential(
+            first, torch.nn.LayerNorm(D), second, torch.nn.Linear(D, 32)
+        ).requires_grad_(False)
 
-    x, aligned = randn(9 + rank, D, seed=rank), {"capacity": {"alignment": 128}}
+    x = randn(9 + rank, D, seed=rank)
+    aligned = {"capacity": {"alignment": 128}}
     want = (first := model(ep_over(size, **aligned), seed=0))(x)
     checkpoint.save(first, folder / "saved")
     torch.save(checkpoint.full_state_dict(first), folder / f"full{rank}.pt")
@@ -199,7 +243,9 @@ def test_one_copy_of_each_expert_is_written(ep_over, folder, size):
 
 
 def test_the_state_dict_of_another_rank_is_refused(ep_over, rank, size):
-    """Without the list of experts it would load silently: the keys and, with 2 and 4 ranks, the shapes are equal."""
+    """Without the list of experts it would load silently: the keys and, with 2 and 4 ranks, the
+    shapes are equal.
+    """
     ep = ep_over(size, placement={"num_redundant_experts": -E % size})
     layer = MoELayer.from_full(ep, **full())
     of_ranks = [None] * size
@@ -208,15 +254,21 @@ def test_the_state_dict_of_another_rank_is_refused(ep_over, rank, size):
         if source == rank:
             layer.load_state_dict(state)
             continue
-        with pytest.raises(ValueError, match=rf"has the weights of .*, but rank {rank} of {size} holds \["):
+        with pytest.raises(
+            ValueError, match=rf"has the weights of .*, but rank {rank} of {size} holds \["
+        ):
             layer.load_state_dict(state)
         with pytest.raises(ValueError, match=rf"`\S+` must (hold|list) all {E} experts, got"):
             layer.load_full_state_dict(state)
     assert_holds(layer)
 
 
-def test_torchs_checkpoint_of_a_plain_state_dict_is_refused_when_it_is_loaded(ep_over, folder, rank, size):
-    """torch saves the value of any one rank for a key that all ranks have. So all ranks but one raise."""
+def test_torchs_checkpoint_of_a_plain_state_dict_is_refused_when_it_is_loaded(
+    ep_over, folder, rank, size
+):
+    """torch saves the value of any one rank for a key that all ranks have. So all ranks but one
+    raise.
+    """
     ep = ep_over(size, placement={"num_redundant_experts": -E % size})
     dcp.save(get_model_state_dict(MoELayer.from_full(ep, **full())), checkpoint_id=folder / "saved")
     other = MoELayer.from_full(ep, **full(seed=50))
@@ -234,19 +286,24 @@ def test_torchs_checkpoint_of_a_plain_state_dict_is_refused_when_it_is_loaded(ep
 
 def test_a_folder_of_other_shapes_or_names_is_refused_on_all_ranks(ep_over, folder, size):
     layer = MoELayer.from_full(ep_over(size), **full())
-    other = MoELayer.from_full(layer.ep, **full() | {"w_gate_up": randn(E, F, D), "w_down": randn(E, D, F // 2)})
+    other = MoELayer.from_full(
+        layer.ep, **full() | {"w_gate_up": randn(E, F, D), "w_down": randn(E, D, F // 2)}
+    )
     checkpoint.save(other, folder / "saved")
     for module in (layer, torch.nn.Sequential(layer)):
         with pytest.raises(
-            ValueError, match="saved: has no checkpoint of this model and optimizer: (Size mism|Missing k)"
+            ValueError,
+            match="saved: has no checkpoint of this model and optimizer: (Size mism|Missing k)",
         ):
             checkpoint.load(module, folder / "saved")
 
 
 def test_a_part_of_a_larger_dict_and_async(ep_over, folder, size):
-    layer, step = MoELayer.from_full(ep_over(size), **full()), torch.tensor(7)
+    layer = MoELayer.from_full(ep_over(size), **full())
+    step = torch.tensor(7)
     dcp.async_save(
-        {"model": checkpoint.sharded_state_dict(layer), "step": step}, checkpoint_id=folder / "saved"
+        {"model": checkpoint.sharded_state_dict(layer), "step": step},
+        checkpoint_id=folder / "saved",
     ).result()
     other = MoELayer.from_full(ep_over(2), **full(seed=50))
     whole = {"model": checkpoint.sharded_state_dict(other), "step": torch.tensor(0)}
@@ -294,8 +351,13 @@ def test_ranks_without_experts(ep_over, folder, size):
 
 def test_experts_of_the_user_are_refused(ep_over, size):
     layer = MoELayer(ep_over(size), randn(E, D), torch.nn.Linear(D, D).requires_grad_(False))
-    for call in (layer.full_state_dict, lambda: checkpoint.sharded_state_dict(torch.nn.Sequential(layer))):
-        with pytest.raises(ValueError, match=r"`(0.)?experts.weight` must have a row for each of the \d experts"):
+    for call in (
+        layer.full_state_dict,
+        lambda: checkpoint.sharded_state_dict(torch.nn.Sequential(layer)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"`(0.)?experts.weight` must have a row for each of the \d experts"
+        ):
             call()
 
 
@@ -303,7 +365,9 @@ def test_experts_of_another_placement_and_a_closed_group_are_refused(ep_over, si
     layer = MoELayer.from_full(ep := ep_over(size), **full())
     whole = layer.experts
     layer.experts = MoELayer.from_full(ep_over(1), **full()).experts  # as after a resume
-    with pytest.raises(ValueError, match=rf"each of the \d experts of this rank, got \[{E}, .*after `resume`"):
+    with pytest.raises(
+        ValueError, match=rf"each of the \d experts of this rank, got \[{E}, .*after `resume`"
+    ):
         layer.full_state_dict()
     layer.experts = whole
     ep.close()

@@ -1,4 +1,6 @@
-"""Compiled layers over several ranks: every rank its own T, eager ranks among compiled ones, failures."""
+"""Compiled layers over several ranks: every rank its own T, eager ranks among compiled ones,
+failures.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,30 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
-    """Ranks meet with graphs for T = 0, 1 and any T in one round, and with a rank that is not compiled."""
-    ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=40, timeout_s=120.0)  # ranks wait while another one compiles
+    """Ranks meet with graphs for T = 0, 1 and any T in one round, and with a rank that is not
+    compiled.
+    """
+    ep = make_ep(
+        experts=E, top_k=K, hidden=D, max_tokens=40, timeout_s=120.0
+    )  # ranks wait while another one compiles
     model = Model(ep)
     step = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     for n, tokens in enumerate(((7, 5), (0, 3), (1, 40), (4, 0), (2, 1), (0, 0), (40, 9))):
         x = randn(tokens[rank % 2], D, seed=100 * n + rank).to(device)
-        want, rounds = model(x), ep.health().rounds
+        want = model(x)
+        rounds = ep.health().rounds
         y = model(x) if n == rank + 3 else step(x)
         assert torch.equal(y, want) and ep.health().rounds == rounds + 2
-    assert not dynamo.utils.counters["graph_break"] and dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    assert (
+        not dynamo.utils.counters["graph_break"]
+        and dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    )
 
 
 def test_within_at_most(make_ep, rank, size, device):
-    """Eager and compiled, over two nodes, with the bits of slabs of S rows; a slab that is too short is named."""
+    """Eager and compiled, over two nodes, with the bits of slabs of S rows; a slab that is too
+    short is named.
+    """
     if size % 2 or device.type == "cuda":
         pytest.skip("needs two nodes of CPUs")
     ep = make_ep(ranks_per_node=size // 2, experts=E, top_k=K, hidden=D)
@@ -54,7 +66,10 @@ def test_within_at_most(make_ep, rank, size, device):
             for call in (layer, step):
                 assert torch.equal(call(x), want)
                 assert ep.exchange.slabs.slab_rows == n
-    with pytest.raises(epmoe.EPOverflowError, match="rows for one node, but at_most is 1:"), ep.at_most(1):
+    with (
+        pytest.raises(epmoe.EPOverflowError, match="rows for one node, but at_most is 1:"),
+        ep.at_most(1),
+    ):
         layer(randn(9, D, seed=9))
 
     def within(x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""A peer gone mad: it writes any bits into the window of this rank. Errors and wrong rows may follow, but no crash."""
+"""A peer gone mad: it writes any bits into the window of this rank. Errors and wrong rows may
+follow, but no crash.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SIGNALS = ("signal.dispatch", "signal.combine", "signal.error", "signal.dead")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("payload_only", [True, False])
 def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed):
-    """Every index, count and epoch of the last rank's window is random. The process lives, and a new group works."""
+    """Every index, count and epoch of the last rank's window is random. The process lives, and a
+    new group works.
+    """
     ep = make_ep(timeout_s=LONG_S if payload_only else 0.3, max_tokens=40)
     tokens = make_tokens(ep.config, rank, 40, seed=seed)
     assert_y(run_round(ep, tokens), ep.config, tokens)
@@ -58,7 +62,9 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
 
 @ON_THE_CPU
 def test_an_error_word_that_names_no_rank(make_ep, rank, size, device):
-    """Bits past the last rank mean nothing: the wait goes on to its deadline, and names the rank that is missing."""
+    """Bits past the last rank mean nothing: the wait goes on to its deadline, and names the rank
+    that is missing.
+    """
     ep = make_ep(timeout_s=SHORT_S)
     tokens = first_round(ep, 6)
     dist.barrier()
@@ -77,7 +83,9 @@ def test_an_error_word_that_names_no_rank(make_ep, rank, size, device):
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("count", [-(2**31), 17, 2**31 - 1])
 def test_a_count_that_no_slab_has(make_ep, rank, size, device, count, layout):
-    """The last rank finds it in the headers of all others, and takes no more slots than a slab has."""
+    """The last rank finds it in the headers of all others, and takes no more slots
+    than a slab has.
+    """
     ep = make_ep(max_tokens=16)
     tokens = first_round(ep, 16)
     dist.barrier()
@@ -93,7 +101,9 @@ def scribble(ep: epmoe.ExpertParallel, victim: int, names: tuple[str, ...], seed
     """Random bits into these buffers of the victim's window, from this rank."""
     bits = torch.Generator().manual_seed(seed)
     for buffer in (ep.memory_plan()[name] for name in names):
-        scrawl = torch.randint(0, 256, (buffer.nbytes,), generator=bits, dtype=torch.uint8).pin_memory()
+        scrawl = torch.randint(
+            0, 256, (buffer.nbytes,), generator=bits, dtype=torch.uint8
+        ).pin_memory()
         node_of(ep).window.put(victim, buffer.offset, scrawl)
 
 
@@ -101,10 +111,14 @@ def scribble(ep: epmoe.ExpertParallel, victim: int, names: tuple[str, ...], seed
 @pytest.mark.parametrize("ll_max_tokens", [256, 4])
 @pytest.mark.parametrize("within_rounds", [False, True])
 @pytest.mark.parametrize("part", [*PARTS, "all"])
-def test_a_window_of_random_bits_on_a_gpu(make_ep, rank, size, device, part, within_rounds, ll_max_tokens):
-    """Rank 0 writes into the window of the last rank: no bit becomes an address, and every wait ends.
+def test_a_window_of_random_bits_on_a_gpu(
+    make_ep, rank, size, device, part, within_rounds, ll_max_tokens
+):
+    """Rank 0 writes into the window of the last rank: no bit becomes an address, and every wait
+    ends.
 
-    What every round writes anew does no harm between two rounds. Everything else ends at the latest with new windows.
+    What every round writes anew does no harm between two rounds. Everything else ends at the latest
+    with new windows.
     """
     names = PARTS[part] if part in PARTS else sum(PARTS.values(), ())
     ep = make_ep(ll_max_tokens, max_tokens=40, experts=5 * size, timeout_s=DEADLINE_S)

@@ -15,12 +15,17 @@ from helpers import RANKS_SHARE_GPUS
 
 import epmoe
 
-LASTS, NEXT = (0x7FFFFFFD, 0xFFFFFFFB), 6
-"""Rounds that seem to be over: in the NEXT ones the number becomes negative as an int32, or begins again."""
+LASTS = (0x7FFFFFFD, 0xFFFFFFFB)
+NEXT = 6
+"""Rounds that seem to be over: in the NEXT ones the number becomes negative as an int32, or begins
+again.
+"""
 
 
 def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
-    """Pretends that so many rounds have been played. The headers of the CPU compare as signed differences."""
+    """Pretends that so many rounds have been played. The headers of the CPU compare as signed
+    differences.
+    """
     exchange = ep.exchange
     signed = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
     exchange.rounds.progress.phases = node_of(ep).rounds.progress.phases = 4 * epoch
@@ -43,7 +48,9 @@ def test_rounds_past_the_last_epoch(make_ep, rank, size, device, layout, ll_max_
     ep = make_ep(ll_max_tokens, max_tokens=40)
     set_epoch(ep, last)
     for number, tokens in enumerate((7, 40, 0, 16, 40, 3), last + 1):
-        given = [make_tokens(ep.config, r, max(tokens - r, 0), seed=number % 7) for r in range(size)]
+        given = [
+            make_tokens(ep.config, r, max(tokens - r, 0), seed=number % 7) for r in range(size)
+        ]
         if device.type == "cpu" and rank == number % size:
             time.sleep(0.02)  # the others sleep on their doorbells
         check_round(ep, given, layout)

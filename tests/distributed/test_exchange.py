@@ -40,11 +40,15 @@ def _name(case: dict) -> str:
 
 
 def _options(case: dict, size: int) -> dict:
-    """Options of `make_ep`. fp8 needs a multiple of 128 as hidden size. Explicit placement gives rank 1 one expert."""
+    """Options of `make_ep`. fp8 needs a multiple of 128 as hidden size. Explicit placement gives
+    rank 1 one expert.
+    """
     fp8 = "fp8" in (case["payload"], case["combine_payload"])
     placement = {"strategy": case["placement"], "num_redundant_experts": case["redundant"]}
     if case["placement"] == "explicit":
-        owners = [p % size if p % size != 1 else 0 for p in range(case["experts"] + case["redundant"])]
+        owners = [
+            p % size if p % size != 1 else 0 for p in range(case["experts"] + case["redundant"])
+        ]
         placement["assignment"] = owners[:-1] + [min(1, size - 1)]
     return {
         "experts": case["experts"],
@@ -76,22 +80,36 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
     padded = 3 if case["padding"] else 0
     for seed in range(2):
         counts = [_num_tokens(case, r, size) for r in range(size)]
-        tokens = [make_tokens(ep.config, r, T, seed=seed, padded=padded, **kinds) for r, T in enumerate(counts)]
+        tokens = [
+            make_tokens(ep.config, r, T, seed=seed, padded=padded, **kinds)
+            for r, T in enumerate(counts)
+        ]
         num_tokens = case["padding"] and case["padding"](tokens[rank].real)
         if isinstance(num_tokens, torch.Tensor):
             num_tokens = num_tokens.to(ep.device, torch.int32)
-        extras = case["extra"] and [make_extra(case["extra"], r, T, seed) for r, T in enumerate(counts)]
-        options = {"num_tokens": num_tokens, "phases": bool(seed), "aligned": case["aligned"], "extras": extras}
+        extras = case["extra"] and [
+            make_extra(case["extra"], r, T, seed) for r, T in enumerate(counts)
+        ]
+        options = {
+            "num_tokens": num_tokens,
+            "phases": bool(seed),
+            "aligned": case["aligned"],
+            "extras": extras,
+        }
         assert check_round(ep, tokens, case["layout"], **options).has_the_bits_of_other_phases()
 
 
 @pytest.mark.parametrize("ll_max_tokens", [4, 32])
 @pytest.mark.parametrize("experts", [600, 4000])
 def test_many_experts(make_ep, rank, size, experts, ll_max_tokens):
-    """On GPUs a block awaits more counts than it has threads. With 4000 experts it has no table by source."""
+    """On GPUs a block awaits more counts than it has threads. With 4000 experts it has no table by
+    source.
+    """
     ep = make_ep(ll_max_tokens, experts=experts, top_k=8, max_tokens=24)
     for seed in range(2):
-        check_round(ep, [make_tokens(ep.config, r, 24 - 3 * r, seed=seed) for r in range(size)], "expert")
+        check_round(
+            ep, [make_tokens(ep.config, r, 24 - 3 * r, seed=seed) for r in range(size)], "expert"
+        )
 
 
 @ON_GPUS
@@ -99,24 +117,43 @@ def test_many_experts(make_ep, rank, size, experts, ll_max_tokens):
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ll_max_tokens", [32, 256])
 def test_long_rows_on_few_multiprocessors(make_ep, rank, size, ll_max_tokens, layout, payload):
-    """A row has several chunks, and each block sends many tokens, to final rows once it knows the offsets."""
+    """A row has several chunks, and each block sends many tokens, to final rows once it knows the
+    offsets.
+    """
     ep = make_ep(
-        ll_max_tokens, hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2}
+        ll_max_tokens,
+        hidden=20480,
+        dtype="float32",
+        max_tokens=60,
+        exchange={"payload": payload, "num_sms": 2},
     )
     for seed in range(3):
-        check_round(ep, [make_tokens(ep.config, r, 60 - 7 * r, seed=seed) for r in range(size)], layout)
+        check_round(
+            ep, [make_tokens(ep.config, r, 60 - 7 * r, seed=seed) for r in range(size)], layout
+        )
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("team", [0, 1, 16])
 def test_scales_not_a_multiple_of_16_bytes(make_ep, rank, size, team, layout):
-    """fp8 in dispatch and combine, with 20 or 12 bytes of scales a row. On GPUs `team` warps send a row (0: policy)."""
-    options = {"top_k": 6, "dtype": "bfloat16", "exchange": {"payload": "fp8", "combine_payload": "fp8"}}
+    """fp8 in dispatch and combine, with 20 or 12 bytes of scales a row. On GPUs `team` warps send a
+    row (0: policy).
+    """
+    options = {
+        "top_k": 6,
+        "dtype": "bfloat16",
+        "exchange": {"payload": "fp8", "combine_payload": "fp8"},
+    }
     ep = make_ep(ll_max_tokens=8, hidden=640, max_tokens=60, **options)
     ep.memory_plan().sizes["combine_team"] = team
     for D in (640, 384):
         calls = make_config(size, hidden=D, max_tokens=60, **options)
-        check_round(ep, [make_tokens(calls, r, 60 - 3 * r, seed=D) for r in range(size)], layout, calls=calls)
+        check_round(
+            ep,
+            [make_tokens(calls, r, 60 - 3 * r, seed=D) for r in range(size)],
+            layout,
+            calls=calls,
+        )
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -127,15 +164,21 @@ def test_any_number_of_send_blocks(make_ep, rank, size, senders, ll_max_tokens, 
     ep = make_ep(ll_max_tokens, top_k=6, hidden=1152, max_tokens=90)
     ep.memory_plan().sizes.update(dispatch_senders=senders, combine_senders=senders)
     for seed in range(2):
-        check_round(ep, [make_tokens(ep.config, r, 90 - 7 * r, seed=seed) for r in range(size)], layout)
+        check_round(
+            ep, [make_tokens(ep.config, r, 90 - 7 * r, seed=seed) for r in range(size)], layout
+        )
 
 
 def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
-    """A call may use smaller values than the config. The strides between slots remain those of the config."""
+    """A call may use smaller values than the config. The strides between slots remain those of the
+    config.
+    """
     ep = make_ep(hidden=512, top_k=8, dtype="float32")
     calls = make_config(size, hidden=128, top_k=3, dtype="bfloat16")
     for layout in ("expert", "rank"):
-        check_round(ep, [make_tokens(calls, r, 2 * r + 1) for r in range(size)], layout, calls=calls)
+        check_round(
+            ep, [make_tokens(calls, r, 2 * r + 1) for r in range(size)], layout, calls=calls
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -157,8 +200,8 @@ WEIGHTED = all_pairs(
     {
         "phases": [False, True],
         "payload": ["float32", "bfloat16", "float16", "fp8"],
-        # T, ll_max_tokens, num_sms. With 2 multiprocessors and up to 2 ranks, 40 tokens take the coarse LL kernel. It
-        # does not send a rank's own rows.
+        # T, ll_max_tokens, num_sms. With 2 multiprocessors and up to 2 ranks, 40 tokens take the
+        # coarse LL kernel. It does not send a rank's own rows.
         "shape": [(5, 256, None), (40, 32, None), (40, 256, None), (40, 256, 2)],
     }
 )
@@ -166,7 +209,9 @@ WEIGHTED = all_pairs(
 
 @pytest.mark.parametrize("case", WEIGHTED, ids=lambda case: "-".join(map(str, case.values())))
 def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, device, case):
-    """`apply_router_weight_on_input`: rows arrive weighted and rounded once, and combine only adds."""
+    """`apply_router_weight_on_input`: rows arrive weighted and rounded once, and
+    combine only adds.
+    """
     fp8, (T, ll_max_tokens, num_sms) = case["payload"] == "fp8", case["shape"]
     if device.type == "cpu" and (ll_max_tokens, num_sms) != (256, None):
         pytest.skip("differs on GPUs only")
@@ -176,7 +221,10 @@ def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, device, case)
     exchange = {"payload": payload, "num_sms": num_sms}
     ep = make_ep(ll_max_tokens, capacity={"alignment": 8}, exchange=exchange, **options)
     for n in range(3):
-        tokens = [make_tokens(ep.config, r, T, seed=n, kind="adversarial", padded=r % 3) for r in range(size)]
+        tokens = [
+            make_tokens(ep.config, r, T, seed=n, kind="adversarial", padded=r % 3)
+            for r in range(size)
+        ]
         real = tokens[rank].real
         check_round(ep, tokens, "expert", num_tokens=real, phases=case["phases"], weighted=True)
         run_round(ep, tokens[rank], num_tokens=real)  # on the same windows, with weights in combine

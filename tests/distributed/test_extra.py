@@ -1,4 +1,6 @@
-"""What a token brings beside its row, `dispatch(…, extra=…)`. test_exchange.py has it among its factors."""
+"""What a token brings beside its row, `dispatch(…, extra=…)`. test_exchange.py has it among its
+factors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ HAS_ROOM = {"capacity": {"extra_bytes": 24}}
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_over_several_nodes(make_ep, rank, size, device, payload, layout):
-    """It lies in the slot of its row; a rank brings no tokens, and the rounds with one follow rounds without."""
+    """It lies in the slot of its row; a rank brings no tokens, and the rounds with one follow
+    rounds without.
+    """
     if device.type == "cuda":
         pytest.skip("NCCL takes two nodes of one machine by tests/two_gpu_nodes.sh only")
     exchange = {"payload": payload}
@@ -33,7 +37,9 @@ def test_over_several_nodes(make_ep, rank, size, device, payload, layout):
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_other_calls_of_the_same_windows(make_ep, rank, size, payload):
-    """Phases apart, a smaller D and dtype, rows that the caller has quantized, and combine of the rows themselves."""
+    """Phases apart, a smaller D and dtype, rows that the caller has quantized, and combine of the
+    rows themselves.
+    """
     ep = make_ep(ll_max_tokens=8, hidden=256, exchange={"payload": payload}, **HAS_ROOM)
     for T in (5, 16):
         tokens = [make_tokens(ep.config, r, T, seed=T) for r in range(size)]
@@ -41,11 +47,16 @@ def test_other_calls_of_the_same_windows(make_ep, rank, size, payload):
         check_round(ep, tokens, "expert", phases=True, extras=extras)
     x, ids, weights = given(ep, tokens[rank])
     extra = make_extra(ID, rank, 16).to(ep.device)
-    small, scales = x[:, :128].bfloat16(), None
+    small = x[:, :128].bfloat16()
+    scales = None
     if payload == "fp8":
         small, scales = epmoe.quantize_fp8(small)
     d = ep.dispatch(small, ids, weights, scales=scales, extra=extra)
-    assert d.rows.shape[1] == 128 and d.extra.shape == d.rows.shape[:1] and d.extra.dtype == extra.dtype
+    assert (
+        d.rows.shape[1] == 128
+        and d.extra.shape == d.rows.shape[:1]
+        and d.extra.dtype == extra.dtype
+    )
     ep.combine(d.rows.to(d.dtype), d)
     d = ep.dispatch(x, ids, weights, extra=extra)
     assert torch.equal(d.extra, d.extra) and d.extra.data_ptr() == d.extra.data_ptr(), "a view"

@@ -1,4 +1,6 @@
-"""Rows that the caller has quantized: they and their scales arrive bit by bit, by every path of dispatch."""
+"""Rows that the caller has quantized: they and their scales arrive bit by bit, by every path of
+dispatch.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ import epmoe
 from epmoe import Dispatched, ExpertParallel
 
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
-# Tokens of rank 0, of all others, ll_max_tokens, hidden size, num_sms. On GPUs: LL with one line a lane, with two, and
-# with coarse senders (on up to 2 ranks); Simple; sources of both protocols in one round; rows of several chunks.
+# Tokens of rank 0, of all others, ll_max_tokens, hidden size, num_sms. On GPUs: LL with one line a
+# lane, with two, and with coarse senders (on up to 2 ranks); Simple; sources of both protocols in
+# one round; rows of several chunks.
 SHAPES = [
     (5, 3, 256, 256, None),
     (70, 70, 256, 1152, None),
@@ -43,21 +46,29 @@ SHAPES = [
 ]
 
 
-def make_fp8_ep(make_ep: Callable[..., ExpertParallel], ll_max_tokens: int = 256, **options: object) -> ExpertParallel:
+def make_fp8_ep(
+    make_ep: Callable[..., ExpertParallel], ll_max_tokens: int = 256, **options: object
+) -> ExpertParallel:
     exchange = {"payload": "fp8", "num_sms": options.pop("num_sms", None)}
     shape = {"top_k": 6, "hidden": 256, "dtype": "bfloat16", "max_tokens": 70}
     return make_ep(ll_max_tokens, placement=PLACEMENT, exchange=exchange, **shape | options)
 
 
 def random_rows(T: int, D: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Bytes of fp8 rows [T, D] and bits of scales [T, D/128]: any, but for those that mark an LL line as empty."""
+    """Bytes of fp8 rows [T, D] and bits of scales [T, D/128]: any, but for those that mark an LL
+    line as empty.
+    """
     rows = torch.randint(0, 256, (T, D), dtype=torch.uint8, generator=generator(seed))
-    scales = torch.randint(-(2**31), 2**31, (T, D // 128), dtype=torch.int64, generator=generator(seed + 1)).int()
+    scales = torch.randint(
+        -(2**31), 2**31, (T, D // 128), dtype=torch.int64, generator=generator(seed + 1)
+    ).int()
     assert not rows.view(torch.int32).eq(-1).any() and not scales.eq(-1).any()
     return rows, scales
 
 
-def dispatched(ep: ExpertParallel, rows: Tensor, scales: Tensor, mine: Tokens, phases: bool, **options) -> Dispatched:
+def dispatched(
+    ep: ExpertParallel, rows: Tensor, scales: Tensor, mine: Tokens, phases: bool, **options
+) -> Dispatched:
     """`mine` with fp8 rows and scales, given as their bits."""
     x, ids, weights = (t.to(ep.device) for t in (rows.view(FP8), mine.ids, mine.weights))
     options |= {"scales": scales.view(torch.float32).to(ep.device), "num_tokens": mine.real}
@@ -73,13 +84,17 @@ def bits(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("phases", [False, True])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize(("first", "others", "ll_max_tokens", "hidden", "num_sms"), SHAPES)
-def test_every_bit_arrives(make_ep, rank, size, first, others, ll_max_tokens, hidden, num_sms, layout, phases):
+def test_every_bit_arrives(
+    make_ep, rank, size, first, others, ll_max_tokens, hidden, num_sms, layout, phases
+):
     """Any bits: NaN of both signs, scales that are negative, infinite or NaN."""
     alignment = {"alignment": 8}
     ep = make_fp8_ep(make_ep, ll_max_tokens, hidden=hidden, num_sms=num_sms, capacity=alignment)
     for seed in range(2):
         tokens = [
-            make_tokens(ep.config, r, others if r else first, seed=seed, kind="adversarial", padded=2)
+            make_tokens(
+                ep.config, r, others if r else first, seed=seed, kind="adversarial", padded=2
+            )
             for r in range(size)
         ]
         given = [random_rows(len(t.x), hidden, seed=10 * r + seed) for r, t in enumerate(tokens)]
@@ -89,7 +104,10 @@ def test_every_bit_arrives(make_ep, rank, size, first, others, ll_max_tokens, hi
         for part, name in enumerate(("rows", "scales")):
             # The references move bits.
             slabs = expected_slabs(
-                ep.config, ep.placement, [replace(t, x=g[part]) for t, g in zip(tokens, given, strict=True)], rank
+                ep.config,
+                ep.placement,
+                [replace(t, x=g[part]) for t, g in zip(tokens, given, strict=True)],
+                rank,
             )
             assert torch.equal(d.recv.counts.cpu(), slabs.counts)
             if layout == "rank":
@@ -111,19 +129,25 @@ def test_every_bit_arrives(make_ep, rank, size, first, others, ll_max_tokens, hi
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("T", [6, 70])
 def test_the_layer_is_that_of_rows_which_dispatch_quantizes(make_ep, rank, size, T, layout):
-    """The same bits of y from a caller that quantizes by `epmoe.quantize_fp8`, with and without a stride."""
+    """The same bits of y from a caller that quantizes by `epmoe.quantize_fp8`, with and without a
+    stride.
+    """
     ep = make_fp8_ep(make_ep, 32)
     mine = make_tokens(ep.config, rank, T, padded=2)
     at_once = run_round(ep, mine, layout, num_tokens=mine.real)
     assert_y(at_once, ep.config, mine)
     q, scales = epmoe.quantize_fp8(mine.x.to(ep.device), num_tokens=mine.real)
-    ids, weights = mine.ids.to(ep.device), mine.weights.to(ep.device)
-    wide, wide_rows = torch.zeros(T, 400, device=ep.device), torch.zeros(T, 1000, device=ep.device).to(FP8)
+    ids = mine.ids.to(ep.device)
+    weights = mine.weights.to(ep.device)
+    wide = torch.zeros(T, 400, device=ep.device)
+    wide_rows = torch.zeros(T, 1000, device=ep.device).to(FP8)
     wide[:, 16:18], wide_rows[:, 16 : 16 + q.shape[1]] = scales, q
     for x, its in ((q, scales), (wide_rows[:, 16 : 16 + q.shape[1]], wide[:, 16:18])):
         d = ep.dispatch(x, ids, weights, scales=its, num_tokens=mine.real, layout=layout)
         rows, combine = (
-            (run_fused_experts(ep, d), ep.combine_partial) if layout == "rank" else (run_experts(ep, d), ep.combine)
+            (run_fused_experts(ep, d), ep.combine_partial)
+            if layout == "rank"
+            else (run_experts(ep, d), ep.combine)
         )
         assert torch.equal(combine(rows, d), at_once)
 
@@ -134,7 +158,12 @@ def test_scales_are_weighted_on_arrival(make_ep, rank, size, T):
     tokens = [make_tokens(ep.config, r, T, kind="adversarial") for r in range(size)]
     q, scales = quantized(tokens[rank].x)
     d = dispatched(
-        ep, q.view(torch.uint8), scales.view(torch.int32), tokens[rank], False, apply_router_weight_on_input=True
+        ep,
+        q.view(torch.uint8),
+        scales.view(torch.int32),
+        tokens[rank],
+        False,
+        apply_router_weight_on_input=True,
     )
     slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
     want = expected_rows(ep.config, ep.placement, slabs, rank)
@@ -148,10 +177,13 @@ def test_scales_are_weighted_on_arrival(make_ep, rank, size, T):
 def test_a_captured_round(make_ep, rank, size, device):
     """Replays read the rows and scales of the buffers that were captured."""
     ep = make_fp8_ep(make_ep)
-    T, D = 32, ep.config.model.hidden_size
+    T = 32
+    D = ep.config.model.hidden_size
     mine = make_tokens(ep.config, rank, T)
-    ids, weights = mine.ids.to(device), mine.weights.to(device)
-    q, scales = torch.zeros(T, D, device=device).to(FP8), torch.ones(T, D // 128, device=device)
+    ids = mine.ids.to(device)
+    weights = mine.weights.to(device)
+    q = torch.zeros(T, D, device=device).to(FP8)
+    scales = torch.ones(T, D // 128, device=device)
 
     def one_round() -> Tensor:
         d = ep.dispatch(q, ids, weights, scales=scales)

@@ -1,9 +1,10 @@
-"""Drawn configurations and rounds against the references: shapes, placements, copies, ids and weights of any bits, T by
-rank, dtypes, layouts, phases.
+"""Drawn configurations and rounds against the references: shapes, placements, copies, ids and
+weights of any bits, T by rank, dtypes, layouts, phases.
 
-All ranks draw the same. A failure names its seed: EPMOE_FUZZ_FIRST=<seed> EPMOE_FUZZ_CONFIGS=1 repeats it.
-EPMOE_FUZZ_CONFIGS and EPMOE_FUZZ_ROUNDS lengthen the run. On GPUs the first rounds of a configuration are drawn and
-compared with the references; the others are replays of these, in one graph, whose bits the device compares.
+All ranks draw the same. A failure names its seed: EPMOE_FUZZ_FIRST=<seed> EPMOE_FUZZ_CONFIGS=1
+repeats it. EPMOE_FUZZ_CONFIGS and EPMOE_FUZZ_ROUNDS lengthen the run. On GPUs the first rounds of a
+configuration are drawn and compared with the references; the others are replays of these, in one
+graph, whose bits the device compares.
 """
 
 from __future__ import annotations
@@ -35,11 +36,18 @@ def draw_options(random: Random, size: int) -> dict:
     """Options of `make_ep`, of any that a configuration may hold."""
     experts = random.choice([size, random.randint(size, 40), random.randint(41, 300)])
     redundant = random.choice([0, 0, random.randint(1, experts)])
-    payload, back = random.choice(["auto", "auto", "fp8"]), random.choice(["auto", "auto", "fp8"])
+    payload = random.choice(["auto", "auto", "fp8"])
+    back = random.choice(["auto", "auto", "fp8"])
     fp8 = "fp8" in (payload, back)
-    placement = {"strategy": random.choice(["linear", "round_robin", "explicit"]), "num_redundant_experts": redundant}
+    placement = {
+        "strategy": random.choice(["linear", "round_robin", "explicit"]),
+        "num_redundant_experts": redundant,
+    }
     if placement["strategy"] == "explicit":
-        owners = [*range(size), *(random.randrange(size) for _ in range(experts + redundant - size))]
+        owners = [
+            *range(size),
+            *(random.randrange(size) for _ in range(experts + redundant - size)),
+        ]
         random.shuffle(owners)
         placement["assignment"] = owners
     return {
@@ -61,16 +69,20 @@ def draw_options(random: Random, size: int) -> dict:
 def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
     """Draws the tokens of every rank. A part of the ids and of the weights has any bits.
 
-    The bound of y is relative to its terms; with fp8 sums it holds only where the values of a block are alike. Weights
-    that are too small or too large for it become 1 / K.
+    The bound of y is relative to its terms; with fp8 sums it holds only where the values of a block
+    are alike. Weights that are too small or too large for it become 1 / K.
     """
-    M, K = config.capacity.max_num_tokens_per_rank, config.model.num_experts_per_tok
-    kind, id_dtype = random.choice(["uniform", "zipf", "adversarial"]), random.choice([torch.int32, torch.int64])
+    M = config.capacity.max_num_tokens_per_rank
+    K = config.model.num_experts_per_tok
+    kind = random.choice(["uniform", "zipf", "adversarial"])
+    id_dtype = random.choice([torch.int32, torch.int64])
     weight_dtype = random.choice([torch.float32, torch.bfloat16, torch.float16])
-    share, tokens = random.choice([0.0, 0.1, 0.9]), []
+    share = random.choice([0.0, 0.1, 0.9])
+    tokens = []
     largest = 0.0 if config.exchange.combine_payload == "fp8" else 2.0**8
     for rank in range(size):
-        T, seed = random.choice([0, 1, M, random.randint(0, M)]), random.getrandbits(20)
+        T = random.choice([0, 1, M, random.randint(0, M)])
+        seed = random.getrandbits(20)
         kinds = {"kind": kind, "id_dtype": id_dtype, "weight_dtype": weight_dtype}
         mine = make_tokens(config, rank, T, seed=seed, padded=random.randint(0, T), **kinds)
         bits = torch.Generator().manual_seed(seed)
@@ -88,7 +100,9 @@ def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
 
 def drawn_round(ep: ExpertParallel, random: Random) -> Checked:
     tokens = draw_tokens(ep.config, random, ep.size)
-    layout, phases, padding = random.choice(["expert", "rank"]), random.random() < 0.3, random.random()
+    layout = random.choice(["expert", "rank"])
+    phases = random.random() < 0.3
+    padding = random.random()
     aligned = random.random() < 0.5
     num_tokens = tokens[ep.rank].real
     if padding < 0.5:
@@ -121,12 +135,19 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 120)
 def test_a_soak(make_ep, rank, size, device):
-    """Drawn rounds by both protocols again and again, without a barrier, while each rank stalls where it likes."""
-    shared, own, on_gpu = Random(size), Random(f"rank {rank}"), device.type == "cuda"
+    """Drawn rounds by both protocols again and again, without a barrier, while each rank stalls
+    where it likes.
+    """
+    shared = Random(size)
+    own = Random(f"rank {rank}")
+    on_gpu = device.type == "cuda"
     eps = [make_ep(**draw_options(shared, size) | {"ll_max_tokens": most}) for most in (256, 4)]
     drawn = [[Again(drawn_round(ep, shared)) for _ in range(DRAWN_ON_GPUS)] for ep in eps]
     kinds = [InTurn(rounds, own.randrange(1, 20_000) if on_gpu else 0) for rounds in drawn]
-    memory, begin, turns, goes_on = [], time.monotonic(), 0, torch.ones(1)
+    memory = []
+    begin = time.monotonic()
+    turns = 0
+    goes_on = torch.ones(1)
     while goes_on:
         for _ in range(200 if on_gpu else 20):
             if own.random() < 0.01:
@@ -144,5 +165,8 @@ def test_a_soak(make_ep, rank, size, device):
         goes_on.fill_(time.monotonic() - begin < SOAK_S)
         dist.broadcast(goes_on, 0)
     host, tensors = (last - first for first, last in zip(memory[0], memory[-1], strict=True))
-    print(f"\n{turns * DRAWN_ON_GPUS:,} rounds; bytes more than at first: host {host:,}, tensors {tensors:,}")
+    print(
+        f"\n{turns * DRAWN_ON_GPUS:,} rounds; bytes more than at first: host {host:,}, tensors "
+        f"{tensors:,}"
+    )
     assert host < 16 << 20 and tensors <= 0

@@ -11,7 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from epmoe import ExpertParallel, MoELayer, pack_routes, recording, replay
 from epmoe.training import fully_shard
 
-D, F, E, K, T, BLOCKS = 32, 16, 6, 2, 5, 2
+D = 32
+F = 16
+E = 6
+K = 2
+T = 5
+BLOCKS = 2
 
 
 class Block(nn.Module):
@@ -20,7 +25,8 @@ class Block(nn.Module):
         self.dense = nn.Linear(D, D, bias=False)
         with torch.no_grad():
             self.dense.weight.copy_(randn(D, D, seed=number) / D**0.5)
-        up, down = randn(E, 2 * F, D, seed=10 + number) / D**0.5, randn(E, D, F, seed=20 + number) / F**0.5
+        up = randn(E, 2 * F, D, seed=10 + number) / D**0.5
+        down = randn(E, D, F, seed=20 + number) / F**0.5
         self.moe = MoELayer.from_full(ep, randn(E, D, seed=seed + number), up, down)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +43,11 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.again == "reentrant") if self.again != "no" else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=self.again == "reentrant")
+                if self.again != "no"
+                else block(x)
+            )
         return x
 
 
@@ -59,7 +69,9 @@ def test_under_fsdp(make_ep, rank, again, ids_alone):
         with replay(model, routes), recording(model) as took:
             y = model(given)
         if ids_alone:
-            assert all(torch.equal(took[name][0].ids, calls[0].ids) for name, calls in record.items())
+            assert all(
+                torch.equal(took[name][0].ids, calls[0].ids) for name, calls in record.items()
+            )
         else:
             assert_close(y.detach(), want)
         y.square().mean().backward()

@@ -1,4 +1,5 @@
-"""CUDA graphs: replays with fewer real tokens than captured, ranks that replay different graphs, and stale rows.
+"""CUDA graphs: replays with fewer real tokens than captured, ranks that replay different graphs,
+and stale rows.
 
 And the calls of a round on different streams.
 """
@@ -31,7 +32,9 @@ def capturable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:
 
     def experts(d: Dispatched) -> Tensor:
         rows = torch.arange(d.rows.shape[0], device=ep.device)
-        expert = torch.searchsorted(d.expert_offsets[1:], rows, right=True).clamp(max=len(local) - 1)
+        expert = torch.searchsorted(d.expert_offsets[1:], rows, right=True).clamp(
+            max=len(local) - 1
+        )
         return d.rows * gain_eD[expert].to(d.rows.dtype)
 
     return experts
@@ -90,10 +93,14 @@ def test_ranks_that_replay_different_graphs(make_ep, rank, size, device):
 @pytest.mark.parametrize("T", [128, 1024])
 @pytest.mark.parametrize("real", [1, 4])  # tokens of one request
 def test_stale_rows(make_ep, rank, size, device, T, real):
-    """All rows but those of one request are padding. Every buffer is full of NaN before each replay."""
+    """All rows but those of one request are padding. Every buffer is full of NaN before each
+    replay.
+    """
     ep = make_ep(experts=32, top_k=4, hidden=256, dtype="bfloat16", max_tokens=T)
-    experts, num_tokens = capturable_experts(ep), torch.full((), real, dtype=torch.int32, device=device)
-    x, logits = torch.zeros(T, 256, dtype=torch.bfloat16, device=device), torch.zeros(T, 32, device=device)
+    experts = capturable_experts(ep)
+    num_tokens = torch.full((), real, dtype=torch.int32, device=device)
+    x = torch.zeros(T, 256, dtype=torch.bfloat16, device=device)
+    logits = torch.zeros(T, 32, device=device)
 
     def layer() -> tuple[epmoe.Routing, Tensor, Tensor]:
         routing = ep.route(logits, num_tokens=num_tokens)
@@ -105,7 +112,9 @@ def test_stale_rows(make_ep, rank, size, device, T, real):
     for seed in range(5):
         tokens = make_tokens(ep.config, rank, T, seed=seed, padded=T - real)
         x.copy_(tokens.x)
-        logits[:real] = torch.randn(real, 32, generator=torch.Generator().manual_seed(100 * rank + seed)).to(device)
+        logits[:real] = torch.randn(
+            real, 32, generator=torch.Generator().manual_seed(100 * rank + seed)
+        ).to(device)
         poison_(logits[real:])
         poison_(y)
         poison(ep)
@@ -120,13 +129,20 @@ def test_stale_rows(make_ep, rank, size, device, T, real):
 
 def example() -> type:
     """`CapturedLayer` as it stands in docs/graphs.md."""
-    page, names = (ROOT / "docs/graphs.md").read_text(encoding="utf-8"), {}
-    block = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "CapturedLayer" in block)
+    page = (ROOT / "docs/graphs.md").read_text(encoding="utf-8")
+    names = {}
+    block = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "CapturedLayer" in block
+    )
     exec(compile(block, "docs/graphs.md", "exec"), names)
     return names["CapturedLayer"]
 
 
-def captured_example(make_ep: Callable[..., ExpertParallel], **options) -> tuple[epmoe.MoELayer, Callable]:
+def captured_example(
+    make_ep: Callable[..., ExpertParallel], **options
+) -> tuple[epmoe.MoELayer, Callable]:
     ep = make_ep(experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=32, **options)
     layer, _ = full_layer(ep)
     assert layer.experts.is_capturable, "a loop over the experts reads the offsets on the host"
@@ -145,7 +161,9 @@ def test_the_example_of_the_documents(make_ep, rank, size, device):
 
 @ON_GPUS
 def test_replays_after_a_timeout(make_ep, rank, size, device):
-    """Rank 0 stays away: the replays of the others yield zeros, and every `poll` raises, without a wait."""
+    """Rank 0 stays away: the replays of the others yield zeros, and every `poll` raises, without a
+    wait.
+    """
     layer, step = captured_example(make_ep, timeout_s=1.0)
     x = randn(8, D, dtype=torch.bfloat16, seed=rank).to(device)
     step(x)
@@ -174,14 +192,18 @@ def test_a_replay_that_overflows(make_ep, rank, size, device):
         rounds.replay()
         torch.cuda.synchronize()
         if real == 16 and rank == 0:
-            with pytest.raises(epmoe.EPOverflowError, match=f"needed {16 * size} expert-major rows"):
+            with pytest.raises(
+                epmoe.EPOverflowError, match=f"needed {16 * size} expert-major rows"
+            ):
                 ep.poll()
         ep.poll()
 
 
 @ON_GPUS
 def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
-    """Rank 0 comes late. The others read their counts meanwhile, and the kernel that waits for it still runs."""
+    """Rank 0 comes late. The others read their counts meanwhile, and the kernel that waits for it
+    still runs.
+    """
     ep = make_ep(timeout_s=20.0)
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
@@ -207,8 +229,9 @@ def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
 @pytest.mark.parametrize("T", [8, 100])
 @pytest.mark.parametrize("phases", [False, True])
 def test_calls_change_the_stream(make_ep, rank, size, device, phases, T):
-    """They run in the order of the calls. Before each call another stream sleeps for about 2 ms, longer than a round,
-    with the call before it behind the sleep."""
+    """They run in the order of the calls. Before each call another stream sleeps for about 2 ms,
+    longer than a round, with the call before it behind the sleep.
+    """
     ep = make_ep(ll_max_tokens=32, max_tokens=100)
     tokens = make_tokens(ep.config, rank, T)
     x, ids, weights = given(ep, tokens)
@@ -217,7 +240,8 @@ def test_calls_change_the_stream(make_ep, rank, size, device, phases, T):
     assert_y(ep.combine(rows, d), ep.config, tokens)
     torch.cuda.synchronize()
     dist.barrier()
-    streams, ys = cycle(torch.cuda.Stream() for _ in range(3)), []
+    streams = cycle(torch.cuda.Stream() for _ in range(3))
+    ys = []
     for _ in range(6):
         with torch.cuda.stream(next(streams)):
             torch.cuda._sleep(4_000_000)

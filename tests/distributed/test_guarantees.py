@@ -1,4 +1,5 @@
-"""What a layer promises, for every kind of call of one list: it serves, it trains, it trains with a number of rows.
+"""What a layer promises, for every kind of call of one list: it serves, it trains, it trains with a
+number of rows.
 
 A capability that is added to layers joins `KINDS`, or `GUARANTEES`.
 """
@@ -17,12 +18,24 @@ from exchanges import make_config
 from helpers import randn, slow
 from torch import Tensor, nn
 
-from epmoe import EPAbortedError, EPMismatchError, ExpertParallel, GroupedExperts, MoELayer, checkpoint
+from epmoe import (
+    EPAbortedError,
+    EPMismatchError,
+    ExpertParallel,
+    GroupedExperts,
+    MoELayer,
+    checkpoint,
+)
 from epmoe.local.recording import recording
 from epmoe.local.spread import is_spread, local_view
 from epmoe.training import TrainingExchange
 
-E, K, D, F, T, M = 6, 2, 32, 24, 9, 16
+E = 6
+K = 2
+D = 32
+F = 24
+T = 9
+M = 16
 GIVER = 1  # the rank on which something goes wrong
 LONG_S = 300.0  # a test that passes has not run into a deadline
 KINDS = {
@@ -42,23 +55,34 @@ class Weights(NamedTuple):
 
 
 def weights_of(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
-    router, up, down = (randn(*s, seed=seed + i) / 4 for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F))))
+    router, up, down = (
+        randn(*s, seed=seed + i) / 4 for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F)))
+    )
     return Weights(router, up.to(dtype), down.to(dtype))
 
 
 class Bench:
     """Layers of one kind over all ranks, and calls of them."""
 
-    def __init__(self, make_ep: Callable[..., ExpertParallel], kind: str, rank: int, size: int) -> None:
-        self.kind, self.rank, self.size, self._make_ep = kind, rank, size, make_ep
+    def __init__(
+        self, make_ep: Callable[..., ExpertParallel], kind: str, rank: int, size: int
+    ) -> None:
+        self.kind = kind
+        self.rank = rank
+        self.size = size
+        self._make_ep = make_ep
         self.trains = "num_rows" in KINDS[kind]
         self.ep = self.open()
 
     def open(self, **options: object) -> ExpertParallel:
         given = {"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "timeout_s": LONG_S}
-        return self._make_ep(**given | {"exchange": {"on_abort": "raise"}, "capacity": {"extra_bytes": 4}} | options)
+        return self._make_ep(
+            **given | {"exchange": {"on_abort": "raise"}, "capacity": {"extra_bytes": 4}} | options
+        )
 
-    def layer(self, ep: ExpertParallel | None = None, seed: int = 0, dtype=torch.float32, **options) -> MoELayer:
+    def layer(
+        self, ep: ExpertParallel | None = None, seed: int = 0, dtype=torch.float32, **options
+    ) -> MoELayer:
         ep = ep or self.ep
         return MoELayer.from_full(ep, *weights_of(seed, dtype), **KINDS[self.kind] | options)
 
@@ -103,7 +127,9 @@ def bench(make_ep, request, rank, size) -> Bench:
 
 def same(got: list[Tensor], want: list[Tensor], bits: bool = True) -> None:
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 0} if bits else {"rtol": 1e-5, "atol": 1e-6})
+        torch.testing.assert_close(
+            a, b, **{"rtol": 0, "atol": 0} if bits else {"rtol": 1e-5, "atol": 1e-6}
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,9 +149,13 @@ def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, bias, on_input
 @pytest.mark.parametrize("shared", [False, True])
 def test_padding(bench, shared):
     """Zeros, whatever it holds, and no gradient knows of it."""
-    whole, short = (bench.layer(shared=nn.Linear(D, D) if shared else None).to(bench.ep.device) for _ in range(2))
+    whole, short = (
+        bench.layer(shared=nn.Linear(D, D) if shared else None).to(bench.ep.device)
+        for _ in range(2)
+    )
     whole.load_state_dict(short.state_dict())
-    x, real = bench.x(), 5
+    x = bench.x()
+    real = 5
     want = bench.y(short, x[:real])
     x[real:] = torch.tensor([torch.nan, torch.inf] * (D // 2))
     for given in (real, torch.tensor(real, dtype=torch.int32, device=x.device)):
@@ -140,14 +170,20 @@ def test_padding(bench, shared):
 def test_a_token_of_nan(bench, scoring, nan_rows):
     """It harms no other token, nor a gradient on any rank."""
     ep = bench.open(routing={"scoring": scoring, "renormalize": True, "nan_rows": nan_rows})
-    layer, without, x = bench.layer(ep), bench.layer(ep), bench.x()
+    layer = bench.layer(ep)
+    without = bench.layer(ep)
+    x = bench.x()
     bad = 3 if bench.rank == GIVER else T
     want = bench.y(without, torch.cat([x[:bad], x[bad + 1 :]]))
     x[bad : bad + 1] = torch.nan
     y = bench.y(layer, x)
     dead = y[bad : bad + 1]
     assert dead.isnan().all() if nan_rows == "propagate" else not dead.any()
-    same([torch.cat([y[:bad], y[bad + 1 :]]), *bench.gradients(layer)], [want, *bench.gradients(without)], bits=False)
+    same(
+        [torch.cat([y[:bad], y[bad + 1 :]]), *bench.gradients(layer)],
+        [want, *bench.gradients(without)],
+        bits=False,
+    )
 
 
 WRONG = {
@@ -157,26 +193,45 @@ WRONG = {
     "list": (lambda x: x.tolist(), TypeError, "got list"),
     "fp64": (lambda x: x.double(), TypeError, r"got float64 \[9, 32\]"),
     "int32": (lambda x: x.int(), TypeError, r"got int32 \[9, 32\]"),
-    "bf16": (lambda x: x.bfloat16(), TypeError, r"got bfloat16 \[9, 32\]: the experts take float32"),
+    "bf16": (
+        lambda x: x.bfloat16(),
+        TypeError,
+        r"got bfloat16 \[9, 32\]: the experts take float32",
+    ),
     "columns": (lambda x: x[:, 1:], ValueError, r"got float32 \[9, 31\]"),
     "columns of a batch": (lambda x: x[None, :, 1:], ValueError, r"got float32 \[1, 9, 31\]"),
     "device": (lambda x: x.to("meta"), ValueError, "must be on"),
-    "many": (lambda x: x.repeat(2, 1), ValueError, "has 18 tokens, but capacity.max_num_tokens_per_rank is 16"),
-    "many of a batch": (lambda x: x.repeat(2, 1).view(2, 9, D), ValueError, "has 18 tokens, but capacity.max_num"),
+    "many": (
+        lambda x: x.repeat(2, 1),
+        ValueError,
+        "has 18 tokens, but capacity.max_num_tokens_per_rank is 16",
+    ),
+    "many of a batch": (
+        lambda x: x.repeat(2, 1).view(2, 9, D),
+        ValueError,
+        "has 18 tokens, but capacity.max_num",
+    ),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_x_on_one_rank(bench, dtype):
-    """The layer may have another dtype than the config, be called first, or follow a layer in another dtype."""
-    layer, other, x = bench.layer(dtype=dtype), bench.layer(seed=5), bench.x(dtype=dtype)
+    """The layer may have another dtype than the config, be called first, or follow a layer in
+    another dtype.
+    """
+    layer = bench.layer(dtype=dtype)
+    other = bench.layer(seed=5)
+    x = bench.x(dtype=dtype)
     for wrong, (make, error, message) in WRONG.items():
         if dtype == torch.bfloat16:
             message = message.replace("float32", "bfloat16")
             if wrong == "bf16":
-                make, message = Tensor.float, r"got float32 \[9, 32\]: the experts"
+                make = Tensor.float
+                message = r"got float32 \[9, 32\]: the experts"
         sent = bench.ep.health().rows_sent
-        bench.fails(lambda make=make: bench.y(layer, make(x) if bench.rank == GIVER else x), error, message)
+        bench.fails(
+            lambda make=make: bench.y(layer, make(x) if bench.rank == GIVER else x), error, message
+        )
         assert bench.rank != GIVER or bench.ep.health().rows_sent == sent
         bench.y(other, bench.x())
     with torch.no_grad():
@@ -208,46 +263,66 @@ class Experts(nn.Module):
 
     def __init__(self, experts: nn.Module, before: nn.Module, behind: nn.Module) -> None:
         super().__init__()
-        self.inner, self.before, self.behind = experts, before, behind
+        self.inner = experts
+        self.before = before
+        self.behind = behind
 
     def forward(self, rows: Tensor, offsets: Tensor, scales: Tensor | None) -> Tensor:
         return self.behind(self.inner(self.before(rows), offsets, scales))
 
 
-@pytest.mark.parametrize("place", ["before the experts", "behind the experts", "between layers", "in the loss"])
+@pytest.mark.parametrize(
+    "place", ["before the experts", "behind the experts", "between layers", "in the loss"]
+)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_an_exception(bench, place, direction):
-    """The others hear of it in the round that is open or else in the next one, and the round behind it is whole."""
+    """The others hear of it in the round that is open or else in the next one, and the round behind
+    it is whole.
+    """
     if direction == "backward" and not bench.trains:
         pytest.skip("a call without gradients has no backward pass")
     if place == "in the loss" or (place, direction) == ("between layers", "forward"):
-        pytest.skip("nothing of the library runs there: the caller leaves the group, as docs/failures.md says")
-    first, second = bench.layer(), bench.layer(seed=3)
-    plain, raising = nn.Identity(), Raising(bench.rank, direction)
+        pytest.skip(
+            "nothing of the library runs there: the caller leaves the group, as docs/failures.md "
+            "says"
+        )
+    first = bench.layer()
+    second = bench.layer(seed=3)
+    plain = nn.Identity()
+    raising = Raising(bench.rank, direction)
     experts = second.experts
     between = raising if place == "between layers" else plain
     if place != "between layers":
-        second.experts = Experts(experts, *((raising, plain) if place.startswith("before") else (plain, raising)))
+        second.experts = Experts(
+            experts, *((raising, plain) if place.startswith("before") else (plain, raising))
+        )
     model = nn.Sequential(first, between, second)
     for _ in range(2):
         bench.fails(lambda: bench.y(model, bench.x()), ZeroDivisionError, direction)
         if bench.ep.device.type == "cuda":
-            with suppress(EPAbortedError):  # of a later round of the pass, which a host that runs ahead has launched
+            with suppress(
+                EPAbortedError
+            ):  # of a later round of the pass, which a host that runs ahead has launched
                 bench.ep.check()
-    second.experts, raising.raises = experts, None
+    second.experts = experts
+    raising.raises = None
     with torch.no_grad():
         want = model(bench.x())
     assert torch.equal(bench.y(model, bench.x()), want)
 
 
 def test_tags_are_taken_once(bench):
-    """Layers with and without an id never share a tag, whose rounds could then exchange their rows."""
+    """Layers with and without an id never share a tag, whose rounds could then
+    exchange their rows.
+    """
     first = bench.layer()
     with pytest.raises(ValueError, match="tag 1 must belong to one layer"):
         bench.layer(layer_id=first.tag)
     with pytest.raises(ValueError, match="tag 1 must belong to one layer"):
         bench.layer(layer_id=first.tag + 32768)
-    of_tag_2 = 5 * 32768 + 2  # no other layer of this process has it, as one that an exception keeps may have 2
+    of_tag_2 = (
+        5 * 32768 + 2
+    )  # no other layer of this process has it, as one that an exception keeps may have 2
     numbered = bench.layer(layer_id=of_tag_2)
     twin = copy.deepcopy(first)
     assert [first.tag, numbered.tag, twin.tag, bench.layer().tag] == [1, 2, 3, 4]
@@ -275,14 +350,20 @@ def test_a_rank_whose_call_is_of_another_kind(bench):
     if "adapters" in bench.kind:
         pytest.skip("such layers have one kind of call")
     layer = bench.layer()
-    with torch.set_grad_enabled(bench.trains != (bench.rank == GIVER)), pytest.raises(EPMismatchError):
+    with (
+        torch.set_grad_enabled(bench.trains != (bench.rank == GIVER)),
+        pytest.raises(EPMismatchError),
+    ):
         layer(bench.x())
         bench.ep.check()
 
 
 CASTS = {
     "to": (lambda m: m.to(torch.bfloat16), torch.bfloat16),
-    "to a tensor's": (lambda m: m.to(next(m.parameters()).new_zeros((), dtype=torch.float16)), torch.float16),
+    "to a tensor's": (
+        lambda m: m.to(next(m.parameters()).new_zeros((), dtype=torch.float16)),
+        torch.float16,
+    ),
     "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
     "half": (lambda m: m.half(), torch.float16),
     "type": (lambda m: m.type(torch.bfloat16), torch.bfloat16),
@@ -304,13 +385,17 @@ def test_casts_reach_the_experts_only(bench, cast, of_a_model):
 
 def test_autocast(bench):
     """x in another dtype is cast, and y cast back; without autocast it is an error that names x."""
-    layer, x = bench.layer(), bench.x()
+    layer = bench.layer()
+    x = bench.x()
     want = bench.y(layer, x.bfloat16().float())
     with torch.autocast(bench.ep.device.type, torch.bfloat16):
         y = bench.y(layer, x.bfloat16())
         same([bench.y(layer, x)], [bench.y(layer, x)])
     assert y.dtype == torch.bfloat16 and torch.equal(y, want.bfloat16())
-    with pytest.raises(TypeError, match="`x` must be float32"), nullcontext() if bench.trains else torch.no_grad():
+    with (
+        pytest.raises(TypeError, match="`x` must be float32"),
+        nullcontext() if bench.trains else torch.no_grad(),
+    ):
         layer(x.bfloat16())
 
 
@@ -320,13 +405,17 @@ def test_a_router_that_another_tool_has_cast(bench):
     layer.router_weight.data = layer.router_weight.data.bfloat16()
     if not bench.trains:
         pytest.skip("a server casts its router on purpose")
-    with pytest.raises(TypeError, match="`router_weight` must be float32, as the layer was made, got bfloat16"):
+    with pytest.raises(
+        TypeError, match="`router_weight` must be float32, as the layer was made, got bfloat16"
+    ):
         layer(bench.x())
 
 
 def test_deepcopy(bench):
-    layer, x = bench.layer(), bench.x()
-    twin, before = copy.deepcopy(layer), bench.y(layer, x)
+    layer = bench.layer()
+    x = bench.x()
+    twin = copy.deepcopy(layer)
+    before = bench.y(layer, x)
     assert torch.equal(bench.y(twin, x), before) and twin.ep is layer.ep and twin.tag != layer.tag
     with torch.no_grad():
         for p in twin.parameters():
@@ -346,7 +435,8 @@ class Block(nn.Module):
 
 
 def model_of(bench: Bench, ep: ExpertParallel, seed: int) -> nn.Module:
-    layer, dense = bench.layer(ep, seed), nn.Linear(D, D)
+    layer = bench.layer(ep, seed)
+    dense = nn.Linear(D, D)
     with torch.no_grad():
         dense.weight.copy_(randn(D, D, seed=seed + 7)), dense.bias.copy_(randn(D, seed=seed + 8))
     return nn.Sequential(layer, dense, Block(bench.layer(ep, seed + 20))).to(ep.device)
@@ -372,8 +462,12 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 def test_an_optimizer_of_copies_is_refused(bench):
     if not bench.trains:
         pytest.skip("tests/distributed/test_checkpoints.py has copies that serve")
-    model = model_of(bench, bench.open(placement={"num_redundant_experts": 3, "strategy": "round_robin"}), seed=0)
-    with pytest.raises(ValueError, match=r"`state.0.experts.w_gate_up.exp_avg` of the optimizer must be a DTensor"):
+    model = model_of(
+        bench, bench.open(placement={"num_redundant_experts": 3, "strategy": "round_robin"}), seed=0
+    )
+    with pytest.raises(
+        ValueError, match=r"`state.0.experts.w_gate_up.exp_avg` of the optimizer must be a DTensor"
+    ):
         checkpoint.sharded_state_dict(model, stepped(model))
 
 
@@ -391,9 +485,14 @@ def test_checkpoints(bench, folder, ranks):
     checkpoint.save(model, folder, optimizer)
     ep = bench.open()
     if ranks is not None:
-        groups = [dist.new_group(list(range(r, min(r + ranks, bench.size)))) for r in range(0, bench.size, ranks)]
+        groups = [
+            dist.new_group(list(range(r, min(r + ranks, bench.size))))
+            for r in range(0, bench.size, ranks)
+        ]
         group = groups[bench.rank // ranks]
-        config = make_config(group.size(), experts=E, top_k=K, hidden=D, max_tokens=M, capacity={"extra_bytes": 4})
+        config = make_config(
+            group.size(), experts=E, top_k=K, hidden=D, max_tokens=M, capacity={"extra_bytes": 4}
+        )
         ep = ExpertParallel(config, group, device="cpu")
     other = model_of(bench, ep, seed=50)
     again = stepped(other)
@@ -402,7 +501,10 @@ def test_checkpoints(bench, folder, ranks):
     third = model_of(bench, ep, seed=70)
     checkpoint.load_full_state_dict(third, whole)
     same_state(checkpoint.full_state_dict(third), whole)
-    for each, its in ((model, optimizer), (other, again)):  # a step from there is the step of the one that was saved
+    for each, its in (
+        (model, optimizer),
+        (other, again),
+    ):  # a step from there is the step of the one that was saved
         for p in each.parameters():
             p.grad = p.detach() * 0.25
         its.step()
@@ -417,23 +519,29 @@ def same_state(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def test_experts_of_nobody_are_not_saved(bench):
-    """Nothing says which ones they are, so that those of other ranks would be lost. DTensors say it themselves; experts
-    with adapters, which only serve, are none."""
+    """Nothing says which ones they are, so that those of other ranks would be lost. DTensors say it
+    themselves; experts with adapters, which only serve, are none.
+    """
     spread = nn.Sequential(bench.layer().experts)
     if is_spread(spread[0].w_down):
         assert len(checkpoint.full_state_dict(spread)["0.w_down"]) == E
-    model = nn.Sequential(GroupedExperts(*(local_view(p.detach()).clone() for p in spread.parameters())))
+    model = nn.Sequential(
+        GroupedExperts(*(local_view(p.detach()).clone() for p in spread.parameters()))
+    )
     for call in (checkpoint.full_state_dict, checkpoint.sharded_state_dict):
         with pytest.raises(ValueError, match="`0` must belong to an ExpertParallel"):
             call(model)
 
 
-@pytest.mark.parametrize("frozen", ["experts", "router_weight", "experts.w_down", "experts.w_gate_up", "all"])
+@pytest.mark.parametrize(
+    "frozen", ["experts", "router_weight", "experts.w_down", "experts.w_gate_up", "all"]
+)
 def test_frozen_parts(bench, frozen):
     """They get no gradients, and the others get the same ones."""
     if not bench.trains:
         pytest.skip("nothing has gradients")
-    layer, free = bench.layer(), bench.layer()
+    layer = bench.layer()
+    free = bench.layer()
     for name, p in layer.named_parameters():
         p.requires_grad_(frozen != "all" and not name.startswith(frozen))
     xs = [bench.x().requires_grad_() for _ in range(2)]
@@ -446,8 +554,11 @@ def test_frozen_parts(bench, frozen):
 
 
 def test_given_routes(bench):
-    """A call that takes the routes of another call has its y, bit by bit. A record names routes by layer."""
-    layer, x = bench.layer(), bench.x()
+    """A call that takes the routes of another call has its y, bit by bit. A record names routes by
+    layer.
+    """
+    layer = bench.layer()
+    x = bench.x()
     with bench.calling(), recording(nn.Sequential(layer)) as record:
         y, routes = layer(x, return_routing=True)
         again = layer(x, routing=(routes.ids, routes.weights.detach()))
@@ -465,10 +576,15 @@ def test_given_routes(bench):
 
 
 def test_a_wrong_x_beside_given_routes_of_another_length(bench):
-    layer, x = bench.layer(), bench.x()
+    layer = bench.layer()
+    x = bench.x()
     ids = torch.arange(T, dtype=torch.int32, device=x.device)[:, None] % E
     routing = ids, torch.ones(T, 1, device=x.device)
-    bench.fails(lambda: bench.y(layer, x[:, 1:] if bench.rank == GIVER else x, routing=routing), ValueError, "`x` must")
+    bench.fails(
+        lambda: bench.y(layer, x[:, 1:] if bench.rank == GIVER else x, routing=routing),
+        ValueError,
+        "`x` must",
+    )
     assert bench.y(layer, x, routing=routing).isfinite().all()
 
 
@@ -483,8 +599,10 @@ WRONG_IDS = {
 
 
 def test_wrong_ids_on_one_rank(bench):
-    layer, x = bench.layer(), bench.x()
-    ids, weights = torch.arange(T * K, dtype=torch.int32, device=x.device).view(T, K) % E, torch.ones(T, K).to(x.device)
+    layer = bench.layer()
+    x = bench.x()
+    ids = torch.arange(T * K, dtype=torch.int32, device=x.device).view(T, K) % E
+    weights = torch.ones(T, K).to(x.device)
     for make, error, message in WRONG_IDS.values():
         given = make(ids) if bench.rank == GIVER else ids
         bench.fails(lambda given=given: bench.y(layer, x, routing=(given, weights)), error, message)
@@ -494,6 +612,7 @@ def test_wrong_ids_on_one_rank(bench):
 def test_forward_mode_is_refused(bench):
     if not bench.trains:
         pytest.skip("without grad mode torch asks for no tangent")
-    layer, x = bench.layer(), bench.x()
+    layer = bench.layer()
+    x = bench.x()
     with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
         torch.func.jvp(layer, (x,), (torch.ones_like(x),))

@@ -1,5 +1,6 @@
-"""Weights that a trainer of some ranks hands over to a server of others, while it serves: each token's outputs, through
-two layers and their routers, are those of one version."""
+"""Weights that a trainer of some ranks hands over to a server of others, while it serves: each
+token's outputs, through two layers and their routers, are those of one version.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ from epmoe.local.spread import local_view
 from epmoe.native import ops
 from epmoe.training import fully_shard
 
-E, K, D, F, M, TOKENS, LAYERS = 12, 3, 128, 128, 32, 40, 2
+E = 12
+K = 3
+D = 128
+F = 128
+M = 32
+TOKENS = 40
+LAYERS = 2
 KINDS = {
     "spare": ("float32", False, {}),
     "slow words": ("float32", False, {}),
@@ -44,7 +51,9 @@ KINDS = {
 class Model(nn.Module):
     """Layers with the weights of a version."""
 
-    def __init__(self, ep: ExpertParallel, version: int, fp8: bool = False, layers: int = LAYERS) -> None:
+    def __init__(
+        self, ep: ExpertParallel, version: int, fp8: bool = False, layers: int = LAYERS
+    ) -> None:
         super().__init__()
         dtype, self.layers = ep.config.model.torch_dtype, nn.ModuleList()
         for i in range(layers):
@@ -54,8 +63,12 @@ class Model(nn.Module):
                 pairs = {name: [quantize_weights(w) for w in value] for name, value in full.items()}
                 full = {name: torch.stack([q for q, _ in pair]) for name, pair in pairs.items()}
                 for name, pair in pairs.items():
-                    full[f"{name.removeprefix('w_')}_scales"] = torch.stack([scales for _, scales in pair])
-            self.layers.append(MoELayer.from_full(ep, router, **full, batch_invariant=ep.device.type == "cpu"))
+                    full[f"{name.removeprefix('w_')}_scales"] = torch.stack(
+                        [scales for _, scales in pair]
+                    )
+            self.layers.append(
+                MoELayer.from_full(ep, router, **full, batch_invariant=ep.device.type == "cpu")
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -85,15 +98,29 @@ def folder(size) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def side(
-    rank: int, size: int, trainers: int, dtype: str, sections: dict, device: str | torch.device = "cpu"
+    rank: int,
+    size: int,
+    trainers: int,
+    dtype: str,
+    sections: dict,
+    device: str | torch.device = "cpu",
 ) -> Iterator[tuple[ExpertParallel, bool]]:
     """The `ExpertParallel` of the first ranks, who train, or of the others."""
-    groups = [dist.new_group(list(ranks), backend="gloo") for ranks in (range(trainers), range(trainers, size))]
+    groups = [
+        dist.new_group(list(ranks), backend="gloo")
+        for ranks in (range(trainers), range(trainers, size))
+    ]
     trains = rank < trainers
     config = make_config(
-        trainers if trains else size - trainers, experts=E, top_k=K, hidden=D, dtype=dtype, max_tokens=M,
-        timeout_s=LONG_S, **{} if trains else sections,
-    )  # fmt: skip
+        trainers if trains else size - trainers,
+        experts=E,
+        top_k=K,
+        hidden=D,
+        dtype=dtype,
+        max_tokens=M,
+        timeout_s=LONG_S,
+        **{} if trains else sections,
+    )
     with ExpertParallel(config, groups[not trains], device=device) as ep:
         yield ep, trains
 
@@ -128,14 +155,29 @@ def tick_or_load(receiver: WeightReceiver, random: Random, last: int) -> bool:
     return receiver.version > before
 
 
-def served(ep: ExpertParallel, model: Model, receiver: WeightReceiver, folder: Path, last: int, kind: str, least: int):
-    """Serve until the last version; the tokens that were served, and the elements that are no version's."""
-    fp8, numbers, tokens = KINDS[kind][1], range(last + 1), randn(TOKENS, D, seed=9).to(ep.config.model.torch_dtype)
+def served(
+    ep: ExpertParallel,
+    model: Model,
+    receiver: WeightReceiver,
+    folder: Path,
+    last: int,
+    kind: str,
+    least: int,
+):
+    """Serve until the last version; the tokens that were served, and the elements that are no
+    version's.
+    """
+    fp8 = KINDS[kind][1]
+    numbers = range(last + 1)
+    tokens = randn(TOKENS, D, seed=9).to(ep.config.model.torch_dtype)
     wanted = []
     for version in numbers:
         one = Model(ep, version, fp8)
         wanted.append(torch.cat([one(part) for part in tokens.split(M)]))
-    random, count, wrong, longest = Random(ep.rank), 0, 0, 0.0
+    random = Random(ep.rank)
+    count = 0
+    wrong = 0
+    longest = 0.0
     (folder / f"seen{receiver.version}").touch()  # the receiver may have begun with a version
     step = partial(tick_or_load, receiver, Random(0), last) if kind == "loads" else receiver.tick
     while receiver.version < last or count < least:
@@ -148,9 +190,14 @@ def served(ep: ExpertParallel, model: Model, receiver: WeightReceiver, folder: P
     return wrong, longest
 
 
-def hand_over(rank: int, size: int, folder: Path, trainers: int, kind: str, last: int, least: int) -> None:
+def hand_over(
+    rank: int, size: int, folder: Path, trainers: int, kind: str, last: int, least: int
+) -> None:
     dtype, fp8, sections = KINDS[kind]
-    with side(rank, size, trainers, dtype, sections) as (ep, trains), torch.inference_mode(not trains):
+    with (
+        side(rank, size, trainers, dtype, sections) as (ep, trains),
+        torch.inference_mode(not trains),
+    ):
         model = Model(ep, 0, fp8 and not trains)
         if trains:
             sender = WeightSender(model, folder, keep=2)
@@ -162,7 +209,9 @@ def hand_over(rank: int, size: int, folder: Path, trainers: int, kind: str, last
             assert len([*folder.glob(f"v*.{ep.rank}-of-*")]) == 2, "what nobody needs is removed"
         else:
             dist.barrier()
-            receiver = WeightReceiver(ep, model, folder, spare="no spare" not in kind, dense=model.take_routers)
+            receiver = WeightReceiver(
+                ep, model, folder, spare="no spare" not in kind, dense=model.take_routers
+            )
             wrong, longest = served(ep, model, receiver, folder, last, kind, least)
             receiver.close()
             assert wrong == 0 and (receiver.problem is None or kind == "loads")
@@ -203,8 +252,12 @@ def test_a_token_meets_one_version(rank, size, folder, kind, trainers, monkeypat
 def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
     """Such a rank waits for nobody, so it may be a round behind or before the others."""
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model, x, random, versions = Model(ep, 0, layers=1), randn(1, D), Random(rank), [-1]
-        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder)
+        model = Model(ep, 0, layers=1)
+        x = randn(1, D)
+        random = Random(rank)
+        versions = [-1]
+        sender = WeightSender(model, folder)
+        receiver = WeightReceiver(ep, model, folder)
         for _ in range(400):
             if receiver.version == versions[0]:
                 versions[0] += 1
@@ -224,7 +277,9 @@ def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
 
 @torch.inference_mode()
 def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monkeypatch):
-    flip, refused, inputs = WeightReceiver._flip, [], (randn(1, D), torch.zeros(1, K).int(), torch.ones(1, K))
+    flip = WeightReceiver._flip
+    refused = []
+    inputs = (randn(1, D), torch.zeros(1, K).int(), torch.ones(1, K))
 
     def interrupted(*arguments: object) -> None:
         refuse_another_thread(lambda: ep.dispatch(*inputs))
@@ -233,7 +288,8 @@ def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monk
 
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
         model = Model(ep, 0)
-        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder)
+        sender = WeightSender(model, folder)
+        receiver = WeightReceiver(ep, model, folder)
         monkeypatch.setattr(WeightReceiver, "_flip", interrupted)
         sender.send(1)
         receiver.load(1)
@@ -244,7 +300,8 @@ def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monk
 
 @torch.inference_mode()
 def test_a_tick_that_was_interrupted_is_done_again(rank, size, folder, monkeypatch):
-    submit, interrupts = Worker.submit, []
+    submit = Worker.submit
+    interrupts = []
 
     def interrupted(*arguments: object) -> object:
         if interrupts:
@@ -254,7 +311,8 @@ def test_a_tick_that_was_interrupted_is_done_again(rank, size, folder, monkeypat
 
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
         model = Model(ep, 0)
-        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder)
+        sender = WeightSender(model, folder)
+        receiver = WeightReceiver(ep, model, folder)
         monkeypatch.setattr(Worker, "submit", interrupted)
         sender.send(1)
         for _ in range(2000):
@@ -273,10 +331,14 @@ def test_a_load_that_one_rank_leaves_calls_a_flip_off_for_all(rank, size, folder
         raise RuntimeError("interrupted")
 
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model, versions = Model(ep, 0, layers=1), []
-        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder)
+        model = Model(ep, 0, layers=1)
+        versions = []
+        sender = WeightSender(model, folder)
+        receiver = WeightReceiver(ep, model, folder)
         sender.send(1)
-        while ops.read_words(receiver._words)[receiver_module._ROUND] < 0:  # until a flip is to come
+        while (
+            ops.read_words(receiver._words)[receiver_module._ROUND] < 0
+        ):  # until a flip is to come
             model(randn(1, D))
             receiver.tick()
             dist.barrier()
@@ -309,12 +371,14 @@ def test_a_load_whose_flip_fails_on_one_rank_is_done_again(rank, size, folder):
 
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
         model = Model(ep, 0, layers=1)
-        sender, receiver = WeightSender(model, folder), WeightReceiver(ep, model, folder, dense=take)
+        sender = WeightSender(model, folder)
+        receiver = WeightReceiver(ep, model, folder, dense=take)
         send(model, sender, 1)
         with pytest.raises(RuntimeError, match="interrupted"):
             receiver.load(1)
         receiver.load(1)
-        experts, held = model.layers[0].experts, ep.logical_experts()
+        experts = model.layers[0].experts
+        held = ep.logical_experts()
         assert receiver.version == 1 and torch.equal(experts.w_down, weights(1, 0)[2][held])
         receiver.close()
 
@@ -350,7 +414,9 @@ def test_a_version_that_goes_while_it_is_read(rank, size, folder, starts, monkey
 
 
 def test_no_version_has_parts_of_two_trainers(rank, size, folder):
-    """One dies when rank 0 has sent a version, the next one when the other ranks have: the third one may send it."""
+    """One dies when rank 0 has sent a version, the next one when the other ranks have: the third
+    one may send it.
+    """
     if size < 2:
         pytest.skip("a version of one rank is complete at once")
     for trainer in range(3):
@@ -374,14 +440,17 @@ def test_of_replicas_the_first_one_writes(rank, size, folder, sharded):
         model = Model(ep, 0)
         if sharded:
             torchs_fully_shard(model.layers[0].experts, mesh=mesh["replicate"])
-        sender, dense = WeightSender(model, folder), {"a": torch.ones(2)}
+        sender = WeightSender(model, folder)
+        dense = {"a": torch.ones(2)}
         for version in () if sharded else (1, 2):
             sender.send(version, dense if rank == 0 else None)
             dist.barrier()
             assert newest_version(folder) == version == len([*folder.glob("v*")])
             dist.barrier()
         if sharded or rank:
-            with pytest.raises(ValueError, match="give ExpertParallel the mesh" if sharded else "first replica"):
+            with pytest.raises(
+                ValueError, match="give ExpertParallel the mesh" if sharded else "first replica"
+            ):
                 sender.send(3, dense)
         dist.barrier()
 
@@ -398,7 +467,9 @@ def test_a_trainer_of_other_ranks_goes_on(rank, size, folder):
         dist.barrier()
     alone = dist.new_group([0])
     if rank == 0:
-        with ExpertParallel(make_config(1, experts=E, top_k=K, hidden=D, max_tokens=M), alone) as ep:
+        with ExpertParallel(
+            make_config(1, experts=E, top_k=K, hidden=D, max_tokens=M), alone
+        ) as ep:
             sender = WeightSender(Model(ep, 0), folder, keep=2)
             with pytest.raises(ValueError, match="`version` must be an integer above 9"):
                 sender.send(9)
@@ -414,7 +485,9 @@ def test_shards_of_dense_weights_are_refused(rank, size, folder):
         pytest.skip("one rank has all of a tensor")
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
         model = fully_shard(Model(ep, 0))
-        with pytest.raises(TypeError, match=r"`dense\['a'\]` must be a plain tensor, such as `full_tensor\(\)`"):
+        with pytest.raises(
+            TypeError, match=r"`dense\['a'\]` must be a plain tensor, such as `full_tensor\(\)`"
+        ):
             WeightSender(model, folder).send(1, {"a": model.layers[0].router_weight})
         dist.barrier()
     assert newest_version(folder) == -1

@@ -1,4 +1,5 @@
-"""Weights that go from a trainer's GPUs to a server's through memory that processes share, while graphs replay.
+"""Weights that go from a trainer's GPUs to a server's through memory that processes share, while
+graphs replay.
 
 On the CPU, anonymous shared memory stands for that of GPUs, and calls for replays.
 """
@@ -38,7 +39,8 @@ KINDS = {  # dtypes are bf16: fp8, options of the receiver and of the sender
 
 def share_host_memory(set_attribute: Callable = setattr) -> None:
     """Let this process's versions go by memory that is shared as GPUs share theirs."""
-    memory, copies = HostMemory(), object.__new__(GpuCopies)
+    memory = HostMemory()
+    copies = object.__new__(GpuCopies)
     copies.memory, copies.running, copies.begin_thread = memory, nullcontext, lambda: None
     set_attribute(versions, "shared_memory", lambda device: memory)
     set_attribute(receiver_module, "copies_on", lambda device: copies)
@@ -58,7 +60,9 @@ def step_of(model: Model, x: Tensor) -> tuple[Callable[[], None], Tensor]:
     return lambda: y.copy_(model(x)), y
 
 
-def wrong_outputs(model: Model, receiver: WeightReceiver, folder: Path, last: int, fp8: bool, captures: bool) -> int:
+def wrong_outputs(
+    model: Model, receiver: WeightReceiver, folder: Path, last: int, fp8: bool, captures: bool
+) -> int:
     """Serve until the last version. The host waits for no step."""
     ep = model.layers[0].ep
     x = randn(M, D, seed=9).to(ep.config.model.torch_dtype).to(ep.device)
@@ -66,7 +70,9 @@ def wrong_outputs(model: Model, receiver: WeightReceiver, folder: Path, last: in
     assert len({int(one.view(torch.int16).sum()) for one in wanted}) > last, "versions differ"
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     step, y = step_of(model, x)
-    random, wrong, steps = Random(ep.rank), torch.zeros((), dtype=torch.int64, device=ep.device), 0
+    random = Random(ep.rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=ep.device)
+    steps = 0
     (folder / f"seen{receiver.version}").touch()
     while receiver.version < last or steps < 100:
         if receiver.tick():
@@ -78,7 +84,9 @@ def wrong_outputs(model: Model, receiver: WeightReceiver, folder: Path, last: in
         wrong += (y != wanted[max(receiver.version, 0)]).sum()
         steps += 1
     ep.check()
-    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses, "graphs have them"
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses, (
+        "graphs have them"
+    )
     return int(wrong)
 
 
@@ -87,7 +95,10 @@ def test_a_replay_meets_one_version(rank, size, device, folder, kind):
     if size < 2:
         pytest.skip("a trainer and a server have a rank each")
     (fp8, receives, sends), last = KINDS[kind], 6
-    with side(rank, size, size // 2, "bfloat16", {}, device) as (ep, trains), torch.inference_mode(not trains):
+    with (
+        side(rank, size, size // 2, "bfloat16", {}, device) as (ep, trains),
+        torch.inference_mode(not trains),
+    ):
         model = Model(ep, 0, fp8 and not trains)
         if trains:
             sender = WeightSender(model, folder, keep=2, **sends)
@@ -108,9 +119,12 @@ def test_a_replay_meets_one_version(rank, size, device, folder, kind):
 
 @torch.inference_mode()
 def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):
-    """The folder still names it. A server begins with its own weights, and takes the next trainer's versions."""
+    """The folder still names it. A server begins with its own weights, and takes the next trainer's
+    versions.
+    """
     model = Model(make_ep(experts=E, top_k=K, hidden=D, max_tokens=M), 0)
-    senders, began = [WeightSender(model, folder)], []
+    senders = [WeightSender(model, folder)]
+    began = []
     senders[0].send(3)
     for _ in range(2):
         dist.barrier()
@@ -130,7 +144,9 @@ def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):
 
 def test_a_rank_on_a_cpu_takes_no_memory_of_gpus():
     part = {"experts": {}, "dense": {}, "socket": "\0epmoe-nobody"}
-    with pytest.raises(ValueError, match=r"version 3 lies in GPU memory: WeightSender\(…, on_host=True\)"):
+    with pytest.raises(
+        ValueError, match=r"version 3 lies in GPU memory: WeightSender\(…, on_host=True\)"
+    ):
         versions._map_offer(part, 3, None)
     with pytest.raises(FileNotFoundError, match="version 3 is not there any more"):
         versions._map_offer(part, 3, HostMemory())

@@ -20,14 +20,21 @@ from epmoe.local.weight_formats import dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, D, K = 13, 64, 4
+E = 13
+D = 64
+K = 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_layer_equals_the_dense_one(make_ep, rank, size, dtype, bias):
     ep = make_ep(
-        experts=E, top_k=K, hidden=D, dtype=dtype, capacity={"alignment": 8}, placement={"strategy": "round_robin"}
+        experts=E,
+        top_k=K,
+        hidden=D,
+        dtype=dtype,
+        capacity={"alignment": 8},
+        placement={"strategy": "round_robin"},
     )
     layer, weights = full_layer(ep, bias=bias)
     for T, num_tokens in [(2 * rank, None), (16, 12), (0, None), (1, 1)]:
@@ -43,22 +50,32 @@ def test_layer_equals_the_dense_one(make_ep, rank, size, dtype, bias):
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload):
-    """Bitwise on CPUs, in calls of any size; padding is zeros, and a token of NaN changes no other."""
+    """Bitwise on CPUs, in calls of any size; padding is zeros, and a token of NaN
+    changes no other.
+    """
     width = 128
     sizes = {"experts": E, "top_k": K, "hidden": width, "max_tokens": 130}
     ep = make_ep(dtype="bfloat16", exchange={"payload": payload}, **sizes)
-    packed, plain = {}, {}
+    packed = {}
+    plain = {}
     for seed, (name, shape) in enumerate({"gate_up": (2 * D, width), "down": (width, D)}.items()):
         packed[f"w_{name}"], packed[f"{name}_scales"] = of_name = random_mxfp4(E, *shape, seed=seed)
         plain[f"w_{name}"] = dequantize_weights(*of_name, torch.bfloat16)
-    layer, values = (MoELayer.from_full(ep, randn(E, width, seed=9), **given) for given in (packed, plain))
+    layer, values = (
+        MoELayer.from_full(ep, randn(E, width, seed=9), **given) for given in (packed, plain)
+    )
     assert not any(parameter.requires_grad for parameter in layer.parameters())
     for T, real in [(2 * rank, None), (16, 12), (0, None), (1, 1), (130, None)]:
         x = randn(T, width, dtype=torch.bfloat16, seed=rank).to(ep.device)
         x[real:] = torch.nan if real is not None else x[real:]
-        got, want = layer(x, num_tokens=real), values(x, num_tokens=real)
+        got = layer(x, num_tokens=real)
+        want = values(x, num_tokens=real)
         assert got.isfinite().all() and not got[T if real is None else real :].any()
-        assert torch.equal(got, want) if ep.device.type == "cpu" else assert_close(got, want, slack=4) is None
+        assert (
+            torch.equal(got, want)
+            if ep.device.type == "cpu"
+            else assert_close(got, want, slack=4) is None
+        )
     x = randn(16, width, dtype=torch.bfloat16, seed=rank).to(ep.device)
     want = layer(x)
     x[3] = torch.nan
@@ -67,7 +84,9 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload):
 
 
 def test_61_layers_share_one_set_of_windows(make_ep, rank, size):
-    """All layers share one set of windows: the plan's bytes are mapped before the first layer and after the last."""
+    """All layers share one set of windows: the plan's bytes are mapped before the first layer and
+    after the last.
+    """
     gc.collect()  # tracebacks of earlier tests hold their windows
     ep = make_ep(experts=E, top_k=K, hidden=D)
     before = mapped_windows()
@@ -84,24 +103,33 @@ def test_61_layers_share_one_set_of_windows(make_ep, rank, size):
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
     options = {"experts": E, "hidden": 256, "dtype": "bfloat16", "max_tokens": 100}
-    options |= {"exchange": {"payload": payload, "combine_payload": payload}, "placement": {"num_redundant_experts": 3}}
+    options |= {
+        "exchange": {"payload": payload, "combine_payload": payload},
+        "placement": {"num_redundant_experts": 3},
+    }
     want = MemoryPlan.build(make_config(size, **options), rank)  # before anything is allocated
     assert mapped_windows() == []
     ep = make_ep(**options)
     plan = ep.memory_plan()
     if ep.device.type == "cpu":
-        assert plan == want and mapped_windows() == [plan.window_bytes] * ep.config.topology.ranks_here
+        assert (
+            plan == want and mapped_windows() == [plan.window_bytes] * ep.config.topology.ranks_here
+        )
     assert node_of(ep).window.local.nbytes == plan.window_bytes
     assert node_of(ep).memory[1].nbytes == plan.scratch_bytes
     views = ep.exchange.views
-    assert {name: view.nbytes for name, view in views.items()} == {b.name: b.nbytes for b in plan.buffers}
+    assert {name: view.nbytes for name, view in views.items()} == {
+        b.name: b.nbytes for b in plan.buffers
+    }
     ep.close()
     del ep, views
     assert mapped_windows() == []
 
 
 def mapped_windows() -> list[int]:
-    """Bytes of each window in shared memory that this process maps: its own and those of its peers."""
+    """Bytes of each window in shared memory that this process maps: its own and those
+    of its peers.
+    """
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0].split("-") for line in maps if "memfd:epmoe" in line]
     return [int(end, 16) - int(start, 16) for start, end in spans]
@@ -109,32 +137,48 @@ def mapped_windows() -> list[int]:
 
 @pytest.fixture
 def deep_layer(make_ep, device, request):
-    """A layer on DeepGEMM, with shared experts. Parameters: payload, whether few rows take DeepGEMM, too."""
+    """A layer on DeepGEMM, with shared experts. Parameters: payload, whether few rows take
+    DeepGEMM, too.
+    """
     pytest.importorskip("deep_gemm")
-    E, D, F = 16, 512, 256
+    E = 16
+    D = 512
+    F = 256
     payload, invariant = request.param
     options = {"gemm": "deep_gemm" if invariant else "auto", "batch_invariant": invariant}
     ep = make_ep(
-        experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=300, capacity={"gap_rows": "undefined"},
+        experts=E,
+        top_k=K,
+        hidden=D,
+        dtype="bfloat16",
+        max_tokens=300,
+        capacity={"gap_rows": "undefined"},
         exchange={"payload": payload},
-    )  # fmt: skip
+    )
     local = ep.placement.logical_experts(ep.rank)
     plain = [
-        (randn(E, *shape, seed=i)[local] / shape[1] ** 0.5).to(device) for i, shape in enumerate([(2 * F, D), (D, F)])
+        (randn(E, *shape, seed=i)[local] / shape[1] ** 0.5).to(device)
+        for i, shape in enumerate([(2 * F, D), (D, F)])
     ]
     if payload == "fp8":
         (gate_up, gate_up_scales), (down, down_scales) = map(quantized_weights, plain)
-        experts = GroupedExperts(gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales, **options)
+        experts = GroupedExperts(
+            gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales, **options
+        )
     else:
         experts = GroupedExperts(*(w.bfloat16() for w in plain), **options)
     assert experts.gemm == "deep_gemm" and experts.batch_invariant is invariant
-    shared = torch.nn.Linear(D, D, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(False)
+    shared = torch.nn.Linear(D, D, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(
+        False
+    )
     return MoELayer(ep, randn(E, D, seed=3).bfloat16().to(device), experts, shared=shared)
 
 
 INVARIANT = [("auto", True), ("fp8", True)]
 BOTH = pytest.mark.parametrize("deep_layer", INVARIANT, indirect=True)
-ALL = pytest.mark.parametrize("deep_layer", [*INVARIANT, ("auto", False), ("fp8", False)], indirect=True)
+ALL = pytest.mark.parametrize(
+    "deep_layer", [*INVARIANT, ("auto", False), ("fp8", False)], indirect=True
+)
 
 
 @ON_GPUS
@@ -169,8 +213,11 @@ def test_y_of_a_token_depends_on_no_other_token(deep_layer, rank, size):
 @ON_GPUS
 @ALL
 def test_captured_layers_with_nan_in_gaps(deep_layer, rank):
-    """Many layers of random T in one graph, replayed over memory that was NaN: bitwise what eager calls return."""
-    ep, random = deep_layer.ep, Random(rank)
+    """Many layers of random T in one graph, replayed over memory that was NaN: bitwise what eager
+    calls return.
+    """
+    ep = deep_layer.ep
+    random = Random(rank)
     xs = [randn(random.randint(0, 300), 512, seed=i).bfloat16().to(ep.device) for i in range(50)]
     deep_layer(xs[0].new_zeros(300, 512))
     eager = [deep_layer(x).clone() for x in xs]

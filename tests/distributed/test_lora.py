@@ -1,4 +1,6 @@
-"""LoRA of PEFT on experts that are spread over ranks: train, clip, save, resume and serve, as one process does."""
+"""LoRA of PEFT on experts that are spread over ranks: train, clip, save, resume and serve, as one
+process does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts, spread_
 
 pytestmark = ON_THE_CPU
 
-E, K, D, F, T, STEPS = 12, 2, 32, 16, 6, 6
+E = 12
+K = 2
+D = 32
+F = 16
+T = 6
+STEPS = 6
 TARGETS = ["mlp.experts.w_gate_up", "mlp.experts.w_down"]
 
 
@@ -48,7 +55,11 @@ def adapted(ep: ExpertParallel, modules: tuple[str, ...] = ("q_proj",)) -> nn.Mo
 
     torch.manual_seed(ep.rank)  # ranks draw other factors
     config = peft.LoraConfig(
-        r=2, lora_alpha=4, target_modules=list(modules), target_parameters=TARGETS, init_lora_weights=False
+        r=2,
+        lora_alpha=4,
+        target_modules=list(modules),
+        target_parameters=TARGETS,
+        init_lora_weights=False,
     )
     return peft.get_peft_model(Model(ep), config)
 
@@ -57,17 +68,28 @@ def adapted(ep: ExpertParallel, modules: tuple[str, ...] = ("q_proj",)) -> nn.Mo
 def alone() -> Iterator[ExpertParallel]:
     """A group of this rank alone."""
     groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
-    with ExpertParallel(make_config(1, experts=E, top_k=K, hidden=D, max_tokens=64), groups[dist.get_rank()]) as ep:
+    with ExpertParallel(
+        make_config(1, experts=E, top_k=K, hidden=D, max_tokens=64), groups[dist.get_rank()]
+    ) as ep:
         yield ep
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    named = ((name.removeprefix("module."), value) for name, value in model.named_parameters() if value.requires_grad)
-    return {name: getattr(value, "full_tensor", lambda value=value: value)().detach().clone() for name, value in named}
+    named = (
+        (name.removeprefix("module."), value)
+        for name, value in model.named_parameters()
+        if value.requires_grad
+    )
+    return {
+        name: getattr(value, "full_tensor", lambda value=value: value)().detach().clone()
+        for name, value in named
+    }
 
 
 def train(model: nn.Module, batches: list[Tensor], by: int) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False
+    )
     norms = []
     for x in batches:
         optimizer.zero_grad()
@@ -81,7 +103,8 @@ def train(model: nn.Module, batches: list[Tensor], by: int) -> list[float]:
 def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, folder):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     modules = () if wrap == "nothing" else ("q_proj",)
-    model, single = adapted(ep, modules), adapted(alone, modules)
+    model = adapted(ep, modules)
+    single = adapted(alone, modules)
     spread_adapters(model)
     first = whole(model)
     with torch.no_grad():
@@ -101,7 +124,8 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
     norms = train(trained, [each[rank] for each in inputs], 1)
     wanted = train(single, [torch.cat(each) for each in inputs], by)
     assert norms == pytest.approx(wanted, rel=1e-4)
-    got, want = whole(trained), whole(single)
+    got = whole(trained)
+    want = whole(single)
     assert got.keys() == want.keys() and len(got) == 4 + 2 * len(modules)
     for name in want:
         assert (got[name] - want[name]).abs().max() < 1e-5, name
@@ -109,7 +133,9 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
     with torch.no_grad():
         y = model(inputs[0][rank])
     checkpoint.save_adapter(model, folder / "adapter")
-    again = spread_adapters(peft.PeftModel.from_pretrained(Model(ep), folder / "adapter", is_trainable=True))
+    again = spread_adapters(
+        peft.PeftModel.from_pretrained(Model(ep), folder / "adapter", is_trainable=True)
+    )
     with torch.no_grad():
         assert torch.equal(again(inputs[0][rank]), y)
     by_one = peft.PeftModel.from_pretrained(Model(alone), folder / "adapter")
@@ -130,7 +156,10 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
 def test_a_checkpoint_with_the_optimizer(make_ep, rank, folder):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     models = [spread_adapters(adapted(ep, ())) for _ in range(2)]
-    optimizers = [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2) for model in models]
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        for model in models
+    ]
     x = randn(T, D, seed=rank)
 
     def step(which: int) -> None:
@@ -174,5 +203,7 @@ def test_what_is_refused(make_ep, size, rank, folder):
         checkpoint.save_adapter(Model(ep), folder / "ours")
     chunk = -(-(E + 1) // size)
     uneven = {"strategy": "explicit", "assignment": [x // chunk for x in range(E + 1)]}
-    with pytest.raises(ValueError, match=r"`w_down` \[13, 32, 16\] must be split evenly, and by experts alone"):
+    with pytest.raises(
+        ValueError, match=r"`w_down` \[13, 32, 16\] must be split evenly, and by experts alone"
+    ):
         spread_adapters(adapted(make_ep(experts=E + 1, top_k=K, hidden=D, placement=uneven), ()))

@@ -1,8 +1,8 @@
-"""What goes wrong on one rank among several, or on all: the rank keeps its error and waits for nobody, the others hear
-of it or miss its experts, and the next round is whole.
+"""What goes wrong on one rank among several, or on all: the rank keeps its error and waits for
+nobody, the others hear of it or miss its experts, and the next round is whole.
 
-Deadlines are 300 s here, so that a test which passes has not run into one. Mistakes of every kind of layer:
-test_guarantees.py. Signals: test_signals.py. Wrong arguments: tests/test_mistakes.py.
+Deadlines are 300 s here, so that a test which passes has not run into one. Mistakes of every kind
+of layer: test_guarantees.py. Signals: test_signals.py. Wrong arguments: tests/test_mistakes.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from torch import Tensor
 from waits import AT_ONCE_S, LONG_S, SOON_S, ctrl_c, meanwhile, store, within
 
 import epmoe
-from epmoe import EPAbortedError, EPMismatchError, EPOverflowError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe import (
+    EPAbortedError,
+    EPMismatchError,
+    EPOverflowError,
+    EPStateError,
+    EPTimeoutError,
+    ExpertParallel,
+)
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -49,7 +56,9 @@ def needs_one_node(ep: ExpertParallel, why: str) -> None:
 
 def hears_of(ep: ExpertParallel, call: Callable[[], object], epoch: int) -> None:
     """`call` is a round that `GIVER` gives up. On GPUs the host may have to wait for the kernel."""
-    with pytest.raises(EPAbortedError, match=rf"round {epoch}: rank\(s\) \[{GIVER}\] aborted the round") as caught:
+    with pytest.raises(
+        EPAbortedError, match=rf"round {epoch}: rank\(s\) \[{GIVER}\] aborted the round"
+    ) as caught:
         call()
         ep.check()
     assert (caught.value.ranks, caught.value.epoch) == ([GIVER], epoch)
@@ -67,7 +76,9 @@ def give_up(ep: ExpertParallel, tokens: Tokens, layout: str, state: str) -> None
     if state != "dispatch_send":
         handle = ep.dispatch_recv(handle)
     if state == "combine_send":
-        ep.combine_send((run_fused_experts if layout == "rank" else run_experts)(ep, handle), handle)
+        ep.combine_send(
+            (run_fused_experts if layout == "rank" else run_experts)(ep, handle), handle
+        )
     for _ in range(2):
         ep.abort()
     with pytest.raises(ValueError, match=f"round {handle.epoch} is closed"):
@@ -93,7 +104,9 @@ def test_a_rank_gives_a_round_up(make_ep, rank, size, state, on_abort, layout):
         elif on_abort == "raise" and not sent:
             hears_of(ep, lambda tokens=tokens: run_round(ep, tokens, layout), epoch=n)
         else:  # a rank that has returned its sums gives nothing up
-            assert_y(run_round(ep, tokens, layout), ep.config, without_rank(ep, tokens, GIVER, sent=sent))
+            assert_y(
+                run_round(ep, tokens, layout), ep.config, without_rank(ep, tokens, GIVER, sent=sent)
+            )
         assert_y(run_round(ep, tokens, layout), ep.config, tokens)
     ep.check()
     if ep.config.topology.num_nodes == 1:
@@ -109,7 +122,8 @@ class Fragile(torch.nn.Module):
 
     def __init__(self, experts: Callable) -> None:
         super().__init__()
-        self.inner, self.error = experts, None
+        self.inner = experts
+        self.error = None
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if isinstance(self.error, BaseException):
@@ -117,12 +131,18 @@ class Fragile(torch.nn.Module):
         return self.inner(*inputs)[:, : -1 if self.error else None]
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError, "columns"])
+@pytest.mark.parametrize(
+    "kind", [RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError, "columns"]
+)
 @pytest.mark.parametrize("on_abort", ["raise", "zeros"])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_experts_that_fail(make_ep, rank, size, kind, on_abort, everywhere):
-    """The caller gets the experts' error unchanged. The other ranks end the round, and the next rounds are whole."""
-    error = kind if isinstance(kind, str) else kind("no luck")  # of this test: its traceback holds the windows
+    """The caller gets the experts' error unchanged. The other ranks end the round, and the next
+    rounds are whole.
+    """
+    error = (
+        kind if isinstance(kind, str) else kind("no luck")
+    )  # of this test: its traceback holds the windows
     ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange={"on_abort": on_abort})
     layer, _ = full_layer(ep)
     layer.experts = fragile = Fragile(layer.experts)
@@ -149,11 +169,14 @@ def test_experts_that_fail(make_ep, rank, size, kind, on_abort, everywhere):
 
 @ON_THE_CPU
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
-def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(make_ep, rank, size, ranks_per_node):
+def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(
+    make_ep, rank, size, ranks_per_node
+):
     """One error tells of both."""
     options = {"timeout_s": LONG_S, "exchange": RAISE, "capacity": {"max_expert_rows": 4 * size}}
     ep = make_ep(experts=size, top_k=size, ranks_per_node=ranks_per_node, **options)
-    tokens, few = make_tokens(ep.config, rank, 16), make_tokens(ep.config, rank, 2)
+    tokens = make_tokens(ep.config, rank, 16)
+    few = make_tokens(ep.config, rank, 2)
     for each in (tokens, few):
         each.ids[:] = torch.arange(size)  # so that all ranks get all rows
     for n in (1, 3):
@@ -161,7 +184,9 @@ def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(make_ep, 
         if rank == GIVER:
             ep.abort()
         else:
-            said = f"needed {16 * size} expert-major rows, but capacity.max_expert_rows is {4 * size}"
+            said = (
+                f"needed {16 * size} expert-major rows, but capacity.max_expert_rows is {4 * size}"
+            )
             with pytest.raises(EPOverflowError, match=said) as caught:
                 ep.combine(run_experts(ep, d), d)
             assert f"round {n}: rank(s) [{GIVER}] aborted the round" in caught.value.__notes__[0]
@@ -172,10 +197,14 @@ def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(make_ep, 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("tags", [(3, 4), (0, 32767), (511, 512), (127, 1151)])
 def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
-    """No rank gets rows of another layer: all hear of both tags, in every bit of which they may differ."""
+    """No rank gets rows of another layer: all hear of both tags, in every bit of which they may
+    differ.
+    """
     ep = make_ep(timeout_s=LONG_S, exchange=RAISE)
     tokens, (mine, other) = make_tokens(ep.config, rank, 9), (tags if rank == GIVER else tags[::-1])
-    run = {"expert": (ep.combine, run_experts), "rank": (ep.combine_partial, run_fused_experts)}[layout]
+    run = {"expert": (ep.combine, run_experts), "rank": (ep.combine_partial, run_fused_experts)}[
+        layout
+    ]
 
     def tagged(tag: int) -> Tensor:
         d = ep.dispatch(*given(ep, tokens), layout=layout, tag=tag)
@@ -185,7 +214,9 @@ def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
         assert_y(tagged(tag), ep.config, tokens)
     witness = next(r for r in range(size) if (r == GIVER) != (rank == GIVER))
     named = f"this rank's tag is {mine}, that of rank {witness} is {other}"
-    if ep.config.topology.num_nodes > 1:  # a rank of another node may tell of it, which brings no rows then
+    if (
+        ep.config.topology.num_nodes > 1
+    ):  # a rank of another node may tell of it, which brings no rows then
         named = f"this rank's tag is {mine}, that of rank . is {other}|brought another"
     with pytest.raises(EPMismatchError, match=named):
         tagged(mine)
@@ -210,11 +241,15 @@ def test_abort_waits_for_nobody(ep, rank, size):
 
 
 def test_an_abort_takes_nothing_from_the_round_before(ep, rank, size):
-    """Rank 0 is done with a round and gives the next one up, while the others have yet to add up its sums of the first.
+    """Rank 0 is done with a round and gives the next one up, while the others have yet to add up
+    its sums of the first.
 
-    Headers hold the counts of two rounds: with one count, that of the abort would hide the sums that lie there.
+    Headers hold the counts of two rounds: with one count, that of the abort would hide the sums
+    that lie there.
     """
-    needs_one_node(ep, "a round ends on all nodes together: combine_recv brings the sums back to other nodes")
+    needs_one_node(
+        ep, "a round ends on all nodes together: combine_recv brings the sums back to other nodes"
+    )
     for n in range(4):
         tokens = make_tokens(ep.config, rank, 16, seed=n)
         d = ep.dispatch(*given(ep, tokens))
@@ -231,7 +266,9 @@ def test_an_abort_takes_nothing_from_the_round_before(ep, rank, size):
 
 
 def test_ranks_that_abort_at_random(ep, rank, size):
-    """80 rounds without a barrier, in which each rank gives up where it likes; rounds that none gives up are right."""
+    """80 rounds without a barrier, in which each rank gives up where it likes; rounds that none
+    gives up are right.
+    """
     choice = torch.randint(0, 12, (80, size), generator=torch.Generator().manual_seed(3)).tolist()
     for n, stops in enumerate(choice):
         tokens = make_tokens(ep.config, rank, (5 * n * (rank + 1)) % 17, seed=n)
@@ -250,14 +287,22 @@ def test_ranks_that_abort_at_random(ep, rank, size):
 def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
     """The next dispatch of the rank that aborted waits for them, up to its deadline."""
     ep = make_ep(timeout_s=0.4)
-    tokens, topology = make_tokens(ep.config, rank, 9), ep.config.topology
-    awaited = range(topology.ranks_here, size, topology.ranks_here) if topology.num_nodes > 1 else range(1, size)
+    tokens = make_tokens(ep.config, rank, 9)
+    topology = ep.config.topology
+    awaited = (
+        range(topology.ranks_here, size, topology.ranks_here)
+        if topology.num_nodes > 1
+        else range(1, size)
+    )
     assert_y(run_round(ep, tokens), ep.config, tokens)
     if rank == 0:
         ep.dispatch_send(*given(ep, tokens))
         ep.abort()
         for _ in range(2):
-            with within(0.4 + AT_ONCE_S), pytest.raises(EPTimeoutError, match="combine of round 2") as caught:
+            with (
+                within(0.4 + AT_ONCE_S),
+                pytest.raises(EPTimeoutError, match="combine of round 2") as caught,
+            ):
                 ep.dispatch(*given(ep, tokens))
             assert caught.value.missing_ranks == [*awaited]
     dist.barrier()
@@ -274,7 +319,10 @@ def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
         d = getattr(ep, call)(*given(ep, tokens))
         rows = run_experts(ep, d) if call == "dispatch" else None
         with monkeypatch.context() as patch:
-            for owner, names in ((torch, ("empty", "zeros", "empty_like")), (torch.Tensor, ("new_empty", "clone"))):
+            for owner, names in (
+                (torch, ("empty", "zeros", "empty_like")),
+                (torch.Tensor, ("new_empty", "clone")),
+            ):
                 for name in names:
                     patch.setattr(owner, name, out_of_memory)
             if rows is not None:
@@ -288,7 +336,9 @@ def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
 @ON_GPUS
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_abort_on_a_gpu_that_is_full(make_ep, rank, size, device, payload):
-    ep = make_ep(hidden=256, top_k=1, dtype="float32", exchange={"payload": payload}, timeout_s=LONG_S)
+    ep = make_ep(
+        hidden=256, top_k=1, dtype="float32", exchange={"payload": payload}, timeout_s=LONG_S
+    )
     tokens = make_tokens(ep.config, rank, 16)
     d = ep.dispatch(*given(ep, tokens))
     before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
@@ -300,7 +350,9 @@ def test_abort_on_a_gpu_that_is_full(make_ep, rank, size, device, payload):
 
 @pytest.mark.parametrize("how", ["between rounds", "in a round", "by close in a round"])
 def test_leaving_releases_the_others(ep, rank, size, how):
-    """Their waits, of up to 300 s, end at once and name rank 0. By a signal: tests/test_failure.py."""
+    """Their waits, of up to 300 s, end at once and name rank 0. By a signal:
+    tests/test_failure.py.
+    """
     needs_one_node(ep, "test_two_levels.py has it")
     tokens = first_round(ep, 9)
     if rank == 0:
@@ -320,7 +372,9 @@ def test_leaving_releases_the_others(ep, rank, size, how):
 
 @ON_GPUS
 def test_leaving_ends_this_ranks_own_kernels(ep, rank, size, device):
-    """They wait for ranks that do not come, for up to 300 s, and freeing the window would wait for them."""
+    """They wait for ranks that do not come, for up to 300 s, and freeing the window would wait for
+    them.
+    """
     tokens = first_round(ep, 9)
     if rank == 0:
         with within(SOON_S):
@@ -371,7 +425,9 @@ def steps(make_ep, rank, size) -> Steps:
 @ON_THE_CPU
 @torch.enable_grad()
 def test_ctrl_c_ends_a_backward_pass(steps, rank, device):
-    """The other ranks learn it from their own backward pass. The next step is whole on all ranks."""
+    """The other ranks learn it from their own backward pass. The next step is whole on
+    all ranks.
+    """
     loss = steps.forward(seed=1)
     if rank == 0:
         with ctrl_c():
@@ -387,7 +443,8 @@ def test_ctrl_c_ends_a_backward_pass(steps, rank, device):
 @torch.enable_grad()
 def test_another_thread_is_refused_during_a_backward_pass(steps, rank, device):
     """Its call costs the backward pass nothing."""
-    loss, refused = steps.forward(), []
+    loss = steps.forward()
+    refused = []
 
     def call() -> None:
         try:
@@ -413,7 +470,8 @@ def test_another_thread_is_refused_during_a_backward_pass(steps, rank, device):
 def test_a_forked_child_runs_no_backward_pass(make_ep, rank, device):
     steps = Steps(make_ep, rank)
     loss = steps.forward()
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         code = 1
         try:
             loss.backward()
@@ -429,18 +487,27 @@ def test_a_forked_child_runs_no_backward_pass(make_ep, rank, device):
 
 def test_group(rank, size, device):
     with pytest.raises(
-        ValueError, match=rf"topology\.ep_size must equal the size of the group, {size}, got {size + 1}"
+        ValueError,
+        match=rf"topology\.ep_size must equal the size of the group, {size}, got {size + 1}",
     ):
         ExpertParallel(make_config(size + 1), device=device)
     lonely = dist.new_group(list(range(size)), backend="cuda:gloo")
-    with pytest.raises(ValueError, match=r"`group` must have a CPU backend, got .*cuda:gloo.*cpu:gloo,cuda:nccl"):
+    with pytest.raises(
+        ValueError, match=r"`group` must have a CPU backend, got .*cuda:gloo.*cpu:gloo,cuda:nccl"
+    ):
         ExpertParallel(make_config(size), group=lonely, device=device)
     M, theirs = (9, 8) if rank == 0 else (8, 9)
     differs = rf"the config of rank {rank} differs from that of rank\(s\) .*"
-    with pytest.raises(ValueError, match=rf"{differs}`capacity.max_num_tokens_per_rank` is {M} here and {theirs} on"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{differs}`capacity.max_num_tokens_per_rank` is {M} here and {theirs} on",
+    ):
         ExpertParallel(make_config(size, max_tokens=8 + (rank == 0)), device=device)
     sections = make_config(size).model_dump() | {"experts": {"limit": 7.0} if rank == 0 else {}}
-    with pytest.raises(ValueError, match=rf"{differs}`experts.limit` is {sections['experts'].get('limit')} here and"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{differs}`experts.limit` is {sections['experts'].get('limit')} here and",
+    ):
         ExpertParallel(epmoe.EPConfig(**sections), device=device)
 
 

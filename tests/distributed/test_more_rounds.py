@@ -1,4 +1,6 @@
-"""Batches of more than M tokens: ranks take as many rounds as the longest batch needs, and agree on nothing before."""
+"""Batches of more than M tokens: ranks take as many rounds as the longest batch needs, and agree on
+nothing before.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LENGTHS = (0, 1, M, M + 1, 3 * M)
 
 
 @pytest.fixture
-def make_layers(device: torch.device, size: int, monkeypatch) -> Iterator[Callable[..., SharedExpertParallel]]:
+def make_layers(
+    device: torch.device, size: int, monkeypatch
+) -> Iterator[Callable[..., SharedExpertParallel]]:
     """Makes them from the options of `make_config`; `ll_max_tokens` is as in `make_ep`."""
     made = []
 
@@ -39,17 +43,24 @@ def make_layers(device: torch.device, size: int, monkeypatch) -> Iterator[Callab
 
 
 class Experts:
-    """The experts of `exchanges.gains`, with rows on this rank only; in its `fails_in`-th call it raises."""
+    """The experts of `exchanges.gains`, with rows on this rank only; in its `fails_in`-th call it
+    raises.
+    """
 
     def __init__(self, layers: SharedExpertParallel, fails_in: int = 0) -> None:
-        self.ep, self.calls, self.fails_in = layers.ep, 0, fails_in
+        self.ep = layers.ep
+        self.calls = 0
+        self.fails_in = fails_in
 
     def __call__(self, arrived: Arrived) -> Tensor:
-        rows, expert_offsets = arrived.plain(), arrived.segments.offsets
+        rows = arrived.plain()
+        expert_offsets = arrived.segments.offsets
         self.calls += 1
         if self.calls == self.fails_in:
             raise MemoryError
-        gain, ends, out = gains(self.ep.config, rows.shape[1]).to(rows), expert_offsets.tolist(), rows.clone()
+        gain = gains(self.ep.config, rows.shape[1]).to(rows)
+        ends = expert_offsets.tolist()
+        out = rows.clone()
         assert ends[-1] <= len(rows)
         for i, physical in enumerate(self.ep.placement.local_experts(self.ep.rank)):
             out[ends[i] : ends[i + 1]] *= gain[self.ep.placement.logical(physical)]
@@ -57,7 +68,10 @@ class Experts:
 
 
 def run(
-    layers: SharedExpertParallel, tokens: Tokens, experts: Experts | None = None, longest: int | None = None
+    layers: SharedExpertParallel,
+    tokens: Tokens,
+    experts: Experts | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     inputs = [tensor.to(layers.ep.device) for tensor in (tokens.x, tokens.ids, tokens.weights)]
     return layers.run(*inputs, Computation(experts or Experts(layers)), longest=longest).cpu()
@@ -65,7 +79,8 @@ def run(
 
 def check(layers: SharedExpertParallel, lengths: list[int], seed: int = 0) -> None:
     """A call in which rank r brings lengths[r] tokens."""
-    config, before = layers.ep.config, layers.ep.health().rounds
+    config = layers.ep.config
+    before = layers.ep.health().rounds
     tokens = make_tokens(config, layers.ep.rank, lengths[layers.ep.rank], seed=seed)
     assert_y(run(layers, tokens), config, tokens)
     assert layers.ep.health().rounds - before == max(1, *(-(-length // M) for length in lengths))
@@ -84,7 +99,9 @@ def refuse(*args: object, **options: object) -> None:
 
 @pytest.mark.parametrize("ll_max_tokens", [memory.LL_MAX_TOKENS, 4])
 def test_each_rank_brings_another_number_of_rounds(make_layers, ll_max_tokens, size, monkeypatch):
-    """No collective of the caller's group is needed, also not over several nodes, where the ranks agree before."""
+    """No collective of the caller's group is needed, also not over several nodes, where the ranks
+    agree before.
+    """
     layers = make_layers(ll_max_tokens)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "all_reduce", refuse)
@@ -98,15 +115,20 @@ def test_each_rank_brings_another_number_of_rounds(make_layers, ll_max_tokens, s
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("fails_in", [1, 2, 3])
 @pytest.mark.parametrize("who", ["all ranks", "rank 0", "the others"])
-def test_an_exception_in_a_round_keeps_the_ranks_in_step(make_layers, who, fails_in, known, rank, size):
-    """`who` needs three rounds, the others one. The experts of rank 0 fail in one of them: its sums are missing there,
-    and in the rounds after it, which rank 0 sees out. `known`: the ranks know the length of the longest batch.
+def test_an_exception_in_a_round_keeps_the_ranks_in_step(
+    make_layers, who, fails_in, known, rank, size
+):
+    """`who` needs three rounds, the others one. The experts of rank 0 fail in one of them: its sums
+    are missing there, and in the rounds after it, which rank 0 sees out. `known`: the ranks know
+    the length of the longest batch.
     """
     layers = make_layers(timeout_s=LONG_S)
-    config, long = layers.ep.config, {"all ranks": True, "rank 0": rank == 0, "the others": rank > 0}[who]
+    config = layers.ep.config
+    long = {"all ranks": True, "rank 0": rank == 0, "the others": rank > 0}[who]
     check(layers, [1] * size)
     tokens = make_tokens(config, rank, 3 * M if long else 1, seed=3)
-    before, longest = layers.ep.health().rounds, 3 * M if known else None
+    before = layers.ep.health().rounds
+    longest = 3 * M if known else None
     with within(SOON_S):
         if rank == 0:
             with pytest.raises(MemoryError):
@@ -114,7 +136,9 @@ def test_an_exception_in_a_round_keeps_the_ranks_in_step(make_layers, who, fails
         else:
             assert_lost(run(layers, tokens, longest=longest), layers.ep, tokens, (fails_in - 1) * M)
         taken = layers.ep.health().rounds - before
-        alone = who == "rank 0" and not known and not nodes_of(size)  # then only rank 0 wanted the last rounds
+        alone = (
+            who == "rank 0" and not known and not nodes_of(size)
+        )  # then only rank 0 wanted the last rounds
         assert taken == (min(fails_in + 1, 3) if alone else 3)
         check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
 
@@ -122,14 +146,18 @@ def test_an_exception_in_a_round_keeps_the_ranks_in_step(make_layers, who, fails
 @ON_THE_CPU
 @pytest.mark.parametrize("late_in", [1, 2])
 def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, size, monkeypatch):
-    """The handler raises on rank 0 while it waits in dispatch for the others, so before it can know whether these need
-    more rounds. They need three, and rank 0 sees them out."""
+    """The handler raises on rank 0 while it waits in dispatch for the others, so before it can know
+    whether these need more rounds. They need three, and rank 0 sees them out.
+    """
     if size == 1 or nodes_of(size):
         pytest.skip("rank 0 waits for nobody, or the ranks have agreed before")
     layers = make_layers(timeout_s=LONG_S)
-    config, ep, dispatch = layers.ep.config, layers.ep, layers.ep.dispatch
+    config = layers.ep.config
+    ep = layers.ep
+    dispatch = layers.ep.dispatch
     check(layers, [1] * size)
-    before, first = ep.health().rounds, (late_in - 1) * M
+    before = ep.health().rounds
+    first = (late_in - 1) * M
     tokens = make_tokens(config, rank, 3 * M if rank else first + 1, seed=4)
 
     def interrupt(*_: object) -> None:
@@ -201,7 +229,9 @@ def test_ranks_that_disagree_raise_in_the_same_round(make_layers, rank, device):
 
 def test_a_call_of_another_thread_shortens_no_batch(make_layers, rank, size, monkeypatch):
     """It is refused in the middle of the first round of rank 0, which needs two more."""
-    layers, dispatch, refused = make_layers(), ops.dispatch, []
+    layers = make_layers()
+    dispatch = ops.dispatch
+    refused = []
     one = make_tokens(layers.ep.config, rank, 1)
 
     def interrupted(*arguments: object) -> None:
@@ -223,7 +253,10 @@ def test_a_capture_cannot_look(make_layers, size):
     rounds = layers.ep.health().rounds
     tokens = make_tokens(layers.ep.config, layers.ep.rank, 1)
     inputs = [tensor.to(layers.ep.device) for tensor in (tokens.x, tokens.ids, tokens.weights)]
-    with pytest.raises(RuntimeError, match=r"configure\(static=True\)"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match=r"configure\(static=True\)"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         layers.run(*inputs, Computation(lambda arrived: arrived.rows))
     assert layers.ep.health().rounds == rounds
     check(layers, [M + 1] * size)

@@ -1,4 +1,6 @@
-"""Experts move while rounds go on: every y is right, however far each rank has come; equal tables give equal bits."""
+"""Experts move while rounds go on: every y is right, however far each rank has come; equal tables
+give equal bits.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from epmoe.native.arguments import MXFP4
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, K, D, M, L = 12, 3, 32, 16, 3
+E = 12
+K = 3
+D = 32
+M = 16
+L = 3
 DATA = 300_000  # bytes of an expert beside its row: several parts of the staging
 
 
@@ -46,10 +52,20 @@ def make_round(rank: int, seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
 def make(make_ep, size) -> Callable[..., ExpertParallel]:
     S = -(-E // size) + (1 if size > 1 else 0)
 
-    def build(most_copies: int = 4, more_slots: int = 0, max_tokens: int = M, **options) -> ExpertParallel:
+    def build(
+        most_copies: int = 4, more_slots: int = 0, max_tokens: int = M, **options
+    ) -> ExpertParallel:
         slots = min(S + more_slots, E)
-        live = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "most_copies": most_copies}
-        return make_ep(experts=E, top_k=K, hidden=D, max_tokens=max_tokens, placement=live, **options)
+        live = {
+            "live": True,
+            "slots_per_rank": slots,
+            "layers": L,
+            "staging_mb": 1,
+            "most_copies": most_copies,
+        }
+        return make_ep(
+            experts=E, top_k=K, hidden=D, max_tokens=max_tokens, placement=live, **options
+        )
 
     return build
 
@@ -99,13 +115,17 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
     """Each rank steps at its own times; drawn tables follow one another."""
     ep = make()
     ep.exchange.plan.sizes["few_tokens"] = M if few else 0
-    slots, draw, rounds = slots_of(ep, big=True), random.Random(rank), 0
+    slots = slots_of(ep, big=True)
+    draw = random.Random(rank)
+    rounds = 0
     for number in range(4):
         target = draw_table(ep, seed=number)
         loads = torch.rand(L, E, generator=generator(number))
         moves = ep.replace(target, slots.of, loads=loads)
         for _ in range(12):
-            play(ep, slots, rounds, rounds % L, T=random.Random(31 * rounds + rank).randrange(M + 1))
+            play(
+                ep, slots, rounds, rounds % L, T=random.Random(31 * rounds + rank).randrange(M + 1)
+            )
             rounds += 1
             for _ in range(draw.randrange(6)):
                 ep.poll()
@@ -171,7 +191,9 @@ def test_moves_that_are_cancelled_leave_every_expert_in_use(ep, slots, size, ran
 
 @pytest.mark.parametrize("first", [True, False])
 def test_ranks_with_other_tables_hear_of_it(ep, slots, several, rank, first):
-    """And begin again: with `first`, rank 0 does before the others have looked, and is not taken for ready."""
+    """And begin again: with `first`, rank 0 does before the others have looked, and is not taken
+    for ready.
+    """
     moves = begin(slots, 10 + rank)
     dist.barrier()
     for turn in (rank == 0, rank > 0) if first else (True,):
@@ -189,7 +211,10 @@ def test_ranks_with_other_tables_hear_of_it(ep, slots, several, rank, first):
 
 def slots_in_use(ep: ExpertParallel) -> list[set[int]]:
     """By layer, those that a table of this rank names."""
-    return [set(table[table != -1].bitwise_and(0xFFFF).tolist()) for table in ep.exchange.views["table.copies"]]
+    return [
+        set(table[table != -1].bitwise_and(0xFFFF).tolist())
+        for table in ep.exchange.views["table.copies"]
+    ]
 
 
 def test_shares_on_their_way_do_not_bring_dropped_slots_back(ep, slots, several):
@@ -214,7 +239,9 @@ def test_shares_given_during_the_last_wave_are_used(ep, slots, size):
     ep.share(loads)
     ep.apply()
     table = ep.exchange.views["table.copies"].cpu()
-    assert torch.equal(table, tables.tables(ep.slots, loads.double(), ep.rank, size, 4, table.shape[-1]))
+    assert torch.equal(
+        table, tables.tables(ep.slots, loads.double(), ep.rank, size, 4, table.shape[-1])
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -290,13 +317,16 @@ class Interrupt(BaseException):
 
 @contextmanager
 def interrupted(moment: int) -> Iterator[None]:
-    """A signal handler raises at one of the moments at which Python runs it in this package, or in modules whose locks
-    would stay locked: where a function begins, and where one of C ends."""
+    """A signal handler raises at one of the moments at which Python runs it in this package, or in
+    modules whose locks would stay locked: where a function begins, and where one of C ends.
+    """
     left = moment
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal left
-        if event in ("call", "c_return") and any(part in frame.f_code.co_filename for part in INTERRUPTED):
+        if event in ("call", "c_return") and any(
+            part in frame.f_code.co_filename for part in INTERRUPTED
+        ):
             left -= 1
             if not left:
                 sys.setprofile(None)
@@ -311,14 +341,22 @@ def interrupted(moment: int) -> Iterator[None]:
 
 
 @ON_THE_CPU
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it raises where a generator ends
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # it raises where a generator ends
 @pytest.mark.parametrize("seed", [0, *map(slow, range(1, 5))])
 def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
-    """In `replace`, `share` and `poll`: what began goes on, the rest is dropped on all ranks, and sums are right."""
+    """In `replace`, `share` and `poll`: what began goes on, the rest is dropped on all ranks, and
+    sums are right.
+    """
     ep = make()
-    slots, draw, rounds, begun = slots_of(ep, big=True), random.Random(8 * seed + rank), 0, 0
+    slots = slots_of(ep, big=True)
+    draw = random.Random(8 * seed + rank)
+    rounds = 0
+    begun = 0
     for number in range(10):
-        target, calls = draw_table(ep, seed=number), ep.live.calls
+        target = draw_table(ep, seed=number)
+        calls = ep.live.calls
         while ep.live.calls == calls:
             with interrupted(draw.randrange(1, 2000) if draw.random() < 0.3 else 10**9):
                 ep.replace(target, slots.of, loads=torch.rand(L, E, generator=generator(number)))
@@ -349,7 +387,8 @@ def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
 
 def test_weights_that_fail_later_are_asked_for_again(make, size):
     ep = make()
-    slots, fails = slots_of(ep, big=True), False
+    slots = slots_of(ep, big=True)
+    fails = False
 
     def weights(tag: int, slot: int) -> list[Tensor]:
         nonlocal fails
@@ -398,14 +437,26 @@ def test_moves_in_inference_mode_and_then_outside(ep, slots):
 def test_experts_in_mxfp4_move(make, rank):
     """Codes and scales, byte by byte, and what the layers compute stays."""
     ep = make(dtype="bfloat16")
-    codes = {"w_gate_up": (2 * D, D // 2), "w_down": (D, D // 2), "gate_up_scales": (2 * D, 1), "down_scales": (D, 1)}
+    codes = {
+        "w_gate_up": (2 * D, D // 2),
+        "w_down": (D, D // 2),
+        "gate_up_scales": (2 * D, 1),
+        "down_scales": (D, 1),
+    }
     draw = generator(5)
     dtypes = {name: MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu for name in codes}
     full = [
-        {name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8).view(dtypes[name])
-         for name, shape in codes.items()} for _ in range(L)
-    ]  # fmt: skip
-    layers = [MoELayer.from_full(ep, randn(E, D, seed=layer), **given) for layer, given in enumerate(full)]
+        {
+            name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8).view(
+                dtypes[name]
+            )
+            for name, shape in codes.items()
+        }
+        for _ in range(L)
+    ]
+    layers = [
+        MoELayer.from_full(ep, randn(E, D, seed=layer), **given) for layer, given in enumerate(full)
+    ]
     x = randn(9, D, seed=rank, dtype=torch.bfloat16).to(ep.device)
     before = [layer(x) for layer in layers]
     ep.replace(draw_table(ep, seed=3), lambda tag, slot: ep.live.weights[tag](tag, slot))
@@ -446,15 +497,23 @@ def test_apply_names_a_late_rank_and_goes_on_later(ep, slots, several, rank):
 
 
 def test_what_does_not_fit_is_refused(ep, slots, size):
-    mine, one_slot = ep.slots.fill_(EMPTY), {"live": True, "slots_per_rank": 1}
+    mine = ep.slots.fill_(EMPTY)
+    one_slot = {"live": True, "slots_per_rank": 1}
     assert not torch.equal(mine, ep.slots), "a copy"
     for message, call in (
         ("`slots` must be integers", lambda: ep.replace(mine[:1], slots.of)),
         ("must hold every expert", lambda: ep.replace(mine, slots.of)),
         ("`loads` must be", lambda: ep.share(torch.ones(2))),
         ("`tag` must be from 1 to 3", ep.skip),
-        (f"from {-(-E // size)} to", lambda: make_config(size, experts=E, top_k=K, placement=one_slot)),
-        *([("`weights` must be given", lambda: ep.replace(draw_table(ep, seed=1)))] if size > 1 else []),
+        (
+            f"from {-(-E // size)} to",
+            lambda: make_config(size, experts=E, top_k=K, placement=one_slot),
+        ),
+        *(
+            [("`weights` must be given", lambda: ep.replace(draw_table(ep, seed=1)))]
+            if size > 1
+            else []
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -475,7 +534,9 @@ def test_calls_up_to_the_last_number(ep, slots, rank):
 
 @ON_GPUS
 def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, rank):
-    """Tables change, and VERSION is written, behind the stream of the last round, and before the next round there."""
+    """Tables change, and VERSION is written, behind the stream of the last round, and before the
+    next round there.
+    """
 
     def poll() -> None:
         torch.cuda.set_device(ep.device)
@@ -484,13 +545,17 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
 
     for _ in range(8):  # copies of `poll` may stand behind the rounds in a hardware queue
         ep = make()
-        slots, rounds, words = slots_of(ep), torch.cuda.Stream(), ep.exchange.views["moves.words"]
-        table, fetch = ep.exchange.views["table.copies"], ep.live.mail.fetch
+        slots = slots_of(ep)
+        rounds = torch.cuda.Stream()
+        words = ep.exchange.views["moves.words"]
+        table = ep.exchange.views["table.copies"]
+        fetch = ep.live.mail.fetch
         play(ep, slots, 0, 0, 5)
         moves = begin(slots, 3)
         ep.live.mail.flush()
         dist.barrier()  # all plans are here
-        before, _ = fetch(table), fetch(words)
+        before = fetch(table)
+        _ = fetch(words)
         x, ids, weights = (t.to(ep.device) for t in make_round(rank, 1, 5))
         rounds.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(rounds):
@@ -499,7 +564,9 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
             y = ep.combine(slots.run(d, 0), d)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(poll).result()
-        seen, said, early = fetch(table), fetch(words)[rank, Word.VERSION], [True] * size
+        seen = fetch(table)
+        said = fetch(words)[rank, Word.VERSION]
+        early = [True] * size
         dist.all_gather_object(early, rounds.query())
         if not any(early):
             break
@@ -518,7 +585,8 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
 def test_replays_while_experts_move(make, size, rank):
     """Graphs of several T, which ranks mix, captured before the first move."""
     ep = make()
-    slots, draw = slots_of(ep, big=True), random.Random(rank)
+    slots = slots_of(ep, big=True)
+    draw = random.Random(rank)
     for seed in range(L):
         play(ep, slots, seed, seed, 4)
     captured: dict[tuple[int, int], tuple[list[Tensor], Tensor, torch.cuda.CUDAGraph]] = {}
@@ -534,7 +602,8 @@ def test_replays_while_experts_move(make, size, rank):
     for number in range(4):
         moves = begin(slots, 20 + number)
         for _ in range(25):
-            T, layer = draw.choice((1, 7, M)), rounds % L
+            T = draw.choice((1, 7, M))
+            layer = rounds % L
             inputs, y, graph = captured[layer, T]
             fresh = make_round(rank, 500 + rounds, T)
             for buffer, value in zip(inputs, fresh, strict=True):

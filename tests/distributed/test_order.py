@@ -1,4 +1,6 @@
-"""Stages of a round out of turn, by replays that no host checks: an error at once, on every rank."""
+"""Stages of a round out of turn, by replays that no host checks: an error at once, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from waits import within
 from epmoe import EPOrderError, EPTimeoutError, ExpertParallel
 
 pytestmark = ON_GPUS
-AT_ONCE_S, LONG_S = 10.0, 120.0  # the deadline is long, so that a test which passes has not run into it
+AT_ONCE_S, LONG_S = (
+    10.0,
+    120.0,
+)  # the deadline is long, so that a test which passes has not run into it
 
 
 class Stages:
@@ -26,7 +31,8 @@ class Stages:
     def __init__(self, ep: ExpertParallel, T: int) -> None:
         self.ep, self.tokens = ep, make_tokens(ep.config, ep.rank, T)
         assert_y(run_round(ep, self.tokens), ep.config, self.tokens)
-        inputs, experts = given(ep, self.tokens), capturable_experts(ep)
+        inputs = given(ep, self.tokens)
+        experts = capturable_experts(ep)
         torch.cuda.synchronize()
         self.dispatch, self.combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.dispatch):
@@ -57,7 +63,9 @@ def goes_on(ep: ExpertParallel, tokens: Tokens) -> None:
 
 
 def assert_ends(ep: ExpertParallel, out_of_turn: int, said: str) -> None:
-    """Every rank hears of it at once: rank `out_of_turn` that it ran its stages so, the others that it is lost."""
+    """Every rank hears of it at once: rank `out_of_turn` that it ran its stages so, the others that
+    it is lost.
+    """
     with within(AT_ONCE_S):
         if ep.rank == out_of_turn:
             with pytest.raises(EPOrderError, match=said):
@@ -72,7 +80,8 @@ def assert_ends(ep: ExpertParallel, out_of_turn: int, said: str) -> None:
 @pytest.fixture(params=[8, 100], ids=["LL", "Simple"])
 def make_stages(request, make_ep) -> Callable[..., Stages]:
     return lambda **exchange: Stages(
-        make_ep(ll_max_tokens=32, max_tokens=100, timeout_s=LONG_S, exchange=exchange), request.param
+        make_ep(ll_max_tokens=32, max_tokens=100, timeout_s=LONG_S, exchange=exchange),
+        request.param,
     )
 
 
@@ -80,7 +89,9 @@ def make_stages(request, make_ep) -> Callable[..., Stages]:
 def test_graphs_of_one_stage(make_stages, rank, size, device, stage):
     """Rank 0 replays a stage twice, while the others go on to the next one."""
     stages = make_stages()
-    ep, dispatch, combine = stages.ep, stages.dispatch, stages.combine
+    ep = stages.ep
+    dispatch = stages.dispatch
+    combine = stages.combine
     if stage == "dispatch":
         stages.replay(dispatch)
         (dispatch if rank == 0 else combine).replay()
@@ -127,7 +138,9 @@ def test_a_replay_within_an_eager_round(make_stages, rank, size, device):
 
 
 def test_a_stage_that_starts_within_another(make_stages, rank, size, device):
-    """Rank 0's combine starts while its dispatch waits for the other ranks. Both leave room on the GPU."""
+    """Rank 0's combine starts while its dispatch waits for the other ranks. Both leave room on the
+    GPU.
+    """
     if size == 1:
         pytest.skip("dispatch waits for nobody")
     stages = make_stages(num_sms=16)
@@ -142,5 +155,7 @@ def test_a_stage_that_starts_within_another(make_stages, rank, size, device):
     if rank != 0:
         stages.dispatch.replay()
         stages.combine.replay()
-    assert_ends(stages.ep, 0, "round 5: combine ran on this rank's GPU where dispatch had not ended")
+    assert_ends(
+        stages.ep, 0, "round 5: combine ran on this rank's GPU where dispatch had not ended"
+    )
     goes_on(stages.ep, stages.tokens)

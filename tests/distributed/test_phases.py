@@ -1,11 +1,21 @@
-"""Send and receive phases: two micro-batches at once, and the order of calls. Their bits: test_exchange.py."""
+"""Send and receive phases: two micro-batches at once, and the order of calls. Their bits:
+test_exchange.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, given, make_tokens, run_experts, run_fused_experts, run_round
+from exchanges import (
+    Tokens,
+    assert_y,
+    given,
+    make_tokens,
+    run_experts,
+    run_fused_experts,
+    run_round,
+)
 from helpers import ON_GPUS, captured
 
 import epmoe
@@ -37,7 +47,9 @@ def test_sending_waits_for_no_rank(make_ep, rank, size):
 
 
 def overlapped(pair: list[tuple[ExpertParallel, list[torch.Tensor]]]) -> list[torch.Tensor]:
-    """One round of each of two micro-batches: while rows of one are under way, those of the other are computed."""
+    """One round of each of two micro-batches: while rows of one are under way, those of the other
+    are computed.
+    """
     sent = [ep.dispatch_send(*inputs) for ep, inputs in pair]
     open_rounds = []
     for (ep, _), waiting in zip(pair, sent, strict=True):
@@ -56,9 +68,13 @@ def identity_y(config: epmoe.EPConfig, tokens: Tokens) -> torch.Tensor:
 
 
 def test_two_micro_batches_overlap(make_ep, rank, size):
-    """Two models play round after round without a barrier, with any number of tokens. On one node ranks take the
-    batches in different orders."""
-    eps = [make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT), make_ep(top_k=2, hidden=64, max_tokens=24)]
+    """Two models play round after round without a barrier, with any number of tokens. On one node
+    ranks take the batches in different orders.
+    """
+    eps = [
+        make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT),
+        make_ep(top_k=2, hidden=64, max_tokens=24),
+    ]
     for n in range(50):
         batches = [
             make_tokens(ep.config, rank, (7 * n * (rank + 1) + i) % 25, seed=2 * n + i, kind="zipf")
@@ -68,7 +84,9 @@ def test_two_micro_batches_overlap(make_ep, rank, size):
         order = [0, 1] if turn % 2 else [1, 0]
         ys = overlapped([(eps[i], given(eps[i], batches[i])) for i in order])
         for i, y in zip(order, ys, strict=True):
-            torch.testing.assert_close(y.double().cpu(), identity_y(eps[i].config, batches[i]), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                y.double().cpu(), identity_y(eps[i].config, batches[i]), rtol=1e-5, atol=1e-5
+            )
 
 
 @ON_GPUS
@@ -86,15 +104,21 @@ def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
                 buffer.copy_(values)
         replay()
         for ep, y, tokens in zip(eps, ys, batches, strict=True):
-            torch.testing.assert_close(y.double().cpu(), identity_y(ep.config, tokens), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                y.double().cpu(), identity_y(ep.config, tokens), rtol=1e-5, atol=1e-5
+            )
     for ep in eps:
         ep.check()
 
 
 @ON_GPUS
-@pytest.mark.parametrize(("larger", "smaller", "hidden"), [(600, 100, 256), (1400, 50, 256), (300, 20, 7168)])
+@pytest.mark.parametrize(
+    ("larger", "smaller", "hidden"), [(600, 100, 256), (1400, 50, 256), (300, 20, 7168)]
+)
 def test_two_micro_batches_on_two_streams(make_ep, rank, size, device, larger, smaller, hidden):
-    """Batches of different sizes: the kernel that one rank waits for must start while another kernel waits there."""
+    """Batches of different sizes: the kernel that one rank waits for must start while another
+    kernel waits there.
+    """
     eps = [make_ep(top_k=6, hidden=hidden, max_tokens=larger) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in eps]
     order = [0, 1] if rank % 2 else [1, 0]  # each rank starts its larger batch first
@@ -104,30 +128,39 @@ def test_two_micro_batches_on_two_streams(make_ep, rank, size, device, larger, s
         inputs = [given(ep, tokens) for ep, tokens in zip(eps, batches, strict=True)]
         torch.cuda.synchronize()
         ys = {}
-        for i in order if n else [0, 1]:  # at first in the same order: an allocation of torch may wait for all kernels
+        for i in (
+            order if n else [0, 1]
+        ):  # at first in the same order: an allocation of torch may wait for all kernels
             with torch.cuda.stream(streams[i]):
                 ys[i] = overlapped([(eps[i], inputs[i])])[0]
         torch.cuda.synchronize()
         for i, ep in enumerate(eps):
-            torch.testing.assert_close(ys[i].double().cpu(), identity_y(ep.config, batches[i]), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                ys[i].double().cpu(), identity_y(ep.config, batches[i]), rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("state", [SENT, DISPATCHED, RETURNING, CLOSED])
 def test_each_state_permits_its_calls_only(make_ep, rank, size, state):
     """Every other call is refused, nothing is sent, and the round goes on."""
-    ep, other = make_ep(), make_ep()
+    ep = make_ep()
+    other = make_ep()
     tokens = make_tokens(ep.config, rank, 7)
-    inputs, rows = given(ep, tokens), torch.zeros(1, 64, device=ep.device)
+    inputs = given(ep, tokens)
+    rows = torch.zeros(1, 64, device=ep.device)
     sent = handle = ep.dispatch_send(*inputs)
     d = ep.dispatch_recv(sent) if state != SENT else None
     if d is not None:
-        handle, outputs = d, run_experts(ep, d)
+        handle = d
+        outputs = run_experts(ep, d)
     if state in (RETURNING, CLOSED):
         ep.combine_send(outputs, d)
     if state == CLOSED:
         assert_y(ep.combine_recv(d), ep.config, tokens)
     arguments = {CLOSED: inputs, SENT: [handle], DISPATCHED: [rows, handle], RETURNING: [handle]}
-    for at, call in ((at, call) for at, calls in enumerate(PERMITTED) for call in calls if at != state):
+    for at, call in (
+        (at, call) for at, calls in enumerate(PERMITTED) for call in calls if at != state
+    ):
         why = f"round 1 awaits {'.*'.join(PERMITTED[state])}, got {call}"
         if state == CLOSED:
             why = f"round 1 is closed: dispatch{'_send' * (call == 'dispatch_recv')} comes before"
@@ -138,8 +171,11 @@ def test_each_state_permits_its_calls_only(make_ep, rank, size, state):
         assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
     if state != CLOSED:
         return ep.abort(handle)
-    second, elsewhere = ep.dispatch_send(*inputs), other.dispatch_send(*inputs)
-    with pytest.raises(ValueError, match="`sent` must be the handle of the open round 2, got another's, of round 1"):
+    second = ep.dispatch_send(*inputs)
+    elsewhere = other.dispatch_send(*inputs)
+    with pytest.raises(
+        ValueError, match="`sent` must be the handle of the open round 2, got another's, of round 1"
+    ):
         ep.dispatch_recv(sent)
     with pytest.raises(ValueError, match="`sent` belongs to another ExpertParallel"):
         ep.dispatch_recv(elsewhere)
@@ -155,7 +191,8 @@ def test_y_is_the_tensor_that_the_caller_gives(make_ep, rank, layout, phases):
     mine = make_tokens(ep.config, rank, 16 - rank)
     want = run_round(ep, mine, layout)
     d = ep.dispatch(*given(ep, mine), layout=layout)
-    rows, combine = outputs(ep, d), ep.combine if layout == "expert" else ep.combine_partial
+    rows = outputs(ep, d)
+    combine = ep.combine if layout == "expert" else ep.combine_partial
     call = ep.combine_send if phases else combine
     y = torch.full_like(want, torch.nan)
     for wrong, error in (

@@ -1,4 +1,6 @@
-"""Ranks write their experts into one folder of Hugging Face: with copies, of each expert or fused, or not at all."""
+"""Ranks write their experts into one folder of Hugging Face: with copies, of each expert or fused,
+or not at all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from epmoe.checkpoint import save_pretrained
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, F, D, K = 7, 128, 128, 2
+E = 7
+F = 128
+D = 128
+K = 2
 BLOCK = "model.layers.0.mlp"
 PLACEMENTS = [{}, {"num_redundant_experts": 5, "strategy": "round_robin"}]
 
@@ -27,11 +32,21 @@ PLACEMENTS = [{}, {"num_redundant_experts": 5, "strategy": "round_robin"}]
 def tensors_of(kind: str) -> dict[str, Tensor]:
     tensors = {f"{BLOCK}.gate.weight": randn(E, D), "model.norm.weight": randn(D, seed=1)}
     if kind == "fused":
-        experts = {"gate_up_proj": randn(E, D, 2 * F, seed=2), "down_proj": randn(E, F, D, seed=3)}  # as in gpt-oss
-        biases = {"gate_up_proj_bias": randn(E, 2 * F, seed=4), "down_proj_bias": randn(E, D, seed=5)}
-        return tensors | {f"{BLOCK}.experts.{name}": tensor for name, tensor in (experts | biases).items()}
+        experts = {
+            "gate_up_proj": randn(E, D, 2 * F, seed=2),
+            "down_proj": randn(E, F, D, seed=3),
+        }  # as in gpt-oss
+        biases = {
+            "gate_up_proj_bias": randn(E, 2 * F, seed=4),
+            "down_proj_bias": randn(E, D, seed=5),
+        }
+        return tensors | {
+            f"{BLOCK}.experts.{name}": tensor for name, tensor in (experts | biases).items()
+        }
     for x in range(E):
-        for i, (name, shape) in enumerate({"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}.items()):
+        for i, (name, shape) in enumerate(
+            {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}.items()
+        ):
             tensors[f"{BLOCK}.experts.{x}.{name}.weight"] = randn(*shape, seed=10 + 3 * x + i)
     return tensors
 
@@ -60,7 +75,9 @@ def model_of(ep: ExpertParallel, source: SafetensorsFolder, **options: object) -
 @pytest.mark.parametrize(("kind", "dtype"), [("each", None), ("fused", torch.bfloat16)])
 def test_every_rank_writes_its_experts(folder, rank, size, placement, kind, dtype):
     source = start(folder, kind, rank)
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, placement=placement), device="cpu") as ep:
+    with ExpertParallel(
+        make_config(size, experts=E, top_k=K, hidden=D, placement=placement), device="cpu"
+    ) as ep:
         model = model_of(ep, source, dtype=dtype)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -72,18 +89,28 @@ def test_every_rank_writes_its_experts(folder, rank, size, placement, kind, dtyp
             assert saved.keys() == source.keys()
             files[name] = len(list((folder / name).iterdir()))
             for key, tensor in tensors_of(kind).items():
-                want = (tensor * 2).to(dtype) if dtype is not None and ".experts." in key else tensor * 2
+                want = (
+                    (tensor * 2).to(dtype)
+                    if dtype is not None and ".experts." in key
+                    else tensor * 2
+                )
                 assert saved[key].dtype == want.dtype and torch.equal(saved[key], want), key
     dist.barrier()
-    assert {file.name for file in folder.iterdir()} == {"start", "one", "several"} and files["several"] > files["one"]
+    assert {file.name for file in folder.iterdir()} == {"start", "one", "several"} and files[
+        "several"
+    ] > files["one"]
 
 
 @pytest.mark.parametrize("kind", ["each", "fused"])
 def test_parameters_that_fsdp_shards_are_gathered_one_by_one(folder, rank, size, kind):
     source = start(folder, kind, rank)
     chunks = {"strategy": "explicit", "assignment": [x // -(-E // size) for x in range(E)]}
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, placement=chunks), device="cpu") as ep:
-        model = epmoe.training.fully_shard(model_of(ep, source), mesh=init_device_mesh("cpu", (size,)))
+    with ExpertParallel(
+        make_config(size, experts=E, top_k=K, hidden=D, placement=chunks), device="cpu"
+    ) as ep:
+        model = epmoe.training.fully_shard(
+            model_of(ep, source), mesh=init_device_mesh("cpu", (size,))
+        )
         assert hasattr(model.model.norm.weight, "full_tensor")
         save_pretrained(model, folder / "end", source)
         saved = SafetensorsFolder(folder / "end")
@@ -91,7 +118,9 @@ def test_parameters_that_fsdp_shards_are_gathered_one_by_one(folder, rank, size,
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_rank_that_cannot_write_fails_on_all_and_leaves_nothing(folder, rank, size, guilty, monkeypatch):
+def test_a_rank_that_cannot_write_fails_on_all_and_leaves_nothing(
+    folder, rank, size, guilty, monkeypatch
+):
     source = start(folder, "each", rank)
 
     def no_space(*_: object, **__: object) -> None:
@@ -102,7 +131,9 @@ def test_a_rank_that_cannot_write_fails_on_all_and_leaves_nothing(folder, rank, 
         with monkeypatch.context() as patch:
             if rank == guilty:
                 patch.setattr("safetensors.torch.save_file", no_space)
-            with pytest.raises(OSError if rank == guilty else RuntimeError, match="No space left on device"):
+            with pytest.raises(
+                OSError if rank == guilty else RuntimeError, match="No space left on device"
+            ):
                 save_pretrained(model, folder / "end", source)
         dist.barrier()
         assert {file.name for file in folder.iterdir()} == {"start"}

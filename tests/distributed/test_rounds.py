@@ -1,4 +1,6 @@
-"""Round after round on the same windows: no round changes the next one, and every run gives the same bits."""
+"""Round after round on the same windows: no round changes the next one, and every run gives the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 
 def test_200_rounds_back_to_back(make_ep, rank, size):
-    """No barrier lies between rounds. T varies from 0 to M, differently on each rank, and layouts alternate."""
+    """No barrier lies between rounds. T varies from 0 to M, differently on each rank, and layouts
+    alternate.
+    """
     M = 20
     ep = make_ep(experts=13, top_k=6, max_tokens=M, placement=PLACEMENT)
     for n in range(200):
         tokens = make_tokens(
-            ep.config, rank, (7 * n * (rank + 1)) % (M + 1), seed=n, kind="adversarial" if n % 3 else "zipf"
+            ep.config,
+            rank,
+            (7 * n * (rank + 1)) % (M + 1),
+            seed=n,
+            kind="adversarial" if n % 3 else "zipf",
         )
         assert_y(run_round(ep, tokens, layout=("expert", "rank")[n % 2]), ep.config, tokens)
 
@@ -53,7 +61,9 @@ def test_bitwise_the_same_on_repeated_runs(make_ep, rank, size, dtype, layout):
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_same_tokens_have_the_same_y_on_all_ranks(make_ep, rank, size, dtype, layout):
-    """Bit by bit: every rank adds up in the order of ranks, wherever it stands in it. It takes three ranks to tell."""
+    """Bit by bit: every rank adds up in the order of ranks, wherever it stands in it. It takes
+    three ranks to tell.
+    """
     ep = make_ep(experts=23, top_k=8, hidden=256, dtype=dtype)
     ours = run_round(ep, make_tokens(ep.config, 0, 16, kind="zipf"), layout).cpu()
     everywhere = [torch.empty_like(ours) for _ in range(size)]
@@ -61,14 +71,18 @@ def test_the_same_tokens_have_the_same_y_on_all_ranks(make_ep, rank, size, dtype
     assert all(torch.equal(y, ours) for y in everywhere)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs a rank knows only what it needed itself")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on GPUs a rank knows only what it needed itself"
+)
 def test_the_value_to_set_is_that_of_the_fullest_rank(make_ep, rank, size):
     """Two ranks have too little room: both errors name the rows that the fuller one needed."""
     ep = make_ep(experts=2 * size, top_k=1, max_tokens=8, capacity={"max_expert_rows": 4})
     T = 8
     ids = torch.full((T, 1), 2, dtype=torch.int32)  # rank 1
     ids[:3] = 0
-    d = ep.dispatch(torch.ones(T, ep.config.model.hidden_size, device=ep.device), ids, torch.ones(T, 1))
+    d = ep.dispatch(
+        torch.ones(T, ep.config.model.hidden_size, device=ep.device), ids, torch.ones(T, 1)
+    )
     rows = run_experts(ep, d)
     if rank > 1:
         ep.combine(rows, d)
@@ -81,9 +95,18 @@ def test_the_value_to_set_is_that_of_the_fullest_rank(make_ep, rank, size):
 @pytest.mark.parametrize("gap_rows", ["undefined", "zero"])
 @pytest.mark.parametrize("ll_max_tokens", [16, 256])
 def test_ranks_of_few_tokens_have_small_gaps(make_ep, rank, size, gap_rows, ll_max_tokens):
-    """Here 128 tokens of each rank fill blocks of 128 rows. Where all rows come by LL, each rank decides for itself."""
-    M, few = 256, min(ll_max_tokens, 127)
-    options = {"experts": 2 * size, "top_k": 2, "max_tokens": M, "dtype": "bfloat16", "ll_max_tokens": ll_max_tokens}
+    """Here 128 tokens of each rank fill blocks of 128 rows. Where all rows come by LL, each rank
+    decides for itself.
+    """
+    M = 256
+    few = min(ll_max_tokens, 127)
+    options = {
+        "experts": 2 * size,
+        "top_k": 2,
+        "max_tokens": M,
+        "dtype": "bfloat16",
+        "ll_max_tokens": ll_max_tokens,
+    }
     ep = make_ep(**options, capacity={"gap_rows": gap_rows})
     on_gpus = ep.device.type == "cuda" and ep.config.topology.num_nodes == 1
     assert ep.config.alignment == 128
@@ -113,7 +136,9 @@ def test_experts_without_rows_hand_back_none(make_ep, rank, size):
 
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_rows_past_the_capacity(make_ep, rank, size, alignment):
-    """All tokens go to rank 0, which has room for half of them: it raises, or it only counts the dropped pairs."""
+    """All tokens go to rank 0, which has room for half of them: it raises, or it only counts the
+    dropped pairs.
+    """
     capacity = {"max_expert_rows": 16 * size, "alignment": alignment}
     config = {"experts": 4 * size, "top_k": 2, "max_tokens": 16}
     tokens = []
@@ -147,13 +172,30 @@ def test_rows_past_the_capacity(make_ep, rank, size, alignment):
             raising.check()
 
 
-FP8_ROWS, ROOM = {"hidden": 256, "dtype": "bfloat16", "exchange": {"payload": "fp8"}}, {"capacity": {"extra_bytes": 24}}
+FP8_ROWS = {"hidden": 256, "dtype": "bfloat16", "exchange": {"payload": "fp8"}}
+ROOM = {"capacity": {"extra_bytes": 24}}
 EXTRA = {"extra": torch.ones(6, dtype=torch.int16)}
-HIDDEN, EXPERTS, LONGER = "hidden size (D)", "experts per token (K)", "elements of x and `extra`"
-DISAGREE = {  # options of `make_ep`, arguments of all ranks and of the last one, what differs, by name, on the two
+HIDDEN = "hidden size (D)"
+EXPERTS = "experts per token (K)"
+LONGER = "elements of x and `extra`"
+# options of `make_ep`, arguments of all ranks and of the last one, what differs, by name, on the
+# two
+DISAGREE = {
     "D": ({}, {}, lambda x, ids, weights: {"x": x[:, :32]}, HIDDEN, (64, 32)),
-    "K": ({}, {}, lambda x, ids, weights: {"ids": ids[:, :3], "weights": weights[:, :3]}, EXPERTS, (4, 3)),
-    "dtype": ({}, {}, lambda x, ids, weights: {"x": x.bfloat16()}, "dtype", ("float32", "bfloat16")),
+    "K": (
+        {},
+        {},
+        lambda x, ids, weights: {"ids": ids[:, :3], "weights": weights[:, :3]},
+        EXPERTS,
+        (4, 3),
+    ),
+    "dtype": (
+        {},
+        {},
+        lambda x, ids, weights: {"x": x.bfloat16()},
+        "dtype",
+        ("float32", "bfloat16"),
+    ),
     "fp8": (FP8_ROWS, {}, lambda x, *_: fp8(x), "dtype", ("bfloat16", "float8_e4m3fn")),
     "extra": (ROOM, {}, lambda *_: EXTRA, LONGER, (64, 68)),
     "no extra": (ROOM, EXTRA, lambda *_: {"extra": None}, LONGER, (68, 64)),
@@ -168,7 +210,8 @@ def fp8(x: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
     """Another call on one rank: an error on all ranks, which says what differs.
 
-    On the CPU the next round is complete. On GPUs, whose hosts hear of it in different rounds, no rank goes on.
+    On the CPU the next round is complete. On GPUs, whose hosts hear of it in different rounds, no
+    rank goes on.
     """
     options, arguments, of_last, name, values = DISAGREE[what]
     ep = make_ep(top_k=4, **options)
@@ -179,14 +222,20 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
     call |= of_last(*inputs) if rank == size - 1 else {}
     call = {key: value if value is None else value.to(ep.device) for key, value in call.items()}
     says = re.escape(f"by this: {name} is {mine} here and {theirs} there; they must be equal")
-    elsewhere = ep.config.topology.num_nodes > 1  # ranks of other rails than the last one's hear of it, and no more
+    elsewhere = (
+        ep.config.topology.num_nodes > 1
+    )  # ranks of other rails than the last one's hear of it, and no more
     says = "must be equal" if elsewhere else says
     with pytest.raises(epmoe.EPMismatchError, match=says) as error:
         # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
         d = ep.dispatch(**call)
         ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype, device=ep.device), d)
         ep.check()
-    assert error.value.differences == {name: (mine, theirs)} or elsewhere and not error.value.differences
+    assert (
+        error.value.differences == {name: (mine, theirs)}
+        or elsewhere
+        and not error.value.differences
+    )
     if ep.device.type == "cpu":
         return assert_y(run_round(ep, tokens), ep.config, tokens)
     for _ in range(2):
@@ -196,7 +245,9 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
 
 @ON_GPUS
 def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
-    """Hosts launch ten rounds before they look. The first has another K on one rank: all of them end with zeros."""
+    """Hosts launch ten rounds before they look. The first has another K on one rank: all of them
+    end with zeros.
+    """
     ep = make_ep(top_k=4, hidden=64, dtype="float32")
     tokens = first_round(ep, 6)
     x, ids, weights = given(ep, tokens)
@@ -216,8 +267,9 @@ def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
 @pytest.mark.parametrize("phases", [False, True])
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
-    """The others raise at the deadline, in receive phases where calls are apart, and in every call behind it. They have
-    waited until then, and can start again with all."""
+    """The others raise at the deadline, in receive phases where calls are apart, and in every call
+    behind it. They have waited until then, and can start again with all.
+    """
     ep = make_ep(timeout_s=SHORT_S)
     tokens = first_round(ep, 6)
     inputs = given(ep, tokens)
@@ -225,8 +277,12 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
     d = ep.dispatch(*inputs) if stage == "combine" else None
     before = ep.health().waited_s[0]
     if rank != 0:
-        with pytest.raises(epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]") as caught:
-            d = d or (ep.dispatch_recv(ep.dispatch_send(*inputs)) if phases else ep.dispatch(*inputs))
+        with pytest.raises(
+            epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]"
+        ) as caught:
+            d = d or (
+                ep.dispatch_recv(ep.dispatch_send(*inputs)) if phases else ep.dispatch(*inputs)
+            )
             rows = run_experts(ep, d)
             if phases:
                 ep.combine_send(rows, d)
@@ -241,7 +297,9 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
         if ep.config.topology.num_nodes == 1 and not RANKS_SHARE_GPUS:
             waited_s = health.waited_s[0] - before
             assert 0 < waited_s < SOON_S
-            assert size > 2 or waited_s >= SHORT_S  # one of more ranks may have started its wait earlier
+            assert (
+                size > 2 or waited_s >= SHORT_S
+            )  # one of more ranks may have started its wait earlier
     dist.barrier()
     again = make_ep()
     assert_y(run_round(again, tokens), again.config, tokens)
@@ -263,10 +321,13 @@ def test_health_counts(make_ep, rank, size):
     assert health.dropped_pairs == health.timeouts == 0
     pairs = {0: [2 * size, 2 * size], size - 1: [0, size]} if size > 1 else {0: [2, 3]}
     assert health.tokens_per_expert == pairs.get(rank, [0, 0])
-    G, rows_sent = ep.config.topology.ranks_here, [0] * size
+    G = ep.config.topology.ranks_here
+    rows_sent = [0] * size
     for owner, rows in ((0, 2), (size - 1, 1)):  # of each source
         if owner // G == rank // G:
-            rows_sent[owner] = rows * (size // G)  # also those that its peers on the other nodes have sent it
+            rows_sent[owner] = rows * (
+                size // G
+            )  # also those that its peers on the other nodes have sent it
         else:
             rows_sent[owner // G * G + rank % G] = rows
     assert health.rows_sent == rows_sent

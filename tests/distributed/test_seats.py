@@ -1,4 +1,6 @@
-"""`topology.max_ranks`: rounds of a group with empty seats agree with the dense layer, and errors name ranks."""
+"""`topology.max_ranks`: rounds of a group with empty seats agree with the dense layer, and errors
+name ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,25 @@ from slot_tables import times_slots
 from epmoe import EPAbortedError, EPMismatchError, ExpertParallel
 from epmoe.live.tables import tables
 
-E, S, EMPTY_SEATS = 6, 4, 2
+E = 6
+S = 4
+EMPTY_SEATS = 2
 
 
 @pytest.fixture
 def seated(make_ep: Callable[..., ExpertParallel], size: int) -> Callable[..., ExpertParallel]:
     """Makes groups with empty seats."""
     placement = {"live": True, "slots_per_rank": S, "staging_mb": 1}
-    return lambda **options: make_ep(experts=E, top_k=3, max_ranks=size + EMPTY_SEATS, placement=placement, **options)
+    return lambda **options: make_ep(
+        experts=E, top_k=3, max_ranks=size + EMPTY_SEATS, placement=placement, **options
+    )
 
 
 def rows_of_slots(ep: ExpertParallel) -> torch.Tensor:
     """[S, D] on the device: what the expert of each slot multiplies by."""
-    gain_eD = gains(ep.config, ep.config.model.hidden_size)[[max(expert, 0) for expert in ep.logical_experts(1)]]
+    gain_eD = gains(ep.config, ep.config.model.hidden_size)[
+        [max(expert, 0) for expert in ep.logical_experts(1)]
+    ]
     return gain_eD.to(ep.device)
 
 
@@ -49,11 +57,14 @@ def test_rounds_with_empty_seats(seated, rank, size, ll_max_tokens):
 @pytest.mark.parametrize("ll_max_tokens", [4, 1024])
 def test_slabs_of_empty_seats_are_padding(seated, rank, size, ll_max_tokens):
     ep = seated(ll_max_tokens=ll_max_tokens)
-    R, M = size + EMPTY_SEATS, ep.config.capacity.max_num_tokens_per_rank
+    R = size + EMPTY_SEATS
+    M = ep.config.capacity.max_num_tokens_per_rank
     tokens = make_tokens(ep.config, rank, 7, seed=3)
     d = ep.dispatch(*given(ep, tokens), layout="rank", tag=1)
     assert d.recv.x.shape[:2] == d.recv.ids.shape[:2] == (R, M)
-    counts, ids, weights = d.recv.counts.tolist(), d.recv.ids.cpu(), d.recv.weights.cpu()
+    counts = d.recv.counts.tolist()
+    ids = d.recv.ids.cpu()
+    weights = d.recv.weights.cpu()
     assert not any(counts[size:]) and not weights[size:].any()
     assert len(sentinel := ids[size:].unique()) == 1 and int(ep.expert_map[int(sentinel)]) == -1
     local = ep.expert_map[d.recv.ids.long()].long()
@@ -70,7 +81,8 @@ def test_copies_share_as_without_empty_seats(seated, rank, size):
     loads = torch.tensor([[9.0, 1.0, 4.0, 1.0, 1.0, 1.0]])
     ep.share(loads)
     ep.apply()
-    table, most = ep.exchange.views["table.copies"].cpu(), ep.config.placement.most_copies
+    table = ep.exchange.views["table.copies"].cpu()
+    most = ep.config.placement.most_copies
     assert torch.equal(table, tables(ep.slots, loads.double(), rank, size, most, table.shape[-1]))
 
 

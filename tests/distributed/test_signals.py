@@ -1,6 +1,8 @@
-"""Ctrl-C, SIGTERM and other signals while a rank waits for others: the wait ends at once, or goes on as before.
+"""Ctrl-C, SIGTERM and other signals while a rank waits for others: the wait ends at once, or goes
+on as before.
 
-Deadlines are 300 s, so that a test which passes has not run into one. On the CPU the operators wait, on GPUs `check`.
+Deadlines are 300 s, so that a test which passes has not run into one. On the CPU the operators
+wait, on GPUs `check`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, expected_y, first_round, given, make_tokens, run_experts, run_round, without_rank
+from exchanges import (
+    assert_y,
+    expected_y,
+    first_round,
+    given,
+    make_tokens,
+    run_experts,
+    run_round,
+    without_rank,
+)
 from helpers import ON_GPUS, ON_THE_CPU
 from waits import SHORT_S, SOON_S, ctrl_c, signalled, within
 
@@ -30,7 +41,9 @@ def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
     tokens = make_tokens(ep.config, rank, 9)
     inputs = given(ep, tokens)
     for _ in range(2):
-        if rank == 0 and stage == "opening":  # the others have yet to end the round that this rank has given up
+        if (
+            rank == 0 and stage == "opening"
+        ):  # the others have yet to end the round that this rank has given up
             ep.dispatch_send(*inputs)
             ep.abort()
         d = ep.dispatch(*inputs) if stage == "combine" else None
@@ -73,7 +86,9 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
         started = time.monotonic()
         try:
-            with pytest.raises(epmoe.EPTimeoutError, match="dispatch of round 2 (timed out|got no answer)"):
+            with pytest.raises(
+                epmoe.EPTimeoutError, match="dispatch of round 2 (timed out|got no answer)"
+            ):
                 ep.dispatch(*given(ep, tokens))
             assert 0.4 <= time.monotonic() - started < SOON_S
             assert ticks
@@ -106,7 +121,10 @@ def test_a_signal_handler_may_leave_the_group(make_ep, rank, size):
     tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
         before = signal.signal(signal.SIGALRM, lambda number, frame: ep.close())
-        with signalled(signal.SIGALRM), pytest.raises(epmoe.EPStateError, match="has left the group of round 1"):
+        with (
+            signalled(signal.SIGALRM),
+            pytest.raises(epmoe.EPStateError, match="has left the group of round 1"),
+        ):
             ep.dispatch(*given(ep, tokens))
         signal.signal(signal.SIGALRM, before)
     dist.barrier()
@@ -121,8 +139,11 @@ class Tick(Exception):
 
 @ON_THE_CPU
 def test_an_exception_at_any_moment(ep, rank, size):
-    """A timer raises anywhere in rank 0's calls, and it aborts. Sums of the others lack its experts or are complete."""
-    armed, rng = [], random.Random(5)
+    """A timer raises anywhere in rank 0's calls, and it aborts. Sums of the others lack its experts
+    or are complete.
+    """
+    armed = []
+    rng = random.Random(5)
 
     def raise_once(number: int, frame: object) -> None:
         if armed:
@@ -131,7 +152,8 @@ def test_an_exception_at_any_moment(ep, rank, size):
 
     before = signal.signal(signal.SIGALRM, raise_once)
     tokens = make_tokens(ep.config, rank, 16)
-    rounds, alone = ep.exchange.rounds, without_rank(ep, tokens, 0)
+    rounds = ep.exchange.rounds
+    alone = without_rank(ep, tokens, 0)
     for n in range(1, 61):
         while rounds.count < n:  # an exception before anything was sent opens no round
             try:
@@ -148,7 +170,9 @@ def test_an_exception_at_any_moment(ep, rank, size):
             except Tick:
                 ep.abort()
             else:
-                complete = rank == 0 or torch.allclose(y.double(), expected_y(ep.config, tokens), atol=1e-4)
+                complete = rank == 0 or torch.allclose(
+                    y.double(), expected_y(ep.config, tokens), atol=1e-4
+                )
                 assert_y(y, ep.config, tokens if complete else alone)
         assert rounds.count == n
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -159,7 +183,8 @@ def test_an_exception_at_any_moment(ep, rank, size):
 @ON_THE_CPU
 def test_another_thread_waits_without_blocking_the_main_thread(ep, rank, size):
     """It waits in the same slices, and the main thread gets Ctrl-C meanwhile."""
-    tokens, results = make_tokens(ep.config, rank, 9), queue.SimpleQueue()
+    tokens = make_tokens(ep.config, rank, 9)
+    results = queue.SimpleQueue()
     thread = threading.Thread(target=lambda: results.put(run_round(ep, tokens)))
     if rank == 0:
         thread.start()
@@ -192,7 +217,9 @@ def test_ctrl_c_ends_a_wait_for_the_gpu(make_ep, rank, size, device):
 
 @pytest.mark.slow
 def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device, folder):
-    """SIGSTOP, as from a debugger or a scheduler: the other ranks name the stopped one, and their device works on."""
+    """SIGSTOP, as from a debugger or a scheduler: the other ranks name the stopped one, and their
+    device works on.
+    """
     if size == 1:
         pytest.skip("needs a rank that waits for another")
     ep = make_ep(timeout_s=SHORT_S)
@@ -209,9 +236,13 @@ def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device, fold
             run_round(ep, tokens)
             ep.check()
     else:
-        with pytest.raises(epmoe.EPTimeoutError, match=r"dispatch of round 2 .*rank\(s\) \[0\]") as caught:
+        with pytest.raises(
+            epmoe.EPTimeoutError, match=r"dispatch of round 2 .*rank\(s\) \[0\]"
+        ) as caught:
             d = ep.dispatch(*given(ep, tokens))
-            assert ep.combine(d.rows, d).eq(0).all()  # only on GPUs: the host has not seen the error yet
+            assert (
+                ep.combine(d.rows, d).eq(0).all()
+            )  # only on GPUs: the host has not seen the error yet
             ep.check()
         assert caught.value.missing_ranks == [0]
         told[rank - 1].touch()

@@ -1,9 +1,9 @@
-"""Sequences of calls that hypothesis draws: each rank goes through its rounds as it likes, also by aborts and refused
-calls, until all have caught up, or one leaves by `close` or by an exception.
+"""Sequences of calls that hypothesis draws: each rank goes through its rounds as it likes, also by
+aborts and refused calls, until all have caught up, or one leaves by `close` or by an exception.
 
-Every rank draws the same sequence for all ranks (`derandomize`) and takes its own steps of it. In some sequences no
-barrier lies between the steps, and the ranks interleave as they may. Others run in the order drawn, of which a rank may
-only take a step that does not wait.
+Every rank draws the same sequence for all ranks (`derandomize`) and takes its own steps of it. In
+some sequences no barrier lies between the steps, and the ranks interleave as they may. Others run
+in the order drawn, of which a rank may only take a step that does not wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_fused_experts, without_rank
+from exchanges import (
+    assert_y,
+    given,
+    make_config,
+    make_tokens,
+    run_experts,
+    run_fused_experts,
+    without_rank,
+)
 from helpers import ON_THE_CPU, slow
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -36,7 +44,8 @@ CALLS = {
     "abort": ((SENT, DISPATCHED, RETURNING), CLOSED),
 }
 """By call, the states of a rank that permit it, and the state behind it."""
-RANKS, TOKENS = st.integers(0, 63), st.integers(0, MOST_TOKENS)
+RANKS = st.integers(0, 63)
+TOKENS = st.integers(0, MOST_TOKENS)
 CONFIG = make_config(SIZE, experts=7, top_k=2, hidden=16, max_tokens=MOST_TOKENS, timeout_s=30.0)
 
 
@@ -47,8 +56,8 @@ class Ranks(RuleBasedStateMachine):
     gave_up: (rank, round) without sums from this rank.
     in_order: whether a barrier follows each step.
     leaver: the rank that leaves after its last step, if any; between rounds always by an exception.
-    ys: what this rank got: round, tokens, y. Others may give that round up later, so teardown compares.
-    failure: what ended this rank's rounds, because another has left.
+    ys: what this rank got: round, tokens, y. Others may give that round up later, so teardown
+    compares. failure: what ended this rank's rounds, because another has left.
     """
 
     def __init__(self) -> None:
@@ -72,15 +81,22 @@ class Ranks(RuleBasedStateMachine):
 
     def waits(self, rank: int, call: str) -> bool:
         """Whether the call has to wait for a step that another rank has yet to take."""
-        n, others = self.rounds[rank], set(range(SIZE)) - {rank}
+        n = self.rounds[rank]
+        others = set(range(SIZE)) - {rank}
         opened = min(self.rounds[r] for r in others)
         returned = min(self.rounds[r] - (self.states[r] in (SENT, DISPATCHED)) for r in others)
         if call.startswith("dispatch"):
-            return {"dispatch_send": returned < n, "dispatch": opened < n + 1, "dispatch_recv": opened < n}[call]
+            return {
+                "dispatch_send": returned < n,
+                "dispatch": opened < n + 1,
+                "dispatch_recv": opened < n,
+            }[call]
         return call in ("combine", "combine_recv") and returned < n
 
     def step(self, who: int, call: str, *arguments: int, wrongly: bool = False) -> None:
-        """Rank `who` makes a call, if it is this rank and still can. `wrongly`: calls that are refused come first."""
+        """Rank `who` makes a call, if it is this rank and still can. `wrongly`: calls that are
+        refused come first.
+        """
         if who == self.rank and self.failure is None:
             self.steps.append(f"{call}{arguments}")
             try:
@@ -167,8 +183,9 @@ class Ranks(RuleBasedStateMachine):
             raise LookupError
 
     def teardown(self) -> None:
-        """One rank leaves, or none. The others end their rounds and catch up, or fail because of it. Then each rank
-        compares what it got."""
+        """One rank leaves, or none. The others end their rounds and catch up, or fail because of
+        it. Then each rank compares what it got.
+        """
         self.in_order = False
         if self.leaver is not None:
             self.step(self.leaver, "leave")
@@ -189,7 +206,12 @@ class Ranks(RuleBasedStateMachine):
     def catch_up(self) -> None:
         """Where a rank has left, the others begin a round that it does not."""
         target = max(self.rounds) + (self.leaver is not None)
-        following = {CLOSED: "dispatch", SENT: "dispatch_recv", DISPATCHED: "combine", RETURNING: "combine_recv"}
+        following = {
+            CLOSED: "dispatch",
+            SENT: "dispatch_recv",
+            DISPATCHED: "combine",
+            RETURNING: "combine_recv",
+        }
         for who in set(range(SIZE)) - {self.leaver}:
             while self.rounds[who] < target or self.states[who] != CLOSED:
                 call = following[self.states[who]]
@@ -204,7 +226,11 @@ def pick(choices: list, n: int) -> Any:
 @pytest.mark.parametrize("sequences", [15, slow(60)])
 def test_any_sequence_of_calls(device, sequences):
     examples = settings(
-        max_examples=sequences, stateful_step_count=60, deadline=None, derandomize=True, phases=[Phase.generate],
+        max_examples=sequences,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     run_state_machine_as_test(Ranks, settings=examples)

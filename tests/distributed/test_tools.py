@@ -1,7 +1,7 @@
 """torch's tools, accelerate, transformers and PEFT around models with experts on several ranks.
 
-Each cell of the table in docs/training.md, "Tools", is right, which is equal to one process, or raises before a weight
-changes. There is no third outcome.
+Each cell of the table in docs/training.md, "Tools", is right, which is equal to one process, or
+raises before a weight changes. There is no third outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exchanges import make_config
-from tool_models import D, E, K, Kind, Model, assert_same, loss_of, tokens, train, train_alone, whole
+from tool_models import (
+    D,
+    E,
+    K,
+    Kind,
+    Model,
+    assert_same,
+    loss_of,
+    tokens,
+    train,
+    train_alone,
+    whole,
+)
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -40,7 +52,8 @@ from epmoe import ExpertParallel, checkpoint, pack_routes, recording, replay
 from epmoe.local.spread import is_spread
 from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts, spread_adapters
 
-RATE, MAX_NORM = 1e-2, 0.05
+RATE = 1e-2
+MAX_NORM = 0.05
 adamw = functools.partial(torch.optim.AdamW, lr=RATE, eps=1e-3, foreach=False)
 
 
@@ -64,10 +77,16 @@ class Case:
         return DistributedDataParallel(ignore_experts(self.model()))
 
     def is_right(
-        self, model: nn.Module, optimizer: Callable[..., Any] = adamw, max_norm: float | None = None, steps: int = 2
+        self,
+        model: nn.Module,
+        optimizer: Callable[..., Any] = adamw,
+        max_norm: float | None = None,
+        steps: int = 2,
     ) -> None:
         alone = Model(self.kind)
-        assert_same(whole(model), train_alone(alone, optimizer(alone.parameters()), max_norm, range(steps)))
+        assert_same(
+            whole(model), train_alone(alone, optimizer(alone.parameters()), max_norm, range(steps))
+        )
 
 
 TOOLS: dict[str, Callable[[Case], None]] = {}
@@ -77,7 +96,9 @@ def tool(name: str) -> Callable[[Callable[[Case], None]], Callable[[Case], None]
     return lambda run: TOOLS.setdefault(name, run)
 
 
-def trains(case: Case, model: nn.Module, optimizer: Callable[..., Any] = adamw, alone: Any = None) -> None:
+def trains(
+    case: Case, model: nn.Module, optimizer: Callable[..., Any] = adamw, alone: Any = None
+) -> None:
     train(model, optimizer(model.parameters()))
     case.is_right(model, alone or optimizer)
 
@@ -90,7 +111,12 @@ def ddp(case: Case) -> None:
 
 @tool("`FullyShardedDataParallel` (FSDP1)")
 def fsdp1(case: Case) -> None:
-    trains(case, fsdp.FullyShardedDataParallel(case.model(), device_id=torch.device("cpu"), use_orig_params=True))
+    trains(
+        case,
+        fsdp.FullyShardedDataParallel(
+            case.model(), device_id=torch.device("cpu"), use_orig_params=True
+        ),
+    )
 
 
 @tool("`fully_shard` (FSDP2)")
@@ -101,7 +127,9 @@ def fsdp2(case: Case) -> None:
 @tool("`fully_shard` with replicas (HSDP)")
 def hsdp(case: Case) -> None:
     replicas = 2 if case.ep.size % 2 == 0 else 1
-    mesh = init_device_mesh("cpu", (replicas, case.ep.size // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (replicas, case.ep.size // replicas), mesh_dim_names=("replicate", "shard")
+    )
     trains(case, (fully_shard if case.prepared else fsdp.fully_shard)(case.model(), mesh=mesh))
 
 
@@ -117,11 +145,16 @@ class Both:
 
 @tool("`ZeroRedundancyOptimizer`")
 def zero(case: Case) -> None:
-    redundant = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=RATE, eps=1e-3)
+    redundant = functools.partial(
+        ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=RATE, eps=1e-3
+    )
 
     def split(parameters: Iterator[nn.Parameter]) -> Both:
         given = list(parameters)
-        return Both(redundant([p for p in given if not is_spread(p)]), adamw([p for p in given if is_spread(p)]))
+        return Both(
+            redundant([p for p in given if not is_spread(p)]),
+            adamw([p for p in given if is_spread(p)]),
+        )
 
     trains(case, case.wrapped(), split if case.prepared else redundant, alone=adamw)
 
@@ -162,8 +195,11 @@ def clip(case: Case) -> None:
 @tool("accelerate")
 def accelerated(case: Case) -> None:
     accelerate = pytest.importorskip("accelerate")
-    accelerator, model = accelerate.Accelerator(cpu=True), case.model()
-    model, optimizer = accelerator.prepare(ignore_experts(model) if case.prepared else model, adamw(model.parameters()))
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = case.model()
+    model, optimizer = accelerator.prepare(
+        ignore_experts(model) if case.prepared else model, adamw(model.parameters())
+    )
     for step in range(2):
         optimizer.zero_grad()
         accelerator.backward(loss_of(model, step))
@@ -174,8 +210,13 @@ def accelerated(case: Case) -> None:
 
 @tool("accelerate's `clip_grad_norm_`")
 def accelerated_clip(case: Case) -> None:
-    accelerator, model = pytest.importorskip("accelerate").Accelerator(cpu=True), case.wrapped()
-    train(model, adamw(model.parameters()), lambda: accelerator.clip_grad_norm_(model.parameters(), MAX_NORM))
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = case.wrapped()
+    train(
+        model,
+        adamw(model.parameters()),
+        lambda: accelerator.clip_grad_norm_(model.parameters(), MAX_NORM),
+    )
     case.is_right(model, max_norm=MAX_NORM)
 
 
@@ -193,22 +234,37 @@ def trainer(case: Case) -> None:
             return {"loss": (self.model(x) - x).square().mean()}
 
     class Clips(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        ) -> None:
             clip_grad_norm_(model, MAX_NORM)
 
     model = WithLoss(case.model())
     arguments = transformers.TrainingArguments(
-        str(case.folder), use_cpu=True, max_steps=2, per_device_train_batch_size=1, report_to=[], save_strategy="no",
-        max_grad_norm=0.0 if case.prepared else MAX_NORM, disable_tqdm=True, logging_strategy="no",
-        lr_scheduler_type="constant", remove_unused_columns=False, dataloader_pin_memory=False,
+        str(case.folder),
+        use_cpu=True,
+        max_steps=2,
+        per_device_train_batch_size=1,
+        report_to=[],
+        save_strategy="no",
+        max_grad_norm=0.0 if case.prepared else MAX_NORM,
+        disable_tqdm=True,
+        logging_strategy="no",
+        lr_scheduler_type="constant",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
         train_sampling_strategy="sequential",
-    )  # fmt: skip
+    )
     data = [{"x": tokens(step, rank)} for step in range(2) for rank in range(dist.get_world_size())]
 
     optimizer = adamw(model.parameters())
     prepared = ignore_experts(model) if case.prepared else model
     runs = transformers.Trainer(
-        prepared, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[Clips] * case.prepared
+        prepared,
+        arguments,
+        train_dataset=data,
+        optimizers=(optimizer, None),
+        callbacks=[Clips] * case.prepared,
     )
     runs.train()
     case.is_right(model.model, max_norm=MAX_NORM)
@@ -234,7 +290,9 @@ def peft(case: Case) -> None:
     peft = pytest.importorskip("peft")
     names = ("w_gate_up", "w_down") if case.kind == "grouped" else ("up", "down")
     targets = [f"moe.experts.{name}" for name in names]
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=targets, init_lora_weights=False
+    )
     model, alone = (peft.get_peft_model(each, config) for each in (case.model(), Model(case.kind)))
     if case.prepared:
         ignore_experts(spread_adapters(model))
@@ -259,8 +317,10 @@ def resumes(
     load: Any = None,
 ) -> None:
     """Two steps, saved and loaded into another model, and a third one there."""
-    first, second = wrap(case.model()), wrap(case.model())
-    of_first, of_second = optimizer(first.parameters()), optimizer(second.parameters())
+    first = wrap(case.model())
+    second = wrap(case.model())
+    of_first = optimizer(first.parameters())
+    of_second = optimizer(second.parameters())
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.mul_(0.5)
@@ -287,7 +347,9 @@ def each_block(case: Case, wrapper: Callable[..., Any]) -> None:
 eagerly_compiled = functools.partial(torch.compile, backend="aot_eager")
 TOOLS |= {
     "`torch.compile` of each block": functools.partial(each_block, wrapper=eagerly_compiled),
-    "`torch.compile` of the model": functools.partial(resumes, wrap=lambda model: eagerly_compiled(under_ddp(model))),
+    "`torch.compile` of the model": functools.partial(
+        resumes, wrap=lambda model: eagerly_compiled(under_ddp(model))
+    ),
     "`checkpoint_wrapper`": functools.partial(each_block, wrapper=checkpoint_wrapper),
 }
 
@@ -315,13 +377,16 @@ def replayed(case: Case) -> None:
 @tool("`AveragedModel`")
 def averaged(case: Case) -> None:
     model = case.wrapped()
-    average, optimizer = AveragedModel(model), adamw(model.parameters())
+    average = AveragedModel(model)
+    optimizer = adamw(model.parameters())
     states = []
     for step in range(2):
         train(model, optimizer, steps=[step])
         average.update_parameters(model)
         states.append(whole(model))
-    assert_same(whole(average), {name: (states[0][name] + states[1][name]) / 2 for name in states[0]})
+    assert_same(
+        whole(average), {name: (states[0][name] + states[1][name]) / 2 for name in states[0]}
+    )
 
 
 def zero_(model: nn.Module) -> None:
@@ -332,7 +397,8 @@ def zero_(model: nn.Module) -> None:
 
 @tool("`torch.save` of each rank's state dict")
 def saved_by_each(case: Case) -> None:
-    model, file = case.model(), case.folder / f"{dist.get_rank()}.pt"
+    model = case.model()
+    file = case.folder / f"{dist.get_rank()}.pt"
     before = whole(model)
     torch.save(model.state_dict(), file)
     zero_(model)
@@ -376,18 +442,23 @@ def dcp_async(model: nn.Module, folder: Path, optimizer: Any) -> None:
 def dcp_load(model: nn.Module, folder: Path, optimizer: Any) -> None:
     state = both_states(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
 
 
 TOOLS |= {
-    "torch.distributed.checkpoint": functools.partial(resumes, wrap=under_ddp, save=dcp_save, load=dcp_load),
+    "torch.distributed.checkpoint": functools.partial(
+        resumes, wrap=under_ddp, save=dcp_save, load=dcp_load
+    ),
     "`async_save`": functools.partial(resumes, wrap=under_ddp, save=dcp_async, load=dcp_load),
 }
 
 
 @tool("`full_state_dict=True`")
 def full(case: Case) -> None:
-    model, alone = case.wrapped(), Model(case.kind)
+    model = case.wrapped()
+    alone = Model(case.kind)
     options = StateDictOptions(full_state_dict=True)
     state = copy.deepcopy(get_model_state_dict(model, options=options))
     alone.load_state_dict({key: value for key, value in state.items() if "_extra_state" not in key})
@@ -400,7 +471,9 @@ def full(case: Case) -> None:
 class OwnOptimizer(torch.optim.Optimizer):
     """One of a user, which goes parameter by parameter."""
 
-    def __init__(self, parameters: Any, update: Callable[[nn.Parameter, dict[str, Tensor]], Tensor]) -> None:
+    def __init__(
+        self, parameters: Any, update: Callable[[nn.Parameter, dict[str, Tensor]], Tensor]
+    ) -> None:
         super().__init__(parameters, {})
         self.update = update
 
@@ -412,9 +485,13 @@ class OwnOptimizer(torch.optim.Optimizer):
 
 def like_sm3(p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
     """State with a row for each index of each dimension, in place of one for each expert."""
-    rest = {f"sums{dim}": [other for other in range(p.dim()) if other != dim] for dim in range(p.dim())}
+    rest = {
+        f"sums{dim}": [other for other in range(p.dim()) if other != dim] for dim in range(p.dim())
+    }
     if not state:
-        state |= {name: torch.zeros_like(p.amax(others, keepdim=True)) for name, others in rest.items()}
+        state |= {
+            name: torch.zeros_like(p.amax(others, keepdim=True)) for name, others in rest.items()
+        }
     sums = functools.reduce(torch.minimum, [state[name] for name in rest]) + p.grad.square()
     state |= {name: sums.amax(others, keepdim=True) for name, others in rest.items()}
     return p.grad / (sums.sqrt() + 1e-3)
@@ -455,18 +532,38 @@ def optimizes(case: Case, optimizer: Callable[..., Any]) -> None:
     resumes(case, under_ddp, in_groups(optimizer) if case.prepared else optimizer)
 
 
-TOOLS |= {name: functools.partial(optimizes, optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()}
+TOOLS |= {
+    name: functools.partial(optimizes, optimizer=optimizer)
+    for name, optimizer in OPTIMIZERS.items()
+}
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-ROWS = dict(re.findall(r"^\| (.+?) \| ((?:right|raises).+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+ROWS = dict(
+    re.findall(
+        r"^\| (.+?) \| ((?:right|raises).+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+)
 """The table of the page: what a tool does as it is, and as the page says."""
-QUICK = ["`DistributedDataParallel`", "`fully_shard` (FSDP2)", "`nn.utils.clip_grad_norm_`", "`AdamW`"]
+QUICK = [
+    "`DistributedDataParallel`",
+    "`fully_shard` (FSDP2)",
+    "`nn.utils.clip_grad_norm_`",
+    "`AdamW`",
+]
 
 
 @pytest.fixture(scope="module")
 def ep() -> Iterator[ExpertParallel]:
-    options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": 16, "routing": {"renormalize": True}}
-    with ExpertParallel(make_config(dist.get_world_size(), timeout_s=60.0, **options), device="cpu") as made:
+    options = {
+        "experts": E,
+        "top_k": K,
+        "hidden": D,
+        "max_tokens": 16,
+        "routing": {"renormalize": True},
+    }
+    with ExpertParallel(
+        make_config(dist.get_world_size(), timeout_s=60.0, **options), device="cpu"
+    ) as made:
         yield made
 
 
@@ -495,7 +592,9 @@ def test_the_page_has_each_tool():
     ],
 )
 def test_each_cell_is_right_or_raises_before_a_weight_changes(ep, folder, name, kind):
-    for prepared, said in enumerate(dict.fromkeys(ROWS[name].split(" | "))):  # two equal cells are one call
+    for prepared, said in enumerate(
+        dict.fromkeys(ROWS[name].split(" | "))
+    ):  # two equal cells are one call
         case = Case(kind, bool(prepared), ep, folder / str(prepared))
         case.folder.mkdir(exist_ok=True)
         problem = None
@@ -508,7 +607,8 @@ def test_each_cell_is_right_or_raises_before_a_weight_changes(ep, folder, name, 
         problems: list[str | None] = [None] * ep.size
         dist.all_gather_object(problems, problem)
         found = [each for each in problems if each is not None]
-        if words := re.match(r'raises "(.+?)"', said):
+        words = re.match(r'raises "(.+?)"', said)
+        if words:
             assert found and all(words[1] in each for each in found), found
             assert_same(whole(case.models[0]), whole(Model(kind)), 0.0)
         else:
@@ -524,11 +624,21 @@ def test_replicas_of_experts(size, kind, how):
         pytest.skip("needs 2 or 4 ranks")
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "ep"))
     sharded = how.startswith("experts")
-    options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": 16, "routing": {"renormalize": True}}
-    with ExpertParallel(make_config(size // 2, **options), mesh["ep"] if sharded else mesh, device="cpu") as ep:
+    options = {
+        "experts": E,
+        "top_k": K,
+        "hidden": D,
+        "max_tokens": 16,
+        "routing": {"renormalize": True},
+    }
+    with ExpertParallel(
+        make_config(size // 2, **options), mesh["ep"] if sharded else mesh, device="cpu"
+    ) as ep:
         model: nn.Module = Model(kind, ep)
         if sharded and size > 2:
-            with pytest.raises(ValueError, match=f"must be spread over the {size} ranks .* got {size // 2}"):
+            with pytest.raises(
+                ValueError, match=f"must be spread over the {size} ranks .* got {size // 2}"
+            ):
                 ignore_experts(model)
         for block in model.blocks if sharded else ():
             fsdp.fully_shard(block.moe.experts, mesh=mesh["replicate"])
@@ -541,12 +651,16 @@ def test_replicas_of_experts(size, kind, how):
 
 @pytest.mark.parametrize("placement", [{"num_redundant_experts": 2}, {"strategy": "round_robin"}])
 def test_placements_that_no_dtensor_has_only_serve(size, placement):
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, placement=placement), device="cpu") as ep:
+    with ExpertParallel(
+        make_config(size, experts=E, top_k=K, hidden=D, placement=placement), device="cpu"
+    ) as ep:
         [block, _] = Model("grouped", ep).blocks
         with torch.no_grad():
             block(tokens(0, ep.rank))
         why = "num_redundant_experts" if "num_redundant_experts" in placement else "torch.chunk"
-        with pytest.raises(RuntimeError, match=f"must have DTensors only in calls with gradients, got .*{why}"):
+        with pytest.raises(
+            RuntimeError, match=f"must have DTensors only in calls with gradients, got .*{why}"
+        ):
             block(tokens(0, ep.rank))
         for prepare in (ignore_experts, fully_shard):
             with pytest.raises(ValueError, match=why):

@@ -1,4 +1,5 @@
-"""transformers' Trainer and accelerate fine-tune a Qwen3-MoE, clip, save and resume, by configuration alone.
+"""transformers' Trainer and accelerate fine-tune a Qwen3-MoE, clip, save and resume, by
+configuration alone.
 
 The recipes of docs/training.md, "In transformers". Over all ranks of torchrun.
 """
@@ -28,7 +29,10 @@ import epmoe.integrations.transformers  # noqa: F401 - which registers the name
 from epmoe.cli.demo import generate as demo
 
 pytestmark = [own_gpus, pytest.mark.slow, pytest.mark.usefixtures("default_settings")]
-STEPS, SAVED, LENGTH, MAX_NORM = 4, 2, 12, 0.5
+STEPS = 4
+SAVED = 2
+LENGTH = 12
+MAX_NORM = 0.5
 PER_RANK = 2
 FUNCTION = {"experts_implementation": "epmoe"}
 
@@ -47,7 +51,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parts(size: int) -> dict[str, Any]:
-    return {"distributed_config": DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")}
+    return {
+        "distributed_config": DistributedConfig(
+            tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe"
+        )
+    }
 
 
 def load(path: str | Path, **options: Any) -> PreTrainedModel:
@@ -57,27 +65,53 @@ def load(path: str | Path, **options: Any) -> PreTrainedModel:
 def batches(size: int, steps: range) -> list[dict[str, Tensor]]:
     """The examples of these steps, those of all ranks."""
     step = PER_RANK * size
-    examples = random_ids(STEPS * step * LENGTH, seed=0).view(-1, LENGTH).cpu()[steps.start * step : steps.stop * step]
+    examples = (
+        random_ids(STEPS * step * LENGTH, seed=0)
+        .view(-1, LENGTH)
+        .cpu()[steps.start * step : steps.stop * step]
+    )
     return [{"input_ids": ids, "labels": ids} for ids in examples]
 
 
 def trained(
-    model: PreTrainedModel, folder: Path, data: list[dict[str, Tensor]], resume: Path | None = None, **options: Any
+    model: PreTrainedModel,
+    folder: Path,
+    data: list[dict[str, Tensor]],
+    resume: Path | None = None,
+    **options: Any,
 ) -> list[tuple[float, float]]:
     """The loss and the norm of the gradients of each step."""
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=PER_RANK, num_train_epochs=1, learning_rate=1e-3, max_grad_norm=MAX_NORM,
-        lr_scheduler_type="constant", train_sampling_strategy="sequential", logging_steps=1, report_to=[],
-        save_strategy="steps", save_steps=SAVED, disable_tqdm=True, use_cpu=DEVICE == "cpu", **options,
-    )  # fmt: skip
+        folder,
+        per_device_train_batch_size=PER_RANK,
+        num_train_epochs=1,
+        learning_rate=1e-3,
+        max_grad_norm=MAX_NORM,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        report_to=[],
+        save_strategy="steps",
+        save_steps=SAVED,
+        disable_tqdm=True,
+        use_cpu=DEVICE == "cpu",
+        **options,
+    )
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train(resume_from_checkpoint=resume and str(resume))
-    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+    return [
+        (entry["loss"], entry["grad_norm"])
+        for entry in trainer.state.log_history
+        if "grad_norm" in entry
+    ]
 
 
 def weights(model: torch.nn.Module) -> dict[str, Tensor]:
     named = {name.removeprefix("module."): value for name, value in model.named_parameters()}
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu() for name, p in named.items()}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu()
+        for name, p in named.items()
+    }
 
 
 def assert_same(got: torch.nn.Module, want: torch.nn.Module) -> None:
@@ -87,7 +121,9 @@ def assert_same(got: torch.nn.Module, want: torch.nn.Module) -> None:
 
 
 def test_the_experts_function_under_ddp(checkpoint: str, folder: Path, size: int) -> None:
-    """The Trainer loads no experts of its own checkpoint, which names each: `from_pretrained` does."""
+    """The Trainer loads no experts of its own checkpoint, which names each:
+    `from_pretrained` does.
+    """
     model = load(checkpoint, **FUNCTION)
     log = trained(model, folder, batches(size, range(STEPS)))
     saved = folder / f"checkpoint-{SAVED}"
@@ -103,30 +139,44 @@ def test_a_checkpoint_with_the_names_of_the_model(checkpoint: str, folder: Path,
     model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     log = trained(model, folder, batches(size, range(STEPS)))
     again = load(checkpoint, **FUNCTION)
-    assert trained(again, folder, batches(size, range(STEPS)), resume=folder / f"checkpoint-{SAVED}") == log
+    assert (
+        trained(again, folder, batches(size, range(STEPS)), resume=folder / f"checkpoint-{SAVED}")
+        == log
+    )
     assert_same(again, model)
     assert_same(load(folder / f"checkpoint-{STEPS}"), model)
 
 
 @needs_ep
 def test_the_ep_implementation_under_fsdp2(checkpoint: str, folder: Path, size: int) -> None:
-    """The Trainer saves such models without the optimizer, and says so: SGD, which has no state, goes on exactly."""
+    """The Trainer saves such models without the optimizer, and says so: SGD, which has no state,
+    goes on exactly.
+    """
     model = load(checkpoint, **parts(size))
-    with pytest.raises(ValueError, match="Resuming is not supported for models sharded at load time"):
+    with pytest.raises(
+        ValueError, match="Resuming is not supported for models sharded at load time"
+    ):
         trained(model, folder, batches(size, range(STEPS)))
     options = {"save_only_model": True, "optim": "sgd"}
     log = trained(model, folder, batches(size, range(STEPS)), **options)
     again = load(folder / f"checkpoint-{SAVED}", **parts(size))
-    assert trained(again, folder / "again", batches(size, range(SAVED, STEPS)), **options) == log[SAVED:]
+    assert (
+        trained(again, folder / "again", batches(size, range(SAVED, STEPS)), **options)
+        == log[SAVED:]
+    )
     assert_same(again, model)
     assert_same(load(folder / f"checkpoint-{STEPS}"), model)
 
 
 def test_a_loop_of_accelerate(checkpoint: str, folder: Path, rank: int, size: int) -> None:
-    def steps(accelerator: Accelerator, model: Any, optimizer: Any, numbers: range) -> list[tuple[float, float]]:
+    def steps(
+        accelerator: Accelerator, model: Any, optimizer: Any, numbers: range
+    ) -> list[tuple[float, float]]:
         log = []
         for number in numbers:
-            examples = batches(size, range(number, number + 1))[rank * PER_RANK : (rank + 1) * PER_RANK]
+            examples = batches(size, range(number, number + 1))[
+                rank * PER_RANK : (rank + 1) * PER_RANK
+            ]
             ids = torch.stack([one["input_ids"] for one in examples]).to(accelerator.device)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             optimizer.zero_grad()
@@ -136,7 +186,9 @@ def test_a_loop_of_accelerate(checkpoint: str, folder: Path, rank: int, size: in
             log.append((loss.item(), float(norm)))
         return log
 
-    make: Callable[[], tuple[Accelerator, Any, Any]] = lambda: prepared(load(checkpoint, **FUNCTION))  # noqa: E731
+    make: Callable[[], tuple[Accelerator, Any, Any]] = lambda: prepared(
+        load(checkpoint, **FUNCTION)
+    )  # noqa: E731
     accelerator, model, optimizer = make()
     steps(accelerator, model, optimizer, range(SAVED))
     accelerator.save_state(str(folder / "state"))

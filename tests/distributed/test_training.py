@@ -1,4 +1,5 @@
-"""Training: rows without room, weights that are not finite, numbers of rows, and other ranks' kinds of rounds.
+"""Training: rows without room, weights that are not finite, numbers of rows, and other ranks' kinds
+of rounds.
 
 tests/distributed/test_training_fuzz.py has the gradients of rounds.
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 from epmoe import EPMismatchError, EPOverflowError
 from epmoe.training import TrainingExchange
 
-D, E = 32, 9
+D = 32
+E = 9
 
 
 @pytest.fixture
@@ -22,14 +24,21 @@ def exchange(make_ep) -> TrainingExchange:
 
 
 def draw(rank: int, T: int, device: torch.device) -> list[Tensor]:
-    """x, ids with duplicates and ids that are out of range, weights of which some are 0, and the gradient of y."""
+    """x, ids with duplicates and ids that are out of range, weights of which some are 0, and the
+    gradient of y.
+    """
     g = generator(rank)
     ids = torch.randint(-1, E + 2, (T, 3), generator=g)
     weights = torch.rand(T, 3, generator=g) * (torch.rand(T, 3, generator=g) > 0.2)
-    return [t.to(device) for t in (torch.randn(T, D, generator=g), ids, weights, torch.randn(T, D, generator=g))]
+    return [
+        t.to(device)
+        for t in (torch.randn(T, D, generator=g), ids, weights, torch.randn(T, D, generator=g))
+    ]
 
 
-def doubled(exchange: TrainingExchange, x: Tensor, ids: Tensor, weights: Tensor, **options: object) -> tuple:
+def doubled(
+    exchange: TrainingExchange, x: Tensor, ids: Tensor, weights: Tensor, **options: object
+) -> tuple:
     """y of experts that double their rows, and the round."""
     routed = exchange.dispatch(x, ids, weights, **options)
     factor = 2.0 if routed.row_weights is None else 2.0 * routed.row_weights[:, None]
@@ -38,7 +47,9 @@ def doubled(exchange: TrainingExchange, x: Tensor, ids: Tensor, weights: Tensor,
 
 @pytest.mark.parametrize("weights_on", ["rows", "combine"])
 def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size, weights_on):
-    """y is linear in x and in the weights, so <y, g>, <x, grad x> and <weights, grad weights> are equal."""
+    """y is linear in x and in the weights, so <y, g>, <x, grad x> and <weights, grad weights> are
+    equal.
+    """
     ep = make_ep(16, experts=E, top_k=3, hidden=D, max_tokens=40, capacity={"on_overflow": "drop"})
     exchange = TrainingExchange(ep)
     x, ids, weights, grad = draw(rank, 40, ep.device)
@@ -50,7 +61,9 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
         y.backward(grad)
         product = (y * grad).sum().item()
         for tensor in (x, weights):
-            assert abs((tensor * tensor.grad).sum().item() - product) <= 1e-3 * max(1.0, abs(product))
+            assert abs((tensor * tensor.grad).sum().item() - product) <= 1e-3 * max(
+                1.0, abs(product)
+            )
         ids_here = (ids >= 0) & (ids < E)
         counts = torch.stack([(ids_here & (weights.grad == 0)).sum(), ids_here.sum()]).cpu()
         torch.distributed.all_reduce(counts)
@@ -62,13 +75,16 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
 @pytest.mark.parametrize("weights_on", ["rows", "combine"])
 @pytest.mark.parametrize("T", [5, 40])
 def test_a_weight_that_is_not_finite_makes_no_row(exchange, rank, T, weights_on):
-    """Forward and backward are those of a call without the pair, whose weight has a gradient of 0."""
+    """Forward and backward are those of a call without the pair, whose weight has a
+    gradient of 0.
+    """
     x, ids, weights, grad = draw(rank, T, exchange.ep.device)
     bad = torch.zeros_like(ids, dtype=torch.bool)
     bad[0, 0] = bad[2, 1] = bad[4, 2] = True
 
     def run(ids: Tensor, weights: Tensor) -> list[Tensor]:
-        x_, weights_ = x.clone().requires_grad_(), weights.requires_grad_()
+        x_ = x.clone().requires_grad_()
+        weights_ = weights.requires_grad_()
         y, routed = doubled(exchange, x_, ids, weights_, weights_on=weights_on)
         y.backward(grad)
         return [y.detach(), x_.grad, weights_.grad, routed.expert_offsets]
@@ -81,17 +97,26 @@ def test_a_weight_that_is_not_finite_makes_no_row(exchange, rank, T, weights_on)
 
 
 def test_a_number_of_rows_needs_no_rows_of_the_window(make_ep, exchange, rank):
-    """`capacity.max_expert_rows` bounds "exact", and no round with a number, forward or backward."""
-    small = make_ep(16, experts=E, top_k=3, hidden=D, max_tokens=40, capacity={"max_expert_rows": 8})
+    """`capacity.max_expert_rows` bounds "exact", and no round with a number, forward
+    or backward.
+    """
+    small = make_ep(
+        16, experts=E, top_k=3, hidden=D, max_tokens=40, capacity={"max_expert_rows": 8}
+    )
     small = TrainingExchange(small)
     x, ids, weights, grad = draw(rank, 40, small.ep.device)
     x.requires_grad_(), weights.requires_grad_()
     results = [
-        torch.autograd.grad(doubled(each, x, ids, weights, num_rows=num_rows)[0], (x, weights), grad)
+        torch.autograd.grad(
+            doubled(each, x, ids, weights, num_rows=num_rows)[0], (x, weights), grad
+        )
         for each, num_rows in ((exchange, "exact"), (small, 768))
     ]
     assert all(map(torch.equal, *results))
-    for each, num_rows, key in ((small, "exact", "capacity.max_expert_rows"), (exchange, 8, "`num_rows` in training")):
+    for each, num_rows, key in (
+        (small, "exact", "capacity.max_expert_rows"),
+        (exchange, 8, "`num_rows` in training"),
+    ):
         with pytest.raises(EPOverflowError, match=key):
             doubled(each, x, ids, weights, num_rows=num_rows)
             each.ep.check()

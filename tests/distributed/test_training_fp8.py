@@ -1,4 +1,6 @@
-"""Training whose tokens travel forward as fp8: the bits of a round without fp8, given the values that have arrived."""
+"""Training whose tokens travel forward as fp8: the bits of a round without fp8, given the values
+that have arrived.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import epmoe
 from epmoe import EPMismatchError, EPOverflowError, RoundShape
 from epmoe.training import TrainingExchange
 
-E, K, MOST = 9, 3, 40
+E = 9
+K = 3
+MOST = 40
 CASES = all_pairs(
     {
         "dtype": [torch.float32, torch.bfloat16, torch.float16],
@@ -33,8 +37,11 @@ def draw(rank: int, T: int, D: int, dtype: torch.dtype, device: torch.device):
     x = torch.randn(T, D, generator=g) * torch.logspace(-6, 2, D)
     x[::3, :128] = 0.0
     x[1:2, 5] = torch.nan
-    ids, weights = torch.randint(-1, E + 2, (T, K), generator=g), torch.rand(T, K, generator=g)
-    return [t.to(device) for t in (x.to(dtype), ids, weights, torch.randn(T, D, generator=g).to(dtype))]
+    ids = torch.randint(-1, E + 2, (T, K), generator=g)
+    weights = torch.rand(T, K, generator=g)
+    return [
+        t.to(device) for t in (x.to(dtype), ids, weights, torch.randn(T, D, generator=g).to(dtype))
+    ]
 
 
 def as_it_arrives(x: torch.Tensor) -> torch.Tensor:
@@ -42,25 +49,45 @@ def as_it_arrives(x: torch.Tensor) -> torch.Tensor:
     return (q.float() * scales.repeat_interleave(128, 1)).to(x.dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(v).removeprefix("torch.") for v in case.values()))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(str(v).removeprefix("torch.") for v in case.values())
+)
 def test_only_the_tokens_are_rounded(make_ep, rank, case):
-    D, dtype, T = case["D"], case["dtype"], case["T"][rank]
-    options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": MOST, "dtype": str(dtype).removeprefix("torch.")}
+    D = case["D"]
+    dtype = case["dtype"]
+    T = case["T"][rank]
+    options = {
+        "experts": E,
+        "top_k": K,
+        "hidden": D,
+        "max_tokens": MOST,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     if case["alignment"]:
         options["capacity"] = {"alignment": case["alignment"]}
     eps = [make_ep(case["ll_max_tokens"], **options) for _ in range(case["windows"])]
-    device, backward = eps[0].device, eps[-1] if len(eps) > 1 else None
+    device = eps[0].device
+    backward = eps[-1] if len(eps) > 1 else None
     x, ids, weights, grad = draw(rank, T, D, dtype, device)
     n = T if case["padding"] is None else max(T - 3, 0)
-    tokens = {None: None, "int": n, "tensor": torch.tensor(n, dtype=torch.int32, device=device)}[case["padding"]]
+    tokens = {None: None, "int": n, "tensor": torch.tensor(n, dtype=torch.int32, device=device)}[
+        case["padding"]
+    ]
 
     def run(exchange: TrainingExchange, given: torch.Tensor):
-        given, w = given.clone().requires_grad_(), weights.clone().requires_grad_()
+        given = given.clone().requires_grad_()
+        w = weights.clone().requires_grad_()
         with poisoned_memory():
             routed = exchange.dispatch(
-                given, ids, w, weights_on=case["weights_on"], num_rows=case["num_rows"], num_tokens=tokens
+                given,
+                ids,
+                w,
+                weights_on=case["weights_on"],
+                num_rows=case["num_rows"],
+                num_tokens=tokens,
             )
-            rows, counts = routed.rows, routed.expert_offsets
+            rows = routed.rows
+            counts = routed.expert_offsets
             factor = 1.5 if routed.row_weights is None else 1.5 * routed.row_weights[:, None]
             y = exchange.combine((rows * factor).to(dtype), routed)
             y.backward(grad)
@@ -83,7 +110,9 @@ def test_another_payload_is_a_mismatch(make_ep, rank):
     x, ids, weights, _ = draw(rank, 5, 7168, torch.bfloat16, ep.device)
     payload, D = ("fp8", 7168) if rank == 0 else ("auto", 3696)
     with pytest.raises(EPMismatchError):
-        TrainingExchange(ep, payload=payload).dispatch(x[:, :D].contiguous(), ids, weights, num_rows=64)
+        TrainingExchange(ep, payload=payload).dispatch(
+            x[:, :D].contiguous(), ids, weights, num_rows=64
+        )
         ep.check()
 
 

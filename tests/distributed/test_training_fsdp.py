@@ -1,4 +1,6 @@
-"""Training beside FSDP's collectives: all but the experts is sharded, and ranks run askew in both directions."""
+"""Training beside FSDP's collectives: all but the experts is sharded, and ranks run askew in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from epmoe import ExpertParallel, MoELayer
 from epmoe.local.spread import is_spread, local_view
 from epmoe.training import fully_shard
 
-MOST_S, STEPS = 0.03, 3
+MOST_S = 0.03
+STEPS = 3
 sgd = partial(torch.optim.SGD, lr=0.5, foreach=False)
 
 
@@ -38,7 +41,9 @@ class Asleep(torch.autograd.Function):
 
 
 def train(model: Model, ep: ExpertParallel, averages: bool) -> dict[str, Tensor]:
-    """The parameters after steps. `averages`: the gradients are averaged here, since FSDP does not."""
+    """The parameters after steps. `averages`: the gradients are averaged here, since
+    FSDP does not.
+    """
     optimiser = sgd(model.parameters())
     for step in range(STEPS):
         x = tokens(step, ep.rank).to(ep.device)
@@ -54,13 +59,17 @@ def train(model: Model, ep: ExpertParallel, averages: bool) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("kind", ["grouped", "own"])
 def test_sharded_parts_and_ranks_that_run_askew(make_ep, size, kind):
-    """No round waits for a collective that waits for the round. Steps are those of one process, also without FSDP."""
+    """No round waits for a collective that waits for the round. Steps are those of one process,
+    also without FSDP.
+    """
     options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": 16, "timeout_s": 20.0}
     ep = make_ep(**options, routing={"renormalize": True})
     plain, sharded = (Model(kind, ep).to(ep.device) for _ in range(2))
     for block in sharded.blocks:
         random = Random(ep.rank)
-        block.register_forward_pre_hook(lambda _, args, random=random: (Asleep.apply(*args, random),))
+        block.register_forward_pre_hook(
+            lambda _, args, random=random: (Asleep.apply(*args, random),)
+        )
     mesh = init_device_mesh(ep.device.type, (size,))
     for module in (*sharded.blocks, sharded):
         fully_shard(module, mesh=mesh)
@@ -77,7 +86,11 @@ def test_sharded_parts_and_ranks_that_run_askew(make_ep, size, kind):
 def test_operations_in_place_on_the_y_of_a_sharded_layer(make_ep, shape):
     """FSDP's hooks of y stay. A view would lose them."""
     ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=6, timeout_s=20.0)
-    weights = randn(E, D, seed=1), randn(E, 2 * D, D, seed=2) / D**0.5, randn(E, D, D, seed=3) / D**0.5
+    weights = (
+        randn(E, D, seed=1),
+        randn(E, 2 * D, D, seed=2) / D**0.5,
+        randn(E, D, D, seed=3) / D**0.5,
+    )
     layer = fully_shard(MoELayer.from_full(ep, *weights))
     found = []
     for add in (torch.Tensor.add, torch.Tensor.add_):

@@ -1,7 +1,9 @@
-"""Drawn graphs of training against fp64: layers in chains and branches, checkpoints, frozen parts, parts of gradients.
+"""Drawn graphs of training against fp64: layers in chains and branches, checkpoints, frozen parts,
+parts of gradients.
 
-Every rank draws the same program, and the data of all ranks, so that it computes what it must get without the exchange.
-A failure names its seed: EPMOE_FUZZ_FIRST=<seed> EPMOE_FUZZ_CONFIGS=1 repeats it.
+Every rank draws the same program, and the data of all ranks, so that it computes what it must get
+without the exchange. A failure names its seed: EPMOE_FUZZ_FIRST=<seed> EPMOE_FUZZ_CONFIGS=1 repeats
+it.
 """
 
 from __future__ import annotations
@@ -32,14 +34,19 @@ CASES = all_pairs(
 )
 FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 PROGRAMS = 6 * int(os.environ.get("EPMOE_FUZZ_CONFIGS", 30))
-D, E, MAX_TOKENS, MAX_K, NUM_ROWS = 16, 9, 40, 8, 1536
+D = 16
+E = 9
+MAX_TOKENS = 40
+MAX_K = 8
+NUM_ROWS = 1536
 Call = Literal["plain", "checkpoint", "reentrant"]
 
 
 @dataclass
 class LayerDraw:
-    """One layer. `num_tokens`: whether the last tokens are padding, and who says it. `detaches`: its input has no
-    gradient through it."""
+    """One layer. `num_tokens`: whether the last tokens are padding, and who says it. `detaches`:
+    its input has no gradient through it.
+    """
 
     weights_on: Literal["rows", "combine"]
     num_rows: int | Literal["exact"]
@@ -53,7 +60,9 @@ class LayerDraw:
 
 @dataclass
 class Program:
-    """`order`: layers by number, in which they run; one may run twice. `asked`: leaves by name; None: backward()."""
+    """`order`: layers by number, in which they run; one may run twice. `asked`: leaves by name;
+    None: backward().
+    """
 
     seed: int
     wiring: Literal["chain", "residual", "product", "sum"]
@@ -88,7 +97,9 @@ def draw_program(seed: int, size: int) -> Program:
     for i, layer in enumerate(layers):
         leaves += [f"weights {i}"] * layer.trains_weights + [f"experts {i}"] * layer.trains_experts
     asked = None
-    if leaves and random.random() < 0.6 and all(layer.call != "reentrant" for layer in layers):  # torch refuses these
+    if (
+        leaves and random.random() < 0.6 and all(layer.call != "reentrant" for layer in layers)
+    ):  # torch refuses these
         asked = random.sample(leaves, random.randint(1, len(leaves)))
     return Program(
         seed,
@@ -96,7 +107,10 @@ def draw_program(seed: int, size: int) -> Program:
         layers,
         order,
         random.randint(1, MAX_K),
-        [random.choice([0, random.randint(1, 6), random.randint(1, MAX_TOKENS)]) for _ in range(size)],
+        [
+            random.choice([0, random.randint(1, 6), random.randint(1, MAX_TOKENS)])
+            for _ in range(size)
+        ],
         trains_x,
         asked,
         random.random() < 0.4,
@@ -104,10 +118,15 @@ def draw_program(seed: int, size: int) -> Program:
 
 
 class Leaves:
-    """What a rank brings, by name, and the experts of all: leaves of a graph, in a dtype and on a device."""
+    """What a rank brings, by name, and the experts of all: leaves of a graph, in a dtype and on a
+    device.
+    """
 
-    def __init__(self, program: Program, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        draw, T = generator(1000 * program.seed + rank), program.tokens[rank]
+    def __init__(
+        self, program: Program, rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        draw = generator(1000 * program.seed + rank)
+        T = program.tokens[rank]
         self.layers = program.layers
         self.ids, values = [], {"x": torch.randn(T, D, generator=draw)}
         for i in range(len(program.layers)):
@@ -130,7 +149,8 @@ class Leaves:
 
 def output(program: Program, x: Tensor, layer) -> Tensor:
     """The graph, where `layer(number, h)` is one of its layers."""
-    h, results = x, []
+    h = x
+    results = []
     for number in program.order:
         given = h.detach() if program.layers[number].detaches else h
         y = layer(number, given)
@@ -151,18 +171,30 @@ def exchanged_layer(program: Program, exchange: TrainingExchange, leaves: Leaves
     held = exchange.ep.placement.logical_experts(exchange.ep.rank)
 
     def layer(number: int, h: Tensor) -> Tensor:
-        drawn, ids = program.layers[number], leaves.ids[number]
+        drawn = program.layers[number]
+        ids = leaves.ids[number]
         real = real_tokens(drawn, len(h))
-        count = {"all": None, "int": real, "tensor": torch.tensor(real, dtype=torch.int32, device=h.device)}
+        count = {
+            "all": None,
+            "int": real,
+            "tensor": torch.tensor(real, dtype=torch.int32, device=h.device),
+        }
 
         def run(h: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
             routed = exchange.dispatch(
-                h, ids, weights, weights_on=drawn.weights_on, num_rows=drawn.num_rows,
-                num_tokens=count[drawn.num_tokens], tag=number + 1,
-            )  # fmt: skip
+                h,
+                ids,
+                weights,
+                weights_on=drawn.weights_on,
+                num_rows=drawn.num_rows,
+                num_tokens=count[drawn.num_tokens],
+                tag=number + 1,
+            )
             numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=h.device)
             expert = torch.searchsorted(routed.expert_offsets, numbers, right=True) - 1
-            ends = torch.cat([routed.expert_offsets[:-1] + routed.tokens_per_expert, numbers.new_zeros(1)])
+            ends = torch.cat(
+                [routed.expert_offsets[:-1] + routed.tokens_per_expert, numbers.new_zeros(1)]
+            )
             has_pair = numbers < ends[expert]
             scale = torch.cat([scales[held], scales.new_zeros(1)])[expert]
             rows = torch.tanh(routed.rows.where(has_pair[:, None], 0.0)) * scale[:, None]
@@ -184,8 +216,11 @@ def dense_layer(leaves: Leaves):
     """The same layers on one rank's tokens, with all experts."""
 
     def layer(number: int, h: Tensor) -> Tensor:
-        ids, scales = leaves.ids[number], leaves[f"experts {number}"]
-        real = torch.arange(len(h), device=h.device)[:, None] < real_tokens(leaves.layers[number], len(h))
+        ids = leaves.ids[number]
+        scales = leaves[f"experts {number}"]
+        real = torch.arange(len(h), device=h.device)[:, None] < real_tokens(
+            leaves.layers[number], len(h)
+        )
         live = (ids >= 0) & (ids < E) & real
         factors = leaves[f"weights {number}"] * torch.where(live, scales[ids.clamp(0, E - 1)], 0.0)
         return torch.tanh(h) * factors.sum(1, keepdim=True)
@@ -199,7 +234,9 @@ def gradients(program: Program, leaves: Leaves, y: Tensor, *, keep: bool) -> dic
     names = [name for name, value in leaves.values.items() if value.requires_grad]
     if program.asked is not None:
         names = [name for name in names if name in program.asked]
-        given = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=keep, allow_unused=True)
+        given = torch.autograd.grad(
+            loss, [leaves[name] for name in names], retain_graph=keep, allow_unused=True
+        )
     else:
         for name in names:
             leaves[name].grad = None
@@ -212,7 +249,9 @@ def gradients(program: Program, leaves: Leaves, y: Tensor, *, keep: bool) -> dic
 
 
 def wanted(program: Program, rank: int, size: int) -> dict[str, Tensor]:
-    """fp64, on the CPU: gradients of this rank's leaves, and of experts by the tokens of all ranks."""
+    """fp64, on the CPU: gradients of this rank's leaves, and of experts by the tokens
+    of all ranks.
+    """
     total: dict[str, Tensor] = {}
     for other in range(size):
         leaves = Leaves(program, other, torch.float64, torch.device("cpu"))
@@ -227,8 +266,11 @@ def wanted(program: Program, rank: int, size: int) -> dict[str, Tensor]:
     return total
 
 
-def check(program: Program, exchange: TrainingExchange, dtype: torch.dtype, rank: int, size: int) -> None:
-    ep, want = exchange.ep, wanted(program, rank, size)
+def check(
+    program: Program, exchange: TrainingExchange, dtype: torch.dtype, rank: int, size: int
+) -> None:
+    ep = exchange.ep
+    want = wanted(program, rank, size)
     leaves = Leaves(program, rank, dtype, ep.device)
     with poisoned_memory():
         y = output(program, leaves["x"], exchanged_layer(program, exchange, leaves))
@@ -242,18 +284,34 @@ def check(program: Program, exchange: TrainingExchange, dtype: torch.dtype, rank
                 if name.startswith("experts"):  # copies of them, and those of other ranks
                     grad = grad.float().cpu()
                     dist.all_reduce(grad)
-                assert_close(grad.cpu(), want[name], dtype, slack=16 if dtype == torch.float32 else 6)
+                assert_close(
+                    grad.cpu(), want[name], dtype, slack=16 if dtype == torch.float32 else 6
+                )
     ep.check()
     assert not ep.exchange.rounds.state
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(v).removeprefix("torch.") for v in case.values()))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(str(v).removeprefix("torch.") for v in case.values())
+)
 def test_drawn_graphs(make_ep, size, rank, case):
     dtype = case["dtype"]
-    options = {"experts": E, "top_k": MAX_K, "hidden": D, "max_tokens": MAX_TOKENS, "timeout_s": 10.0}
-    options |= {"dtype": str(dtype).removeprefix("torch."), "capacity": {"alignment": case["alignment"]}}
+    options = {
+        "experts": E,
+        "top_k": MAX_K,
+        "hidden": D,
+        "max_tokens": MAX_TOKENS,
+        "timeout_s": 10.0,
+    }
+    options |= {
+        "dtype": str(dtype).removeprefix("torch."),
+        "capacity": {"alignment": case["alignment"]},
+    }
     if case["copies"]:
-        options["placement"] = {"strategy": "round_robin", "num_redundant_experts": -E % size or size}
+        options["placement"] = {
+            "strategy": "round_robin",
+            "num_redundant_experts": -E % size or size,
+        }
     ep, *others = (make_ep(case["ll_max_tokens"], **options) for _ in range(case["windows"]))
     exchange = TrainingExchange(ep, backward=others[0] if others else None)
     for seed in range(FIRST + CASES.index(case), FIRST + PROGRAMS, len(CASES)):

@@ -1,16 +1,25 @@
-"""Training in graphs of autograd that are not a plain chain: every rank gets through, and nothing is wrong silently."""
+"""Training in graphs of autograd that are not a plain chain: every rank gets through, and nothing
+is wrong silently.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from helpers import randn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from epmoe import EPMismatchError, EPStateError, Placement
 from epmoe.training import TrainingExchange
 
-D, E, K, T = 32, 6, 2, 7
+D = 32
+E = 6
+K = 2
+T = 7
 
 
 def leaf(*shape: int, seed: int, device: torch.device) -> torch.Tensor:
@@ -20,10 +29,21 @@ def leaf(*shape: int, seed: int, device: torch.device) -> torch.Tensor:
 class Layer(torch.nn.Module):
     """Experts that scale their rows, by one parameter each; the weights of the router are given."""
 
-    def __init__(self, exchange: TrainingExchange, tag: int = 1, num_rows: int = 128, weights_on: str = "rows") -> None:
+    def __init__(
+        self,
+        exchange: TrainingExchange,
+        tag: int = 1,
+        num_rows: int = 128,
+        weights_on: str = "rows",
+    ) -> None:
         super().__init__()
-        self.exchange, self.tag, self.num_rows, self.weights_on = exchange, tag, num_rows, weights_on
-        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, exchange.ep.num_local_experts).to(exchange.ep.device))
+        self.exchange = exchange
+        self.tag = tag
+        self.num_rows = num_rows
+        self.weights_on = weights_on
+        self.scale = torch.nn.Parameter(
+            torch.linspace(0.5, 1.5, exchange.ep.num_local_experts).to(exchange.ep.device)
+        )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         routed = self.exchange.dispatch(
@@ -47,8 +67,17 @@ def exchange(make_ep) -> TrainingExchange:
 @pytest.fixture
 def inputs(exchange, rank):
     device = exchange.ep.device
-    ids = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(rank * 99 + t))[:K] for t in range(T)])
-    return leaf(T, D, seed=rank, device=device), ids.to(device), leaf(T, K, seed=50 + rank, device=device)
+    ids = torch.stack(
+        [
+            torch.randperm(E, generator=torch.Generator().manual_seed(rank * 99 + t))[:K]
+            for t in range(T)
+        ]
+    )
+    return (
+        leaf(T, D, seed=rank, device=device),
+        ids.to(device),
+        leaf(T, K, seed=50 + rank, device=device),
+    )
 
 
 def closed(exchange: TrainingExchange) -> bool:
@@ -77,7 +106,11 @@ def test_weights_that_nobody_uses_have_gradients_of_0(exchange, inputs):
     x, ids, weights = inputs
     routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=128)
     exchange.combine(routed.rows * 2, routed).sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 2.0 * K)) and not weights.grad.any() and closed(exchange)
+    assert (
+        torch.equal(x.grad, torch.full_like(x, 2.0 * K))
+        and not weights.grad.any()
+        and closed(exchange)
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -95,7 +128,9 @@ def test_checkpoints_compute_the_same_bits(exchange, inputs, reentrant, weights_
             tensor.grad = None
         before = exchange.ep.exchange.rounds.count
         h.square().sum().backward()
-        return [tensor.grad.clone() for tensor in leaves], exchange.ep.exchange.rounds.count - before
+        return [
+            tensor.grad.clone() for tensor in leaves
+        ], exchange.ep.exchange.rounds.count - before
 
     plain, rounds = run(lambda layer, *inputs: layer(*inputs))
     again, more = run(lambda layer, *inputs: checkpoint(layer, *inputs, use_reentrant=reentrant))
@@ -105,12 +140,16 @@ def test_checkpoints_compute_the_same_bits(exchange, inputs, reentrant, weights_
     saved = {torch.ops.epmoe.train_dispatch.default, torch.ops.epmoe.train_combine.default}
 
     def policy(ctx, operator, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     def contexts():
         return create_selective_checkpoint_contexts(policy)
 
-    kept, rounds = run(lambda layer, *inputs: checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts))
+    kept, rounds = run(
+        lambda layer, *inputs: checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)
+    )
     assert all(map(torch.equal, plain, kept)) and rounds == 2 and closed(exchange)
 
 
@@ -133,12 +172,15 @@ def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
     ep.resume(placement=placement)
     exchange = TrainingExchange(ep)
     tokens = 0 if rank == 1 else T
-    x, weights = leaf(tokens, D, seed=rank, device=ep.device), leaf(tokens, K, seed=9, device=ep.device)
+    x = leaf(tokens, D, seed=rank, device=ep.device)
+    weights = leaf(tokens, K, seed=9, device=ep.device)
     ids = torch.tensor([[0, 1]], device=ep.device).expand(tokens, K).contiguous()
     for num_rows in ("exact", 128):
         x.grad = None
         routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=num_rows)
-        rows = routed.rows * 3 if rank == 0 else torch.zeros_like(routed.rows)  # no gradient flows on other ranks
+        rows = (
+            routed.rows * 3 if rank == 0 else torch.zeros_like(routed.rows)
+        )  # no gradient flows on other ranks
         exchange.combine(rows, routed).sum().backward()
         assert torch.equal(x.grad, torch.full_like(x, 3.0 * K)) and closed(exchange)
 
@@ -146,7 +188,8 @@ def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
 def test_a_backward_pass_after_resume_is_refused(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     exchange = TrainingExchange(ep)
-    x, weights = leaf(T, D, seed=rank, device=ep.device), leaf(T, K, seed=9, device=ep.device)
+    x = leaf(T, D, seed=rank, device=ep.device)
+    weights = leaf(T, K, seed=9, device=ep.device)
     loss = Layer(exchange)(x, torch.zeros(T, K, dtype=torch.int32, device=ep.device), weights).sum()
     ep.resume()
     with pytest.raises(EPStateError, match="before `resume`"):
@@ -173,7 +216,9 @@ def test_misuse_is_an_error(exchange, inputs):
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_backward_passes_in_another_order_on_one_rank_are_a_mismatch(exchange, inputs, rank, compiles):
+def test_backward_passes_in_another_order_on_one_rank_are_a_mismatch(
+    exchange, inputs, rank, compiles
+):
     """All ranks hear of it, before there are gradients of two micro-batches in one round."""
     x, ids, weights = inputs
     layer = Layer(exchange)

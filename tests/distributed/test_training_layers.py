@@ -1,4 +1,6 @@
-"""Training: compiled layers against eager ones, and shapes. tests/distributed/test_training_fsdp.py has steps."""
+"""Training: compiled layers against eager ones, and shapes. tests/distributed/test_training_fsdp.py
+has steps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from torch import Tensor
 from epmoe import GroupedExperts, MoELayer
 from epmoe.training import TrainingExchange, route
 
-E, K, D, WIDTH, T = 6, 2, 32, 24, 9
+E = 6
+K = 2
+D = 32
+WIDTH = 24
+T = 9
 
 
 def weights_of(layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,7 +27,8 @@ def weights_of(layer: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_layers(ep, num_layers: int = 2, num_rows="exact", dtype=torch.float32) -> list[MoELayer]:
-    held, device = ep.placement.logical_experts(ep.rank), ep.device
+    held = ep.placement.logical_experts(ep.rank)
+    device = ep.device
     layers = []
     for i in range(num_layers):
         router, gate_up, down = (w.to(device) for w in weights_of(i))
@@ -71,18 +78,29 @@ class OwnLayer(torch.nn.Module):
         routed = self.exchange.dispatch(
             x, *routing, num_rows=self.layer.num_rows, weights_on="both", tag=self.layer.tag
         )
-        rows = self.layer.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
+        rows = self.layer.experts(
+            routed.rows, routed.expert_offsets, row_weights=routed.row_weights
+        )
         return self.exchange.combine(rows, routed)
 
 
-WAYS = [(256, True, 1), (256, False, 0.3), ("exact", False, 1)]  # num_rows, fullgraph, memory budget
+WAYS = [
+    (256, True, 1),
+    (256, False, 0.3),
+    ("exact", False, 1),
+]  # num_rows, fullgraph, memory budget
 QUICK = [
     ("beside", *WAYS[0], False),
     ("unused", *WAYS[0], False),
     ("parallel", *WAYS[1], False),
     ("parallel", *WAYS[2], True),
 ]
-ALL = [(kind, *way, own) for kind in ("chain", "parallel", "beside", "unused") for way in WAYS for own in (False, True)]
+ALL = [
+    (kind, *way, own)
+    for kind in ("chain", "parallel", "beside", "unused")
+    for way in WAYS
+    for own in (False, True)
+]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +110,11 @@ ALL = [(kind, *way, own) for kind in ("chain", "parallel", "beside", "unused") f
         for backend, cases, marks in (
             ("aot_eager", QUICK, ()),
             ("inductor", QUICK, pytest.mark.slow),
-            ("aot_eager", [case for case in ALL if case not in QUICK], [pytest.mark.slow, pytest.mark.long]),
+            (
+                "aot_eager",
+                [case for case in ALL if case not in QUICK],
+                [pytest.mark.slow, pytest.mark.long],
+            ),
         )
         for case in cases
     ],
@@ -100,16 +122,22 @@ ALL = [(kind, *way, own) for kind in ("chain", "parallel", "beside", "unused") f
 )
 def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullgraph, own):
     """Compilers neither remove a round, nor move it over another one, nor run it twice."""
-    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=120.0)  # ranks wait while another one compiles
+    ep = make_ep(
+        experts=E, top_k=K, hidden=D, timeout_s=120.0
+    )  # ranks wait while another one compiles
     layers = make_layers(ep, num_rows=num_rows)
     model = Graph([OwnLayer(layer) for layer in layers] if own else layers, kind)
     inputs = [randn(T, D, seed=rank).to(ep.device).requires_grad_(), *model.parameters()]
-    want, rounds = torch.autograd.grad(model(inputs[0]), inputs, materialize_grads=True), ep.health().rounds
+    want = torch.autograd.grad(model(inputs[0]), inputs, materialize_grads=True)
+    rounds = ep.health().rounds
     step = torch.compile(model, backend=backend, fullgraph=fullgraph)
     for _ in range(2):
-        got, before = torch.autograd.grad(step(inputs[0]), inputs, materialize_grads=True), ep.health().rounds
+        got = torch.autograd.grad(step(inputs[0]), inputs, materialize_grads=True)
+        before = ep.health().rounds
         for a, b in zip(got, want, strict=True):
-            limit = 0.0 if backend == "aot_eager" else 1e-5 * b.abs().max().item()  # inductor adds in another order
+            limit = (
+                0.0 if backend == "aot_eager" else 1e-5 * b.abs().max().item()
+            )  # inductor adds in another order
             torch.testing.assert_close(a, b, rtol=0.0, atol=limit)
     assert before == 3 * rounds
     ep.check()
@@ -119,8 +147,13 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
 def test_what_no_graph_can_hold_is_refused(make_ep, rank, budgeted, num_rows):
     [layer] = make_layers(make_ep(experts=E, top_k=K, hidden=D), 1, num_rows=num_rows)
     for model in (layer, OwnLayer(layer))[: 1 if num_rows == "exact" else 2]:
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph, or give a number of rows"):
-            torch.compile(model, backend="aot_eager", fullgraph=True)(randn(T, D, seed=rank).to(layer.ep.device))
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported,
+            match="compile without fullgraph, or give a number of rows",
+        ):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(
+                randn(T, D, seed=rank).to(layer.ep.device)
+            )
 
 
 @pytest.mark.parametrize("shape", [(T, D), (3, 4, D), (0, D)])

@@ -1,4 +1,6 @@
-"""Models of transformers with their experts spread over the ranks; under torchrun with at least 2 ranks."""
+"""Models of transformers with their experts spread over the ranks; under torchrun with at least 2
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ pytest.importorskip("transformers")
 import fp8_models
 import spread_models
 from exchanges import nodes_of
-from spread_models import DEVICE, both_entry_points, needs_ep, needs_heads, own_gpus, random_ids, single_and_spread
+from spread_models import (
+    DEVICE,
+    both_entry_points,
+    needs_ep,
+    needs_heads,
+    own_gpus,
+    random_ids,
+    single_and_spread,
+)
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
@@ -24,8 +34,9 @@ from epmoe.native.arguments import FP8
 
 pytestmark = own_gpus
 FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
-"""Absolute error, of logits of magnitude up to 5. On the CPU fp32 is within 3e-6 of fp64. On GPUs the two models also
-sum in different orders: transformers decodes with `batched_mm` there, and libraries choose kernels by row count.
+"""Absolute error, of logits of magnitude up to 5. On the CPU fp32 is within 3e-6 of fp64. On GPUs
+the two models also sum in different orders: transformers decodes with `batched_mm` there, and
+libraries choose kernels by row count.
 """
 BF16_LOGITS = 2e-2
 """Error after 3 layers, relative to the largest logit."""
@@ -45,15 +56,22 @@ def check_generation(single, spread, prompt: Tensor, new_tokens: int, **options:
 
 
 def routers(model) -> list[torch.nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.endswith(("mlp.gate", "mlp.router"))
+    ]
 
 
 @both_entry_points
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_generation_from_different_prompts_equals_a_single_process(name, entry_point, rank, size):
-    """A rank that has finished keeps stepping until the last rank has; with torch's FSDP it does so by default."""
+    """A rank that has finished keeps stepping until the last rank has; with torch's FSDP it does so
+    by default.
+    """
     single, spread = single_and_spread(name, entry_point)
-    prompt, new_tokens = random_ids(3 + 9 * rank, seed=rank), 4 + 3 * rank
+    prompt = random_ids(3 + 9 * rank, seed=rank)
+    new_tokens = 4 + 3 * rank
     options = {"synced_gpus": True} if entry_point == "experts_implementation" else {}
     check_generation(single, spread, prompt, new_tokens, **options)
     (layers,) = integration.shared()  # all layers of the model
@@ -64,12 +82,16 @@ def test_generation_from_different_prompts_equals_a_single_process(name, entry_p
 @both_entry_points
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_bfloat16_logits(name, entry_point, rank):
-    """Tokens and routing are teacher-forced: at near ties in bfloat16, another rounding chooses another expert."""
+    """Tokens and routing are teacher-forced: at near ties in bfloat16, another rounding chooses
+    another expert.
+    """
     check_logits(*single_and_spread(name, entry_point, torch.bfloat16), rank)
 
 
 def check_logits(single, spread, rank: int) -> None:
-    """Compares the logits of `spread`, which takes the routing of `single`, with those of `single`."""
+    """Compares the logits of `spread`, which takes the routing of `single`, with those
+    of `single`.
+    """
     routings: list[tuple] = []
     for router in routers(single):
         router.register_forward_hook(lambda module, args, output: routings.append(output))
@@ -77,14 +99,17 @@ def check_logits(single, spread, rank: int) -> None:
         router.register_forward_hook(lambda module, args, output: routings.pop(0))
     ids = random_ids(40 + 5 * rank, seed=rank)
     with torch.no_grad():  # torch's FSDP refuses inference_mode
-        want, got = single(ids).logits.float(), spread(ids).logits.float()
+        want = single(ids).logits.float()
+        got = spread(ids).logits.float()
     assert not routings
     assert (got - want).abs().max() <= BF16_LOGITS * want.abs().max()
 
 
 @both_entry_points
 def test_an_fp8_checkpoint(entry_point, rank, size):
-    """The reference is transformers' own arithmetic with the dequantized weights, in one process."""
+    """The reference is transformers' own arithmetic with the dequantized weights, in
+    one process.
+    """
     with fp8_models.saved() as path:
         spread = fp8_models.quantized(path, **spread_models.options_of(entry_point)).to(DEVICE)
         single = fp8_models.dequantized(path, torch.bfloat16).to(DEVICE)
@@ -98,7 +123,10 @@ def test_an_fp8_checkpoint(entry_point, rank, size):
 def test_an_fp8_format_that_epmoe_does_not_take_is_refused_at_load(size):
     with (
         fp8_models.saved(activation_scheme="static") as path,
-        pytest.raises(ValueError, match="these have activation scales of the kind 'static': load the checkpoint with"),
+        pytest.raises(
+            ValueError,
+            match="these have activation scales of the kind 'static': load the checkpoint with",
+        ),
     ):
         fp8_models.quantized(path, **spread_models.options_of("ep_implementation"))
 
@@ -120,7 +148,9 @@ def test_batch_shared_by_all_ranks(name, rank, size):
     sent = torch.tensor(sum(layers.ep.health().rows_sent))
     dist.all_reduce(sent)
     moe_layers = 2 if name == "deepseek_v3" else 3
-    hops = min(size, 8) + layers.ep.config.topology.num_nodes - 1  # to each rank and each other node
+    hops = (
+        min(size, 8) + layers.ep.config.topology.num_nodes - 1
+    )  # to each rank and each other node
     assert sent <= moe_layers * (13 + 7) * hops  # each token once, not once from every rank
 
 

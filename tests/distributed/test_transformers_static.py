@@ -1,4 +1,6 @@
-"""Models of transformers in static mode: compiled and captured generation; under torchrun with at least 2 ranks."""
+"""Models of transformers in static mode: compiled and captured generation; under torchrun with at
+least 2 ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ pytest.importorskip("transformers")
 import spread_models
 from exchanges import nodes_of
 from helpers import ON_GPUS, captured
-from spread_models import DEVICE, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
+from spread_models import (
+    DEVICE,
+    both_entry_points,
+    needs_ep,
+    own_gpus,
+    random_ids,
+    single_and_spread,
+)
 from transformers import CompileConfig
 
 import epmoe.integrations.transformers as integration
@@ -35,8 +44,9 @@ def _static(default_settings, size):
 
 @pytest.fixture
 def every_expert(monkeypatch):
-    """Each token goes to all 12 experts, which 2, 3 and 4 ranks divide: rounding cannot choose another expert, which it
-    does at near ties in bf16. And there are two layers, since compilers take their time for each.
+    """Each token goes to all 12 experts, which 2, 3 and 4 ranks divide: rounding cannot choose
+    another expert, which it does at near ties in bf16. And there are two layers, since compilers
+    take their time for each.
     """
     for name, config in demo.MODELS.items():
         monkeypatch.setitem(config, "num_hidden_layers", 2)
@@ -47,7 +57,9 @@ def every_expert(monkeypatch):
 
 
 def check_tokens(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
-    """Equal tokens and logits. After two tokens that are equally likely, within the error, texts may differ."""
+    """Equal tokens and logits. After two tokens that are equally likely, within the error, texts
+    may differ.
+    """
     for got_token, got_logits, token, logits in zip(*got, *want, strict=True):
         limit = ERROR * logits.abs().max()
         assert (got_logits - logits).abs().max() <= limit
@@ -57,7 +69,9 @@ def check_tokens(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Non
 
 
 def compiled() -> dict[str, object]:
-    """Options of `generate`: on GPUs transformers compiles with inductor and CUDA graphs by itself."""
+    """Options of `generate`: on GPUs transformers compiles with inductor and CUDA
+    graphs by itself.
+    """
     options: dict[str, object] = {"cache_implementation": "static"}
     if DEVICE == "cpu":
         config = CompileConfig(backend="aot_eager", mode="default")
@@ -93,9 +107,12 @@ def test_compiled_generation_with_a_static_cache(name, entry_point, rank, size, 
 
 
 def test_ranks_whose_texts_end_at_different_steps(rank, size, every_expert):
-    """With the same `max_new_tokens`, as the page says, a static cache has room for the steps of the others."""
+    """With the same `max_new_tokens`, as the page says, a static cache has room for the steps of
+    the others.
+    """
     single, spread = single_and_spread("qwen3_moe", "experts_implementation", DTYPE)
-    prompt, steps = random_ids(5 + 9 * rank, seed=rank), [2, 6, 4, 3][rank % 4]
+    prompt = random_ids(5 + 9 * rank, seed=rank)
+    steps = [2, 6, 4, 3][rank % 4]
     want = demo.generate(single, prompt, 6)
 
     def ends(ids: Tensor, scores: Tensor, **_: object) -> Tensor:
@@ -108,10 +125,14 @@ def test_ranks_whose_texts_end_at_different_steps(rank, size, every_expert):
 
 
 def test_one_graph_without_breaks(rank, every_expert):
-    """There is a new one after the windows were released, since the old one would write into released memory."""
+    """There is a new one after the windows were released, since the old one would write into
+    released memory.
+    """
     single, spread = single_and_spread("qwen3_moe", "experts_implementation", DTYPE)
     ids = random_ids(7, seed=rank)
-    graph = torch.compile(lambda ids: spread(ids, use_cache=False).logits, backend="aot_eager", fullgraph=True)
+    graph = torch.compile(
+        lambda ids: spread(ids, use_cache=False).logits, backend="aot_eager", fullgraph=True
+    )
     with torch.no_grad():
         want = single(ids, use_cache=False).logits
         for _ in range(2):
@@ -128,10 +149,13 @@ def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
     layer = spread_models.OneLayer("mixtral", entry_point, DTYPE)
     layer.check(*layer.inputs(M - rank, 2, seed=rank))
     (layers,) = integration.shared()
-    rounds, rows_sent = layers.ep.health().rounds, layers.ep.health().rows_sent
+    rounds = layers.ep.health().rounds
+    rows_sent = layers.ep.health().rows_sent
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match=f"a rank brings {M + 1} tokens, but static mode takes at most"),
+        pytest.raises(
+            ValueError, match=f"a rank brings {M + 1} tokens, but static mode takes at most"
+        ),
     ):
         layer.spread(*layer.inputs(M + 1, 2, seed=rank))
     assert layers.ep.health().rounds == rounds + 1, "one round, given up"
@@ -142,7 +166,9 @@ def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
 @needs_ep
 def test_kernels_that_need_counts_on_the_host(rank, monkeypatch):
     """They run in ordinary mode. In static mode they are an error before anything is sent."""
-    monkeypatch.setattr("epmoe.integrations.transformers.ep_implementation.can_group", lambda experts: False)
+    monkeypatch.setattr(
+        "epmoe.integrations.transformers.ep_implementation.can_group", lambda experts: False
+    )
     layer = spread_models.OneLayer("gpt_oss", "ep_implementation", DTYPE)
     inputs = layer.inputs(9 + rank, 4, seed=rank)
     with torch.no_grad(), pytest.raises(ValueError, match="static mode needs experts"):
@@ -183,7 +209,8 @@ def test_a_captured_layer(name, entry_point, rank, device):
 def test_a_captured_forward_pass(entry_point, shares_batch, rank, size, device, every_expert):
     parallel = {"tp_size": size, "ep_size": size} if shares_batch else {}
     single, spread = single_and_spread("qwen3_moe", entry_point, DTYPE, **parallel)
-    ids, position_ids = random_ids(8, seed=0), torch.arange(8, device=device)[None]
+    ids = random_ids(8, seed=0)
+    position_ids = torch.arange(8, device=device)[None]
 
     def forward() -> Tensor:
         return spread(ids, position_ids=position_ids, use_cache=False).logits

@@ -1,7 +1,9 @@
-"""Models of transformers that train with their experts spread over the ranks; under torchrun with at least 2 ranks.
+"""Models of transformers that train with their experts spread over the ranks; under torchrun with
+at least 2 ranks.
 
-Beside the same model in one process, on the batches of all ranks. Gradients of parameters are reduced as transformers'
-own EP implementations leave them: FSDP divides by the ranks, and so does DDP.
+Beside the same model in one process, on the batches of all ranks. Gradients of parameters are
+reduced as transformers' own EP implementations leave them: FSDP divides by the ranks, and so does
+DDP.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ ERROR = 1e-5
 
 
 def assert_near(got: Tensor, want: Tensor, name: str = "") -> None:
-    error, largest = (got - want).abs().max().item(), want.abs().max().item()
+    error = (got - want).abs().max().item()
+    largest = want.abs().max().item()
     assert error <= ERROR * largest, f"{name}: {error:.1e} of {largest:.1e}"
 
 
@@ -64,14 +67,17 @@ def gradients_of(model) -> dict[str, Tensor]:
 
 
 def compare_gradients(single, spread) -> None:
-    expected, got = gradients_of(single), gradients_of(spread)
+    expected = gradients_of(single)
+    got = gradients_of(spread)
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
         assert_near(gradient, expected[name], name)
 
 
 def own_gradients(spread, ids: Tensor) -> list[Tensor]:
-    """Gradients before DDP's reduction, whose order of sums changes after its first step; FSDP's stays."""
+    """Gradients before DDP's reduction, whose order of sums changes after its first step; FSDP's
+    stays.
+    """
     spread.zero_grad()
     with spread.no_sync() if isinstance(spread, DistributedDataParallel) else nullcontext():
         loss_of(spread, ids).backward()
@@ -107,12 +113,16 @@ def ragged(size: int) -> list[Tensor]:
 @pytest.mark.parametrize("max_tokens", [8, long(4096)])
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_gradients_equal_a_single_process(name, max_tokens, entry_point, rank, size):
-    """With at most 8 tokens a round, ranks with fewer tokens take part in rounds that others need. Twice: same bits."""
+    """With at most 8 tokens a round, ranks with fewer tokens take part in rounds that others need.
+    Twice: same bits.
+    """
     integration.configure(max_num_tokens_per_rank=max_tokens)
     single, spread = models(name, entry_point)
     batches = ragged(size)
     check_gradients(single, spread, batches, rank)
-    assert all(map(torch.equal, own_gradients(spread, batches[rank]), own_gradients(spread, batches[rank])))
+    assert all(
+        map(torch.equal, own_gradients(spread, batches[rank]), own_gradients(spread, batches[rank]))
+    )
 
 
 @needs_ep
@@ -125,30 +135,49 @@ def test_gradient_checkpointing(reentrant, max_tokens, rank, size):
     check_gradients(single, spread, ragged(size), rank)
     (layers,) = integration.shared()
     before = layers.ep.exchange.rounds.count
-    without, after = own_gradients(spread, batch), layers.ep.exchange.rounds.count
+    without = own_gradients(spread, batch)
+    after = layers.ep.exchange.rounds.count
     spread.gradient_checkpointing_enable({"use_reentrant": reentrant})
     spread.train()
     if reentrant:
         spread.enable_input_require_grads()
     assert all(map(torch.equal, own_gradients(spread, batch), without))
-    assert 2 * (layers.ep.exchange.rounds.count - after) == 3 * (after - before)  # the forward rounds twice
+    assert 2 * (layers.ep.exchange.rounds.count - after) == 3 * (
+        after - before
+    )  # the forward rounds twice
 
 
 @both_entry_points
 def test_the_trainer(entry_point, size, tmp_path):
-    """It has a rate that decays, clips gradients, accumulates two batches, and checkpoints activations."""
+    """It has a rate that decays, clips gradients, accumulates two batches, and checkpoints
+    activations.
+    """
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
     single, spread = single_and_spread("qwen3_moe", entry_point)  # the Trainer makes DDP's model
-    steps, per_rank, accumulated = 6, 2, 2
+    steps = 6
+    per_rank = 2
+    accumulated = 2
     examples = random_ids(12 * size * per_rank * accumulated * steps, seed=0).view(-1, 12).cpu()
     arguments = TrainingArguments(
-        tmp_path, per_device_train_batch_size=per_rank, gradient_accumulation_steps=accumulated, max_steps=steps,
-        learning_rate=1e-3, max_grad_norm=0.5, train_sampling_strategy="sequential", logging_steps=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu", gradient_checkpointing=True,
-    )  # fmt: skip
-    trainer = Trainer(spread, arguments, train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples])
+        tmp_path,
+        per_device_train_batch_size=per_rank,
+        gradient_accumulation_steps=accumulated,
+        max_steps=steps,
+        learning_rate=1e-3,
+        max_grad_norm=0.5,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=DEVICE == "cpu",
+        gradient_checkpointing=True,
+    )
+    trainer = Trainer(
+        spread, arguments, train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples]
+    )
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     optimizer = torch.optim.AdamW(single.parameters(), lr=1e-3, weight_decay=0.0)
@@ -165,20 +194,33 @@ def test_the_trainer(entry_point, size, tmp_path):
 
 
 def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int) -> list[Tensor]:
-    """Gradients of x, of weights and of parameters, for a loss that weights the tokens of each rank in its own way."""
+    """Gradients of x, of weights and of parameters, for a loss that weights the tokens of each rank
+    in its own way.
+    """
     experts = getattr(layer, which)
     mine = inputs if which == "single" else [inputs[rank]]
     for x, _, weights in mine:
         x.grad = weights.grad = None
         x.requires_grad_(), weights.requires_grad_()
     experts.zero_grad()
-    torch.stack([experts(*one).sin().sum() for one in mine if len(one[0]) or which == "spread"]).sum().backward()
-    return [inputs[rank][0].grad, inputs[rank][2].grad, *(whole(p.grad) for p in experts.parameters())]
+    torch.stack(
+        [experts(*one).sin().sum() for one in mine if len(one[0]) or which == "spread"]
+    ).sum().backward()
+    return [
+        inputs[rank][0].grad,
+        inputs[rank][2].grad,
+        *(whole(p.grad) for p in experts.parameters()),
+    ]
 
 
-def check_layer_gradients(layer: OneLayer, inputs: list[tuple], rank: int, error: float = ERROR) -> None:
-    """The gradients of `spread` equal those of `single`, and those of x on a rank without tokens are empty."""
-    got, want = layer_gradients(layer, "spread", inputs, rank), layer_gradients(layer, "single", inputs, rank)
+def check_layer_gradients(
+    layer: OneLayer, inputs: list[tuple], rank: int, error: float = ERROR
+) -> None:
+    """The gradients of `spread` equal those of `single`, and those of x on a rank without tokens
+    are empty.
+    """
+    got = layer_gradients(layer, "spread", inputs, rank)
+    want = layer_gradients(layer, "single", inputs, rank)
     for i, (one, expected) in enumerate(zip(got, want, strict=True)):
         if i < 2 and not len(inputs[rank][0]):
             assert one.shape == inputs[rank][0 if i == 0 else 2].shape
@@ -192,7 +234,9 @@ def check_layer_gradients(layer: OneLayer, inputs: list[tuple], rank: int, error
 @both_entry_points
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_layer_with_batches_of_any_length(dtype, entry_point, rank, size):
-    """Each rank has no tokens in some steps, also while another has 70, which take several rounds."""
+    """Each rank has no tokens in some steps, also while another has 70, which take
+    several rounds.
+    """
     integration.configure(max_num_tokens_per_rank=16)
     layer = OneLayer("gpt_oss", entry_point, dtype)
     for step in range(2 * size):
@@ -234,7 +278,9 @@ def test_copies_of_experts_and_batches_shared_by_two_ranks(sizes, rank, size):
 
 @needs_ep
 def test_experts_whose_kernel_takes_pairs(rank, size, monkeypatch):
-    """They have another implementation. Only the first rank has rows; the others' parameters get zeros."""
+    """They have another implementation. Only the first rank has rows; the others' parameters get
+    zeros.
+    """
     ExpertsInterface.register("another", grouped_mm_experts_forward)
     layer = OneLayer("qwen3_moe", "ep_implementation")
     inputs = [layer.inputs(9 + r, 3, seed=r) for r in range(size)]
@@ -254,7 +300,9 @@ def test_several_nodes_are_refused(size):
 
 
 @both_entry_points
-def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, rank, size, monkeypatch):
+def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(
+    entry_point, rank, size, monkeypatch
+):
     integration.configure(max_num_tokens_per_rank=8)
     layer = OneLayer("mixtral", entry_point)
     inputs = [layer.inputs(5 + 20 * r, 2, seed=r) for r in range(size)]

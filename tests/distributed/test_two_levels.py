@@ -1,4 +1,6 @@
-"""Ranks of one machine as nodes of several: the rail between nodes, and the exchange of one node inside each."""
+"""Ranks of one machine as nodes of several: the rail between nodes, and the exchange of one node
+inside each.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def half(size: int) -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
-    """Without a barrier between rounds; some ranks have no token; and every round twice, with the same bits."""
+    """Without a barrier between rounds; some ranks have no token; and every round twice, with the
+    same bits.
+    """
     ranks_per_node = case["ranks_per_node"] if device.type == "cpu" else half
     if ranks_per_node > int(os.environ["LOCAL_WORLD_SIZE"]):
         pytest.skip("the ranks of a node must be on one machine")
@@ -72,8 +76,17 @@ def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
     if "assignment" in placement:
         placement["assignment"] = [owner % size for owner in placement["assignment"]]
     payload, _, by_caller = case["payload"].partition(" ")
-    options = {"hidden": 256 if payload == "fp8" else 72, "dtype": "bfloat16", "placement": placement}
-    ep = make_ep(case["ll_max_tokens"], ranks_per_node=ranks_per_node, exchange={"payload": payload}, **options)
+    options = {
+        "hidden": 256 if payload == "fp8" else 72,
+        "dtype": "bfloat16",
+        "placement": placement,
+    }
+    ep = make_ep(
+        case["ll_max_tokens"],
+        ranks_per_node=ranks_per_node,
+        exchange={"payload": payload},
+        **options,
+    )
     for n in range(6):
         T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
         kind = ("uniform", "zipf", "adversarial")[n % 3]
@@ -104,7 +117,10 @@ def test_at_most_so_many_tokens(make_ep, rank, size, device, nodes):
             assert_y(run_round(ep, tokens), ep.config, tokens)
             assert ep.exchange.slabs.slab_rows == rows
     for n in (-1, True, 2.0):
-        with pytest.raises(ValueError, match="`tokens` must be an int of at least 0"), ep.at_most(n):
+        with (
+            pytest.raises(ValueError, match="`tokens` must be an int of at least 0"),
+            ep.at_most(n),
+        ):
             pass
     with pytest.raises(ValueError, match="`x` has 17 tokens"):
         ep.dispatch(*given(ep, make_tokens(ep.config, rank, 17)))
@@ -117,7 +133,9 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half):
     ep = make_ep(ranks_per_node=half, experts=8, top_k=2, **options)
     tokens = make_tokens(ep.config, rank, 9)
     tokens.ids[:] = torch.tensor([1, 6])
-    with pytest.raises(epmoe.EPOverflowError, match="9 rows for one node, but capacity.max_rows_per_node is 5"):
+    with pytest.raises(
+        epmoe.EPOverflowError, match="9 rows for one node, but capacity.max_rows_per_node is 5"
+    ):
         run_round(ep, tokens)
         ep.check()
     ep.check()
@@ -143,9 +161,13 @@ def test_counts_stay_at_the_source(make_ep, rank, half):
 
 
 @pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
-@pytest.mark.parametrize("options", [{}, {"layout": "rank"}, {"apply_router_weight_on_input": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "rank"}, {"apply_router_weight_on_input": True}]
+)
 def test_abort_between_phases(make_ep, rank, size, half, after, options):
-    """On every rank, then on the last one alone: the round is closed, and the next round is complete."""
+    """On every rank, then on the last one alone: the round is closed, and the next round is
+    complete.
+    """
     ep = make_ep(ranks_per_node=half)
     for n in range(3):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
@@ -165,7 +187,9 @@ def test_abort_between_phases(make_ep, rank, size, half, after, options):
 @ON_THE_CPU
 @pytest.mark.parametrize("wires", [{}, {"payload": "fp8"}, {"combine_payload": "fp8"}])
 def test_ranks_that_disagree_hear_of_it(make_ep, rank, wires):
-    """On every rank of every node, in the same round, which is closed. The next round is complete."""
+    """On every rank of every node, in the same round, which is closed. The next round
+    is complete.
+    """
     ep = make_ep(ranks_per_node=2, hidden=256, dtype="bfloat16", exchange=wires)
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
@@ -173,7 +197,8 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, wires):
     with pytest.raises(epmoe.EPMismatchError, match="experts per token") as error:
         ep.dispatch(x, ids[:, :K], weights[:, :K])
     assert error.value.differing_ranks
-    name = "experts per token (K)"  # on this rail; the ranks of the other one learn it within their nodes
+    # on this rail; the ranks of the other one learn it within their nodes
+    name = "experts per token (K)"
     assert error.value.differences == {0: {name: (3, 4)}, 2: {name: (4, 3)}}.get(rank, {})
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
@@ -190,14 +215,20 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
         first, *_ = error.value.differing_ranks
         mine, theirs = error.value.differences.get("at_most", (padded[rank], padded[first]))
         assert (mine, theirs) == (padded[rank], padded[first])
-        assert error.value.differences or ranks_per_node == 2 and padded[rank] == padded[(rank + 2) % 4]
+        assert (
+            error.value.differences
+            or ranks_per_node == 2
+            and padded[rank] == padded[(rank + 2) % 4]
+        )
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
 @ON_THE_CPU
 @pytest.mark.parametrize("aborting", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_an_abort_beside_a_mismatch(make_ep, rank, aborting):
-    """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others raise."""
+    """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the
+    others raise.
+    """
     ep = make_ep(ranks_per_node=2, hidden=256, timeout_s=30.0, exchange={"on_abort": "raise"})
     # Rank 3 meets none but ranks that give up.
     errors = (epmoe.EPMismatchError, epmoe.EPAbortedError)[: 1 + (aborting == (1, 2))]
@@ -275,13 +306,17 @@ def assert_named(ep: epmoe.ExpertParallel, error: epmoe.EPTimeoutError, begin: f
 
 
 def meet() -> None:
-    """Every rank is here. On the host: a barrier of GPUs would wait for what this rank has queued."""
+    """Every rank is here. On the host: a barrier of GPUs would wait for what this rank
+    has queued.
+    """
     dist.all_reduce(torch.zeros(1))
 
 
 @pytest.mark.parametrize("stage", ["dispatch", "combine", "leaves"])
 def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, device, half, stage):
-    """Or that leaves with a round open, which ends the waits of all ranks of all nodes before their deadline."""
+    """Or that leaves with a round open, which ends the waits of all ranks of all nodes before their
+    deadline.
+    """
     if stage == "leaves" and device.type == "cuda":
         pytest.skip("on GPUs tests/distributed/test_mistakes.py has it, on one node")
     timeout_s = LONG_S if stage == "leaves" else SHORT_S
@@ -304,12 +339,18 @@ def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, device, 
 
 @ON_THE_CPU
 def test_whole_nodes_go_on(make_ep, rank):
-    """Without the second node; a node without one of its ranks is refused, and the group is still good."""
+    """Without the second node; a node without one of its ranks is refused, and the group is still
+    good.
+    """
     ep = make_ep(ranks_per_node=2)
     tokens = first_round(ep, 6)
-    three, two = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    three = dist.new_group([0, 1, 2])
+    two = dist.new_group([0, 1])
     if rank < 3:
-        with pytest.raises(ValueError, match="`topology.ranks_per_node` must be a divisor of `topology.ep_size` = 3"):
+        with pytest.raises(
+            ValueError,
+            match="`topology.ranks_per_node` must be a divisor of `topology.ep_size` = 3",
+        ):
             ep.resume(three, ep.placement.without([3], spread_lost=True))
     assert_y(run_round(ep, tokens), ep.config, tokens)
     if rank < 2:
@@ -322,9 +363,13 @@ def test_whole_nodes_go_on(make_ep, rank):
 @pytest.mark.parametrize("stage", ["dispatch_recv", "combine_recv", "dispatch", "combine"])
 @pytest.mark.parametrize("aborts", [False, True])
 def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, stage, aborts):
-    """It can be taken up again, or the round given up; the next round is complete. Rank 0 waits for rank 2."""
+    """It can be taken up again, or the round given up; the next round is complete. Rank 0 waits for
+    rank 2.
+    """
     ep = make_ep(ranks_per_node=2, timeout_s=LONG_S)
-    tokens, waits, aborts = make_tokens(ep.config, rank, 9), rank == 0, aborts or stage == "dispatch"
+    tokens = make_tokens(ep.config, rank, 9)
+    waits = rank == 0
+    aborts = aborts or stage == "dispatch"
     d = ep.dispatch(*given(ep, tokens)) if stage.startswith("combine") else None
     if waits:
         sent = ep.dispatch_send(*given(ep, tokens)) if stage == "dispatch_recv" else None

@@ -1,7 +1,8 @@
-"""GPUs of one machine as two nodes: the rail by NCCL in CUDA graphs and on other streams. The rest: test_two_levels.py.
+"""GPUs of one machine as two nodes: the rail by NCCL in CUDA graphs and on other streams. The rest:
+test_two_levels.py.
 
-2 ranks are two nodes of one, 4 ranks two nodes of two. docs/testing.md has the command with which NCCL, too, sees two
-nodes and reaches the other one by sockets only.
+2 ranks are two nodes of one, 4 ranks two nodes of two. docs/testing.md has the command with which
+NCCL, too, sees two nodes and reaches the other one by sockets only.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ def _two_nodes(device: torch.device, size: int) -> None:
 
 
 def test_phases_micro_batches_and_streams(make_ep, rank, size, device):
-    """Two micro-batches overlap, each with a communicator of its own; every round is on other streams."""
+    """Two micro-batches overlap, each with a communicator of its own; every round is on other
+    streams.
+    """
     eps = [make_ep(ranks_per_node=size // 2) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     for n in range(6):
-        batches = [make_tokens(ep.config, rank, (3 * n + rank) % 17, seed=2 * n + i) for i, ep in enumerate(eps)]
+        batches = [
+            make_tokens(ep.config, rank, (3 * n + rank) % 17, seed=2 * n + i)
+            for i, ep in enumerate(eps)
+        ]
         inputs = [given(ep, tokens) for ep, tokens in zip(eps, batches, strict=True)]
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[n % 3]):
@@ -58,14 +64,23 @@ class CapturedRound(Captured):
         with self.ep.at_most(self.padded):
             d = self.ep.dispatch(self.x, self.ids, self.weights, num_tokens=self.real)
         rows = dequantized(d.rows, d.scales, d.dtype)
-        return self.ep.combine(self.experts(SimpleNamespace(rows=rows, expert_offsets=d.expert_offsets)), d)
+        return self.ep.combine(
+            self.experts(SimpleNamespace(rows=rows, expert_offsets=d.expert_offsets)), d
+        )
 
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize(("T", "padded"), [(16, None), (16, 40), (1, 1), (128, 128)])
 def test_replays(make_ep, rank, size, device, T, padded, payload):
-    """Any number of real tokens on each rank, 0 too; rounds outside the graph between replays; buffers full of NaN."""
-    options = {"hidden": 256, "dtype": "bfloat16", "max_tokens": 128, "exchange": {"payload": payload}}
+    """Any number of real tokens on each rank, 0 too; rounds outside the graph between replays;
+    buffers full of NaN.
+    """
+    options = {
+        "hidden": 256,
+        "dtype": "bfloat16",
+        "max_tokens": 128,
+        "exchange": {"payload": payload},
+    }
     ep = make_ep(64, ranks_per_node=size // 2, top_k=6, **options)
     captured = CapturedRound(ep, T, padded)
     for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
@@ -158,7 +173,9 @@ def test_a_rank_that_leaves_at_its_error(make_ep, rank, size, device):
 
 
 def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device):
-    """Rank 0 brings fewer experts a token. Ranks whose rail has no mismatch hear that a rank has left."""
+    """Rank 0 brings fewer experts a token. Ranks whose rail has no mismatch hear that a rank has
+    left.
+    """
     ep = make_ep(ranks_per_node=size // 2, timeout_s=4.0)
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
@@ -173,7 +190,9 @@ def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device):
 
 
 def test_slabs_of_other_lengths_end_in_an_error(make_ep, rank, size, device):
-    """Which nothing checks ahead of the transfer: NCCL or the tags see it, or the deadline ends it."""
+    """Which nothing checks ahead of the transfer: NCCL or the tags see it, or the
+    deadline ends it.
+    """
     ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
     tokens = make_tokens(ep.config, rank, 4)
     assert_y(run_round(ep, tokens), ep.config, tokens)

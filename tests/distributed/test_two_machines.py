@@ -1,4 +1,6 @@
-"""What only a real network shows: the bytes of each interface, and a window across machines that is refused."""
+"""What only a real network shows: the bytes of each interface, and a window across machines that is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import torch.distributed as dist
 from exchanges import make_tokens, run_round
 
 pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
-INTERFACE = Path("/sys/class/net") / os.environ.get("GLOO_SOCKET_IFNAME", "none") / "statistics/tx_bytes"
+INTERFACE = (
+    Path("/sys/class/net") / os.environ.get("GLOO_SOCKET_IFNAME", "none") / "statistics/tx_bytes"
+)
 LOCAL_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -22,15 +26,24 @@ def _two_machines(size: int) -> None:
 
 
 def test_a_window_across_machines_is_refused(make_ep, size):
-    with pytest.raises(RuntimeError, match="set topology.ranks_per_node to the ranks of one machine"):
+    with pytest.raises(
+        RuntimeError, match="set topology.ranks_per_node to the ranks of one machine"
+    ):
         make_ep(ranks_per_node=size)
 
 
 @pytest.mark.parametrize("most", [None, 40])
 def test_a_token_crosses_once_per_node(make_ep, rank, size, most):
-    """Over 50 rounds, what the interface has sent is the slabs and what comes back, within 3 % and headers."""
-    T, K, D, rounds = 32, 8, 1024, 50
-    ep = make_ep(ranks_per_node=LOCAL_SIZE, experts=32, top_k=K, hidden=D, dtype="bfloat16", max_tokens=64)
+    """Over 50 rounds, what the interface has sent is the slabs and what comes back, within 3 % and
+    headers.
+    """
+    T = 32
+    K = 8
+    D = 1024
+    rounds = 50
+    ep = make_ep(
+        ranks_per_node=LOCAL_SIZE, experts=32, top_k=K, hidden=D, dtype="bfloat16", max_tokens=64
+    )
     tokens = make_tokens(ep.config, rank, T)
     run_round(ep, tokens)
     dist.barrier()
@@ -42,11 +55,14 @@ def test_a_token_crosses_once_per_node(make_ep, rank, size, most):
     dist.barrier()
     sent = (int(INTERFACE.read_text()) - before) / rounds
     here = range(rank // LOCAL_SIZE * LOCAL_SIZE, (rank // LOCAL_SIZE + 1) * LOCAL_SIZE)
-    out, back = 0, 0
+    out = 0
+    back = 0
     for source in range(size):
         rows = most or ep.config.rows_per_node
         out, back = (out + rows, back) if source in here else (out, back + rows)
-    notes = LOCAL_SIZE * (size // LOCAL_SIZE - 1)  # one row behind each slab that comes back: see `Slabs.back`
+    notes = LOCAL_SIZE * (
+        size // LOCAL_SIZE - 1
+    )  # one row behind each slab that comes back: see `Slabs.back`
     want = out * (2 * D + 8 * K + 16) + (back + notes) * 2 * D
     if most is None:  # what `epmoe plan` prints
         plan = ep.memory_plan()

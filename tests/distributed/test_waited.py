@@ -22,7 +22,8 @@ OWN_GPUS = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each ran
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stage):
     """The time of a wait counts once and in full, however often the wait was interrupted."""
-    ep, late = make_ep(timeout_s=LONG_S), size - 1
+    ep = make_ep(timeout_s=LONG_S)
+    late = size - 1
     inputs = given(ep, first_round(ep, 6))
     d = ep.dispatch(*inputs) if stage == "combine" else None
     before = ep.health().waited_s
@@ -52,7 +53,9 @@ def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stag
 
 @ON_THE_CPU
 def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
-    """Rank 0 stays away. Rank 1 leaves and so ends the wait of rank 2, which is shorter than one sleep."""
+    """Rank 0 stays away. Rank 1 leaves and so ends the wait of rank 2, which is shorter than one
+    sleep.
+    """
     if size < 3:
         pytest.skip("needs three ranks")
     ep = make_ep(timeout_s=LONG_S)
@@ -67,7 +70,8 @@ def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
         started = time.perf_counter()
         with says_that_it_waits("waits", BRIEF_S), pytest.raises(epmoe.EPTimeoutError):
             ep.dispatch(*inputs)
-        took, waited = time.perf_counter() - started, ep.health().waited_s[0] - before
+        took = time.perf_counter() - started
+        waited = ep.health().waited_s[0] - before
         assert BRIEF_S <= waited <= took
         store().delete_key("waits")
     dist.barrier()
@@ -79,11 +83,14 @@ def test_a_wait_that_an_exception_ends_counts_until_then(make_ep, rank, size, de
     ep = make_ep()
     inputs = given(ep, make_tokens(ep.config, rank, 6))
     if rank == 0:
-        sent, started = ep.dispatch_send(*inputs), time.perf_counter()
+        sent = ep.dispatch_send(*inputs)
+        started = time.perf_counter()
         with ctrl_c(after_s=0.15):
             ep.dispatch_recv(sent)
         first = ep.health().waited_s
-        assert first[0] == 0 and all(0.1 < seconds < time.perf_counter() - started for seconds in first[1:])
+        assert first[0] == 0 and all(
+            0.1 < seconds < time.perf_counter() - started for seconds in first[1:]
+        )
         dist.barrier()
         d = ep.dispatch_recv(sent)
         assert ep.health().waited_s >= first

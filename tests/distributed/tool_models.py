@@ -1,4 +1,6 @@
-"""A small model over ranks, the same in one process, and steps of training: what tools around it must not change."""
+"""A small model over ranks, the same in one process, and steps of training: what tools around it
+must not change.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from torch import Tensor, nn
 from epmoe import ExpertParallel, GroupedExperts, MoELayer
 from epmoe.training import spread
 
-D, WIDTH, E, K, T, BLOCKS = 16, 8, 12, 2, 6, 2
+D = 16
+WIDTH = 8
+E = 12
+K = 2
+T = 6
+BLOCKS = 2
 Kind = Literal["grouped", "own"]
 
 
@@ -85,7 +92,9 @@ class Block(nn.Module):
         return x + self.moe(F.layer_norm(x + self.dense(x), (D,)))
 
 
-def block_of(kind: Kind, number: int, ep: ExpertParallel | None = None, spreads: bool = True) -> Block:
+def block_of(
+    kind: Kind, number: int, ep: ExpertParallel | None = None, spreads: bool = True
+) -> Block:
     """Over the ranks of `ep`, or without one in this process alone."""
     router, up, down = weights_of(number, kind)
     if ep is None:
@@ -94,7 +103,9 @@ def block_of(kind: Kind, number: int, ep: ExpertParallel | None = None, spreads:
     experts = (GroupedExperts if kind == "grouped" else OwnExperts)(up[held], down[held])
     if spreads and kind == "own":
         spread(experts, ep)
-    return Block(MoELayer(ep, router, experts, num_rows=256 if kind == "grouped" else "exact"), number)
+    return Block(
+        MoELayer(ep, router, experts, num_rows=256 if kind == "grouped" else "exact"), number
+    )
 
 
 class Model(nn.Module):
@@ -122,7 +133,10 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: Any, clip: Callable[[], object] | None = None, steps: Iterable[int] = range(2)
+    model: nn.Module,
+    optimizer: Any,
+    clip: Callable[[], object] | None = None,
+    steps: Iterable[int] = range(2),
 ) -> None:
     """Steps over this rank's tokens."""
     for step in steps:
@@ -154,7 +168,9 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     for name, value in model.named_parameters():
         for wrapper in wrappers:
             name = name.replace(wrapper, "")
-        named[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        named[name] = (
+            (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        )
     return named
 
 

@@ -1,6 +1,7 @@
 """Waits of a rank for others: how long they may take, and signals in the middle of one.
 
-A machine may stop any process for seconds. So these helpers wait until a thread sleeps, and no time passes for it.
+A machine may stop any process for seconds. So these helpers wait until a thread sleeps, and no time
+passes for it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,28 @@ import torch.distributed as dist
 LONG_S = 300.0
 """A deadline that a test which passes has not run into."""
 AT_ONCE_S = 5.0
-"""What this rank does alone: a fraction of a second, where this machine has a core for each rank."""
+"""What this rank does alone: a fraction of a second, where this machine has a core for
+each rank.
+"""
 SOON_S = 60.0
-"""What ranks do together without a deadline of `LONG_S`, also where one of them gets no core for seconds."""
+"""What ranks do together without a deadline of `LONG_S`, also where one of them gets no core for
+seconds.
+"""
 SHORT_S = 2.0
-"""A deadline that tests run into, and that ranks which come do not, although the machine is busy."""
+"""A deadline that tests run into, and that ranks which come do not, although the
+machine is busy.
+"""
 LOOK_S = 0.01
 
 
 @contextmanager
 def stalls() -> Iterator[Callable[[], float]]:
-    """Yields how long this process has not run since, in seconds: a thread that wakes up all the time has come late."""
-    ended, beat, late_s = threading.Event(), time.monotonic(), 0.0
+    """Yields how long this process has not run since, in seconds: a thread that wakes up all the
+    time has come late.
+    """
+    ended = threading.Event()
+    beat = time.monotonic()
+    late_s = 0.0
 
     def stalled_s() -> float:
         return late_s + max(0.0, time.monotonic() - beat - 2 * LOOK_S)
@@ -38,7 +49,8 @@ def stalls() -> Iterator[Callable[[], float]]:
     def look() -> None:
         nonlocal beat, late_s
         while not ended.wait(LOOK_S):
-            beat, late_s = time.monotonic(), stalled_s()
+            beat = time.monotonic()
+            late_s = stalled_s()
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -59,12 +71,15 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def until_it_sleeps(process: int, looks: int = 3) -> None:
-    """Returns when the main thread of a process has slept in so many looks in a row, as in a wait for other ranks, or
-    after 500 looks: some waits for GPUs do not sleep."""
+    """Returns when the main thread of a process has slept in so many looks in a row, as in a wait
+    for other ranks, or after 500 looks: some waits for GPUs do not sleep.
+    """
     seen = 0
     for _ in range(500):
         time.sleep(LOOK_S)
-        state = Path(f"/proc/{process}/task/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        state = (
+            Path(f"/proc/{process}/task/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        )
         seen = seen + 1 if state == "S" else 0
         if seen == looks:
             return
@@ -112,7 +127,9 @@ def signalled(number: int, after_s: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def ctrl_c(after_s: float = 0.0, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Somebody presses Ctrl-C in the meantime, and the KeyboardInterrupt comes at once. Its handler calls `then`."""
+    """Somebody presses Ctrl-C in the meantime, and the KeyboardInterrupt comes at once. Its handler
+    calls `then`.
+    """
 
     def handler(*_: object) -> None:
         then()

@@ -1,7 +1,9 @@
-"""Faults of a group over two nodes: a rank dies, the network between the nodes fails, or a node is slow.
+"""Faults of a group over two nodes: a rank dies, the network between the nodes fails, or a node is
+slow.
 
-A node is a network namespace that tests/two_machines.sh has made; its ranks are processes of ours, which no agent ends.
-Where there are no namespaces, the nodes share the network of this machine, and its faults are left out.
+A node is a network namespace that tests/two_machines.sh has made; its ranks are processes of ours,
+which no agent ends. Where there are no namespaces, the nodes share the network of this machine, and
+its faults are left out.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ from host import Host, resume
 
 from epmoe import Placement
 
-NAMESPACES = os.environ.get("EPMOE_TEST_NAMESPACES", "").split()  # of the two nodes; empty: there are none
-RANKS, G = 4, 2
+NAMESPACES = os.environ.get(
+    "EPMOE_TEST_NAMESPACES", ""
+).split()  # of the two nodes; empty: there are none
+RANKS = 4
+G = 2
 AGENT = RANKS  # a process of node 0 that hosts the store, as an agent of torchrun does
-DEADLINE_S, DOWN_S = 5.0, 2.0
+DEADLINE_S = 5.0
+DOWN_S = 2.0
 MANY = 300  # rounds that take longer than it takes to cut the network
 _CLONE_NEWNET = 0x40000000
 
@@ -38,7 +44,9 @@ class Nodes:
     """Two nodes of two ranks, which something hurts once."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        owners = [(p + i) % RANKS for i in (0, G) for p in range(EXPERTS)]  # each node has all experts
+        owners = [
+            (p + i) % RANKS for i in (0, G) for p in range(EXPERTS)
+        ]  # each node has all experts
         self.placement = Placement.build(EXPERTS, RANKS, "explicit", owners, EXPERTS)
         self.host, self.random = Host(folder, torch.device("cpu")), random.Random(seed)
 
@@ -58,24 +66,36 @@ class Nodes:
             self._link("up")
 
     def killed(self, victim: int) -> Verdict:
-        """A rank is killed at any moment of a round. All others name it at once; the other node goes on alone."""
+        """A rank is killed at any moment of a round. All others name it at once; the other node
+        goes on alone.
+        """
         others = [rank for rank in range(RANKS) if rank != victim]
         self._play(ranks.watch)
         self.host.signal(victim, signal.SIGKILL)
         seen = self.host.answers(others)
         at_once = max(s.seconds for s in seen) < DEADLINE_S / 2
-        return seen, at_once and all(s.missing == [victim] for s in seen), self._node(1 - victim // G)
+        return (
+            seen,
+            at_once and all(s.missing == [victim] for s in seen),
+            self._node(1 - victim // G),
+        )
 
     def cut(self, victim: int) -> Verdict:
-        """The network fails for good. Each node names ranks of the other, and the first goes on alone."""
+        """The network fails for good. Each node names ranks of the other, and the first goes on
+        alone.
+        """
         self._play(ranks.watch)
         self._link("down")
         seen = self.host.answers(self._node(0, 1))
-        expected = [{rank // G for rank in s.missing or ()} == {1 - at // G} for at, s in enumerate(seen)]
+        expected = [
+            {rank // G for rank in s.missing or ()} == {1 - at // G} for at, s in enumerate(seen)
+        ]
         return seen, all(expected), self._node(victim // G)
 
     def cut_for_a_while(self, victim: int) -> Verdict:
-        """The network fails, and is back within the deadline: a round takes long, and all end well."""
+        """The network fails, and is back within the deadline: a round takes long, and
+        all end well.
+        """
         self._play(partial(ranks.watch, rounds=MANY))
         self._link("down")
         time.sleep(DOWN_S)
@@ -85,7 +105,9 @@ class Nodes:
         return seen, long and all(s.missing is None for s in seen), self._node(0, 1)
 
     def slow(self, victim: int) -> Verdict:
-        """Both ranks of a node are late by half the deadline, in dispatch and in combine: all rounds end well."""
+        """Both ranks of a node are late by half the deadline, in dispatch and in combine: all
+        rounds end well.
+        """
         late = self._node(victim // G)
         self.host.start(late, ranks.late, victim, 0)
         self.host.start(self._node(1 - victim // G), ranks.through, victim, 0)

@@ -43,11 +43,15 @@ def assert_seen(seen: list[Seen], expected: bool, within_s: float) -> None:
     assert expected and all(one.alive and one.seconds < within_s for one in seen), seen
 
 
-def begin(state, placement: Placement, deadline_s: float, ranks_per_node: int | None = None) -> None:
+def begin(
+    state, placement: Placement, deadline_s: float, ranks_per_node: int | None = None
+) -> None:
     """Joins the group, and loads what is needed on a busy GPU."""
     state.deadline_s = deadline_s
     exchange = {"warmup_timeout_s": 15.0}
-    config = make_config(1, experts=EXPERTS, timeout_s=deadline_s, ranks_per_node=ranks_per_node, exchange=exchange)
+    config = make_config(
+        1, experts=EXPERTS, timeout_s=deadline_s, ranks_per_node=ranks_per_node, exchange=exchange
+    )
     create(state, config.with_placement(placement))
     works(state.device)
     if state.device.type == "cuda":
@@ -64,16 +68,20 @@ def by_turns(state, seed: int) -> None:
     replay(state) if seed % 2 else play_round(state, seed)
 
 
-def watch(state, victim: int, seed: int, rounds: int | None = None, play: Callable = by_turns) -> Seen:
+def watch(
+    state, victim: int, seed: int, rounds: int | None = None, play: Callable = by_turns
+) -> Seen:
     """Plays rounds until one times out."""
-    longest, n = 0.0, 0
+    longest = 0.0
+    n = 0
     while n != rounds:
         started = time.monotonic()
         try:
             play(state, n % 3)
         except epmoe.EPTimeoutError as error:
             return Seen(error.missing_ranks, time.monotonic() - started, works(state.device))
-        longest, n = max(longest, time.monotonic() - started), n + 1
+        longest = max(longest, time.monotonic() - started)
+        n = n + 1
     return Seen(None, longest, works(state.device))
 
 
@@ -95,7 +103,12 @@ def late(state, victim: int, seed: int) -> Seen:
         wait()
         play_round(state, seed)
 
-    return through(state, victim, seed, play=at({2: late_for_dispatch, 4: partial(play_round, before_combine=wait)}))
+    return through(
+        state,
+        victim,
+        seed,
+        play=at({2: late_for_dispatch, 4: partial(play_round, before_combine=wait)}),
+    )
 
 
 def without(state, victim: int, seed: int) -> Seen:
@@ -132,7 +145,9 @@ full = partial(giving_up, fail=no_memory, kind=RuntimeError)
 
 
 def quitting(state, victim: int, seed: int) -> Seen:
-    """An exception between dispatch and combine that nobody catches ends this rank's `with ExpertParallel(…)`."""
+    """An exception between dispatch and combine that nobody catches ends this rank's `with
+    ExpertParallel(…)`.
+    """
     state.gone = state.ep.generation
     with suppress(LookupError), state.ep:
         play_round(state, 0)
@@ -141,8 +156,11 @@ def quitting(state, victim: int, seed: int) -> Seen:
 
 
 def mad(state, victim: int, seed: int) -> Seen:
-    """Writes random bits into the windows of all other ranks, between its own rounds and during those of the others."""
-    bits, window = torch.Generator().manual_seed(seed), node_of(state.ep).window
+    """Writes random bits into the windows of all other ranks, between its own rounds and during
+    those of the others.
+    """
+    bits = torch.Generator().manual_seed(seed)
+    window = node_of(state.ep).window
 
     def scribble(share: float) -> None:
         for other in (rank for rank in range(state.ep.size) if rank != victim):
@@ -170,7 +188,9 @@ def endure(state, seed: int, **options: Callable) -> None:
 
 
 def busy(state, multiprocessors: int) -> None:
-    """Rounds go on while another kernel holds so many multiprocessors, or all but one if there are no more."""
+    """Rounds go on while another kernel holds so many multiprocessors, or all but one if there are
+    no more.
+    """
     ended = state.hold(min(multiprocessors, state.hold.multiprocessors - 1), HOLD_S)
     for n in range(3):
         play_round(state, n)

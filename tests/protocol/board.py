@@ -1,7 +1,8 @@
 """Ranks that agree on their next group at a board. epmoe/group/board.py, recovery.py.
 
-Each write to the board is a step of its own, and a rank may end before any of them. The others may see an end at any
-time after it. Of a slow rank they may say at any time that it has been silent for too long, also if it is there.
+Each write to the board is a step of its own, and a rank may end before any of them. The others may
+see an end at any time after it. Of a slow rank they may say at any time that it has been silent for
+too long, also if it is there.
 """
 
 from __future__ import annotations
@@ -12,15 +13,26 @@ from typing import NamedTuple
 from protocol.explorer import Broken
 
 BOARD_RULES = ("first-decides", "last-call", "one-outcome")
-COMES, MEETS, DECIDES, CONNECTS, OPENS, CONFIRMS = "comes", "meets", "decides", "connects", "opens", "confirms"
-GOES_ON, LEFT_OUT, DEAD = "goes on", "left out", "dead"
-FORMED, FAILED = "formed", "failed"
+COMES = "comes"
+MEETS = "meets"
+DECIDES = "decides"
+CONNECTS = "connects"
+OPENS = "opens"
+CONFIRMS = "confirms"
+GOES_ON = "goes on"
+LEFT_OUT = "left out"
+DEAD = "dead"
+FORMED = "formed"
+FAILED = "failed"
 Members = tuple[int, ...]
-Step = tuple  # its name, where the rank is then, the words, and 1 if an attempt fails by it while all live
+# its name, where the rank is then, the words, and 1 if an attempt fails by it while all live
+Step = tuple
 
 
 class Place(NamedTuple):
-    """Where a rank is, in which attempt, and the members that it is about to settle or goes on with."""
+    """Where a rank is, in which attempt, and the members that it is about to settle or goes on
+    with.
+    """
 
     state: str
     attempt: int = 0
@@ -30,7 +42,9 @@ class Place(NamedTuple):
 class State(NamedTuple):
     places: tuple[Place, ...]
     words: frozenset[tuple]
-    """(attempt, key, rank) of each rank's own words, and (attempt, key, word) of those that were settled."""
+    """(attempt, key, rank) of each rank's own words, and (attempt, key, word) of those that were
+    settled.
+    """
     deaths: int
     errors: int
 
@@ -40,12 +54,15 @@ class BoardModel:
 
     Args:
         ranks: of the group so far.
-        deaths, errors: how many ranks may end, and how many attempts may fail while all members live.
+        deaths, errors: how many ranks may end, and how many attempts may fail while all members
+            live.
         slow: ranks of which the others may say that they are silent.
         without: the rule of `BOARD_RULES` that is taken out.
     """
 
-    def __init__(self, ranks: int, deaths: int = 0, errors: int = 0, slow: Members = (), without: str = "") -> None:
+    def __init__(
+        self, ranks: int, deaths: int = 0, errors: int = 0, slow: Members = (), without: str = ""
+    ) -> None:
         self.ranks, self.slow, self.without = range(ranks), slow, without
         self.start = State((Place(COMES),) * ranks, frozenset(), deaths, errors)
 
@@ -56,12 +73,22 @@ class BoardModel:
         for rank, place in enumerate(state.places):
             if place.state in (GOES_ON, LEFT_OUT, DEAD):
                 continue
-            for name, following, words, *cost in getattr(self, f"_{place.state}")(state, rank, place.attempt):
+            for name, following, words, *cost in getattr(self, f"_{place.state}")(
+                state, rank, place.attempt
+            ):
                 step = f"{rank} {name} in attempt {place.attempt}"
                 self._check(step, state, rank, following)
-                yield step, self._at(state, rank, following)._replace(words=words, errors=state.errors - len(cost))
+                yield (
+                    step,
+                    self._at(state, rank, following)._replace(
+                        words=words, errors=state.errors - len(cost)
+                    ),
+                )
             if state.deaths:
-                yield f"{rank} dies", self._at(state, rank, Place(DEAD))._replace(deaths=state.deaths - 1)
+                yield (
+                    f"{rank} dies",
+                    self._at(state, rank, Place(DEAD))._replace(deaths=state.deaths - 1),
+                )
             if state.errors and place.state in (CONNECTS, OPENS):
                 after = self._at(state, rank, Place(COMES, place.attempt + 1))
                 words = self._settled(state, place.attempt, "outcome", FAILED)
@@ -82,16 +109,22 @@ class BoardModel:
             yield "reads", Place(CONNECTS, n) if rank in members else Place(LEFT_OUT), state.words
             return
         came = [one for one in self.ranks if (n, "came", one) in state.words]
-        absent = [one for one in self.ranks if one not in came and not self._may_be_lost(state, one)]
+        absent = [
+            one for one in self.ranks if one not in came and not self._may_be_lost(state, one)
+        ]
         if not absent or self.without == "last-call":
-            for given_up in self._choices([one for one in came if one != rank and self._may_be_lost(state, one)]):
+            for given_up in self._choices(
+                [one for one in came if one != rank and self._may_be_lost(state, one)]
+            ):
                 members = tuple(one for one in came if one not in given_up)
                 yield f"chooses {members}", Place(DECIDES, n, members), state.words
 
     def _decides(self, state: State, rank: int, n: int) -> Iterator[Step]:
         members = state.places[rank].members
         if self.without == "first-decides":
-            words = frozenset(word for word in state.words if word[:2] != (n, "decision")) | {(n, "decision", members)}
+            words = frozenset(word for word in state.words if word[:2] != (n, "decision")) | {
+                (n, "decision", members)
+            }
         else:
             words = self._settled(state, n, "decision", members)
         yield f"settles {members}", Place(MEETS, n), words
@@ -104,7 +137,9 @@ class BoardModel:
     def _opens(self, state: State, rank: int, n: int) -> Iterator[Step]:
         if self._all(state, n, "address"):
             on = self.without == "one-outcome"
-            after = Place(GOES_ON, n, self._read(state, n, "decision")) if on else Place(CONFIRMS, n)
+            after = (
+                Place(GOES_ON, n, self._read(state, n, "decision")) if on else Place(CONFIRMS, n)
+            )
             yield "is in", after, state.words | {(n, "in", rank)}
         yield from self._failures(state, rank, n)
 
@@ -119,11 +154,16 @@ class BoardModel:
         else:
             yield from self._failures(state, rank, n, Place(CONFIRMS, n))
 
-    def _failures(self, state: State, rank: int, n: int, after: Place | None = None) -> Iterator[Step]:
+    def _failures(
+        self, state: State, rank: int, n: int, after: Place | None = None
+    ) -> Iterator[Step]:
         """A wait that ends because the attempt has failed, or because a member is lost."""
-        after, words = after or Place(COMES, n + 1), self._settled(state, n, "outcome", FAILED)
+        after = after or Place(COMES, n + 1)
+        words = self._settled(state, n, "outcome", FAILED)
         others = [one for one in self._read(state, n, "decision") if one != rank]
-        if self._read(state, n, "outcome") == FAILED or any(self._is_gone(state, one) for one in others):
+        if self._read(state, n, "outcome") == FAILED or any(
+            self._is_gone(state, one) for one in others
+        ):
             yield "gives up", after, words
         elif state.errors and set(others) & set(self.slow):
             yield "hears nothing", after, words, 1
@@ -146,10 +186,14 @@ class BoardModel:
         return state._replace(places=(*state.places[:rank], place, *state.places[rank + 1 :]))
 
     def _read(self, state: State, n: int, key: str) -> object:
-        return next((word for attempt, name, word in state.words if (attempt, name) == (n, key)), None)
+        return next(
+            (word for attempt, name, word in state.words if (attempt, name) == (n, key)), None
+        )
 
     def _settled(self, state: State, n: int, key: str, word: object) -> frozenset:
-        return state.words if self._read(state, n, key) is not None else state.words | {(n, key, word)}
+        return (
+            state.words if self._read(state, n, key) is not None else state.words | {(n, key, word)}
+        )
 
     def _all(self, state: State, n: int, key: str) -> bool:
         return all((n, key, one) in state.words for one in self._read(state, n, "decision"))

@@ -1,4 +1,6 @@
-"""The CPU's protocol: payload, then a released header for each stage. csrc/cpu/dispatch.cpp, combine.cpp, signal.h."""
+"""The CPU's protocol: payload, then a released header for each stage. csrc/cpu/dispatch.cpp,
+combine.cpp, signal.h.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ HEADERS = ("dispatch header", "combine header")
 
 
 class CpuRank(Rank):
-    """Its nodes: closed, sent, dispatched and returning, the states of epmoe/exchange/round_state.py."""
+    """Its nodes: closed, sent, dispatched and returning, the states of
+    epmoe/exchange/round_state.py.
+    """
 
     def write_round(self, n: int) -> None:
         before = dict.fromkeys(("row", "sum", *COUNTS), n - 1)
@@ -27,14 +31,23 @@ class CpuRank(Rank):
         ended = self.headers(COMBINE, n - 1) if self.has("abort-waits") and n > 1 else None
         stores = self.issue("row", self.receivers, n, DISPATCH) | self.signal(n, DISPATCH)
         self.edge("closed", n - 1, "dispatch send of round", ("sent", n), stores=stores, wait=ended)
-        arrived = self.headers(DISPATCH, n, self.slabs(n), self.mine("dispatch count", self.awaited(DISPATCH), n))
+        arrived = self.headers(
+            DISPATCH, n, self.slabs(n), self.mine("dispatch count", self.awaited(DISPATCH), n)
+        )
         self.edge("sent", n, "dispatch recv of round", ("dispatched", n), wait=arrived)
 
     def write_combine(self, n: int) -> None:
         last_read = Look(n, rows=self.slabs(n))  # of the weights in the slabs
         stores = self.issue(self.sums, self.sources, n, COMBINE) | self.signal(n, COMBINE)
         if self.has("finish-first"):
-            self.edge("dispatched", n, "combine send of round", ("returning", n), stores=stores, read=last_read)
+            self.edge(
+                "dispatched",
+                n,
+                "combine send of round",
+                ("returning", n),
+                stores=stores,
+                read=last_read,
+            )
         else:
             self.node("opened early", n, self.nodes["dispatched", n].read_through)
             self.edge("dispatched", n, "combine send of round", ("opened early", n), stores=stores)
@@ -48,7 +61,9 @@ class CpuRank(Rank):
         self.edge("returning", n, "combine recv of round", ("closed", n), wait=returned)
 
     def write_aborts(self, n: int) -> None:
-        no_rows = self.signal(n, COMBINE, rows=not self.has("no-rows")) if self.has("abort-opens") else 0
+        no_rows = (
+            self.signal(n, COMBINE, rows=not self.has("no-rows")) if self.has("abort-opens") else 0
+        )
         for state, stores in (("sent", no_rows), ("dispatched", no_rows), ("returning", 0)):
             self.edge(state, n, "abort of round", ("closed", n), stores=stores)
 
@@ -61,9 +76,18 @@ class CpuRank(Rank):
             HEADERS[stage], self.informed(stage), n, stage, last=True, released=self.has("release")
         )
 
-    def headers(self, stage: int, n: int, rows: tuple[Row, ...] = (), counts: tuple[int, ...] = ()) -> Look:
+    def headers(
+        self, stage: int, n: int, rows: tuple[Row, ...] = (), counts: tuple[int, ...] = ()
+    ) -> Look:
         signals = self.mine(HEADERS[stage], self.awaited(stage), n)
-        return Look(n, signals, counts, rows, exact=not self.has("later-epoch"), any_epoch=not self.has("epoch"))
+        return Look(
+            n,
+            signals,
+            counts,
+            rows,
+            exact=not self.has("later-epoch"),
+            any_epoch=not self.has("epoch"),
+        )
 
     def which(self, kind: str, writer: int, n: int) -> tuple[int, ...]:
         return (writer, n % 2) if kind in COUNTS and self.has("two-counts") else (writer,)

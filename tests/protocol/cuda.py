@@ -1,6 +1,8 @@
-"""The CUDA protocols of csrc/cuda/exchange: words open a stage early in its kernel, and each row shows its own arrival.
+"""The CUDA protocols of csrc/cuda/exchange: words open a stage early in its kernel, and each row
+shows its own arrival.
 
-A kernel begins when the one before it has completed, and then all stores of that kernel have arrived (`drains`).
+A kernel begins when the one before it has completed, and then all stores of that kernel have
+arrived (`drains`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ KINDS = (*OPENINGS, "row", "row flag", "sum", "sum flag", FINAL_ROW, f"{FINAL_RO
 
 
 class CudaRank(Rank):
-    """Its nodes: the states of round_state.py, and where a kernel has opened its stage and has yet to send."""
+    """Its nodes: the states of round_state.py, and where a kernel has opened its stage and has yet
+    to send.
+    """
 
     @property
     def rows(self) -> str:
@@ -25,7 +29,10 @@ class CudaRank(Rank):
     def write_round(self, n: int) -> None:
         before = dict.fromkeys(KINDS, n - 1)
         received = before | {"count word": n, f"{self.rows} flag": n}
-        late = self.protocol in (FINAL_ROWS, RANK_MAJOR)  # combine reads the rows, after it has opened
+        late = self.protocol in (
+            FINAL_ROWS,
+            RANK_MAJOR,
+        )  # combine reads the rows, after it has opened
         if not late:
             received |= {self.rows: n}
         self.node("opened", n, before)
@@ -38,7 +45,14 @@ class CudaRank(Rank):
         arrived = replace(self.look(self.rows, self.sources, n, DISPATCH), unread=late)
         self.write_dispatch(n, arrived)
         stores = self.words(n, COMBINE) if self.has("finish-first") else 0
-        self.edge("dispatched", n, "combine of round", ("combining", n), stores=stores, drains=self.has("drain"))
+        self.edge(
+            "dispatched",
+            n,
+            "combine of round",
+            ("combining", n),
+            stores=stores,
+            drains=self.has("drain"),
+        )
         if late:
             self.write_sums(n, arrived.rows)
         else:
@@ -46,42 +60,66 @@ class CudaRank(Rank):
             self.edge("combining", n, "sums of round", ("returning", n), stores=stores)
         returned = self.look(self.sums, self.receivers, n, COMBINE)
         stores = self.re_arm(self.sums, self.receivers, n, COMBINE)
-        self.edge("returning", n, "combine recv of round", ("closed", n), stores=stores, wait=returned)
+        self.edge(
+            "returning", n, "combine recv of round", ("closed", n), stores=stores, wait=returned
+        )
         if self.aborts:
             self.write_aborts(n, arrived)
 
     def write_dispatch(self, n: int, arrived: Look) -> None:
-        opens = self.words(n, DISPATCH) | (0 if self.has("finish-first") else self.words(n, COMBINE))
+        opens = self.words(n, DISPATCH) | (
+            0 if self.has("finish-first") else self.words(n, COMBINE)
+        )
         rows = self.payload(self.rows, self.receivers, n, DISPATCH)
         if self.protocol == FINAL_ROWS and self.has("final-rows"):
             counts = Look(n, arrived.signals)
-            self.edge("closed", n - 1, "counts of round", ("opened", n), stores=opens, drains=self.has("drain"))
+            self.edge(
+                "closed",
+                n - 1,
+                "counts of round",
+                ("opened", n),
+                stores=opens,
+                drains=self.has("drain"),
+            )
             self.edge("opened", n, "final rows of round", ("sent", n), stores=rows, wait=counts)
         else:
             send = "dispatch send of round"
-            self.edge("closed", n - 1, send, ("sent", n), stores=opens | rows, drains=self.has("drain"))
+            self.edge(
+                "closed", n - 1, send, ("sent", n), stores=opens | rows, drains=self.has("drain")
+            )
         armed = self.re_arm(self.rows, self.sources, n, DISPATCH)
-        self.edge("sent", n, "dispatch recv of round", ("dispatched", n), stores=armed, wait=arrived)
+        self.edge(
+            "sent", n, "dispatch recv of round", ("dispatched", n), stores=armed, wait=arrived
+        )
 
     def write_sums(self, n: int, rows: tuple[Row, ...]) -> None:
         """Combine reads a row and sends its sum, while other rows lie unread. In any order."""
         every = (1 << len(rows)) - 1
-        names = {done: f"sums {done:b}" for done in range(every)} | {0: "combining", every: "returning"}
+        names = {done: f"sums {done:b}" for done in range(every)} | {
+            0: "combining",
+            every: "returning",
+        }
         for done in range(1, every):
             read = {row.place: n for i, row in enumerate(rows) if done >> i & 1}
             self.node(names[done], n, self.nodes["combining", n].read_through | read)
         for i, (source, row) in enumerate(zip(self.sources, rows, strict=True)):
-            stores, read = self.payload(self.sums, [source], n, COMBINE), Look(n, rows=(row,))
+            stores = self.payload(self.sums, [source], n, COMBINE)
+            read = Look(n, rows=(row,))
             for done in range(every):
                 if not done >> i & 1:
-                    target, step = (names[done | 1 << i], n), f"sum for {source} of round"
+                    target = (names[done | 1 << i], n)
+                    step = f"sum for {source} of round"
                     self.edge(names[done], n, step, target, stores=stores, read=read)
         if not rows:
             self.edge("combining", n, "no sums of round", ("returning", n))
 
     def write_aborts(self, n: int, arrived: Look) -> None:
-        """An abort launches the phases that are left, with a combine without rows: the same program in every state."""
-        no_rows = self.words(n, COMBINE, rows=not self.has("no-rows")) if self.has("abort-opens") else 0
+        """An abort launches the phases that are left, with a combine without rows: the same program
+        in every state.
+        """
+        no_rows = (
+            self.words(n, COMBINE, rows=not self.has("no-rows")) if self.has("abort-opens") else 0
+        )
         combine = {"stores": no_rows, "drains": self.has("drain")}
         self.edge("dispatched", n, "abort of round", ("returning", n), **combine)
         if not self.has("abort-receives"):
@@ -97,7 +135,8 @@ class CudaRank(Rank):
         return kind if self.protocol == LL and self.has("one-access") else f"{kind} flag"
 
     def payload(self, kind: str, to: list[int], n: int, stage: int) -> int:
-        rows, flag = self.issue(kind, to, n, stage), self.flag(kind)
+        rows = self.issue(kind, to, n, stage)
+        flag = self.flag(kind)
         if flag == kind:
             return rows
         released = self.protocol != LL and self.has("release")
@@ -107,16 +146,24 @@ class CudaRank(Rank):
         awaited = self.awaited(stage)
         signals = self.mine(OPENINGS[stage], awaited, n)
         word_of = dict(zip(awaited, signals, strict=True)) if stage == COMBINE else {}
-        places = zip(writers, self.mine(kind, writers, n), self.mine(self.flag(kind), writers, n), strict=True)
+        places = zip(
+            writers,
+            self.mine(kind, writers, n),
+            self.mine(self.flag(kind), writers, n),
+            strict=True,
+        )
         rows = tuple(Row(place, flag, word_of.get(writer)) for writer, place, flag in places)
-        any_epoch, lines = not self.has("epoch"), self.protocol == LL
+        any_epoch = not self.has("epoch")
+        lines = self.protocol == LL
         return Look(n, signals, counts=signals, rows=rows, any_epoch=any_epoch, lines=lines)
 
     def re_arm(self, kind: str, writers: list[int], n: int, stage: int) -> int:
         """This rank's stores that empty its own lines of a stage, as a mask."""
         if self.protocol != LL or not self.has("re-arm"):
             return 0
-        return sum(self.store(place, 0, n, stage, 2) for place in self.mine(self.flag(kind), writers, n))
+        return sum(
+            self.store(place, 0, n, stage, 2) for place in self.mine(self.flag(kind), writers, n)
+        )
 
     def which(self, kind: str, writer: int, n: int) -> tuple[int, ...]:
         """Final rows lie further on in each round, as if the counts of the sources changed."""

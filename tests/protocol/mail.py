@@ -1,21 +1,28 @@
-"""The mail of moves on the CPU: parts into the staging of the others, and words. epmoe/live/mail.py, moves.py.
+"""The mail of moves on the CPU: parts into the staging of the others, and words.
+epmoe/live/mail.py, moves.py.
 
-PUSHED behind a part stands for every word behind what it announces, as READY behind CANCELLED; COPIED behind the copy
-for every word behind what its writer has read, as VERSION behind the last round with the old tables.
+PUSHED behind a part stands for every word behind what it announces, as READY behind CANCELLED;
+COPIED behind the copy for every word behind what its writer has read, as VERSION behind the last
+round with the old tables.
 """
 
 from __future__ import annotations
 
 from protocol.rank import COMBINE, DISPATCH, Look, Rank, Row
 
-PART, PUSHED, COPIED = "part", "PUSHED", "COPIED"
+PART = "part"
+PUSHED = "PUSHED"
+COPIED = "COPIED"
 
 
 class MailRank(Rank):
-    """It sends a part to each other rank, and takes theirs; a round is a part. Its nodes: closed and pushed."""
+    """It sends a part to each other rank, and takes theirs; a round is a part. Its nodes: closed
+    and pushed.
+    """
 
     def write_round(self, n: int) -> None:
-        before, posts = {PART: n - 1}, self.has("post-releases")
+        before = {PART: n - 1}
+        posts = self.has("post-releases")
         self.node("pushed", n, before)
         stores = self.issue(PART, self.peers, n, DISPATCH)
         stores |= self.issue(PUSHED, self.peers, n, DISPATCH, last=True, released=posts)
@@ -32,8 +39,12 @@ class MailRank(Rank):
             self.edge("read", n, "look for part", ("closed", n), wait=word, stores=copied)
         else:
             self.node("seen", n, before)
-            self.edge("pushed", n, "look for part", ("seen", n), wait=word, stores=0 if posts else copied)
-            self.edge("seen", n, "copy of part", ("closed", n), read=part, stores=copied if posts else 0)
+            self.edge(
+                "pushed", n, "look for part", ("seen", n), wait=word, stores=0 if posts else copied
+            )
+            self.edge(
+                "seen", n, "copy of part", ("closed", n), read=part, stores=copied if posts else 0
+            )
         self.node("closed", n, {PART: n})
 
     def which(self, kind: str, writer: int, n: int) -> tuple[int, ...]:

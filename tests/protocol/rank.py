@@ -1,4 +1,6 @@
-"""What the programs of all protocols share: a rank's stores to its peers, and its waits for them."""
+"""What the programs of all protocols share: a rank's stores to its peers, and its
+waits for them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from dataclasses import dataclass
 
 from protocol.machine import Edge, Machine, Memory, Node, round_of, value_of
 
-DISPATCH, COMBINE = 0, 1
+DISPATCH = 0
+COMBINE = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Look:
 
 @dataclass
 class Rank:
-    """A rank whose program goes into a machine. A protocol's subclass writes a round. `build` explains the options."""
+    """A rank whose program goes into a machine. A protocol's subclass writes a round. `build`
+    explains the options.
+    """
 
     machine: Machine
     rank: int
@@ -109,33 +114,68 @@ class Rank:
 
     def informed(self, stage: int) -> list[int]:
         """The peers to which this rank signals that it opens the stage."""
-        return self.peers if self.has("open-all") else self.receivers if stage == DISPATCH else self.sources
+        return (
+            self.peers
+            if self.has("open-all")
+            else self.receivers
+            if stage == DISPATCH
+            else self.sources
+        )
 
     def mine(self, kind: str, writers: list[int], n: int) -> tuple[int, ...]:
         """The places in this rank's window that `writers` use in round n."""
-        return tuple(self.machine.place(kind, self.rank, *self.which(kind, writer, n)) for writer in writers)
+        return tuple(
+            self.machine.place(kind, self.rank, *self.which(kind, writer, n)) for writer in writers
+        )
 
     def issue(
-        self, kind: str, to: list[int], n: int, stage: int, *, rows: bool = True, last: bool = False,
+        self,
+        kind: str,
+        to: list[int],
+        n: int,
+        stage: int,
+        *,
+        rows: bool = True,
+        last: bool = False,
         released: bool = False,
-    ) -> int:  # fmt: skip
-        """Stores for round n, one for each rank of `to`, as a mask. `last`: after the payload of the stage."""
+    ) -> int:
+        """Stores for round n, one for each rank of `to`, as a mask. `last`: after the payload of
+        the stage.
+        """
         places = [self.machine.place(kind, peer, *self.which(kind, self.rank, n)) for peer in to]
-        return sum(self.store(place, value_of(n, rows), n, stage, last, released) for place in places)
+        return sum(
+            self.store(place, value_of(n, rows), n, stage, last, released) for place in places
+        )
 
-    def store(self, place: int, value: int, n: int, stage: int, part: int, released: bool = False) -> int:
+    def store(
+        self, place: int, value: int, n: int, stage: int, part: int, released: bool = False
+    ) -> int:
         """A store in a part of a stage, as a mask of its number."""
-        return self.machine.store(self.rank, place, value, 4 * (2 * n + stage) + part, released=released)
+        return self.machine.store(
+            self.rank, place, value, 4 * (2 * n + stage) + part, released=released
+        )
 
     def node(self, name: str, n: int, read_through: dict) -> None:
         """Where the rank may stand in round n, with `Node.read_through`."""
         self.nodes[name, n] = Node(f"{name} {n}", read_through)
 
     def edge(
-        self, start: str, n: int, name: str, target: tuple[str, int], *,
-        stores: int = 0, wait: Look | None = None, read: Look | None = None, drains: bool = False,
-    ) -> None:  # fmt: skip
-        """A step from node `start` of round n to `target`. It awaits and reads `wait`, or only reads `read`."""
+        self,
+        start: str,
+        n: int,
+        name: str,
+        target: tuple[str, int],
+        *,
+        stores: int = 0,
+        wait: Look | None = None,
+        read: Look | None = None,
+        drains: bool = False,
+    ) -> None:
+        """A step from node `start` of round n to `target`. It awaits and reads `wait`, or only
+        reads `read`.
+        """
         look = wait or read
-        edge = Edge(f"{name} {target[1]}", target, stores, wait and wait.ready, look and look.read, drains)
+        edge = Edge(
+            f"{name} {target[1]}", target, stores, wait and wait.ready, look and look.read, drains
+        )
         self.edges.append((self.nodes[start, n], edge))

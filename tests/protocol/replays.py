@@ -1,7 +1,8 @@
-"""A rank that leaves a group and opens the next one, while another thread replays graphs. epmoe/exchange/node.py.
+"""A rank that leaves a group and opens the next one, while another thread replays graphs.
+epmoe/exchange/node.py.
 
-A kernel reads the tables when it starts, then looks at the state, then uses windows, then ends. Hosts wait for kernels
-that have started.
+A kernel reads the tables when it starts, then looks at the state, then uses windows, then ends.
+Hosts wait for kernels that have started.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ from typing import NamedTuple
 from protocol.explorer import Broken
 
 REPLAY_RULES = (
-    "latch-first", "ends-again", "begins-anew", "clear-last", "scratch-of-its-own", "tables-first", "ends-between",
-    "mark-empty", "marks-go",
-)  # fmt: skip
+    "latch-first",
+    "ends-again",
+    "begins-anew",
+    "clear-last",
+    "scratch-of-its-own",
+    "tables-first",
+    "ends-between",
+    "mark-empty",
+    "marks-go",
+)
 SEATS = ("stays", "leaves", "comes")
 STAGES = ("dispatch", "combine")
 KERNELS = 6
@@ -41,8 +49,9 @@ class State(NamedTuple):
 
 
 class ReplayModel:
-    """For `explore`. `alike`: the next group has the same sizes, and so the same addresses. `other`: what the other
-    rank does, which leaves its seat, or comes into one that was empty."""
+    """For `explore`. `alike`: the next group has the same sizes, and so the same addresses.
+    `other`: what the other rank does, which leaves its seat, or comes into one that was empty.
+    """
 
     def __init__(self, alike: bool, without: str = "", other: str = "stays") -> None:
         self.alike, self.without, self.start = alike, without, State(marked=other == "comes")
@@ -71,20 +80,26 @@ class ReplayModel:
             step = self.program[state.host]
             if step != "ends" or state.kernel is None:
                 yield f"the host {step}", self._after(step, state)._replace(host=state.host + 1)
-        stage, kernel = state.ended % 2, state.kernel
+        stage = state.ended % 2
+        kernel = state.kernel
         if kernel is None:
             if state.ended < KERNELS:
                 yield f"{STAGES[stage]} starts", state._replace(kernel=Kernel(state.tables))
         elif not kernel.looked:
             takes_part = not state.latched and state.due == stage
-            yield f"{STAGES[stage]} looks", state._replace(kernel=Kernel(kernel.tables, True, takes_part))
+            yield (
+                f"{STAGES[stage]} looks",
+                state._replace(kernel=Kernel(kernel.tables, True, takes_part)),
+            )
         elif kernel.takes_part and not kernel.used:
             yield f"{STAGES[stage]} uses windows", self._used(state, kernel)
         else:
             yield f"{STAGES[stage]} ends", self._ended(state, kernel)
 
     def _after(self, step: str, state: State) -> State:
-        finds = self.alike or self.without == "scratch-of-its-own"  # what the next group writes into scratch
+        finds = (
+            self.alike or self.without == "scratch-of-its-own"
+        )  # what the next group writes into scratch
         if step == "latches":
             return state._replace(latched=True)
         if step == "unmaps":  # the memory goes, and with it what was in the windows
@@ -96,7 +111,9 @@ class ReplayModel:
         if step == "tables" and finds:
             return state._replace(tables=1)
         if step == "clears" and finds:
-            return state._replace(latched=False, due=state.due if self.without == "begins-anew" else 0)
+            return state._replace(
+                latched=False, due=state.due if self.without == "begins-anew" else 0
+            )
         return state
 
     def _used(self, state: State, kernel: Kernel) -> State:
@@ -106,7 +123,11 @@ class ReplayModel:
         if stage == "dispatch" and kernel.tables != state.mapped:
             raise Broken(f"{stage} uses windows", "its tables are those of another group")
         if state.marked != self.empty[state.mapped]:
-            what = "it does not wait for a rank that is there" if state.marked else "it waits where nobody sits"
+            what = (
+                "it does not wait for a rank that is there"
+                if state.marked
+                else "it waits where nobody sits"
+            )
             raise Broken(f"{stage} uses windows", what)
         if stage == "combine" and state.dispatched != state.mapped:
             raise Broken(f"{stage} uses windows", "a round begins in one group and ends in another")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-CPU, LL = "CPU", "LL"
-COPIED, FINAL_ROWS, RANK_MAJOR = "Simple", "Simple with final rows", "Simple with combine_partial"
-"""CUDA's Simple protocol three times: rows that the receiver copies from their slots, rows that senders write to their
-final places, and rows that lie in their slots until combine has sent them back (`combine_partial` of `recv.x`)."""
+CPU = "CPU"
+LL = "LL"
+COPIED = "Simple"
+FINAL_ROWS = "Simple with final rows"
+RANK_MAJOR = "Simple with combine_partial"
+"""CUDA's Simple protocol three times: rows that the receiver copies from their slots, rows that
+senders write to their final places, and rows that lie in their slots until combine has sent them
+back (`combine_partial` of `recv.x`).
+"""
 SIMPLE = (COPIED, FINAL_ROWS, RANK_MAJOR)
 CUDA = (*SIMPLE, LL)
 PROTOCOLS = (CPU, *CUDA)

@@ -1,8 +1,10 @@
-"""The parts of SGLang that a death sets off, with two scheduler processes: `python sglang_deaths.py CASE STORE`.
+"""The parts of SGLang that a death sets off, with two scheduler processes: `python sglang_deaths.py
+CASE STORE`.
 
-SGLang's own are `run_scheduler_process` around the scheduler, `MLPSyncBatchInfo.all_gather`, by which ranks of data
-parallel attention agree before each step, and in the server `SubprocessWatchdog`, the handler of SIGQUIT and
-`kill_process_tree`. The scheduler, which needs a GPU, does nothing but agree here.
+SGLang's own are `run_scheduler_process` around the scheduler, `MLPSyncBatchInfo.all_gather`, by
+which ranks of data parallel attention agree before each step, and in the server
+`SubprocessWatchdog`, the handler of SIGQUIT and `kill_process_tree`. The scheduler, which needs a
+GPU, does nothing but agree here.
 
 CASE is
     dies      rank 1 is killed
@@ -41,29 +43,41 @@ from epmoe import EPTimeoutError  # noqa: E402
 
 WATCHDOG = "sglang.srt.utils.watchdog.SubprocessWatchdog.start"
 AGREEMENT = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
-STEP_S, BEFORE_S, AFTER_S = 0.05, 2, 4
+STEP_S = 0.05
+BEFORE_S = 2
+AFTER_S = 4
 
 
 class Scheduler:
     """In place of SGLang's, with what `run_scheduler_process` asks of it."""
 
     def __init__(self, case: str, ports: Any) -> None:
-        self.case, self.rank, self.store = case, ports.rank, ports.store
-        self.metrics_reporter, self.async_d2h_worker, self.gracefully_exit = MagicMock(), None, False
-        dp_attn.get_parallel = lambda: SimpleNamespace(tp_group=SimpleNamespace(active_ranks_cpu=torch.ones(2)))
+        self.case = case
+        self.rank = ports.rank
+        self.store = ports.store
+        self.metrics_reporter, self.async_d2h_worker, self.gracefully_exit = (
+            MagicMock(),
+            None,
+            False,
+        )
+        dp_attn.get_parallel = lambda: SimpleNamespace(
+            tp_group=SimpleNamespace(active_ranks_cpu=torch.ones(2))
+        )
 
     def get_init_info(self) -> dict[str, Any]:
         return {"status": "ready"}
 
     def run_event_loop(self) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{self.store}", rank=self.rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{self.store}", rank=self.rank, world_size=2
+        )
         for step in range(10**9):
             if self.case == "raises" and self.rank == 1 and step == BEFORE_S / STEP_S:
                 raise EPTimeoutError("dispatch", step, [0], [0], "timed out")
             if self.case != "unseen":
-                dp_attn.MLPSyncBatchInfo(2, 1, 1, 1, 1, True, True, True, False, False, 0).all_gather(
-                    device="cpu", group=dist.group.WORLD
-                )
+                dp_attn.MLPSyncBatchInfo(
+                    2, 1, 1, 1, 1, True, True, True, False, False, 0
+                ).all_gather(device="cpu", group=dist.group.WORLD)
             time.sleep(STEP_S)
 
 
@@ -87,7 +101,9 @@ def main(case: str, store: str) -> None:
     for rank in range(2):
         reader, writer = fork.Pipe(False)
         arguments = settings, SimpleNamespace(rank=rank, store=store), 0, 0, 0, None, writer
-        ranks.append(fork.Process(target=schedulers.run_scheduler_process, args=arguments, daemon=True))
+        ranks.append(
+            fork.Process(target=schedulers.run_scheduler_process, args=arguments, daemon=True)
+        )
         ranks[-1].start()
         assert reader.recv()["status"] == "ready"
     watchdog = SubprocessWatchdog(ranks, ["scheduler_0", "scheduler_1"])
@@ -101,7 +117,9 @@ def main(case: str, store: str) -> None:
     deadline = time.monotonic() + AFTER_S  # a signal may end a sleep
     while time.monotonic() < deadline:
         time.sleep(STEP_S)
-    print("the server is alive, the survivor", "is" if ranks[0].is_alive() else "is not", flush=True)
+    print(
+        "the server is alive, the survivor", "is" if ranks[0].is_alive() else "is not", flush=True
+    )
 
 
 if __name__ == "__main__":

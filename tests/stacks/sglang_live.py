@@ -1,4 +1,5 @@
-"""SGLang's MoE layers with experts that move, one layer after the other, as SGLang's own loop steps them.
+"""SGLang's MoE layers with experts that move, one layer after the other, as SGLang's own loop steps
+them.
 
 As a script: two ranks serve, and the first one to which an expert has come in part is killed.
 """
@@ -26,13 +27,24 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from epmoe import EPTimeoutError, ExpertParallel
 from epmoe.integrations.sglang import VARIABLE
 
-E, K, D, F = 16, 4, 128, 64
+E = 16
+K = 4
+D = 128
+F = 64
 REDUNDANT = 2  # experts, of all ranks
-LAYERS, VOCABULARY = 2, 64
-PHASES = (0, 40)  # the first of the tokens of prompts: few different ones, so that few experts get most rows
+LAYERS = 2
+VOCABULARY = 64
+PHASES = (
+    0,
+    40,
+)  # the first of the tokens of prompts: few different ones, so that few experts get most rows
 BATCH = 24  # prompts of a rank
 DEVICE = torch.device("cuda" if host.CUDA else "cpu")
-NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # of the shards of an expert, in a checkpoint
+NAMES = {
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+}  # of the shards of an expert, in a checkpoint
 
 
 def start() -> None:
@@ -48,7 +60,9 @@ def start() -> None:
 
 
 def checkpoint(seed: int, width: int = F) -> list[dict[str, Tensor]]:
-    """By layer, the weights of all experts, bf16: gate w1 and up w3 [E, width, D], down w2 [E, D, width]."""
+    """By layer, the weights of all experts, bf16: gate w1 and up w3 [E, width, D], down w2 [E, D,
+    width].
+    """
     shapes = {"w1": (E, width, D), "w3": (E, width, D), "w2": (E, D, width)}
     return [
         {
@@ -60,34 +74,47 @@ def checkpoint(seed: int, width: int = F) -> list[dict[str, Tensor]]:
 
 
 class Model(nn.Module):
-    """Tokens [T] → the next ones [T]: layers of SGLang's, each with a router, between an embedding and its transpose,
-    which gets the layers' part.
+    """Tokens [T] → the next ones [T]: layers of SGLang's, each with a router, between an embedding
+    and its transpose, which gets the layers' part.
 
     The experts are `width` wide.
     """
 
     def __init__(self, width: int = F) -> None:
         super().__init__()
-        self.embedding = randn(VOCABULARY, D, seed=1051).to(DEVICE)  # no token and no route of `PHASES` is near a tie
+        self.embedding = randn(VOCABULARY, D, seed=1051).to(
+            DEVICE
+        )  # no token and no route of `PHASES` is near a tie
         self.routers = [randn(E, D, seed=1151 + i).to(DEVICE) / D**0.5 for i in range(LAYERS)]
-        self.layers = nn.ModuleList(host.make_layer(E + REDUNDANT, K, D, width, layer_id=i) for i in range(LAYERS))
+        self.layers = nn.ModuleList(
+            host.make_layer(E + REDUNDANT, K, D, width, layer_id=i) for i in range(LAYERS)
+        )
         self.choices = [host.TopK(K, layer_id=i) for i in range(LAYERS)]
         self.load(checkpoint(100, width))
 
     def load(self, weights: list[dict[str, Tensor]]) -> None:
-        """As SGLang's models load a checkpoint: each part of an expert by the loader of the layer."""
+        """As SGLang's models load a checkpoint: each part of an expert by the loader
+        of the layer.
+        """
         for layer, shards in zip(self.layers, weights, strict=True):
             for shard, tensor in shards.items():
                 parameter = layer.w2_weight if shard == "w2" else layer.w13_weight
                 for expert in range(E):
                     name = f"experts.{expert}.{NAMES[shard]}.weight"
-                    layer.weight_loader(parameter, tensor[expert], name, shard_id=shard, expert_id=expert)
+                    layer.weight_loader(
+                        parameter, tensor[expert], name, shard_id=shard, expert_id=expert
+                    )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding[tokens]
-        for i, (layer, router, choice) in enumerate(zip(self.layers, self.routers, self.choices, strict=True)):
+        for i, (layer, router, choice) in enumerate(
+            zip(self.layers, self.routers, self.choices, strict=True)
+        ):
             where = ExpertLocationDispatchInfo.init_new(layer_id=i)
-            x = x + layer(x.bfloat16(), choice.forward_native(x, x @ router.T, expert_location_dispatch_info=where))
+            x = x + layer(
+                x.bfloat16(),
+                choice.forward_native(x, x @ router.T, expert_location_dispatch_info=where),
+            )
         return ((x - self.embedding[tokens]) @ self.embedding.T).argmax(-1)
 
 
@@ -96,8 +123,12 @@ class Runner(host.ModelRunner):
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.forward_pass_id, self.is_draft_worker, self.enable_elastic_ep = 0, False, False
-        self.msprobe_debugger = self.canary_manager = self.eplb_manager = self.decode_cuda_graph_runner = None
+        self.forward_pass_id = 0
+        self.is_draft_worker = False
+        self.enable_elastic_ep = False
+        self.msprobe_debugger = self.canary_manager = self.eplb_manager = (
+            self.decode_cuda_graph_runner
+        ) = None
 
     @property
     def ep(self) -> ExpertParallel:
@@ -127,7 +158,8 @@ def serve(rank: int, deaths: Any) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     start()
     width = 4096
-    runner, step = Runner(Model(width)), 0
+    runner = Runner(Model(width))
+    step = 0
     try:
         while True:
             runner.step(prompts(PHASES[0], step))
@@ -140,7 +172,11 @@ def serve(rank: int, deaths: Any) -> None:
 
 
 def main() -> None:
-    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    os.environ |= {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(get_free_port()),
+    }
     fork = multiprocessing.get_context("fork")
     deaths = fork.Semaphore(1)
     ranks = [fork.Process(target=serve, args=(rank, deaths)) for rank in range(2)]

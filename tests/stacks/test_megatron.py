@@ -1,7 +1,9 @@
-"""epmoe carries the tokens of Megatron-Core's own MoE layers, as its all-to-all does. `make stacks-megatron` runs it.
+"""epmoe carries the tokens of Megatron-Core's own MoE layers, as its all-to-all does. `make
+stacks-megatron` runs it.
 
-Experts are SequentialMLP, since its grouped GEMM needs TransformerEngine. One rank a GPU where there are GPUs. On CPUs
-Megatron's all-to-all dispatcher makes a stream of CUDA and leaves it unused, so streams are stubs there.
+Experts are SequentialMLP, since its grouped GEMM needs TransformerEngine. One rank a GPU where
+there are GPUs. On CPUs Megatron's all-to-all dispatcher makes a stream of CUDA and leaves it
+unused, so streams are stubs there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 if "RANK" not in os.environ:
-    pytest.skip("needs Megatron-Core and 2 or 4 ranks: make stacks-megatron", allow_module_level=True)
+    pytest.skip(
+        "needs Megatron-Core and 2 or 4 ranks: make stacks-megatron", allow_module_level=True
+    )
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPUS else torch.device("cpu")
@@ -70,7 +74,12 @@ if not ON_GPUS:
     megatron_random._set_cuda_rng_state = lambda *_, **__: None
     token_dispatcher.maybe_move_tensor_to_cpu = _on_host
 
-D, WIDTH, E, K, S, B = 64, 96, 8, 3, 12, 2
+D = 64
+WIDTH = 96
+E = 8
+K = 3
+S = 12
+B = 2
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,9 +92,15 @@ def group() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def parallel(tp: int = 1, ep: int | None = None, etp: int = 1, pp: int = 1) -> Iterator[dict[str, int]]:
+def parallel(
+    tp: int = 1, ep: int | None = None, etp: int = 1, pp: int = 1
+) -> Iterator[dict[str, int]]:
     ep = dist.get_world_size() // (etp * pp) if ep is None else ep
-    sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+    }
     sizes["pipeline_model_parallel_size"] = pp
     parallel_state.initialize_model_parallel(**sizes)
     try:
@@ -93,7 +108,8 @@ def parallel(tp: int = 1, ep: int | None = None, etp: int = 1, pp: int = 1) -> I
     finally:
         megatron.close()
         parallel_state.destroy_model_parallel()
-        # Megatron keeps one for all layers. Its schedules write a tensor of another shape into one that a layer made.
+        # Megatron keeps one for all layers. Its schedules write a tensor of another shape into one
+        # that a layer made.
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
@@ -119,8 +135,12 @@ def config_of(sizes: dict[str, int], **options: Any) -> TransformerConfig:
     return TransformerConfig(**sizes, **(values | options))
 
 
-def layer_of(config: TransformerConfig, ours: bool, dtype: torch.dtype = torch.float32, group: Any = None) -> MoELayer:
-    """The layer has the same parameters, whatever carries the tokens. The ranks of `group` have the same router."""
+def layer_of(
+    config: TransformerConfig, ours: bool, dtype: torch.dtype = torch.float32, group: Any = None
+) -> MoELayer:
+    """The layer has the same parameters, whatever carries the tokens. The ranks of `group` have the
+    same router.
+    """
     mlp = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False).submodules.mlp
     mlp = exchanged(mlp) if ours else mlp
     if hasattr(mlp, "module"):
@@ -166,19 +186,32 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "aux loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     "capacity drops": {"moe_expert_capacity_factor": 0.75},
-    "sigmoid with a bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "sigmoid with a bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
     "shared experts": {"moe_shared_expert_intermediate_size": 64},
-    "shared experts beside": {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
-    "one expert a token": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+    "shared experts beside": {
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_shared_expert_overlap": True,
+    },
+    "one expert a token": {
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_apply_probs_on_input": True,
+    },
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_of_experts_and_router_are_those_of_all_to_all(case: str, dtype: torch.dtype) -> None:
+def test_gradients_of_experts_and_router_are_those_of_all_to_all(
+    case: str, dtype: torch.dtype
+) -> None:
     with parallel() as sizes:
         config = config_of(sizes, **CASES[case])
-        want, ours = step(layer_of(config, False, dtype)), layer_of(config, True, dtype)
+        want = step(layer_of(config, False, dtype))
+        ours = layer_of(config, True, dtype)
         compare(step(ours), want)
         compare(step(ours), want)
 
@@ -201,14 +234,18 @@ def test_a_rank_without_rows_takes_part() -> None:
         want, got = map(step, layers)
         compare(got, want)
         idle = [want[name] for name in want if "local_experts" in name]
-        assert dist.get_rank() < dist.get_world_size() // 2 or not any(tensor.any() for tensor in idle)
+        assert dist.get_rank() < dist.get_world_size() // 2 or not any(
+            tensor.any() for tensor in idle
+        )
 
 
 def test_recomputation_has_the_same_bits_in_three_rounds() -> None:
     with parallel() as sizes:
         plain = layer_of(config_of(sizes), True)
         want = step(plain)
-        layer = layer_of(config_of(sizes, recompute_granularity="selective", recompute_modules=["moe"]), True)
+        layer = layer_of(
+            config_of(sizes, recompute_granularity="selective", recompute_modules=["moe"]), True
+        )
         rounds = plain.token_dispatcher._exchange.ep.exchange.rounds
         before = rounds.count
         got = step(layer)
@@ -219,13 +256,18 @@ def test_recomputation_has_the_same_bits_in_three_rounds() -> None:
 
 @pytest.mark.parametrize("ep", [2, None], ids=["EP of 2", "EP of all"])
 def test_two_micro_batches_are_in_flight(ep: int | None) -> None:
-    """As in the 1F1B schedule of a pipeline: the second forward pass runs before the first backward pass."""
+    """As in the 1F1B schedule of a pipeline: the second forward pass runs before the first backward
+    pass.
+    """
     with parallel(ep=ep) as sizes:
         results = []
         for ours in (False, True):
             layer = layer_of(config_of(sizes), ours)
             generator = torch.Generator().manual_seed(dist.get_rank())
-            batches = [torch.randn(tokens, B, D, generator=generator).to(DEVICE) for tokens in (S, S - 4, S)]
+            batches = [
+                torch.randn(tokens, B, D, generator=generator).to(DEVICE)
+                for tokens in (S, S - 4, S)
+            ]
             outputs = [layer(batches[0])[0]]
             for before, batch in itertools.pairwise(batches):
                 outputs.append(layer(batch)[0])
@@ -237,10 +279,13 @@ def test_two_micro_batches_are_in_flight(ep: int | None) -> None:
 
 
 def test_routes_of_megatron_are_replayed() -> None:
-    """Its `moe_enable_routing_replay`: what one layer recorded, another with a router of its own follows."""
+    """Its `moe_enable_routing_replay`: what one layer recorded, another with a router of its own
+    follows.
+    """
     actions = router_replay.RouterReplayAction
     with parallel() as sizes:
-        config, results = config_of(sizes, moe_enable_routing_replay=True), []
+        config = config_of(sizes, moe_enable_routing_replay=True)
+        results = []
         for ours in (False, True):
             layer = layer_of(config, ours)
             replay = layer.router.router_replay
@@ -259,7 +304,9 @@ def test_routes_of_megatron_are_replayed() -> None:
 
 @pytest.mark.parametrize("saves", [False, True], ids=["of Megatron", "with epmoe"])
 def test_a_checkpoint_of_megatron(saves: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its distributed checkpoint of a layer, loaded over fewer ranks of EP by the other kind of layer."""
+    """Its distributed checkpoint of a layer, loaded over fewer ranks of EP by the other kind of
+    layer.
+    """
     folder = [str(tmp_path_factory.mktemp("checkpoint"))]
     dist.broadcast_object_list(folder)
     with parallel() as sizes:
@@ -270,10 +317,14 @@ def test_a_checkpoint_of_megatron(saves: bool, tmp_path_factory: pytest.TempPath
         other = layer_of(config_of(sizes), not saves)
         state = other.sharded_state_dict("layer.")
         loaded = dist_checkpointing.load(state, folder[0])
-        other.load_state_dict({name.removeprefix("layer."): tensor for name, tensor in loaded.items()})
+        other.load_state_dict(
+            {name.removeprefix("layer."): tensor for name, tensor in loaded.items()}
+        )
         got = step(other)
         for name in ("y", "x"):
-            torch.testing.assert_close(got[name], want[name], rtol=0.0, atol=float(want[name].abs().max()) * 1e-5)
+            torch.testing.assert_close(
+                got[name], want[name], rtol=0.0, atol=float(want[name].abs().max()) * 1e-5
+            )
 
 
 @pytest.mark.parametrize("tp, etp", [(2, 1), (2, 2), (1, 2)])
@@ -289,13 +340,16 @@ def test_stages_work_one_by_one() -> None:
     """In a layer that has never run a forward pass of its own."""
     with parallel() as sizes:
         config = config_of(sizes, **CASES["shared experts beside"])
-        want, layer = step(layer_of(config, False)), layer_of(config, True)
+        want = step(layer_of(config, False))
+        layer = layer_of(config, True)
         dispatcher = layer.token_dispatcher
 
         def stages(x: Tensor) -> tuple[Tensor, None]:
             probs, routing_map = layer.router(x)
             tokens, probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
-            rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, probs))
+            rows, counts, probs = dispatcher.dispatch_postprocess(
+                *dispatcher.token_dispatch(tokens, probs)
+            )
             outputs, _ = layer.experts(rows, counts, probs)
             sums = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
             return dispatcher.combine_postprocess(sums), None
@@ -324,7 +378,9 @@ def test_more_tokens_than_the_windows_hold() -> None:
     with parallel() as sizes:
         layer = layer_of(config_of(sizes), True)
         want = step(layer)
-        with pytest.raises(ValueError, match="set EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK, now 24, to 26"):
+        with pytest.raises(
+            ValueError, match="set EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK, now 24, to 26"
+        ):
             layer(torch.randn(S + 1, B, D, device=DEVICE))
         for name, tensor in step(layer).items():
             assert torch.equal(tensor, want[name]), name
@@ -334,7 +390,10 @@ def test_more_tokens_than_the_windows_hold() -> None:
     "options, message",
     [
         ({"moe_token_dispatcher_type": "allgather"}, "must be 'alltoall' with epmoe"),
-        ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, "without padding"),
+        (
+            {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+            "without padding",
+        ),
     ],
 )
 def test_what_epmoe_does_not_do_says_so(options: dict[str, Any], message: str) -> None:
@@ -342,7 +401,9 @@ def test_what_epmoe_does_not_do_says_so(options: dict[str, Any], message: str) -
         layer_of(config_of(sizes, **options), True)
 
 
-@pytest.mark.parametrize("name", ["overlap_moe_expert_parallel_comm", "moe_router_padding_for_quantization"])
+@pytest.mark.parametrize(
+    "name", ["overlap_moe_expert_parallel_comm", "moe_router_padding_for_quantization"]
+)
 def test_what_megatron_admits_on_gpus_only_says_so(name: str) -> None:
     with parallel() as sizes:
         config = config_of(sizes)
@@ -359,7 +420,9 @@ def test_other_layers_are_not_exchanged() -> None:
 class OnHost(TorchFunctionMode):
     """Where Megatron asks for "cuda" by name, tensors are of the CPU."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = DEVICE
@@ -371,7 +434,9 @@ class Stage(torch.nn.Module):
 
     def __init__(self, layer: MoELayer) -> None:
         super().__init__()
-        self.layer, self.config, self.received = layer, layer.config, None
+        self.layer = layer
+        self.config = layer.config
+        self.received = None
         self.model_type = ModelType.encoder_or_decoder  # 0.16 asks for it
 
     def set_input_tensor(self, received: Any) -> None:
@@ -391,27 +456,39 @@ def loss_of(y: Tensor) -> tuple[Tensor, Tensor]:
 def test_its_pipeline(recomputes: bool) -> None:
     """1F1B of Megatron over two stages, each a layer over half of the ranks.
 
-    It comes last: its first stage is in a group more than its second, and torch names the groups that the exchange
-    makes by how many a rank is in.
+    It comes last: its first stage is in a group more than its second, and torch names the groups
+    that the exchange makes by how many a rank is in.
     """
-    options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if recomputes else {}
+    options = (
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if recomputes else {}
+    )
     generator = torch.Generator().manual_seed(dist.get_rank() % (dist.get_world_size() // 2))
     # As embeddings have gradients: Megatron's recomputation needs those of its inputs.
-    batches = [torch.randn(S, B, D, generator=generator).to(DEVICE).requires_grad_() for _ in range(4)]
+    batches = [
+        torch.randn(S, B, D, generator=generator).to(DEVICE).requires_grad_() for _ in range(4)
+    ]
     results = []
     with parallel(pp=2) as sizes:
         config = config_of(sizes, num_layers=2, pipeline_dtype=torch.float32, **options)
         for ours in (False, True):
-            stage = Stage(layer_of(config, ours, group=parallel_state.get_expert_model_parallel_group()))
+            stage = Stage(
+                layer_of(config, ours, group=parallel_state.get_expert_model_parallel_group())
+            )
             run = schedules.get_forward_backward_func()
             assert run is schedules.forward_backward_pipelining_without_interleaving
             with OnHost():
                 losses = run(
                     forward_step_func=lambda data, model: (model(next(data)), loss_of),
-                    data_iterator=iter(batches), model=stage, num_microbatches=4, seq_length=S, micro_batch_size=B,
-                )  # fmt: skip
+                    data_iterator=iter(batches),
+                    model=stage,
+                    num_microbatches=4,
+                    seq_length=S,
+                    micro_batch_size=B,
+                )
             assert len(losses) == 4 * parallel_state.is_pipeline_last_stage()
             y = torch.stack(losses) if losses else torch.zeros(1)
-            gradients = {name: p.grad for name, p in stage.layer.named_parameters() if p.grad is not None}
+            gradients = {
+                name: p.grad for name, p in stage.layer.named_parameters() if p.grad is not None
+            }
             results.append({"losses": y} | gradients)
     compare(results[1], results[0], exact=False)

@@ -18,7 +18,10 @@ if "RANK" not in os.environ:
     pytest.skip("needs SGLang and 2 ranks: make stacks-sglang", allow_module_level=True)
 import sglang_host as host
 from sglang.srt.layers.moe.token_dispatcher.base import RoutewiseLayout
-from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2CombineInput, DeepEPv2Dispatcher
+from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import (
+    DeepEPv2CombineInput,
+    DeepEPv2Dispatcher,
+)
 from sglang.srt.plugins import hook_registry
 from torch import Tensor, nn
 
@@ -27,7 +30,10 @@ from epmoe.integrations.sglang import VARIABLE
 from epmoe.integrations.sglang import dispatcher as sglang
 from epmoe.local.reference import moe_reference
 
-E, K, D, F = 16, 4, 256, 128
+E = 16
+K = 4
+D = 256
+F = 128
 M = 128  # tokens; SGLang's default
 DEVICE = torch.device("cuda" if host.CUDA else "cpu")
 
@@ -58,7 +64,9 @@ def layer(_sglang: None) -> nn.Module:
 def _layer() -> nn.Module:
     """A layer of SGLang in bf16, with this rank's experts."""
     layer = host.make_layer(E, K, D, F)
-    mine = slice(dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts)
+    mine = slice(
+        dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts
+    )
     for parameter, weights in zip((layer.w13_weight, layer.w2_weight), _weights(), strict=True):
         parameter.data.copy_(weights[mine])
     return layer
@@ -66,14 +74,19 @@ def _layer() -> nn.Module:
 
 def _weights() -> tuple[Tensor, Tensor]:
     """All experts' weights, bf16: gate and up [E, 2F, D], down [E, D, F]."""
-    gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
+    gate_up = randn(E, 2 * F, D, seed=1) / D**0.5
+    down = randn(E, D, F, seed=2) / F**0.5
     return gate_up.bfloat16(), down.bfloat16()
 
 
 def _in_block_fp8() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A layer of SGLang in e4m3 with a scale for 128 × 128 weights, and the weights of all experts as they are then."""
+    """A layer of SGLang in e4m3 with a scale for 128 × 128 weights, and the weights of all experts
+    as they are then.
+    """
     layer = host.make_layer(E, K, D, F, quant_config=host.block_fp8())
-    mine = slice(dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts)
+    mine = slice(
+        dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts
+    )
     dequantized = []
     for name, weights in zip(("w13_weight", "w2_weight"), _weights(), strict=True):
         blocks = weights.float().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
@@ -81,13 +94,20 @@ def _in_block_fp8() -> tuple[nn.Module, tuple[Tensor, ...]]:
         quantized = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
         getattr(layer, name).data.copy_(quantized.flatten(3).flatten(1, 2)[mine])
         getattr(layer, f"{name}_scale_inv").data.copy_(scales[mine])
-        dequantized.append((quantized.double() * scales[:, :, None, :, None]).flatten(3).flatten(1, 2))
+        dequantized.append(
+            (quantized.double() * scales[:, :, None, :, None]).flatten(3).flatten(1, 2)
+        )
     return layer, tuple(dequantized)
 
 
-def _tokens(rank: int, tokens: int, padded: int = 0, ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """x, ids and weights of a rank; the last `padded` tokens are those of a CUDA graph that is too large."""
-    x, weights = randn(tokens, D, seed=10 + rank).bfloat16(), randn(tokens, K, seed=20 + rank).softmax(-1)
+def _tokens(
+    rank: int, tokens: int, padded: int = 0, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids and weights of a rank; the last `padded` tokens are those of a CUDA graph that is too
+    large.
+    """
+    x = randn(tokens, D, seed=10 + rank).bfloat16()
+    weights = randn(tokens, K, seed=20 + rank).softmax(-1)
     ids = distinct_ids(tokens, E, K, seed=30 + rank) if ids is None else ids
     ids[tokens - padded :] = -1
     return x, ids, weights
@@ -113,15 +133,22 @@ def test_one_batch_in_parts(layer: nn.Module, tokens: tuple[int, int]) -> None:
 def test_nothing_reads_what_lies_between_segments(
     layer: nn.Module, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's steps compute on the rows of gaps and drop them, so y has the same bits whatever they hold."""
+    """SGLang's steps compute on the rows of gaps and drop them, so y has the same bits whatever
+    they hold.
+    """
     layer = _in_block_fp8()[0] if quantized else layer
-    tokens, dispatcher = _tokens(dist.get_rank(), 9), layer.dispatcher
-    want, dispatch = _forward(layer, *tokens), dispatcher.dispatch
+    tokens = _tokens(dist.get_rank(), 9)
+    dispatcher = layer.dispatcher
+    want = _forward(layer, *tokens)
+    dispatch = dispatcher.dispatch
 
     def poisoned(**arguments: Any) -> Any:
-        output, d = dispatch(**arguments), dispatcher._round
+        output = dispatch(**arguments)
+        d = dispatcher._round
         rows = torch.arange(len(d.rows), device=DEVICE)[:, None]
-        gaps = ~((d.expert_offsets[:-1] <= rows) & (rows < output.psum_num_recv_tokens_per_expert)).any(1)
+        gaps = ~(
+            (d.expert_offsets[:-1] <= rows) & (rows < output.psum_num_recv_tokens_per_expert)
+        ).any(1)
         for tensor in (d.rows, d.scales) if quantized else (d.rows,):
             tensor.view(torch.uint8)[gaps] = 0xFF  # NaN in each dtype
         return output
@@ -143,19 +170,28 @@ def test_a_batch_on_each_rank(layer: nn.Module, tokens: tuple[int, int]) -> None
 def test_a_decode_beside_a_prefill_counts_on_its_rows(
     layer: nn.Module, tokens: tuple[int, int], data_parallel: bool
 ) -> None:
-    """The experts choose their kernels by the longest batch of all ranks, unless all have parts of one batch."""
+    """The experts choose their kernels by the longest batch of all ranks, unless all have parts of
+    one batch.
+    """
     rank = dist.get_rank()
     x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(rank, tokens[rank]))
     with host.data_parallel(list(tokens)) if data_parallel else nullcontext():
-        rows = layer.dispatcher.dispatch(x, host.StandardTopKOutput(weights, ids, None)).hidden_states
+        rows = layer.dispatcher.dispatch(
+            x, host.StandardTopKOutput(weights, ids, None)
+        ).hidden_states
     d = layer.dispatcher._round
-    layer.dispatcher.combine(DeepEPv2CombineInput(torch.zeros_like(rows, dtype=torch.bfloat16), None))
+    layer.dispatcher.combine(
+        DeepEPv2CombineInput(torch.zeros_like(rows, dtype=torch.bfloat16), None)
+    )
     assert d.segments["rows_per_expert"] == (100 if data_parallel else tokens[rank]) * 2 * K / E
 
 
 def test_rows_end_behind_the_worst_routing(layer: nn.Module) -> None:
-    """Every pair of all ranks goes to one rank, and half of its experts get a single row each: the most gaps."""
-    e, rank = layer.num_local_experts, dist.get_rank()
+    """Every pair of all ranks goes to one rank, and half of its experts get a single row each: the
+    most gaps.
+    """
+    e = layer.num_local_experts
+    rank = dist.get_rank()
     for owner in range(dist.get_world_size()):
         ids = (owner * e + torch.arange(K)).expand(M, K).clone().int()
         if rank == 0:
@@ -165,10 +201,13 @@ def test_rows_end_behind_the_worst_routing(layer: nn.Module) -> None:
 
 
 def test_hands_deepgemm_its_contiguous_layout(layer: nn.Module) -> None:
-    """Rows in whole blocks of 128, few of them for few tokens, and nothing that SGLang could weight by itself."""
+    """Rows in whole blocks of 128, few of them for few tokens, and nothing that SGLang could weight
+    by itself.
+    """
     x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), 3))
     output = layer.dispatcher.dispatch(x, host.StandardTopKOutput(weights, ids, None))
-    rows, e = output.hidden_states.shape[0], layer.num_local_experts
+    rows = output.hidden_states.shape[0]
+    e = layer.num_local_experts
     assert rows % 128 == 0
     assert rows <= 128 * e < layer.dispatcher._round.rows.shape[0]
     assert output.psum_num_recv_tokens_per_expert.shape == (e,)
@@ -178,7 +217,9 @@ def test_hands_deepgemm_its_contiguous_layout(layer: nn.Module) -> None:
     assert y.shape == x.shape and not y.any()
 
 
-def test_layers_share_one_set_of_windows(layer: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_share_one_set_of_windows(
+    layer: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two layers of the same shapes; for others, one more, whose bytes the log says."""
     assert host.make_layer(E, K, D, F).dispatcher._ep is layer.dispatcher._ep
     with caplog.at_level(logging.INFO, "epmoe"):
@@ -188,7 +229,9 @@ def test_layers_share_one_set_of_windows(layer: nn.Module, caplog: pytest.LogCap
 
 
 def test_block_fp8() -> None:
-    """Rows of e4m3 with a scale for 128 elements go through SGLang's own steps around the fp8 GEMMs."""
+    """Rows of e4m3 with a scale for 128 elements go through SGLang's own steps around the fp8
+    GEMMs.
+    """
     layer, dequantized = _in_block_fp8()
     x, ids, weights = tokens = _tokens(dist.get_rank(), 40)
     quantized, scales = quantize_fp8(x, granularity="block")
@@ -200,31 +243,43 @@ def test_block_fp8() -> None:
 def test_refuses_before_anything_is_sent(layer: nn.Module) -> None:
     """Too many tokens, and models that weight routes by themselves."""
     x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), M + 1))
-    with pytest.raises(ValueError, match="SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK, now 128, to 129"):
+    with pytest.raises(
+        ValueError, match="SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK, now 128, to 129"
+    ):
         layer.dispatcher.dispatch(x, host.StandardTopKOutput(weights, ids, None))
     with pytest.raises(RuntimeError, match="without a dispatch"):
         layer.dispatcher.combine(DeepEPv2CombineInput(x, None))
     output = layer.dispatcher.dispatch(x[:3], host.StandardTopKOutput(weights[:3], ids[:3], None))
     with pytest.raises(ValueError, match="weights and sums"):
-        layer.dispatcher.combine(DeepEPv2CombineInput(output.hidden_states, None, RoutewiseLayout.EXPANDED))
+        layer.dispatcher.combine(
+            DeepEPv2CombineInput(output.hidden_states, None, RoutewiseLayout.EXPANDED)
+        )
     layer.dispatcher._ep.abort()
 
 
 def test_another_backend_keeps_its_dispatcher(caplog: pytest.LogCaptureFixture) -> None:
-    """The factory's own result, with a warning, where it is not DeepEP v2's. Without the hook it is DeepEP v2's."""
+    """The factory's own result, with a warning, where it is not DeepEP v2's. Without the hook it is
+    DeepEP v2's.
+    """
     own = object()
     assert sglang.create_dispatcher(lambda *_, **__: own, None, None) is own
     assert "epmoe is not in use" in caplog.text
     config = host.make_layer(E, K, D, F).moe_runner_config
     original = host.layer_module.create_moe_dispatcher.__wrapped__
-    assert isinstance(original(config, quant_method=host.layer_module.UnquantizedFusedMoEMethod()), DeepEPv2Dispatcher)
+    assert isinstance(
+        original(config, quant_method=host.layer_module.UnquantizedFusedMoEMethod()),
+        DeepEPv2Dispatcher,
+    )
 
 
 @pytest.mark.parametrize("tokens", [(5, 0), (30, 70)], ids=str)
 def test_routed_experts_are_those_of_the_tokens(layer: nn.Module, tokens: tuple[int, int]) -> None:
-    """`--enable-return-routed-experts`: what SGLang's own capturer keeps are the experts that dispatch has sent to."""
+    """`--enable-return-routed-experts`: what SGLang's own capturer keeps are the experts that
+    dispatch has sent to.
+    """
     rank = dist.get_rank()
-    x, logits = randn(tokens[rank], D, seed=rank).bfloat16(), randn(tokens[rank], E, seed=50 + rank)
+    x = randn(tokens[rank], D, seed=rank).bfloat16()
+    logits = randn(tokens[rank], E, seed=50 + rank)
     with host.data_parallel(list(tokens)), host.capturer(E, K, M) as capturer:
         routed = host.TopK(K, layer_id=0).forward_native(x.to(DEVICE), logits.to(DEVICE))
         y = layer(x.to(DEVICE), routed)
@@ -242,7 +297,9 @@ def own_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
-def test_experts_of_our_own(own_experts: None, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_our_own(
+    own_experts: None, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """EPMOE_SGLANG=layer: with SGLang's weights as they are, and without its runner."""
     layer, weights = _in_block_fp8() if quantized else (_layer(), _weights())
     monkeypatch.setattr(layer.quant_method, "apply", None)
@@ -255,8 +312,12 @@ def test_experts_of_our_own(own_experts: None, quantized: bool, monkeypatch: pyt
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("own", [False, True], ids=["of SGLang", "of our own"])
-def test_deterministic_inference_is_kept(quantized: bool, own: bool, request: pytest.FixtureRequest) -> None:
-    """`--enable-deterministic-inference`: y of a token has the same bits alone and in batches of any size."""
+def test_deterministic_inference_is_kept(
+    quantized: bool, own: bool, request: pytest.FixtureRequest
+) -> None:
+    """`--enable-deterministic-inference`: y of a token has the same bits alone and in batches of
+    any size.
+    """
     layer = _in_block_fp8()[0] if quantized else _layer()
     x, ids, weights = _tokens(dist.get_rank(), M)
     if own:
@@ -272,7 +333,9 @@ def test_deterministic_inference_is_kept(quantized: bool, own: bool, request: py
 @NO_CUDA
 @pytest.mark.parametrize("tokens", [1, 32, M])
 def test_a_captured_layer(layer: nn.Module, tokens: int) -> None:
-    """A CUDA graph of the layer, as SGLang captures a decode step, replayed with other tokens and routing."""
+    """A CUDA graph of the layer, as SGLang captures a decode step, replayed with other tokens and
+    routing.
+    """
     x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), tokens))
     run: Callable[[], Tensor] = lambda: layer(x, host.StandardTopKOutput(weights, ids, None))  # noqa: E731
     run()
@@ -287,8 +350,12 @@ def test_a_captured_layer(layer: nn.Module, tokens: int) -> None:
         assert_close(y, moe_reference(*other, _weights()))
 
 
-def test_a_step_raises_what_kernels_have_reported(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's next step fails if a rank did not arrive, also where steps are replays of a graph."""
+def test_a_step_raises_what_kernels_have_reported(
+    layer: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's next step fails if a rank did not arrive, also where steps are replays
+    of a graph.
+    """
     ep = layer.dispatcher._ep
 
     def late() -> None:

@@ -1,4 +1,6 @@
-"""What ends SGLang's server when a rank dies, and what of it a plugin's hooks can answer (docs/serving.md)."""
+"""What ends SGLang's server when a rank dies, and what of it a plugin's hooks can answer
+(docs/serving.md).
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,19 @@ TIMEOUT_S = 300
     ],
 )
 def test_a_rank_dies(tmp_path: Path, case: str, by: str | None) -> None:
-    """`by` is what the process logs that ends the server; None: the server and the survivor go on."""
+    """`by` is what the process logs that ends the server; None: the server and the
+    survivor go on.
+    """
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SCRIPT.parent))))
     done = subprocess.run(
         [sys.executable, str(SCRIPT), case, str(tmp_path / "store")],
         env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     goes_on = "the server is alive, the survivor is\n" in done.stdout
     if by is None:
         assert goes_on and done.returncode == 0, done.stdout[-6000:]
@@ -45,22 +53,37 @@ def test_a_rank_dies(tmp_path: Path, case: str, by: str | None) -> None:
     assert by in done.stdout and "SIGQUIT received" in done.stdout, done.stdout[-6000:]
     assert not goes_on and done.returncode == -signal.SIGKILL, done.stdout[-6000:]
     (pids,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("pids ")]
-    while any(_is_running(int(pid)) for pid in pids):  # for a moment, after a kill; else pytest's timeout ends this
+    while any(
+        _is_running(int(pid)) for pid in pids
+    ):  # for a moment, after a kill; else pytest's timeout ends this
         time.sleep(0.01)
 
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_rank_dies_in_the_middle_of_a_move() -> None:
-    """The other one raises from its next step, which ends the server as above, and names the rank."""
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *map(str, (SCRIPT.parent, SCRIPT.parents[1])))))
+    """The other one raises from its next step, which ends the server as above, and
+    names the rank.
+    """
+    path = os.pathsep.join(
+        filter(None, (os.environ.get("PYTHONPATH"), *map(str, (SCRIPT.parent, SCRIPT.parents[1]))))
+    )
     done = subprocess.run(
         [sys.executable, str(SCRIPT.with_name("sglang_live.py"))],
         env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    found = re.search(r"in the middle of a move dies rank (\d)\n(?:.*\n)*the other one says: (.*)\n", done.stdout)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    found = re.search(
+        r"in the middle of a move dies rank (\d)\n(?:.*\n)*the other one says: (.*)\n", done.stdout
+    )
     assert found, done.stdout[-6000:]
-    assert f"missed rank(s) [{found[1]}] of the group" in found[2] and "whose process has ended" in found[2]
+    assert (
+        f"missed rank(s) [{found[1]}] of the group" in found[2]
+        and "whose process has ended" in found[2]
+    )
     assert f"exit codes [-{signal.SIGKILL:d}, 0]" in done.stdout
 
 

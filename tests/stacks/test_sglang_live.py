@@ -60,8 +60,12 @@ def rows(runners: list[Runner]) -> torch.Tensor:
     return torch.tensor([float(sum(runner.ep.health().rows_by_layer)) for runner in runners])
 
 
-def test_experts_move_while_prompts_drift(moving: Runner, still: Runner, caplog: pytest.LogCaptureFixture) -> None:
-    """The tokens are those without moves, and the ranks get even loads: by the counts of rounds, the balancer plans."""
+def test_experts_move_while_prompts_drift(
+    moving: Runner, still: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tokens are those without moves, and the ranks get even loads: by the counts of rounds,
+    the balancer plans.
+    """
     caplog.set_level(logging.INFO, "epmoe")
     for first in live.PHASES:
         for half in range(2):
@@ -71,7 +75,10 @@ def test_experts_move_while_prompts_drift(moving: Runner, still: Runner, caplog:
                 assert torch.equal(moving.step(tokens), still.step(tokens))
             if half:
                 of_still, of_moving = busiest([still, moving], before).tolist()
-                print(f"busiest rank over the mean: {of_still:.3f} without moves, {of_moving:.3f} with them")
+                print(
+                    f"busiest rank over the mean: {of_still:.3f} without moves, {of_moving:.3f} "
+                    "with them"
+                )
                 assert of_moving < 1.05 < 1.1 < of_still
     assert ("epmoe moves" in caplog.text) == (dist.get_rank() == 0)
     dist.all_reduce(moved := torch.tensor(moving.ep.live.moved))
@@ -86,12 +93,17 @@ def test_weights_that_are_loaded_again_follow_the_experts(moving: Runner) -> Non
         weights = live.checkpoint(seed)
         moving.model.load(weights)
         for layer, shards in zip(moving.model.layers, weights, strict=True):
-            x, logits = randn(live.BATCH, live.D, seed=3).bfloat16(), randn(live.BATCH, live.E, seed=4)
+            x = randn(live.BATCH, live.D, seed=3).bfloat16()
+            logits = randn(live.BATCH, live.E, seed=4)
             with torch.inference_mode(), live.data_parallel():
-                routed = host.TopK(live.K, layer_id=0).forward_native(x.to(live.DEVICE), logits.to(live.DEVICE))
+                routed = host.TopK(live.K, layer_id=0).forward_native(
+                    x.to(live.DEVICE), logits.to(live.DEVICE)
+                )
                 y = layer(x.to(live.DEVICE), routed)
             plain = torch.cat((shards["w1"], shards["w3"]), 1), shards["w2"]
-            assert_close(y, moe_reference(x, routed.topk_ids.cpu(), routed.topk_weights.cpu(), plain))
+            assert_close(
+                y, moe_reference(x, routed.topk_ids.cpu(), routed.topk_weights.cpu(), plain)
+            )
 
 
 @pytest.mark.parametrize(
@@ -104,10 +116,15 @@ def test_weights_that_are_loaded_again_follow_the_experts(moving: Runner) -> Non
 )
 def test_what_moves_or_needs_still_experts_is_refused(settings: dict[str, Any], flag: str) -> None:
     section = host.get_exec().deterministic if "deterministic" in flag else host.get_exec().moe
-    with section.override(**settings), pytest.raises(ValueError, match=f"do not go with {flag}: leave out"):
+    with (
+        section.override(**settings),
+        pytest.raises(ValueError, match=f"do not go with {flag}: leave out"),
+    ):
         host.make_layer(live.E + live.REDUNDANT, live.K, 2 * live.D, live.F)
 
 
 def test_a_model_that_names_no_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="SGLang knows of no experts that could move in this model"):
+    with pytest.raises(
+        ValueError, match="SGLang knows of no experts that could move in this model"
+    ):
         host.make_layer(live.E, live.K, live.D, live.F, uses_expert_location=False)

@@ -1,7 +1,8 @@
-"""epmoe carries the tokens of torchtitan's own MoE layers, as its all-to-all does. `make stacks-torchtitan` runs it.
+"""epmoe carries the tokens of torchtitan's own MoE layers, as its all-to-all does. `make
+stacks-torchtitan` runs it.
 
-Each rank has the same router and shared experts, and its part of the experts. Only what carries the tokens differs. One
-rank a GPU where there are GPUs.
+Each rank has the same router and shared experts, and its part of the experts. Only what carries the
+tokens differs. One rank a GPU where there are GPUs.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ from torchtitan.protocols.module import Module
 
 from epmoe.integrations.torchtitan import EpmoeSelectiveAC, EpmoeTokenDispatcher
 
-if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # torch 2.11, which torchtitan 0.3 otherwise runs with
+if not hasattr(
+    torch.compiler, "_is_non_strict_tracing"
+):  # torch 2.11, which torchtitan 0.3 otherwise runs with
     torch.compiler._is_non_strict_tracing = lambda: False
 
-D, WIDTH, E, K, B, L, LAYERS = 64, 32, 8, 3, 2, 24, 2
+D = 64
+WIDTH = 32
+E = 8
+K = 3
+B = 2
+L = 24
+LAYERS = 2
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPUS else torch.device("cpu")
 SEAT = "epmoe.integrations.torchtitan.dispatcher"
@@ -45,7 +54,9 @@ EXPERTS = {name: partial(nn.init.trunc_normal_, std=0.1) for name in ("w1_EFD", 
 
 @pytest.fixture(scope="session", autouse=True)
 def group():
-    os.environ["EPMOE_MODEL__DTYPE"] = "float32"  # of windows, which on GPUs are for bfloat16 by default
+    os.environ["EPMOE_MODEL__DTYPE"] = (
+        "float32"  # of windows, which on GPUs are for bfloat16 by default
+    )
     if ON_GPUS:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo")
@@ -56,7 +67,9 @@ def group():
 @pytest.fixture(scope="session")
 def mesh(group):
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
-    set_spmd_backend("partial_dtensor")  # with spmd_types, torchtitan's own all-to-all needs more than gloo has
+    set_spmd_backend(
+        "partial_dtensor"
+    )  # with spmd_types, torchtitan's own all-to-all needs more than gloo has
     yield mesh
     set_spmd_backend("spmd_types")
 
@@ -70,7 +83,9 @@ class Blocks(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): layer.build() for i, layer in enumerate(config.layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): layer.build() for i, layer in enumerate(config.layers)}
+        )
 
     def forward(self, x):
         for layer in self.layers.values():
@@ -79,7 +94,9 @@ class Blocks(Module):
 
 
 class PreciseExperts(GroupedExperts):
-    """torchtitan's compute in bf16 whatever they are given, which would hide what differs in fp32."""
+    """torchtitan's compute in bf16 whatever they are given, which would hide what
+    differs in fp32.
+    """
 
     def forward(self, x_RD, num_tokens_per_expert_E):
         offsets = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
@@ -100,17 +117,34 @@ def config_of(backend: str, factor: float | None = None) -> Blocks.Config:
     layers = []
     for _ in range(LAYERS):
         routed = make_routed_experts_config(
-            dim=D, hidden_dim=WIDTH, num_experts=E, top_k=K, param_init=EXPERTS, comm_backend=backend,
-            non_blocking_capacity_factor=factor, num_max_tokens_per_rank=B * L if backend == "hybridep" else None,
-        )  # fmt: skip
-        router = make_router_config(dim=D, num_experts=E, gate_param_init=INIT, top_k=K, score_func="softmax")
+            dim=D,
+            hidden_dim=WIDTH,
+            num_experts=E,
+            top_k=K,
+            param_init=EXPERTS,
+            comm_backend=backend,
+            non_blocking_capacity_factor=factor,
+            num_max_tokens_per_rank=B * L if backend == "hybridep" else None,
+        )
+        router = make_router_config(
+            dim=D, num_experts=E, gate_param_init=INIT, top_k=K, score_func="softmax"
+        )
         shared = make_ffn_config(dim=D, hidden_dim=WIDTH, w1_param_init=INIT, w2w3_param_init=INIT)
-        layers.append(make_moe_config(num_experts=E, router=router, routed_experts=routed, shared_experts=shared))
+        layers.append(
+            make_moe_config(
+                num_experts=E, router=router, routed_experts=routed, shared_experts=shared
+            )
+        )
     return Blocks.Config(layers=layers)
 
 
 def model_of(
-    mesh, backend: str, seat: object = None, factor: float | None = None, seed: int = 0, precise: bool = True
+    mesh,
+    backend: str,
+    seat: object = None,
+    factor: float | None = None,
+    seed: int = 0,
+    precise: bool = True,
 ) -> Blocks:
     """A model with this rank's experts."""
     config = config_of(backend, factor)
@@ -119,7 +153,8 @@ def model_of(
     torch.manual_seed(seed)
     model = config.build()
     generator = torch.Generator().manual_seed(seed)
-    e, rank = E // mesh.size(), mesh.get_local_rank()
+    e = E // mesh.size()
+    rank = mesh.get_local_rank()
     for parameter in model.parameters():
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
@@ -146,7 +181,8 @@ def is_expert(name: str) -> bool:
 
 def train(model: Blocks, steps: int, dtype=torch.float32, forward=None) -> list[float]:
     model = model.to(dtype)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
     for step in range(steps):
         x = batch(step).to(dtype)
         y = (forward or model)(x)
@@ -225,7 +261,10 @@ def test_a_hundred_steps_have_the_losses_of_all_to_all(mesh, factor):
 
 
 def test_bf16_is_within_the_spread_over_seeds(mesh):
-    want, other = (train(model_of(mesh, "standard", seed=seed, precise=False), 30, torch.bfloat16) for seed in (0, 1))
+    want, other = (
+        train(model_of(mesh, "standard", seed=seed, precise=False), 30, torch.bfloat16)
+        for seed in (0, 1)
+    )
     got = train(model_of(mesh, "hybridep", SEAT, precise=False), 30, torch.bfloat16)
     assert abs(got[-1] - want[-1]) <= abs(other[-1] - want[-1])
 
@@ -248,6 +287,8 @@ def test_selective_checkpoints_keep_the_rounds(mesh):
 def test_what_cannot_work_says_so(mesh):
     with pytest.raises(ValueError, match="hybridep backend"):
         EpmoeTokenDispatcher.Config(num_experts=E, top_k=K).build()
-    config = EpmoeTokenDispatcher.Config(num_experts=E, top_k=K, hidden_dim=D, num_max_tokens_per_rank=8)
+    config = EpmoeTokenDispatcher.Config(
+        num_experts=E, top_k=K, hidden_dim=D, num_max_tokens_per_rank=8
+    )
     with pytest.raises(ValueError, match="needs expert parallelism"):
         config.build().wire_meshes(ep_mesh=None)

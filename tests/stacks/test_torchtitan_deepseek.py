@@ -1,6 +1,8 @@
-"""torchtitan's own DeepSeek-V3, small, with its FSDP and its checkpoints, trained with epmoe and with its all-to-all.
+"""torchtitan's own DeepSeek-V3, small, with its FSDP and its checkpoints, trained with epmoe and
+with its all-to-all.
 
-`make stacks-torchtitan` runs it. Its trainer and its attention need GPUs; a loop and torch's attention stand in.
+`make stacks-torchtitan` runs it. Its trainer and its attention need GPUs; a loop and torch's
+attention stand in.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import torchtitan.tools.utils as titan
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-titan.device_type, titan.device_module = "cpu", torch.cpu  # before torchtitan's other modules take them
+titan.device_type, titan.device_module = (
+    "cpu",
+    torch.cpu,
+)  # before torchtitan's other modules take them
 from torchtitan.components.checkpointer.base import ModelWrapper  # noqa: E402
 from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.config.override import apply_overrides  # noqa: E402
@@ -32,8 +37,12 @@ from torchtitan.models.deepseek_v3.config_registry import (  # noqa: E402
 )
 from torchtitan.trainer import Trainer  # noqa: E402
 
-B, L, VOCAB, LAYERS = 2, 16, 64, 3
-BACKEND = "partial_dtensor"  # FSDP of torch 2.13 does not take the parameters of torchtitan's default, spmd_types
+B = 2
+L = 16
+VOCAB = 64
+LAYERS = 3
+# FSDP of torch 2.13 does not take the parameters of torchtitan's default, spmd_types
+BACKEND = "partial_dtensor"
 OURS = ["epmoe.integrations.torchtitan.dispatcher", "epmoe.integrations.torchtitan.selective_ac"]
 
 
@@ -46,16 +55,25 @@ def group():
     dist.destroy_process_group()
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **_: Any) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **_: Any
+) -> torch.Tensor:
     """Causal, of [B, L, heads, D]."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def precise(self: GroupedExperts, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-    """torchtitan's compute in bf16 whatever they are given, which would hide what differs in fp32."""
+def precise(
+    self: GroupedExperts, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor
+) -> torch.Tensor:
+    """torchtitan's compute in bf16 whatever they are given, which would hide what
+    differs in fp32.
+    """
     offsets = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
-    w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+    w1, w2, w3 = (
+        w.to_local() if isinstance(w, DTensor) else w
+        for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+    )
     gate, up = (F.grouped_mm(x_RD, w.transpose(1, 2), offs=offsets) for w in (w1, w3))
     return F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offsets)
 
@@ -71,7 +89,10 @@ def model_of(config: Trainer.Config) -> torch.nn.Module:
     for module in model.modules():
         if isinstance(module, FlexAttention):
             module.forward = attention
-        elif isinstance(module, GroupedExperts) and config.training.mixed_precision_param == "float32":
+        elif (
+            isinstance(module, GroupedExperts)
+            and config.training.mixed_precision_param == "float32"
+        ):
             module.forward = MethodType(precise, module)
     dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     model = spec.parallelize_fn(
@@ -94,13 +115,19 @@ def model_of(config: Trainer.Config) -> torch.nn.Module:
     return model.train()
 
 
-def config_of(ours: bool, ac: Any = None, dtype: str = "float32", seed: int = 0, ep: int | None = None):
-    """The configuration of torchtitan's own small model, smaller still. `ep`: ranks of EP, all by default."""
+def config_of(
+    ours: bool, ac: Any = None, dtype: str = "float32", seed: int = 0, ep: int | None = None
+):
+    """The configuration of torchtitan's own small model, smaller still. `ep`: ranks of EP, all by
+    default.
+    """
     config = deepseek_v3_debugmodel_hybridep() if ours else deepseek_v3_debugmodel()
     config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
     config.override.imports = list(OURS) if ours else []
     config.activation_checkpoint = ac
-    config.parallelism = ParallelismConfig(expert_parallel_degree=ep or dist.get_world_size(), spmd_backend=BACKEND)
+    config.parallelism = ParallelismConfig(
+        expert_parallel_degree=ep or dist.get_world_size(), spmd_backend=BACKEND
+    )
     config.training = TrainingConfig(local_batch_size=B, seq_len=L, mixed_precision_param=dtype)
     config.debug.seed = seed
     return config
@@ -110,7 +137,9 @@ def losses(steps: int, ours: bool, **options: Any) -> tuple[list[float], int]:
     """Mean losses of all ranks at all steps, and the rounds of epmoe that they took."""
     model = model_of(config_of(ours, **options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    rounds, before, totals = rounds_of(model), 0, []
+    rounds = rounds_of(model)
+    before = 0
+    totals = []
     before = rounds.count if rounds else 0
     for step in range(steps):
         with model.context():
@@ -135,7 +164,9 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 def rounds_of(model: torch.nn.Module) -> Any:
     dispatchers = [m.token_dispatcher for m in model.modules() if isinstance(m, RoutedExperts)]
     assert len(dispatchers) == LAYERS - 1
-    return dispatchers[0].exchange.ep.exchange.rounds if hasattr(dispatchers[0], "exchange") else None
+    return (
+        dispatchers[0].exchange.ep.exchange.rounds if hasattr(dispatchers[0], "exchange") else None
+    )
 
 
 @pytest.mark.timeout(900)  # four ranks on two busy cores took 213 s
@@ -149,7 +180,9 @@ def test_a_hundred_steps_have_the_losses_of_all_to_all():
 
 @pytest.mark.parametrize("ep", [None, 2], ids=["EP of all", "EP of 2"])
 def test_two_micro_batches_are_in_flight(ep: int | None):
-    """As in the 1F1B schedule of a pipeline; over four ranks, EP of 2 has fewer ranks than the data."""
+    """As in the 1F1B schedule of a pipeline; over four ranks, EP of 2 has fewer ranks than the
+    data.
+    """
     gradients = []
     for ours in (False, True):
         model = model_of(config_of(ours, ep=ep))
@@ -159,7 +192,9 @@ def test_two_micro_batches_are_in_flight(ep: int | None):
                 loss.backward()
         gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
     for name, want in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], want, rtol=0.0, atol=1e-5 * float(want.abs().max()), msg=name)
+        torch.testing.assert_close(
+            gradients[1][name], want, rtol=0.0, atol=1e-5 * float(want.abs().max()), msg=name
+        )
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["of torchtitan", "with epmoe"])
@@ -179,7 +214,9 @@ def test_a_checkpoint_of_torchtitan(saves: bool, tmp_path_factory: pytest.TempPa
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("ac, rounds", [(SelectiveAC.Config(), 2), (FullAC.Config(), 3)], ids=["selective", "full"])
+@pytest.mark.parametrize(
+    "ac, rounds", [(SelectiveAC.Config(), 2), (FullAC.Config(), 3)], ids=["selective", "full"]
+)
 def test_checkpoints_have_the_same_bits(ac: Any, rounds: int):
     want, _ = losses(3, ours=True)
     got, taken = losses(3, ours=True, ac=ac)

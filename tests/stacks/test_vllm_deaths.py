@@ -1,4 +1,5 @@
-"""Deaths and signals under `vllm serve` with experts that move, over two ranks on CPUs (docs/serving.md).
+"""Deaths and signals under `vllm serve` with experts that move, over two ranks on CPUs
+(docs/serving.md).
 
 `make stacks` runs it, and `make stacks-ci` does not: each case takes a server of its own.
 """
@@ -43,7 +44,9 @@ def shared_memory() -> set[str]:
 def wait_for(condition: Callable[[], bool], what: str, server: Server) -> None:
     deadline = time.monotonic() + TIMEOUT_S / 2
     while not condition():
-        assert server.process.poll() is None and time.monotonic() < deadline, f"{what}: {server.end_of_log()}"
+        assert server.process.poll() is None and time.monotonic() < deadline, (
+            f"{what}: {server.end_of_log()}"
+        )
         time.sleep(0.002)
 
 
@@ -53,7 +56,9 @@ def is_moving(server: Server) -> bool:
 
 
 def check_answers(load: Load, *refusals: int) -> None:
-    """Greedy tokens of a prompt are the same throughout; what was not answered by tokens has one of these statuses."""
+    """Greedy tokens of a prompt are the same throughout; what was not answered by tokens has one of
+    these statuses.
+    """
     tokens: dict[tuple[int, ...], list[int]] = {}
     for prompt, status, answer in load.answers:
         if status == 200:
@@ -68,7 +73,10 @@ def check_it_ends(server: Server, since: float, of: str = "") -> None:
     while left := [process for process in server.processes() if of in process]:
         assert time.monotonic() - since < END_S, f"{left}: {server.end_of_log()}"
         time.sleep(0.05)
-    print(f"the last process ended after {time.monotonic() - since:.1f} s, exit status {server.process.poll()}")
+    print(
+        f"the last process ended after {time.monotonic() - since:.1f} s, exit status "
+        f"{server.process.poll()}"
+    )
 
 
 @pytest.mark.slow
@@ -85,7 +93,10 @@ def test_a_rank_dies(wide: Path, moving: bool, rank: int) -> None:
         since = time.monotonic()
         os.kill(server.cores()[rank], signal.SIGKILL)
         load.stop(END_S)
-        print(f"all requests were answered after {time.monotonic() - since:.1f} s:", {a[1] for a in load.answers})
+        print(
+            f"all requests were answered after {time.monotonic() - since:.1f} s:",
+            {a[1] for a in load.answers},
+        )
         check_answers(load, 0, 500)
         check_it_ends(server, since)
 
@@ -94,7 +105,9 @@ def test_a_rank_dies(wide: Path, moving: bool, rank: int) -> None:
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_to_the_server(wide: Path, number: int) -> None:
-    """During a move. The engine cores end, without an error of epmoe. The end of the API server is vLLM's own."""
+    """During a move. The engine cores end, without an error of epmoe. The end of the API server is
+    vLLM's own.
+    """
     with serving(wide, LIVE) as server:
         load = Load(server)
         wait_for(lambda: len(load.answers) > 20 and is_moving(server), "moves", server)
@@ -104,4 +117,6 @@ def test_a_signal_to_the_server(wide: Path, number: int) -> None:
         load.stop(2 * ANSWER_S)
         check_answers(load, 0, 500, 503)
         print("".join(line for line in server.log if "EngineCore" in line and "Error" in line))
-        assert not any(re.search(r"epmoe\S*Error", line) for line in server.log), server.end_of_log()
+        assert not any(re.search(r"epmoe\S*Error", line) for line in server.log), (
+            server.end_of_log()
+        )

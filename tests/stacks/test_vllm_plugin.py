@@ -39,8 +39,17 @@ def test_not_chosen(value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "layout", "exchange"),
     [
-        *((True, "rank", {}), ("1", "rank", {}), ("layer", "layer", {}), ({"timeout_s": 5}, "rank", {"timeout_s": 5})),
-        ({"layout": "layer", "live": None, "metrics_port": None, "batch_invariant": None}, "layer", {}),
+        *(
+            (True, "rank", {}),
+            ("1", "rank", {}),
+            ("layer", "layer", {}),
+            ({"timeout_s": 5}, "rank", {"timeout_s": 5}),
+        ),
+        (
+            {"layout": "layer", "live": None, "metrics_port": None, "batch_invariant": None},
+            "layer",
+            {},
+        ),
     ],
 )
 def test_chosen(value: object, layout: str, exchange: dict[str, object]) -> None:
@@ -51,9 +60,15 @@ def test_chosen(value: object, layout: str, exchange: dict[str, object]) -> None
     ("value", "message"),
     [
         ("batched", "`epmoe.layout` must be 'rank' or 'layer', got 'batched'"),
-        ({"max_num_tokens_per_rank": 0}, "`epmoe.max_num_tokens_per_rank` must be a positive integer, got 0"),
+        (
+            {"max_num_tokens_per_rank": 0},
+            "`epmoe.max_num_tokens_per_rank` must be a positive integer, got 0",
+        ),
         ({"batch_invariant": 1}, "`epmoe.batch_invariant` must be true or false, got 1"),
-        ({"layout": "layer", "live": 8}, "`epmoe.live` must be a mapping with an integer `slots_per_rank`, got 8"),
+        (
+            {"layout": "layer", "live": 8},
+            "`epmoe.live` must be a mapping with an integer `slots_per_rank`, got 8",
+        ),
         ({"live": {"slots_per_rank": 8}}, '`epmoe.live` must come with `layout` "layer"'),
         (
             {"layout": "layer", "live": {"slots_per_rank": 8}, "batch_invariant": True},
@@ -84,17 +99,23 @@ def test_vllms_experts_without_batch_invariance_are_refused() -> None:
 
     method: Any = layers._with_epmoe(Unlike)()
     method.epmoe_choice = Choice("rank", batch_invariant=True)
-    with pytest.raises(ConfigError, match='TritonExperts have no batch invariance: choose `epmoe` = "layer"'):
+    with pytest.raises(
+        ConfigError, match='TritonExperts have no batch invariance: choose `epmoe` = "layer"'
+    ):
         method.process_weights_after_loading(None)
 
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest) -> Iterator[sizes.Sizes]:
-    """The exchanges of one rank for steps of up to 100 tokens, of the `Choice` that a test asks for."""
+    """The exchanges of one rank for steps of up to 100 tokens, of the `Choice` that a test asks
+    for.
+    """
     shape = sizes.Shape(4, 2, 128, torch.float32, 100, "linear", "auto", "expert")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), getattr(request, "param", Choice()))
+        made = sizes.Sizes.make(
+            shape, dist.group.WORLD, torch.device("cpu"), getattr(request, "param", Choice())
+        )
         yield made
         made.close()
     finally:
@@ -108,9 +129,13 @@ def test_a_step_takes_the_smallest_size_that_holds_it(made: sizes.Sizes) -> None
         with step([longest, 0]):
             ep, most = made.for_this_step()
             assert (ep.config.capacity.max_num_tokens_per_rank, most) == (expected, longest)
-    with step([16, 21], ranks_per_batch=2):  # sequence parallel: each rank has a part of its replica's tokens
+    with step(
+        [16, 21], ranks_per_batch=2
+    ):  # sequence parallel: each rank has a part of its replica's tokens
         assert made.for_this_step() == (made.exchanges[made.tokens.index(13)], 11)
-    assert ep.config.exchange.timeout_s == 9 and ep.config.exchange.warmup_timeout_s == sizes.TIMEOUT_S
+    assert (
+        ep.config.exchange.timeout_s == 9 and ep.config.exchange.warmup_timeout_s == sizes.TIMEOUT_S
+    )
     assert made.for_this_step() == (made.exchanges[-1], 100), "outside of a step: the largest"
     assert made.window_bytes() < 2.2 * made.exchanges[-1].memory_plan().window_bytes
 
@@ -129,17 +154,23 @@ def test_a_step_longer_than_the_windows_takes_several_rounds(made: sizes.Sizes) 
 def test_a_decode_beside_a_prefill_counts_on_its_rows(made: sizes.Sizes) -> None:
     """The experts choose their kernels by the longest batch of all ranks."""
     exchange = EpmoePrepareAndFinalize(made, "layer")
-    x, ids, weights = torch.zeros(3, 128), torch.tensor([[0, 1]] * 3).int(), torch.ones(3, 2)
+    x = torch.zeros(3, 128)
+    ids = torch.tensor([[0, 1]] * 3).int()
+    weights = torch.ones(3, 2)
     with step([3, 80]):
         rows, *_ = exchange.prepare(x, weights, ids, 4, None, False, FUSED_MOE_UNQUANTIZED_CONFIG)
     rows_per_expert = []
-    exchange.compute(lambda round_: rows_per_expert.append(round_.segments["rows_per_expert"]) or rows)
+    exchange.compute(
+        lambda round_: rows_per_expert.append(round_.segments["rows_per_expert"]) or rows
+    )
     exchange.finalize(torch.empty(3, 128))
     assert rows_per_expert == [80 * 2 / 4]
 
 
 def test_what_another_plugin_calls_before_steps_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, made, other = "set_additional_forward_context", sizes.Sizes(1), Mock()
+    name = "set_additional_forward_context"
+    made = sizes.Sizes(1)
+    other = Mock()
     made.balancing = Mock()
     monkeypatch.setitem(vars(current_platform), name, other)
     made.close()
@@ -171,12 +202,16 @@ def test_a_look_passes_over_what_sleeps_only(monkeypatch: pytest.MonkeyPatch) ->
         ep.sleep()
         (look := sizes.Sizes(16, [ep], [16])).poll()
         ep.wake()
-        monkeypatch.setattr(ep.exchange, "check", Mock(side_effect=EPStateError("a replay did nothing")))
+        monkeypatch.setattr(
+            ep.exchange, "check", Mock(side_effect=EPStateError("a replay did nothing"))
+        )
         with pytest.raises(EPStateError, match="a replay did nothing"):
             look.poll()
 
 
-def test_sleep_and_wake_go_on_where_one_exchange_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_and_wake_go_on_where_one_exchange_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     allocator = Mock()
     monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", lambda: allocator)
     with epmoe.ExpertParallel(alone()) as first, epmoe.ExpertParallel(alone()) as second:
@@ -193,10 +228,20 @@ def test_sleep_and_wake_go_on_where_one_exchange_has_failed(monkeypatch: pytest.
 
 def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as `w13_weight`, which vLLM's methods for 4 bits call otherwise."""
-    moe = SimpleNamespace(num_experts=4, experts_per_token=2, hidden_dim=128, in_dtype=torch.bfloat16, max_num_tokens=2)
-    layer: Any = SimpleNamespace(moe_config=moe, expert_placement_strategy="linear", expert_map=None)
+    moe = SimpleNamespace(
+        num_experts=4,
+        experts_per_token=2,
+        hidden_dim=128,
+        in_dtype=torch.bfloat16,
+        max_num_tokens=2,
+    )
+    layer: Any = SimpleNamespace(
+        moe_config=moe, expert_placement_strategy="linear", expert_map=None
+    )
     model = SimpleNamespace(sleep_mode_backend="cumem")
-    monkeypatch.setattr(layers, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model))
+    monkeypatch.setattr(
+        layers, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model)
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = SimpleNamespace(cpu_group=dist.group.WORLD, device=torch.device("cpu"))
@@ -212,12 +257,18 @@ class TritonExperts:
     """What the plugin reads of vLLM's experts of this name, with fp8 weights in blocks."""
 
     expects_unquantized_inputs = False
-    quant_config = SimpleNamespace(quant_dtype=FP8, block_shape=[128, 128], per_act_token_quant=False, a1_scale=None)
+    quant_config = SimpleNamespace(
+        quant_dtype=FP8, block_shape=[128, 128], per_act_token_quant=False, a1_scale=None
+    )
     moe_config = SimpleNamespace(hidden_dim=128)
 
 
-def layer_of(weight: torch.dtype, name: str, scale: torch.dtype, rows: int, columns: int, **more: Any) -> Any:
-    """What the plugin reads of vLLM's layer with weights of D = F = 128, and a scale for so many of them."""
+def layer_of(
+    weight: torch.dtype, name: str, scale: torch.dtype, rows: int, columns: int, **more: Any
+) -> Any:
+    """What the plugin reads of vLLM's layer with weights of D = F = 128, and a scale for so many of
+    them.
+    """
     parts = {"moe_config": SimpleNamespace(activation=MoEActivation.SWIGLUOAI)}
     for part, n in (("w13", 256), ("w2", 128)):
         parts[f"{part}_weight"] = torch.zeros(2, n, 64 if weight is torch.uint8 else 128).to(weight)
@@ -225,11 +276,15 @@ def layer_of(weight: torch.dtype, name: str, scale: torch.dtype, rows: int, colu
     return SimpleNamespace(**parts | more)
 
 
-FP8_LAYER, MXFP4_LAYER = (FP8, "weight_scale_inv", torch.float32), (torch.uint8, "weight_scale", torch.uint8)
+FP8_LAYER = (FP8, "weight_scale_inv", torch.float32)
+MXFP4_LAYER = (torch.uint8, "weight_scale", torch.uint8)
 
 
 def test_loaded_weights_are_taken_as_they_are() -> None:
-    for layer, dtype in ((layer_of(*FP8_LAYER, 128, 128), FP8), (layer_of(*MXFP4_LAYER, 1, 32), MXFP4)):
+    for layer, dtype in (
+        (layer_of(*FP8_LAYER, 128, 128), FP8),
+        (layer_of(*MXFP4_LAYER, 1, 32), MXFP4),
+    ):
         ours = loaded(layer, quantized=True)
         assert ours.w_down.dtype == dtype and ours.w_down.data_ptr() == layer.w2_weight.data_ptr()
         assert (ours.interleaved, ours.limit, ours.alpha, ours.up_offset) == (True, 7.0, 1.702, 1.0)
@@ -244,11 +299,23 @@ def test_loaded_weights_are_taken_as_they_are() -> None:
         ),
         (layer_of(*FP8_LAYER, 64, 64), "these experts: `gate_up_scales` must be"),
         (layer_of(*MXFP4_LAYER, 1, 16), "these experts: `gate_up_scales` must be"),
-        (layer_of(torch.uint8, "weight_scale", FP8, 1, 16), "torch.uint8 weights with scales in torch.float8_e4m3fn"),
-        (layer_of(torch.bfloat16, "weight_scale", torch.float32, 1, 128), "torch.bfloat16 weights with scales in"),
+        (
+            layer_of(torch.uint8, "weight_scale", FP8, 1, 16),
+            "torch.uint8 weights with scales in torch.float8_e4m3fn",
+        ),
+        (
+            layer_of(torch.bfloat16, "weight_scale", torch.float32, 1, 128),
+            "torch.bfloat16 weights with scales in",
+        ),
         (layer_of(*MXFP4_LAYER, 1, 32, swiglu_limit=10.0), "SwiGLU with a limit, an alpha"),
-        (SimpleNamespace(moe_config=SimpleNamespace(activation=MoEActivation.SILU)), "experts without weights"),
-        (SimpleNamespace(moe_config=SimpleNamespace(activation=MoEActivation.GELU)), "the activation gelu"),
+        (
+            SimpleNamespace(moe_config=SimpleNamespace(activation=MoEActivation.SILU)),
+            "experts without weights",
+        ),
+        (
+            SimpleNamespace(moe_config=SimpleNamespace(activation=MoEActivation.GELU)),
+            "the activation gelu",
+        ),
     ],
 )
 def test_weights_that_layout_layer_does_not_take_are_named(layer: Any, message: str) -> None:
@@ -274,6 +341,7 @@ def test_the_layer_tells_the_experts_of_the_round_what_a_layer_of_ours_does() ->
         exchange=SimpleNamespace(compute=lambda experts: experts(round_)),
         experts=lambda *arguments, **named: calls.append((arguments, named)),
     )
-    rows, scales = torch.zeros(64, 128), torch.zeros(64, 1)
+    rows = torch.zeros(64, 128)
+    scales = torch.zeros(64, 1)
     EpmoeExperts.apply(layer, torch.empty(0), rows, a1q_scale=scales)
     assert calls == [((rows, round_.expert_offsets, scales), segments)]

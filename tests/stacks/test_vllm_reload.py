@@ -1,5 +1,6 @@
-"""vLLM's sleep mode, and weights that it loads again: the tokens stay, and then are those of a new engine, also where
-experts have moved."""
+"""vLLM's sleep mode, and weights that it loads again: the tokens stay, and then are those of a new
+engine, also where experts have moved.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from test_vllm_engine import HERE, TIMEOUT_S, run
 @pytest.mark.slow
 @pytest.mark.timeout(3 * TIMEOUT_S)
 @pytest.mark.parametrize("live", [None, {"slots_per_rank": 8, "every": 20}], ids=["still", "live"])
-def test_sleep_and_weights_that_are_loaded_again(tmp_path: Path, live: dict[str, int] | None) -> None:
+def test_sleep_and_weights_that_are_loaded_again(
+    tmp_path: Path, live: dict[str, int] | None
+) -> None:
     run(str(HERE / "vllm_models.py"), str(tmp_path), "qwen3", "qwen3_other")
     model, other, output = (str(tmp_path / name) for name in ("qwen3", "qwen3_other", "tokens"))
     run(str(HERE / "vllm_serve.py"), other, "one", "eager", output, EPMOE_VLLM="")

@@ -1,12 +1,15 @@
-"""Prompts alone and together in vLLM's engine, with their experts: `python vllm_alone.py MODEL OUTPUT EPMOE`.
+"""Prompts alone and together in vLLM's engine, with their experts: `python vllm_alone.py MODEL
+OUTPUT EPMOE`.
 
-EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. Inside torchrun each of two ranks has three prompts, and
-otherwise one process has all. OUTPUT.RANK gets, for each prompt, the tokens, their log-probabilities and those of the
-prompt, and the experts of each token and layer by vLLM's `--enable-return-routed-experts`: first of each prompt alone,
-then of all at once. `as_trained` says of each call of the first layer of experts whether a layer of epmoe's own that
-trains, over the same ranks and with the same routes, has the same bits.
+EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. Inside torchrun each of two ranks has
+three prompts, and otherwise one process has all. OUTPUT.RANK gets, for each prompt, the tokens,
+their log-probabilities and those of the prompt, and the experts of each token and layer by vLLM's
+`--enable-return-routed-experts`: first of each prompt alone, then of all at once. `as_trained` says
+of each call of the first layer of experts whether a layer of epmoe's own that trains, over the same
+ranks and with the same routes, has the same bits.
 
-vLLM has this option in its second model runner only, whose kernels are Triton's. They run in Triton's interpreter here.
+vLLM has this option in its second model runner only, whose kernels are Triton's. They run in
+Triton's interpreter here.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ import epmoe
 
 
 def interpret() -> None:
-    """Let vLLM for CPUs, which wants a backend of Triton for CPUs, run Triton's kernels in Triton's interpreter."""
+    """Let vLLM for CPUs, which wants a backend of Triton for CPUs, run Triton's kernels in Triton's
+    interpreter.
+    """
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     from triton.backends import backends
 
@@ -50,8 +55,11 @@ def record(model: Any, calls: list[list[Tensor]]) -> Any:
 
 
 def as_trained(layer: Any, calls: list[list[Tensor]], ranks: int) -> list[bool]:
-    moe, weights = layer.moe_config, [layer.w13_weight.data.clone(), layer.w2_weight.data.clone()]
-    E, K, D = moe.num_experts, moe.experts_per_token, moe.hidden_dim
+    moe = layer.moe_config
+    weights = [layer.w13_weight.data.clone(), layer.w2_weight.data.clone()]
+    E = moe.num_experts
+    K = moe.experts_per_token
+    D = moe.hidden_dim
     config = epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": ranks},
@@ -61,16 +69,24 @@ def as_trained(layer: Any, calls: list[list[Tensor]], ranks: int) -> list[bool]:
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         experts = epmoe.GroupedExperts(*weights, batch_invariant=True)
         trains = epmoe.MoELayer(ep, torch.zeros(E, D), experts)
-        x, ids, routing_weights, y = zip(*([tensor.clone() for tensor in call] for call in calls), strict=True)
-        outputs = [trains(*each[:1], routing=each[1:]) for each in zip(x, ids, routing_weights, strict=True)]
+        x, ids, routing_weights, y = zip(
+            *([tensor.clone() for tensor in call] for call in calls), strict=True
+        )
+        outputs = [
+            trains(*each[:1], routing=each[1:])
+            for each in zip(x, ids, routing_weights, strict=True)
+        ]
         assert all(output.requires_grad for output in outputs)
         return [torch.equal(*each) for each in zip(outputs, y, strict=True)]
 
 
 def written(number: int, output: Any) -> dict[str, Any]:
     one = output.outputs[0]
-    logprobs = [next(iter(each.values())).logprob for each in (*output.prompt_logprobs[1:], *one.logprobs)]
-    tokens, routes = list(one.token_ids), one.routed_experts.tolist()
+    logprobs = [
+        next(iter(each.values())).logprob for each in (*output.prompt_logprobs[1:], *one.logprobs)
+    ]
+    tokens = list(one.token_ids)
+    routes = one.routed_experts.tolist()
     return {"prompt": number, "tokens": tokens, "logprobs": logprobs, "routes": routes}
 
 
@@ -78,15 +94,22 @@ def main(model: str, output: str, epmoe: str) -> None:
     interpret()
     from vllm import LLM, SamplingParams
 
-    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
     engine = LLM(
-        **arguments(model, "eager", ranks) | {"enable_prefix_caching": True},  # without which vLLM hands no experts out
+        **arguments(model, "eager", ranks)
+        | {"enable_prefix_caching": True},  # without which vLLM hands no experts out
         **({"distributed_executor_backend": "external_launcher"} if ranks > 1 else {}),
         enable_return_routed_experts=True,
         additional_config={"epmoe": json.loads(epmoe)},
     )
     sampling = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        prompt_logprobs=0,
     )
 
     calls = list[list[Tensor]]()
@@ -97,7 +120,9 @@ def main(model: str, output: str, epmoe: str) -> None:
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         return [written(number, output) for number, output in zip(numbers, outputs, strict=True)]
 
-    mine = [number % len(PROMPTS) for number in range(len(PROMPTS) + 1)][rank::ranks]  # as many on each rank
+    mine = [number % len(PROMPTS) for number in range(len(PROMPTS) + 1)][
+        rank::ranks
+    ]  # as many on each rank
     result = {"alone": [generate(number)[0] for number in mine], "together": generate(*mine)}
     if ranks > 1 and json.loads(epmoe)["layout"] == "layer":
         result["as_trained"] = as_trained(layer, calls, ranks)

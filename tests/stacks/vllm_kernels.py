@@ -1,4 +1,6 @@
-"""vLLM's real FusedMoEKernel and TritonExperts, on one rank by itself and on several through epmoe or all-gather."""
+"""vLLM's real FusedMoEKernel and TritonExperts, on one rank by itself and on several through epmoe
+or all-gather.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEKernel,
     FusedMoEPrepareAndFinalizeModular,
 )
-from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
+    MoEPrepareAndFinalizeNoDPEPModular,
+)
 
 from epmoe.integrations.vllm.experts import EpmoeExperts
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
@@ -59,15 +63,23 @@ class Weights:
         """The same on every rank. Expert by expert, since a model's experts fit once only."""
         generator = torch.Generator(device).manual_seed(3)
         shapes = (2 * model.F, model.D), (model.D, model.F)
-        weights = [torch.empty(model.E, *nk, dtype=FP8 if fp8 else torch.bfloat16, device=device) for nk in shapes]
+        weights = [
+            torch.empty(model.E, *nk, dtype=FP8 if fp8 else torch.bfloat16, device=device)
+            for nk in shapes
+        ]
         scales = [torch.empty(model.E, n // BLOCK, k // BLOCK, device=device) for n, k in shapes]
         for expert in range(model.E):
             for w, s in zip(weights, scales, strict=True):
-                drawn = torch.randn(w.shape[1:], generator=generator, device=device) * w.shape[-1] ** -0.5
+                drawn = (
+                    torch.randn(w.shape[1:], generator=generator, device=device)
+                    * w.shape[-1] ** -0.5
+                )
                 if fp8:
                     w[expert], scale = quantize_weights(drawn)
                     # Blocks that differ, so that the scale of none passes for another's.
-                    s[expert] = scale * (0.5 + torch.rand(scale.shape, generator=generator, device=device))
+                    s[expert] = scale * (
+                        0.5 + torch.rand(scale.shape, generator=generator, device=device)
+                    )
                 else:
                     w[expert] = drawn
         return cls(*weights, *(scales if fp8 else ()))
@@ -84,11 +96,17 @@ class Weights:
         return fp8_w8a8_moe_quant_config(self.w1_scale, self.w2_scale, block_shape=[BLOCK, BLOCK])
 
 
-def moe_config(model: Model, rank: int, size: int, max_tokens: int, device: torch.device) -> FusedMoEConfig:
+def moe_config(
+    model: Model, rank: int, size: int, max_tokens: int, device: torch.device
+) -> FusedMoEConfig:
     parallel = replace(
         FusedMoEParallelConfig.make_no_parallel(),
-        dp_size=size, dp_rank=rank, ep_size=size, ep_rank=rank, use_ep=size > 1,
-    )  # fmt: skip
+        dp_size=size,
+        dp_rank=rank,
+        ep_size=size,
+        ep_rank=rank,
+        use_ep=size > 1,
+    )
     return FusedMoEConfig(
         num_experts=model.E,
         experts_per_token=model.K,
@@ -106,17 +124,23 @@ def moe_config(model: Model, rank: int, size: int, max_tokens: int, device: torc
 
 
 class Layer:
-    """One MoE layer of vLLM's on one rank: `exchange` around its own Triton experts, or around `GroupedExperts` where
-    the layout is "layer"; None for one rank by itself.
+    """One MoE layer of vLLM's on one rank: `exchange` around its own Triton experts, or around
+    `GroupedExperts` where the layout is "layer"; None for one rank by itself.
 
-    `slack` is for `check_close` with what others compute: `GroupedExperts` round otherwise between the two GEMMs.
+    `slack` is for `check_close` with what others compute: `GroupedExperts` round otherwise between
+    the two GEMMs.
     """
 
     def __init__(
-        self, config: FusedMoEConfig, weights: Weights, exchange: FusedMoEPrepareAndFinalizeModular | None = None
+        self,
+        config: FusedMoEConfig,
+        weights: Weights,
+        exchange: FusedMoEPrepareAndFinalizeModular | None = None,
     ) -> None:
-        self.config, self.weights = config, weights
-        self.slack, self.gemm = 1, "triton"
+        self.config = config
+        self.weights = weights
+        self.slack = 1
+        self.gemm = "triton"
         experts: FusedMoEExpertsModular = TritonExperts(config, weights.quant_config())
         if isinstance(exchange, EpmoePrepareAndFinalize) and exchange.layout == "layer":
             scales = {"gate_up_scales": weights.w1_scale, "down_scales": weights.w2_scale}
@@ -127,10 +151,17 @@ class Layer:
         self.expert_map = None
         if config.ep_size > 1:
             e = config.num_local_experts
-            local = torch.arange(config.num_experts, dtype=torch.int32) - e * config.moe_parallel_config.ep_rank
-            self.expert_map = torch.where((local >= 0) & (local < e), local, -1).int().to(weights.w1.device)
+            local = (
+                torch.arange(config.num_experts, dtype=torch.int32)
+                - e * config.moe_parallel_config.ep_rank
+            )
+            self.expert_map = (
+                torch.where((local >= 0) & (local < e), local, -1).int().to(weights.w1.device)
+            )
 
-    def __call__(self, x: Tensor, ids: Tensor, routing_weights: Tensor, on_input: bool = False) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, routing_weights: Tensor, on_input: bool = False
+    ) -> Tensor:
         return self.kernel.apply(
             hidden_states=x,
             w1=self.weights.w1,
@@ -144,7 +175,9 @@ class Layer:
         )
 
 
-def batch(model: Model, num_tokens: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def batch(
+    model: Model, num_tokens: int, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """x bf16 [T, D], ids int32 and weights fp32 [T, K]."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(num_tokens, model.D, generator=generator, device=device).bfloat16()
@@ -155,24 +188,34 @@ def batch(model: Model, num_tokens: int, seed: int, device: torch.device) -> tup
 
 @contextmanager
 def step(tokens: list[int], ranks_per_batch: int = 1) -> Iterator[None]:
-    """What vLLM's runner sets up for one step of so many tokens on each replica, as far as the exchange looks at it."""
+    """What vLLM's runner sets up for one step of so many tokens on each replica, as far as the
+    exchange looks at it.
+    """
     metadata = DPMetadata(torch.tensor(tokens, dtype=torch.int32))
-    context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={}, dp_metadata=metadata)
+    context = ForwardContext(
+        no_compile_layers={}, attn_metadata={}, slot_mapping={}, dp_metadata=metadata
+    )
     with override_forward_context(context), metadata.sp_local_sizes(ranks_per_batch):
         yield
 
 
-def plain(weights: Weights, x: Tensor, ids: Tensor, routing_weights: Tensor, on_input: bool) -> Tensor:
-    """y bf16 [T, D] in fp32 arithmetic. Triton's interpreter has none for bf16, so its figures compare with themselves
-    only."""
+def plain(
+    weights: Weights, x: Tensor, ids: Tensor, routing_weights: Tensor, on_input: bool
+) -> Tensor:
+    """y bf16 [T, D] in fp32 arithmetic. Triton's interpreter has none for bf16, so its figures
+    compare with themselves only.
+    """
 
     def whole(w: Tensor, scales: Tensor | None) -> Tensor:
         if scales is None:
             return w.float()
-        each = scales.repeat_interleave(BLOCK, 1)[:, : w.shape[1]].repeat_interleave(BLOCK, 2)[:, :, : w.shape[2]]
+        each = scales.repeat_interleave(BLOCK, 1)[:, : w.shape[1]].repeat_interleave(BLOCK, 2)[
+            :, :, : w.shape[2]
+        ]
         return w.float() * each
 
-    w1, w2 = whole(weights.w1, weights.w1_scale), whole(weights.w2, weights.w2_scale)
+    w1 = whole(weights.w1, weights.w1_scale)
+    w2 = whole(weights.w2, weights.w2_scale)
     y = torch.zeros(x.shape, device=x.device)
     for t, row in enumerate(x.float()):
         for expert, weight in zip(ids[t].tolist(), routing_weights[t].float(), strict=True):
@@ -183,7 +226,9 @@ def plain(weights: Weights, x: Tensor, ids: Tensor, routing_weights: Tensor, on_
 
 
 def check_close(got: Tensor, expected: Tensor, what: str, slack: float = 1) -> None:
-    """Equal within `slack` times bf16 rounding: each rank's part of a sum, and the sum, are rounded once."""
+    """Equal within `slack` times bf16 rounding: each rank's part of a sum, and the sum, are rounded
+    once.
+    """
     assert got.dtype == expected.dtype == torch.bfloat16 and got.shape == expected.shape, what
     if len(got):
         bound = 2**-7 * (expected.float().abs() + expected.float().abs().amax(-1, keepdim=True))

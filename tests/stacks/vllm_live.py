@@ -1,9 +1,10 @@
-"""Serves prompts that drift with vLLM's engine, inside torchrun: `python vllm_live.py MODEL OUTPUT EPMOE`.
+"""Serves prompts that drift with vLLM's engine, inside torchrun: `python vllm_live.py MODEL OUTPUT
+EPMOE`.
 
-EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. Prompts are of few different tokens, so that few experts get
-most rows, and of others in the second phase. OUTPUT.RANK gets the tokens of each prompt, what each step
-took, the time of the processor in each tick of the balancer, and the rows of this rank's experts in the second
-half of each phase, after the balancer has seen the first.
+EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. Prompts are of few different tokens, so
+that few experts get most rows, and of others in the second phase. OUTPUT.RANK gets the tokens of
+each prompt, what each step took, the time of the processor in each tick of the balancer, and the
+rows of this rank's experts in the second half of each phase, after the balancer has seen the first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def main(model: str, output: str, epmoe: str) -> None:
         distributed_executor_backend="external_launcher",
         additional_config={"epmoe": json.loads(epmoe)},
     )
-    step, steps_s = engine.llm_engine.step, list[float]()
+    step = engine.llm_engine.step
+    steps_s = list[float]()
     ticks_s = list[float]()
 
     def timed() -> Any:
@@ -63,7 +65,8 @@ def main(model: str, output: str, epmoe: str) -> None:
     def rows() -> list[list[int]]:
         return [ep.health().rows_by_layer for ep in sizes.exchanges]
 
-    tokens, received = [], []
+    tokens = []
+    received = []
     for first in PHASES:
         for _ in range(2):
             before = rows()
@@ -72,7 +75,15 @@ def main(model: str, output: str, epmoe: str) -> None:
         received.append(sum(map(sum, rows())) - sum(map(sum, before)))
     moved = sum(ep.live.moved for ep in sizes.exchanges if ep.live is not None)
     Path(f"{output}.{rank}").write_text(
-        json.dumps({"tokens": tokens, "rows": received, "steps_s": steps_s, "ticks_s": ticks_s, "moved": moved})
+        json.dumps(
+            {
+                "tokens": tokens,
+                "rows": received,
+                "steps_s": steps_s,
+                "ticks_s": ticks_s,
+                "moved": moved,
+            }
+        )
     )
 
 

@@ -1,4 +1,5 @@
-"""Tiny models with random weights for vLLM: `python vllm_models.py FOLDER NAME…` writes FOLDER/NAME for some of MODELS.
+"""Tiny models with random weights for vLLM: `python vllm_models.py FOLDER NAME…` writes FOLDER/NAME
+for some of MODELS.
 
 The sizes are the smallest that vLLM's kernels for CPUs take.
 """
@@ -41,14 +42,18 @@ COMMON = {
 
 
 def qwen3() -> PreTrainedModel:
-    config = Qwen3MoeConfig(**COMMON, num_experts=10, num_key_value_heads=2, head_dim=32, norm_topk_prob=True)
+    config = Qwen3MoeConfig(
+        **COMMON, num_experts=10, num_key_value_heads=2, head_dim=32, norm_topk_prob=True
+    )
     return Qwen3MoeForCausalLM(config)
 
 
 def wide() -> PreTrainedModel:
     """Its experts have 6.3 MB, so that one moves in seven parts of 1 MB, over many steps."""
     small = COMMON | {"moe_intermediate_size": 4096, "num_hidden_layers": 2}
-    config = Qwen3MoeConfig(**small, num_experts=10, num_key_value_heads=2, head_dim=32, norm_topk_prob=True)
+    config = Qwen3MoeConfig(
+        **small, num_experts=10, num_key_value_heads=2, head_dim=32, norm_topk_prob=True
+    )
     return Qwen3MoeForCausalLM(config)
 
 
@@ -83,9 +88,14 @@ def gpt_oss() -> PreTrainedModel:
     """It has biases everywhere, a SwiGLU with a limit, and sinks of attention."""
     small = {key: value for key, value in COMMON.items() if key != "moe_intermediate_size"}
     config = GptOssConfig(
-        **small, intermediate_size=64, num_local_experts=8, num_key_value_heads=2, head_dim=32, sliding_window=32,
+        **small,
+        intermediate_size=64,
+        num_local_experts=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=32,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
-    )  # fmt: skip
+    )
     model = GptOssForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
@@ -94,19 +104,26 @@ def gpt_oss() -> PreTrainedModel:
 
 
 MODELS = {
-    "gpt_oss": gpt_oss, "gpt_oss_mxfp4": gpt_oss, "qwen3": qwen3, "qwen3_other": qwen3, "deepseek": deepseek,
+    "gpt_oss": gpt_oss,
+    "gpt_oss_mxfp4": gpt_oss,
+    "qwen3": qwen3,
+    "qwen3_other": qwen3,
+    "deepseek": deepseek,
     "wide": wide,
-}  # fmt: skip
+}
 SEEDS = {"qwen3_other": 8}
 
 
 def in_mxfp4(path: Path) -> None:
-    """Quantize the experts of gpt-oss. PATH.plain gets the same model in bf16, with the values of these experts."""
+    """Quantize the experts of gpt-oss. PATH.plain gets the same model in bf16, with the values of
+    these experts.
+    """
     quantize(path)
     plain = shutil.copytree(path, f"{path}.plain")
     tensors = load_file(path / "model.safetensors")
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
-        blocks, scales = tensors.pop(f"{name}_blocks").flatten(2).view(MXFP4), tensors.pop(f"{name}_scales")
+        blocks = tensors.pop(f"{name}_blocks").flatten(2).view(MXFP4)
+        scales = tensors.pop(f"{name}_scales")
         weights = dequantize_weights(blocks, scales.view(torch.float8_e8m0fnu), torch.bfloat16)
         tensors[name] = weights.transpose(1, 2).contiguous()
     save_file(tensors, Path(plain) / "model.safetensors", metadata={"format": "pt"})

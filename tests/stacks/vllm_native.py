@@ -1,4 +1,5 @@
-"""Stand-ins in plain torch for the native operators of vLLM around its Triton kernels, for machines without a GPU.
+"""Stand-ins in plain torch for the native operators of vLLM around its Triton kernels, for machines
+without a GPU.
 
 Import this before vLLM. Triton's kernels themselves run in Triton's interpreter.
 """
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 FP8_MAX = 448.0
-torch.accelerator.empty_cache = lambda: None  # which vLLM's workspace calls, and which fails without an accelerator
+torch.accelerator.empty_cache = lambda: (
+    None
+)  # which vLLM's workspace calls, and which fails without an accelerator
 
 
 def moe_align_block_size(
@@ -27,9 +30,11 @@ def moe_align_block_size(
     expert_map: Tensor | None = None,
     scatter: Tensor | None = None,
 ) -> None:
-    """Pairs sorted by expert, each expert's segment filled up to whole blocks with the number of pairs. With an expert
-    map the experts are local, and pairs of other ranks are left out."""
-    flat, place = ids.flatten(), 0
+    """Pairs sorted by expert, each expert's segment filled up to whole blocks with the number of
+    pairs. With an expert map the experts are local, and pairs of other ranks are left out.
+    """
+    flat = ids.flatten()
+    place = 0
     if expert_map is not None:
         flat = expert_map[flat.long()]
     sorted_ids.fill_(flat.numel())
@@ -43,7 +48,9 @@ def moe_align_block_size(
     total.fill_(place)
 
 
-def moe_sum(rows: Tensor, output: Tensor, ids: Tensor | None = None, expert_map: Tensor | None = None) -> None:
+def moe_sum(
+    rows: Tensor, output: Tensor, ids: Tensor | None = None, expert_map: Tensor | None = None
+) -> None:
     if expert_map is not None:  # rows of pairs of other ranks are not to be read
         rows = torch.where((expert_map[ids.long()] >= 0)[..., None], rows, 0)
     output.copy_(rows.float().sum(1))
@@ -63,9 +70,12 @@ def silu_and_mul_per_block_quant(
     output.copy_((blocks / scales[..., None]).flatten(-2).to(output.dtype))
 
 
-def per_token_group_quant_fp8(rows: Tensor, group: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    """On GPUs vLLM has a native operator for it. Its Triton kernel gives wrong values in the interpreter, which casts
-    124.3 to 64 in fp8."""
+def per_token_group_quant_fp8(
+    rows: Tensor, group: int, *_: object, **__: object
+) -> tuple[Tensor, Tensor]:
+    """On GPUs vLLM has a native operator for it. Its Triton kernel gives wrong values in the
+    interpreter, which casts 124.3 to 64 in fp8.
+    """
     blocks = rows.float().unflatten(-1, (-1, group))
     scales = blocks.abs().amax(-1).clamp(min=1e-10) / FP8_MAX
     return (blocks / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn), scales
@@ -84,15 +94,21 @@ def define(namespace: str, schema: str, function: object) -> None:
 LIBRARIES: list[torch.library.Library] = []
 define(
     "_moe_C",
-    "moe_align_block_size(Tensor ids, int num_experts, int block, Tensor(a!) sorted_ids, Tensor(b!) experts, "
+    "moe_align_block_size(Tensor ids, int num_experts, int block, Tensor(a!) sorted_ids, "
+    "Tensor(b!) experts, "
     "Tensor(c!) total, Tensor? expert_map=None, Tensor? scatter=None) -> ()",
     moe_align_block_size,
 )
-define("_moe_C", "moe_sum(Tensor rows, Tensor(a!) output, Tensor? ids=None, Tensor? expert_map=None) -> ()", moe_sum)
+define(
+    "_moe_C",
+    "moe_sum(Tensor rows, Tensor(a!) output, Tensor? ids=None, Tensor? expert_map=None) -> ()",
+    moe_sum,
+)
 define("_C", "silu_and_mul(Tensor(a!) output, Tensor rows) -> ()", silu_and_mul)
 define(
     "_C",
-    "silu_and_mul_per_block_quant(Tensor(a!) output, Tensor rows, Tensor(b!) scales, int group, Tensor? bound, "
+    "silu_and_mul_per_block_quant(Tensor(a!) output, Tensor rows, Tensor(b!) scales, int group, "
+    "Tensor? bound, "
     "bool transposed) -> ()",
     silu_and_mul_per_block_quant,
 )

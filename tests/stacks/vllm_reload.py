@@ -1,12 +1,14 @@
-"""Loads weights again into vLLM's engine, inside torchrun: `python vllm_reload.py MODEL OTHER OUTPUT EPMOE`.
+"""Loads weights again into vLLM's engine, inside torchrun: `python vllm_reload.py MODEL OTHER
+OUTPUT EPMOE`.
 
-EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. First prompts of few different tokens, so that experts move
-where they can; then the engine sleeps at level 1, and at level 2, after which it gets the weights of OTHER, by vLLM's
-`reload_weights`. OUTPUT.RANK gets how many experts have moved here before, and the tokens of the prompts of
-vllm_serve.py: before, after the first sleep, and with the new weights.
+EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. First prompts of few different tokens, so
+that experts move where they can; then the engine sleeps at level 1, and at level 2, after which it
+gets the weights of OTHER, by vLLM's `reload_weights`. OUTPUT.RANK gets how many experts have moved
+here before, and the tokens of the prompts of vllm_serve.py: before, after the first sleep, and with
+the new weights.
 
-vLLM for CPUs ignores sleep mode. So the backend is called as vLLM's worker for GPUs calls it, and the allocator is a
-stand-in, which clears the weights where vLLM's does not keep them.
+vLLM for CPUs ignores sleep mode. So the backend is called as vLLM's worker for GPUs calls it, and
+the allocator is a stand-in, which clears the weights where vLLM's does not keep them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def main(model: str, other: str, output: str, epmoe: str) -> None:
     mine = range(len(PROMPTS))[rank::2]
 
     def tokens() -> dict[int, list[int]]:
-        outputs = engine.generate([{"prompt_token_ids": PROMPTS[i]} for i in mine], sampling(), use_tqdm=False)
+        outputs = engine.generate(
+            [{"prompt_token_ids": PROMPTS[i]} for i in mine], sampling(), use_tqdm=False
+        )
         return {i: list(one.outputs[0].token_ids) for i, one in zip(mine, outputs, strict=True)}
 
     def asleep() -> set[bool]:

@@ -1,7 +1,9 @@
-"""Generates greedy tokens with vLLM's engine and writes them as JSON: `python vllm_serve.py MODEL LAUNCH MODE OUTPUT`.
+"""Generates greedy tokens with vLLM's engine and writes them as JSON: `python vllm_serve.py MODEL
+LAUNCH MODE OUTPUT`.
 
-LAUNCH is `one` for one process, `torchrun` inside torchrun, or `spawn`, where vLLM starts its engine cores by itself.
-MODE is `eager` or `compiled`. EPMOE_VLLM chooses epmoe. The output holds the tokens of each prompt, in order.
+LAUNCH is `one` for one process, `torchrun` inside torchrun, or `spawn`, where vLLM starts its
+engine cores by itself. MODE is `eager` or `compiled`. EPMOE_VLLM chooses epmoe. The output holds
+the tokens of each prompt, in order.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 9, 17, 3, 26))]
+PROMPTS = [
+    [(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 9, 17, 3, 26))
+]
 NEW_TOKENS = 8
 
 
@@ -29,8 +33,8 @@ def arguments(model: str, mode: str, ranks: int) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "data_parallel_size": ranks,
         "enable_expert_parallel": ranks > 1,
-        # vLLM's native operator on CPUs rotates wrongly what DeepSeek-V3 rotates: the tokens of transformers come out
-        # with torch's.
+        # vLLM's native operator on CPUs rotates wrongly what DeepSeek-V3 rotates: the tokens of
+        # transformers come out with torch's.
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
         "attention_backend": "CPU_MLA",  # where there is MLA: that for CPUs with AMX takes no fp32
         "seed": 0,
@@ -57,22 +61,32 @@ def offline(model: str, mode: str, ranks: int, mine: slice) -> dict[int, list[in
     extra = {"distributed_executor_backend": "external_launcher"} if ranks > 1 else {}
     engine = LLM(**arguments(model, mode, ranks), **extra)
     numbers = range(len(PROMPTS))[mine]
-    outputs = engine.generate([{"prompt_token_ids": PROMPTS[i]} for i in numbers], sampling(), use_tqdm=False)
-    return {i: list(output.outputs[0].token_ids) for i, output in zip(numbers, outputs, strict=True)}
+    outputs = engine.generate(
+        [{"prompt_token_ids": PROMPTS[i]} for i in numbers], sampling(), use_tqdm=False
+    )
+    return {
+        i: list(output.outputs[0].token_ids) for i, output in zip(numbers, outputs, strict=True)
+    }
 
 
 async def served(model: str, mode: str) -> dict[int, list[int]]:
-    """First one rank alone serves, while the other one idles; then both serve at once. The tokens must agree."""
+    """First one rank alone serves, while the other one idles; then both serve at once. The tokens
+    must agree.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     # "uni": each engine core runs its model itself, so that fewer processes import vLLM.
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(model, mode, 2), distributed_executor_backend="uni"))
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**arguments(model, mode, 2), distributed_executor_backend="uni")
+    )
 
     async def generate(i: int, rank: int) -> list[int]:
         prompt = {"prompt_token_ids": PROMPTS[i]}
         last = None
-        async for output in engine.generate(prompt, sampling(), f"{i}-{rank}", data_parallel_rank=rank):
+        async for output in engine.generate(
+            prompt, sampling(), f"{i}-{rank}", data_parallel_rank=rank
+        ):
             last = output
         return list(last.outputs[0].token_ids)
 
@@ -86,7 +100,9 @@ async def served(model: str, mode: str) -> dict[int, list[int]]:
 
 
 def pretend_mxfp4() -> None:
-    """vLLM makes no layer in MXFP4 where it has no kernel for it. Layout `layer` does not run that kernel."""
+    """vLLM makes no layer in MXFP4 where it has no kernel for it. Layout `layer` does not run that
+    kernel.
+    """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsMxfp4
 
     CPUExpertsMxfp4._supports_current_device = staticmethod(lambda: True)

@@ -1,4 +1,6 @@
-"""`vllm serve` with experts that move, over two ranks on CPUs, for tests that end it in its middle."""
+"""`vllm serve` with experts that move, over two ranks on CPUs, for tests that end it
+in its middle.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,34 @@ from typing import Any
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without which vLLM for CPUs makes a process for each model
+    # without which vLLM for CPUs makes a process for each model
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
 ARGUMENTS = (
-    *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
+    *(
+        "--skip-tokenizer-init",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--seed",
+        "0",
+    ),
     *("--max-model-len", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"),
-    *("--data-parallel-size", "2", "--enable-expert-parallel", "--distributed-executor-backend", "uni"),
+    *(
+        "--data-parallel-size",
+        "2",
+        "--enable-expert-parallel",
+        "--distributed-executor-backend",
+        "uni",
+    ),
     *("--api-server-count", "1"),
 )
-START_S, ANSWER_S = 500, 60
+START_S = 500
+ANSWER_S = 60
 NEW_TOKENS = 24
 
 
@@ -45,10 +63,14 @@ def free_port() -> int:
 
 
 def _named_vllm(folder: Path) -> Path:
-    """A folder for PYTHONPATH in which the package is called vllm, whose version the command line asks for."""
+    """A folder for PYTHONPATH in which the package is called vllm, whose version the command line
+    asks for.
+    """
     about = folder / "vllm.dist-info"
     about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n"
+    )
     return folder
 
 
@@ -58,12 +80,30 @@ class Server:
     def __init__(self, model: Path, live: dict[str, Any] | None, *arguments: str) -> None:
         self.model = str(model)
         self.port, self.metrics_port = free_port(), free_port()
-        choice = {"layout": "layer", "metrics_port": self.metrics_port} | ({"live": live} if live else {})
+        choice = {"layout": "layer", "metrics_port": self.metrics_port} | (
+            {"live": live} if live else {}
+        )
         additional = json.dumps({"epmoe": choice})
         path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(_named_vllm(model.parent))]
-        serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *ARGUMENTS, *arguments]
+        serve = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(model),
+            *ARGUMENTS,
+            *arguments,
+        ]
         self.process = subprocess.Popen(
-            [*serve, "--host", "127.0.0.1", "--port", str(self.port), "--additional-config", additional],
+            [
+                *serve,
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--additional-config",
+                additional,
+            ],
             env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -84,7 +124,10 @@ class Server:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.end_of_log()
             with suppress(OSError):
-                if urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).status == 200:
+                if (
+                    urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).status
+                    == 200
+                ):
                     return
             time.sleep(0.5)
         raise TimeoutError(self.end_of_log())
@@ -92,7 +135,9 @@ class Server:
     def post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> tuple[int, Any]:
         """Status and answer; status 0 where there is no connection, or it broke."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -107,10 +152,15 @@ class Server:
         status, answer = self.post(
             "/v1/completions",
             {
-                "model": self.model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0,
-                "ignore_eos": True, "return_token_ids": True, "detokenize": False,
+                "model": self.model,
+                "prompt": prompt,
+                "max_tokens": NEW_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "detokenize": False,
             },
-        )  # fmt: skip
+        )
         return (status, answer["choices"][0]["token_ids"]) if status == 200 else (status, answer)
 
     def cores(self) -> list[int]:
@@ -123,31 +173,46 @@ class Server:
         """Bytes of experts that have moved to either rank."""
         total = 0
         for rank in range(2):
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port + rank}/metrics", timeout=5) as page:
-                found = re.findall(r"^epmoe_moved_bytes_total\{.*\} (\S+)$", page.read().decode(), re.MULTILINE)
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.metrics_port + rank}/metrics", timeout=5
+            ) as page:
+                found = re.findall(
+                    r"^epmoe_moved_bytes_total\{.*\} (\S+)$", page.read().decode(), re.MULTILINE
+                )
                 total += sum(int(float(value)) for value in found)
         return total
 
     def processes(self) -> list[str]:
         """What runs of the server, as `ps` prints it."""
-        listed = subprocess.run(["ps", "-eo", "sid,pid,stat,args"], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["ps", "-eo", "sid,pid,stat,args"], capture_output=True, text=True, check=True
+        ).stdout
         rows = [line.split(maxsplit=3) for line in listed.splitlines()[1:]]
-        return [" ".join(row) for row in rows if row[0] == str(self.process.pid) and not row[2].startswith("Z")]
+        return [
+            " ".join(row)
+            for row in rows
+            if row[0] == str(self.process.pid) and not row[2].startswith("Z")
+        ]
 
     def end_of_log(self) -> str:
         return "".join(self.log[-60:])
 
 
 class Load:
-    """Clients that ask until `stop`, prompts that drift. `answers` has a prompt, its status and its tokens for each."""
+    """Clients that ask until `stop`, prompts that drift. `answers` has a prompt, its status and its
+    tokens for each.
+    """
 
-    CLIENTS, DRIFT_S = 6, 6
+    CLIENTS = 6
+    DRIFT_S = 6
 
     def __init__(self, server: Server) -> None:
         self.server, self.answers = server, list[tuple[tuple[int, ...], int, Any]]()
         self._stopped = threading.Event()
         self._begun = time.monotonic()
-        self._clients = [threading.Thread(target=self._ask, args=(i,), daemon=True) for i in range(self.CLIENTS)]
+        self._clients = [
+            threading.Thread(target=self._ask, args=(i,), daemon=True) for i in range(self.CLIENTS)
+        ]
         for client in self._clients:
             client.start()
 
@@ -156,7 +221,9 @@ class Load:
             if self._stopped.is_set():
                 return
             first = 40 if int(time.monotonic() - self._begun) // self.DRIFT_S % 2 else 300
-            prompt = [first + (7 * i + 3 * j + client) % 3 for j in range(20 + (5 * i + 3 * client) % 20)]
+            prompt = [
+                first + (7 * i + 3 * j + client) % 3 for j in range(20 + (5 * i + 3 * client) % 20)
+            ]
             status, tokens = self.server.ask(prompt)
             self.answers.append((tuple(prompt), status, tokens))
             if status != 200:

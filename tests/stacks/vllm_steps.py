@@ -1,8 +1,10 @@
-"""What live balancing adds to the steps of vLLM's engine: `torchrun --nproc-per-node 2 vllm_steps.py MODEL OUTPUT`.
+"""What live balancing adds to the steps of vLLM's engine: `torchrun --nproc-per-node 2
+vllm_steps.py MODEL OUTPUT`.
 
-Windows of steps with and without ticks of the balancer come by turns in one process, so that whatever else the machine
-does strikes both alike. Prompts drift all the time: experts move in the windows with ticks, and rest in the others.
-OUTPUT.RANK gets a line for each step, and rank 0 prints a summary of them.
+Windows of steps with and without ticks of the balancer come by turns in one process, so that
+whatever else the machine does strikes both alike. Prompts drift all the time: experts move in the
+windows with ticks, and rest in the others. OUTPUT.RANK gets a line for each step, and rank 0 prints
+a summary of them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ def prompts(rank: int) -> list[dict[str, list[int]]]:
     """Of few different tokens, so that few experts get most rows."""
     firsts = [40 if i // DRIFT % 2 else 300 for i in range(PROMPTS)]
     return [
-        {"prompt_token_ids": [first + (7 * i + 3 * j + rank) % 3 for j in range(20 + (5 * i + 3 * rank) % 20)]}
+        {
+            "prompt_token_ids": [
+                first + (7 * i + 3 * j + rank) % 3 for j in range(20 + (5 * i + 3 * rank) % 20)
+            ]
+        }
         for i, first in enumerate(firsts)
     ]
 
@@ -58,9 +64,13 @@ def run(model: str, rank: int) -> list[Step]:
         additional_config={"epmoe": {"layout": "layer", "live": LIVE}},
     )
     (sizes,) = _session.entries()
-    live, balancing, step = sizes.exchanges[0].live, sizes.balancing, engine.llm_engine.step
+    live = sizes.exchanges[0].live
+    balancing = sizes.balancing
+    step = engine.llm_engine.step
     assert live is not None
-    tick, steps, ticked = balancing.poll, list[Step](), [0.0, 0.0]
+    tick = balancing.poll
+    steps = list[Step]()
+    ticked = [0.0, 0.0]
 
     def timed_tick() -> None:
         if len(steps) // STEPS % 2:
@@ -73,21 +83,28 @@ def run(model: str, rank: int) -> list[Step]:
         ticked[:] = 0.0, 0.0
         begin = time.perf_counter(), time.thread_time()
         outputs = step()
-        wall, cpu = time.perf_counter() - begin[0], time.thread_time() - begin[1]
+        wall = time.perf_counter() - begin[0]
+        cpu = time.thread_time() - begin[1]
         moves = live.moves is not None and not live.moves.done
         steps.append(Step(len(steps) // STEPS, wall, cpu, *ticked, moves))
         return outputs
 
-    balancing.poll, engine.llm_engine.step = timed_tick, timed_step
+    balancing.poll = timed_tick
+    engine.llm_engine.step = timed_step
     engine.generate(prompts(rank), sampling(), use_tqdm=False)
     print(f"rank {rank}: {live.moved} experts have moved here in {len(steps)} steps", flush=True)
     return steps
 
 
 def ratio(steps: list[Step], name: str, of: Any) -> str:
-    """With ticks over without, by `of` of all steps; 95 % of draws of pairs of windows lie in the interval."""
+    """With ticks over without, by `of` of all steps; 95 % of draws of pairs of windows lie in the
+    interval.
+    """
     pairs = [
-        ([getattr(s, name) for s in steps if s.window == w], [getattr(s, name) for s in steps if s.window == w + 1])
+        (
+            [getattr(s, name) for s in steps if s.window == w],
+            [getattr(s, name) for s in steps if s.window == w + 1],
+        )
         for w in range(0, steps[-1].window, 2)
     ]
 
@@ -99,7 +116,8 @@ def ratio(steps: list[Step], name: str, of: Any) -> str:
     drawn = sorted(of_pairs(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
     with_ticks, without = (of([value for pair in pairs for value in pair[i]]) for i in (0, 1))
     return (
-        f"{with_ticks * 1e3:.2f} ms with ticks, {without * 1e3:.2f} without: {with_ticks / without:.3f} "
+        f"{with_ticks * 1e3:.2f} ms with ticks, {without * 1e3:.2f} without: "
+        f"{with_ticks / without:.3f} "
         f"({drawn[25]:.3f} to {drawn[974]:.3f})"
     )
 
@@ -124,7 +142,8 @@ def summary(steps: list[Step]) -> str:
     for what, some in kinds.items():
         of_step = sorted(s.tick_cpu for s in some)
         lines.append(
-            f"ticks, {what} ({len(some)}), ms of the processor: median {median(of_step) * 1e3:.3f}, 99th percentile "
+            f"ticks, {what} ({len(some)}), ms of the processor: median "
+            f"{median(of_step) * 1e3:.3f}, 99th percentile "
             f"{last_percent(of_step) * 1e3:.3f}, most {of_step[-1] * 1e3:.3f}"
         )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""vLLM's FusedMoEKernel and TritonExperts on two ranks through epmoe, in Triton's interpreter: `python vllm_triton.py`.
+"""vLLM's FusedMoEKernel and TritonExperts on two ranks through epmoe, in Triton's interpreter:
+`python vllm_triton.py`.
 
 The ranks are forks of this process, so that vLLM is imported once.
 """
@@ -44,7 +45,17 @@ def main(rank: int, store: str) -> None:
         sizes = {}
         for layout in LAYOUTS:
             by, aligned = ("expert", True) if layout == "layer" else ("rank", False)
-            shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload, by, aligned)
+            shape = Shape(
+                MODEL.E,
+                MODEL.K,
+                MODEL.D,
+                torch.bfloat16,
+                MAX_TOKENS,
+                "linear",
+                payload,
+                by,
+                aligned,
+            )
             sizes[layout] = Sizes.make(shape, dist.group.WORLD, CPU, Choice())
         for layout, on_input in itertools.product(LAYOUTS, (False, True)):
             exchange = EpmoePrepareAndFinalize(sizes[layout], layout, aligned=layout == "layer")
@@ -54,12 +65,16 @@ def main(rank: int, store: str) -> None:
                 x, ids, routing_weights = batch(MODEL, tokens[rank], 10 * number + rank, CPU)
                 if on_input:  # as in Llama 4; powers of two are exact before and after fp8
                     ids, routing_weights = ids[:, :1], 0.25 * 2.0 ** (ids[:, :1] % 3)
-                with step(list(tokens)), override_config(TILES):  # which vLLM would choose by the name of the GPU
+                with (
+                    step(list(tokens)),
+                    override_config(TILES),
+                ):  # which vLLM would choose by the name of the GPU
                     y = layer(x, ids, routing_weights, on_input)
                     reference = partial(plain, weights) if layout == "layer" else alone
                     expected = reference(x, ids, routing_weights, on_input) if len(x) else x
                 what = f"{payload}, {layout}, on input={on_input}, tokens {tokens}, rank {rank}"
-                # `plain` rounds nothing on the way: what lies between the two GEMMs is bf16, rows may travel as fp8.
+                # `plain` rounds nothing on the way: what lies between the two GEMMs is bf16, rows
+                # may travel as fp8.
                 check_close(y, expected, what, layer.slack)
                 if rank == 0:
                     print(f"vLLM {vllm.__version__}: {what}: equal to one rank", flush=True)

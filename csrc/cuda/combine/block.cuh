@@ -30,7 +30,8 @@ struct CombineBlock {
   }
 };
 
-// A lane's pair of a received slot: the expert-major row that it contributes, negative for none, and its weight.
+// A lane's pair of a received slot: the expert-major row that it contributes, negative for none,
+// and its weight.
 struct ReceivedPair {
   int32_t row;
   float weight;
@@ -47,23 +48,28 @@ struct OutgoingSum : SlotChunk {
   int64_t pair_at = -1;  // the index of the lane's pair, -1 if the slot cannot have it
   ReceivedPair pair{kForeign, 0.0f};
 
-  __device__ __forceinline__ OutgoingSum(const CombineBlock& b, SlotChunk chunk) : SlotChunk(chunk) {
+  __device__ __forceinline__ OutgoingSum(const CombineBlock& b, SlotChunk chunk)
+      : SlotChunk(chunk) {
     int32_t lane = threadIdx.x % 32;
-    if (lane < b.plan.K && slot.s < b.plan.M) pair_at = (slot.source * b.plan.M + slot.s) * b.plan.K + lane;
+    if (lane < b.plan.K && slot.s < b.plan.M)
+      pair_at = (slot.source * b.plan.M + slot.s) * b.plan.K + lane;
   }
   __device__ __forceinline__ void read(const CombineBlock& b) {
     const ExchangePlan& plan = b.plan;
     if (!b.args.expert_major)
-      pair = {threadIdx.x % 32 == 0 ? static_cast<int32_t>(slot.source * plan.M + slot.s) : kForeign, 1.0f};
+      pair = {
+          threadIdx.x % 32 == 0 ? static_cast<int32_t>(slot.source * plan.M + slot.s) : kForeign,
+          1.0f};
     else if (pair_at >= 0)
       pair = {in_scratch<int32_t>(b.ex, plan.row_of_pair)[pair_at],
               in_scratch<float>(b.ex, plan.pair_weights)[pair_at]};
   }
 };
 
-// The slot in which the lane's rank returns its sum for token t; -1 if it returns none. A rank that aborted the round
-// returns none.
-__device__ __forceinline__ int32_t slot_of_sum(const CombineBlock& b, int32_t t, uint32_t sending_ranks) {
+// The slot in which the lane's rank returns its sum for token t; -1 if it returns none. A rank that
+// aborted the round returns none.
+__device__ __forceinline__ int32_t slot_of_sum(const CombineBlock& b, int32_t t,
+                                               uint32_t sending_ranks) {
   int32_t lane = threadIdx.x % 32;
   bool returns = t < b.now.T && lane < b.plan.R && sending_ranks >> lane & 1u;
   return returns ? in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * b.plan.R + lane] : -1;
@@ -74,7 +80,8 @@ __device__ __forceinline__ bool has_pair(const CombineBlock& b) {
   return static_cast<int32_t>(threadIdx.x % 32) < b.now.K || !b.args.expert_major;
 }
 
-// Whether dispatch received a row in the slot of this pair. With the LL protocol not every slot has one.
+// Whether dispatch received a row in the slot of this pair. With the LL protocol not every slot has
+// one.
 __device__ __forceinline__ bool was_received(const CombineBlock& b, ReceivedPair pair) {
   return __any_sync(kAllLanes, pair.row != kForeign && has_pair(b));
 }
@@ -87,7 +94,8 @@ __device__ __forceinline__ ReceivedPair checked(const CombineBlock& b, ReceivedP
 
 // Adds kCount weighted elements in fp32.
 template <typename T, int kCount>
-__device__ __forceinline__ void add_weighted(float (&sum)[kCount], const Registers<Vector<T, kCount>>& packed,
+__device__ __forceinline__ void add_weighted(float (&sum)[kCount],
+                                             const Registers<Vector<T, kCount>>& packed,
                                              float weight) {
   float values[kCount];
   to_floats(from_registers<Vector<T, kCount>>(packed), values);
@@ -95,11 +103,12 @@ __device__ __forceinline__ void add_weighted(float (&sum)[kCount], const Registe
   for (int i = 0; i < kCount; ++i) sum[i] += weight * values[i];
 }
 
-// Sums a slot's pairs over several vectors of kCount elements: vector v[i], where the lane has one. kDepth pairs are in
-// flight. Calls prefetch() once the first loads are issued.
+// Sums a slot's pairs over several vectors of kCount elements: vector v[i], where the lane has one.
+// kDepth pairs are in flight. Calls prefetch() once the first loads are issued.
 template <typename T, int kDepth, int kCount, int kVectors, typename F>
 __device__ __forceinline__ void sum_pairs(const CombineBlock& b, ReceivedPair pair, uint32_t kept,
-                                          const int32_t (&v)[kVectors], const bool (&inside)[kVectors],
+                                          const int32_t (&v)[kVectors],
+                                          const bool (&inside)[kVectors],
                                           float (&sum)[kVectors][kCount], F&& prefetch) {
   auto* rows = static_cast<const char*>(b.args.rows);
   bool first = true;

@@ -1,7 +1,7 @@
-// combine over NVLink, one kernel, two roles of blocks. Send blocks sum the rows of each slot's pairs and write the sum
-// straight into the window of the slot's source. All other blocks, and send blocks once they are done, add what comes
-// back for this rank's tokens, in rank order, as it arrives.
-// docs/protocol.md has the round's timeline, docs/kernels.md the roles and the variants.
+// combine over NVLink, one kernel, two roles of blocks. Send blocks sum the rows of each slot's
+// pairs and write the sum straight into the window of the slot's source. All other blocks, and send
+// blocks once they are done, add what comes back for this rank's tokens, in rank order, as it
+// arrives. docs/protocol.md has the round's timeline, docs/kernels.md the roles and the variants.
 #include <cstddef>
 
 #include "cuda/combine/block.cuh"
@@ -17,9 +17,10 @@ __device__ __forceinline__ uint32_t all_ranks(const ExchangePlan& plan) {
   return plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
 }
 
-// One thread counts the `ranks` that have aborted the round, a mask, and tells the host of them unless this rank has
-// aborted it, too. Out of line, so that the usual case stays short.
-__device__ __noinline__ void report_aborted(const CombineKernel& kernel, uint32_t epoch, uint32_t ranks) {
+// One thread counts the `ranks` that have aborted the round, a mask, and tells the host of them
+// unless this rank has aborted it, too. Out of line, so that the usual case stays short.
+__device__ __noinline__ void report_aborted(const CombineKernel& kernel, uint32_t epoch,
+                                            uint32_t ranks) {
   auto* total = in_scratch<int64_t>(kernel.ex, kernel.ex.plan.health_aborted_rounds);
   for (uint32_t left = ranks; left; left &= left - 1) ++total[__ffs(left) - 1];
   if (!kernel.args.rows) return;
@@ -29,17 +30,19 @@ __device__ __noinline__ void report_aborted(const CombineKernel& kernel, uint32_
   status.aborted = status.aborted | ranks;
 }
 
-// The whole block learns which ranks send rows, as a mask; a rank that aborts the round does not. A block that `sent`
-// learns whether it is to receive (Wait::say_started). Returns false if a rank did not open combine.
-__device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent, uint32_t& sending_ranks,
-                                                bool& receives) {
+// The whole block learns which ranks send rows, as a mask; a rank that aborts the round does not. A
+// block that `sent` learns whether it is to receive (Wait::say_started). Returns false if a rank
+// did not open combine.
+__device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent,
+                                                uint32_t& sending_ranks, bool& receives) {
   const ExchangePlan& plan = b.plan;
   __shared__ uint32_t mask;
   __shared__ bool late;
   if (threadIdx.x == 0) mask = 0, late = false;
   __syncthreads();
   bool arrived = true;
-  if (sent && threadIdx.x == block_threads() - 32) late = !b.wait.have_started(kCombine, b.kernel.send_blocks);
+  if (sent && threadIdx.x == block_threads() - 32)
+    late = !b.wait.have_started(kCombine, b.kernel.send_blocks);
   if (threadIdx.x < plan.R) {
     int32_t sends[1] = {};
     auto* header = in_window<RoundHeader>(b.ex, plan.rank, plan.signal_combine) + threadIdx.x;
@@ -51,10 +54,11 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
   return arrived;
 }
 
-// A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
-// case stays short.
+// A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of
+// line, so that the usual case stays short.
 template <WireFormat kFormat, typename T, bool kValues>
-__device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared, int32_t* head) {
+__device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared,
+                                                        int32_t* head) {
   OutgoingSum outgoing(b, {b.plan, first_slot(b), 1});
   outgoing.read(b);
   send_slots<kFormat, T, kValues>(b, outgoing, shared, head);
@@ -68,25 +72,30 @@ __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* hea
 
 // What a kernel is compiled for.
 struct Variant {
-  int send_lines;     // lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol
-  bool coarse;        // receivers also sum send_lines lines at once, otherwise one; senders have more pairs in flight
-  bool own;           // receivers make the sums for tokens of this rank, so that these do not travel
+  int send_lines;  // lines of a row that a sending lane moves at once with the LL protocol; 0:
+                   // Simple protocol
+  bool coarse;     // receivers also sum send_lines lines at once, otherwise one; senders have more
+                   // pairs in flight
+  bool own;        // receivers make the sums for tokens of this rank, so that these do not travel
   WireFormat format;  // of the sums
   bool values;        // a value of each pair returns, too
 };
 
-// A variant as a type. nvcc has no name for a value of a class among the template arguments of a kernel.
+// A variant as a type. nvcc has no name for a value of a class among the template arguments of a
+// kernel.
 template <Variant kVariant>
 struct Compiled {
   static constexpr Variant value = kVariant;
 };
 
 template <typename Of, typename T>
-__global__ void __launch_bounds__(threads_per_block(Of::value.send_lines), blocks_per_sm(Of::value.send_lines))
+__global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
+                                  blocks_per_sm(Of::value.send_lines))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr Variant kVariant = Of::value;
   constexpr int kSendLines = kVariant.send_lines;
-  constexpr bool kLL = kSendLines > 0, kCoarse = kVariant.coarse, kOwn = kVariant.own, kValues = kVariant.values;
+  constexpr bool kLL = kSendLines > 0, kCoarse = kVariant.coarse, kOwn = kVariant.own,
+                 kValues = kVariant.values;
   constexpr WireFormat kFormat = kVariant.format;
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks], max_slots[2];
@@ -108,10 +117,14 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines), block
   if (args.send && args.receive) let_successor_start();
   if (sends) outgoing.read(b);  // load at once what does not depend on the round's state
   if (sends && threadIdx.x == 0) b.wait.say_started(kCombine);
-  if (threadIdx.x < 32) {  // one warp loads the state: the threads of a grid that load the same line delay one another
-    constexpr int kStateInts = offsetof(RoundState, send_queue) / 4, kMaskAt = offsetof(RoundState, ll_mask) / 4;
-    uint32_t word = threadIdx.x < kStateInts ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
-    int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.slots_used)[threadIdx.x] : 0;
+  if (threadIdx.x < 32) {  // one warp loads the state: the threads of a grid that load the same
+                           // line delay one another
+    constexpr int kStateInts = offsetof(RoundState, send_queue) / 4,
+                  kMaskAt = offsetof(RoundState, ll_mask) / 4;
+    uint32_t word =
+        threadIdx.x < kStateInts ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
+    int32_t count =
+        threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.slots_used)[threadIdx.x] : 0;
     if (threadIdx.x < kStateInts) reinterpret_cast<uint32_t*>(&now)[threadIdx.x] = word;
     uint32_t ll_mask = __shfl_sync(kAllLanes, word, kMaskAt);
     bool is_ll = ll_mask >> threadIdx.x & 1u;
@@ -125,15 +138,18 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines), block
   bool leader = blockIdx.x == 0,
        ok = !(now.latched | (leader ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
   // The block that starts first opens combine, with its last warp, which has the least to send.
-  if (int32_t rank = block_threads() - 1 - threadIdx.x; leader && rank < plan.R && ok && args.send) {
+  if (int32_t rank = block_threads() - 1 - threadIdx.x;
+      leader && rank < plan.R && ok && args.send) {
     RoundHeader* header = in_window<RoundHeader>(ex, rank, plan.signal_combine) + plan.rank;
     Word::publish(reinterpret_cast<Word*>(header), b.wait.epoch, args.rows ? 1 : 0);
   }
   if (sends && ok) {
     uint32_t all = all_ranks(plan);
     if constexpr (kLL) {
-      send_chunks<kSendLines, kCoarse, kOwn, kFormat, T, kValues>(b, outgoing, &round->ll_queue[kCombine]);
-      if (now.ll_mask != all) send_to_simple_sources_too<kFormat, T, kValues>(b, buffers, &round->send_queue[kCombine]);
+      send_chunks<kSendLines, kCoarse, kOwn, kFormat, T, kValues>(b, outgoing,
+                                                                  &round->ll_queue[kCombine]);
+      if (now.ll_mask != all)
+        send_to_simple_sources_too<kFormat, T, kValues>(b, buffers, &round->send_queue[kCombine]);
     } else {
       send_slots<kFormat, T, kValues>(b, outgoing, buffers, &round->send_queue[kCombine]);
       if (now.ll_mask) send_to_ll_sources_too<kFormat, T, kValues>(b, &round->ll_queue[kCombine]);
@@ -152,12 +168,14 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines), block
   }
   if constexpr (kLL) {
     if (receives)
-      ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, kFormat, T, kValues>(b, sending_ranks,
-                                                                           &round->recv_queue[kCombine]);
+      ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, kFormat, T, kValues>(
+          b, sending_ranks, &round->recv_queue[kCombine]);
   } else if (receives) {
-    constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
+    constexpr int kMaxChunkVectors =
+        384;  // about seven turns of a warp, so that late rows do not wait for long
     // Blocks that send may leave before they receive, so none of them starts with an item.
-    WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks, kMaxChunkVectors);
+    WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks,
+                    kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
       bool here = sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
       if constexpr (kValues) here = here && (chunk || recv_values(b, t, sending_ranks));
@@ -169,20 +187,24 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines), block
     uint32_t aborted = all_ranks(plan) & ~sending_ranks;
     if (ok) round->phases = 0;
     if (ok && aborted) report_aborted(kernel, b.wait.epoch, aborted);
-    round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] = round->done[kDispatch] =
-        round->started[kDispatch] = round->receiving[kDispatch] = round->notified = round->num_tokens = 0;
+    round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] =
+        round->done[kDispatch] = round->started[kDispatch] = round->receiving[kDispatch] =
+            round->notified = round->num_tokens = 0;
   }
   if (!b.wait.failed(kCombine, ok)) return;
   auto* y = static_cast<T*>(args.y_TD);
-  for (int64_t i = threadIdx.x; i < args.T * args.D; i += block_threads()) y[i] = from_float<T>(0.0f);
-  for (int64_t i = threadIdx.x; kValues && i < args.T * now.K; i += block_threads()) args.pair_values_TK[i] = 0.0f;
+  for (int64_t i = threadIdx.x; i < args.T * args.D; i += block_threads())
+    y[i] = from_float<T>(0.0f);
+  for (int64_t i = threadIdx.x; kValues && i < args.T * now.K; i += block_threads())
+    args.pair_values_TK[i] = 0.0f;
 }
 
 template <WireFormat kFormat, typename T, bool kValues>
 auto variant_of(int64_t send_lines, bool coarse, bool own) {
   constexpr bool kCoarse = !wire(kFormat).has_scales();
   constexpr auto of = [](int lines, bool coarse, bool own) {
-    return Variant{.send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues};
+    return Variant{
+        .send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues};
   };
   return send_lines == 0   ? combine_kernel<Compiled<of(0, false, false)>, T>
          : send_lines == 1 ? combine_kernel<Compiled<of(1, false, false)>, T>
@@ -191,7 +213,8 @@ auto variant_of(int64_t send_lines, bool coarse, bool own) {
                            : combine_kernel<Compiled<of(kMaxSumLines, false, false)>, T>;
 }
 // Rounds that return values have sums without scales.
-auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype, bool values) {
+auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype,
+                  bool values) {
   return with_format(format, [&](auto of) {
     return visit(dtype, [&](auto type) {
       if constexpr (!wire(of).has_scales())
@@ -210,18 +233,24 @@ cudaError_t load_combine() {
         for (bool coarse : {false, true})
           for (bool own : {false, true})
             for (bool values : {false, true})
-              if (cudaError_t error = load(variant_for(send_lines, coarse, own, format, dtype, values))) return error;
+              if (cudaError_t error =
+                      load(variant_for(send_lines, coarse, own, format, dtype, values)))
+                return error;
   return cudaSuccess;
 }
 
-cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream) {
+cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype,
+                    cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
-  CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team)};
-  auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_format, dtype,
-                              args.row_values_N != nullptr);
-  return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
+  CombineLaunch policy =
+      combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
+  CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks),
+                       static_cast<int32_t>(policy.team)};
+  auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own,
+                              exchange.plan.combine_format, dtype, args.row_values_N != nullptr);
+  return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes,
+                stream, kernel);
 }
 
 }  // namespace epmoe::cuda

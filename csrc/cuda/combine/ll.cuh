@@ -11,11 +11,13 @@ __device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
   return wire(kFormat).row_bytes(b.args.D, sizeof(T));
 }
 
-// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: that of combine_kernel.
+// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: that of
+// combine_kernel.
 template <int N, bool kCoarse, WireFormat kFormat, typename T, typename F>
-__device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source, int32_t s, int32_t index,
-                                           ReceivedPair pair, F&& prefetch) {
-  constexpr int kCount = kPerVector<T>, kVectors = kLineElements<kFormat, T> / kCount;  // vectors of x in a line
+__device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source, int32_t s,
+                                           int32_t index, ReceivedPair pair, F&& prefetch) {
+  constexpr int kCount = kPerVector<T>,
+                kVectors = kLineElements<kFormat, T> / kCount;  // vectors of x in a line
   RowChunk<N, kFormat> chunk(index, wire_bytes<kFormat, T>(b));
   int32_t v[N * kVectors];
   bool inside[N * kVectors];
@@ -25,7 +27,8 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
     v[i] = chunk.at(i / kVectors) * kVectors + i % kVectors;
     inside[i] = chunk.inside(i / kVectors);
   }
-  // Pairs in flight, without spilling: 4 in coarse kernels, 2 where a block has a multiprocessor, otherwise 4 vectors.
+  // Pairs in flight, without spilling: 4 in coarse kernels, 2 where a block has a multiprocessor,
+  // otherwise 4 vectors.
   constexpr int kDepth = kCoarse ? 4 : blocks_per_sm(N) == 1 ? 2 : 4 / kVectors;
   sum_pairs<T, kDepth>(b, pair, pair.kept(), v, inside, sum, prefetch);
   LineData lines[N];
@@ -34,7 +37,8 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
     if constexpr (chunk.kScaled) {
       float values[kVectors * kCount];
 #pragma unroll
-      for (int i = 0; i < kVectors * kCount; ++i) values[i] = sum[n * kVectors + i / kCount][i % kCount];
+      for (int i = 0; i < kVectors * kCount; ++i)
+        values[i] = sum[n * kVectors + i / kCount][i % kCount];
       lines[n] = quantized_line<kFormat>(values);
     } else {
       auto out = rounded<T>(sum[n]);
@@ -60,9 +64,11 @@ __device__ __forceinline__ OutgoingSum first_sum(const CombineBlock& b) {
 
 // The send blocks send the chunks of all sums, one a warp, first `outgoing`.
 template <int N, bool kCoarse, bool kOwn, WireFormat kFormat, typename T, bool kValues>
-__device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing, int32_t* head) {
+__device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing,
+                                            int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
-  WorkQueue queue(b.num_slots(true, b.plan.R - kOwn) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
+  WorkQueue queue(b.num_slots(true, b.plan.R - kOwn) * chunks, b.kernel.send_blocks * block_warps(),
+                  outgoing.item);
   auto read = [&](int32_t item) {
     auto next = outgoing_sum<N, kOwn, kFormat, T>(b, item);
     next.read(b);
@@ -79,12 +85,12 @@ __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum o
   });
 }
 
-// One warp sums a chunk of the pairs that this rank has for a token of its own, rounded as if it travelled. Calls
-// meanwhile() once the first loads are issued.
+// One warp sums a chunk of the pairs that this rank has for a token of its own, rounded as if it
+// travelled. Calls meanwhile() once the first loads are issued.
 template <int N, typename T, int kCount, typename F>
 __device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair,
-                                        const RowChunk<N, WireFormat::kAuto>& chunk, float (&sum)[N][kCount],
-                                        F&& meanwhile) {
+                                        const RowChunk<N, WireFormat::kAuto>& chunk,
+                                        float (&sum)[N][kCount], F&& meanwhile) {
   pair = checked(b, pair);
   int32_t v[N];
   bool inside[N];
@@ -98,11 +104,15 @@ __device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair
   }
 }
 
-// One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it to y. kOwn: it
-// makes this rank's own sum itself. Among up to two ranks the order does not matter then.
+// One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it
+// to y. kOwn: it makes this rank's own sum itself. Among up to two ranks the order does not matter
+// then.
 template <int N, bool kOwn, WireFormat kFormat, typename T>
-__device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int32_t index, uint32_t sending_ranks) {
-  constexpr int kDepth = 2, kCount = kLineElements<kFormat, T>;  // ranks whose lines are in flight; elements of a line
+__device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int32_t index,
+                                          uint32_t sending_ranks) {
+  constexpr int
+      kDepth = 2,
+      kCount = kLineElements<kFormat, T>;  // ranks whose lines are in flight; elements of a line
   using Wire = WireElement<kFormat, T>;
   const ExchangePlan& plan = b.plan;
   OutgoingSum own(b, {0, 0, {static_cast<int32_t>(plan.rank), t}});
@@ -113,7 +123,8 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
   uint32_t returning = __ballot_sync(kAllLanes, slot >= 0);
   bool makes_own = kOwn && returning >> plan.rank & 1u;
   if (makes_own) returning &= ~(1u << plan.rank);
-  if (makes_own && !b.args.expert_major) own.slot.s = __shfl_sync(kAllLanes, slot, own.slot.source), own.read(b);
+  if (makes_own && !b.args.expert_major)
+    own.slot.s = __shfl_sync(kAllLanes, slot, own.slot.source), own.read(b);
   bool first = kOwn;
   for (uint32_t left = returning; left || first; first = false) {
     LineData lines[kDepth][N];
@@ -124,12 +135,14 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
       if (!left) break;
       ranks[i] = __ffs(left) - 1;
       left &= left - 1;
-      from[i] = ll_sum_at(b, plan.rank, ll_sum_index(b, ranks[i], __shfl_sync(kAllLanes, slot, ranks[i])));
+      from[i] = ll_sum_at(b, plan.rank,
+                          ll_sum_index(b, ranks[i], __shfl_sync(kAllLanes, slot, ranks[i])));
       ++count;
     }
     uint32_t missing = chunk.mask(count);
     if constexpr (kOwn)
-      if (makes_own) sum_own<N, T>(b, own.pair, chunk, sum, [&] { chunk.poll(from, lines, missing); });
+      if (makes_own)
+        sum_own<N, T>(b, own.pair, chunk, sum, [&] { chunk.poll(from, lines, missing); });
     bool here = b.wait.until(
         [&] {
           bool all = chunk.poll(from, lines, missing);
@@ -145,7 +158,8 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
       if (i >= count) break;
 #pragma unroll
       for (int n = 0; n < N; ++n)
-        add_weighted<Wire>(sum[n], lines[i][n].words, chunk.kScaled ? __uint_as_float(lines[i][n].scale) : 1.0f);
+        add_weighted<Wire>(sum[n], lines[i][n].words,
+                           chunk.kScaled ? __uint_as_float(lines[i][n].scale) : 1.0f);
     }
   }
 #pragma unroll
@@ -167,13 +181,16 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
 
 // The blocks that receive write all chunks of y.
 template <int N, bool kOwn, WireFormat kFormat, typename T, bool kValues>
-__device__ __forceinline__ bool sum_chunks(const CombineBlock& b, uint32_t sending_ranks, int32_t* head) {
+__device__ __forceinline__ bool sum_chunks(const CombineBlock& b, uint32_t sending_ranks,
+                                           int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
-  return WorkQueue(b.args.T * chunks, b.kernel.send_blocks).for_each(head, [&](int32_t item, int32_t) {
-    bool ok = sum_chunk<N, kOwn, kFormat, T>(b, item / chunks, item % chunks, sending_ranks);
-    if constexpr (kValues) ok = ok && (item % chunks || recv_values(b, item / chunks, sending_ranks));
-    return ok;
-  });
+  return WorkQueue(b.args.T * chunks, b.kernel.send_blocks)
+      .for_each(head, [&](int32_t item, int32_t) {
+        bool ok = sum_chunk<N, kOwn, kFormat, T>(b, item / chunks, item % chunks, sending_ranks);
+        if constexpr (kValues)
+          ok = ok && (item % chunks || recv_values(b, item / chunks, sending_ranks));
+        return ok;
+      });
 }
 
 }  // namespace epmoe::cuda

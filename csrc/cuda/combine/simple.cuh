@@ -11,25 +11,29 @@ constexpr int kVectorsInFlight = 2;  // vectors of a row that a thread sums at a
 constexpr int kSendStages = 4;       // steps of a team on their way through shared memory
 static_assert(kSendStages * kVectorsInFlight * kThreads * 16 == kSendBufferBytes);
 
-// A team sends one slot's weighted sum, or its partial row as it is, to the window of the slot's source: it sums a step
-// into shared memory and stores it from there by TMA. The scales of the row leave last. `stored` counts the team's
-// steps.
+// A team sends one slot's weighted sum, or its partial row as it is, to the window of the slot's
+// source: it sums a step into shared memory and stores it from there by TMA. The scales of the row
+// leave last. `stored` counts the team's steps.
 template <WireFormat kFormat, typename T>
-__device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam& team, int32_t source, int32_t s,
-                                          ReceivedPair pair, char* shared, int32_t& stored) {
+__device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam& team,
+                                          int32_t source, int32_t s, ReceivedPair pair,
+                                          char* shared, int32_t& stored) {
   constexpr WireTraits kWire = wire(kFormat);
   constexpr int kCount = kPerVector<T>, kLanes = kWire.block / kCount;
-  using Out = std::conditional_t<kWire.has_scales(), WireRegisters<kFormat, kCount>, Vector<T, kCount>>;
-  static_assert(!kWire.has_scales() || kSendStages * kVectorsInFlight * kThreads * sizeof(Out) <= kSendBufferBytes / 2);
+  using Out =
+      std::conditional_t<kWire.has_scales(), WireRegisters<kFormat, kCount>, Vector<T, kCount>>;
+  static_assert(!kWire.has_scales() ||
+                kSendStages * kVectorsInFlight * kThreads * sizeof(Out) <= kSendBufferBytes / 2);
   const ExchangePlan& plan = b.plan;
   int64_t at = plan.rank * plan.M + s;
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
-  auto* out = reinterpret_cast<Out*>(in_window<char>(b.ex, source, plan.combine_rows) + at * plan.combine_stride_bytes);
+  auto* out = reinterpret_cast<Out*>(in_window<char>(b.ex, source, plan.combine_rows) +
+                                     at * plan.combine_stride_bytes);
   uint32_t kept = pair.kept();
   int32_t length = kVectorsInFlight * team.threads();
   bool first_warp = team.thread < 32;
-  auto* scales =
-      reinterpret_cast<float*>(shared + kSendBufferBytes / 2 + team.index * kWire.padded_scale_bytes(b.args.D));
+  auto* scales = reinterpret_cast<float*>(shared + kSendBufferBytes / 2 +
+                                          team.index * kWire.padded_scale_bytes(b.args.D));
   for (int32_t base = 0; base < vectors; base += length, ++stored) {
     int32_t v[kVectorsInFlight];
     bool inside[kVectorsInFlight];
@@ -38,7 +42,8 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
     for (int i = 0; i < kVectorsInFlight; ++i)
       v[i] = base + i * team.threads() + team.thread, inside[i] = v[i] < vectors;
     sum_pairs<T, 2>(b, pair, kept, v, inside, sum, [] {});
-    Out* step = reinterpret_cast<Out*>(shared) + (team.index * kSendStages + stored % kSendStages) * length;
+    Out* step =
+        reinterpret_cast<Out*>(shared) + (team.index * kSendStages + stored % kSendStages) * length;
 #pragma unroll
     for (int i = 0; i < kVectorsInFlight; ++i) {
       if constexpr (kWire.has_scales()) {
@@ -51,7 +56,8 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
       }
     }
     fence_shared_for_tma();
-    // After the barrier below, the team may overwrite the oldest step: its store has left shared memory.
+    // After the barrier below, the team may overwrite the oldest step: its store has left shared
+    // memory.
     if (first_warp && stored + 1 >= kSendStages) tma_wait_read<kSendStages - 2>();
     team.sync();
     auto bytes = static_cast<int32_t>(min(length, vectors - base) * sizeof(Out));
@@ -59,12 +65,14 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
   }
   if (!first_warp) return;
   if constexpr (kWire.has_scales()) {
-    float* to = in_window<float>(b.ex, source, plan.combine_scales) + at * plan.combine_scale_blocks;
+    float* to =
+        in_window<float>(b.ex, source, plan.combine_scales) + at * plan.combine_scale_blocks;
     tma_store(team.leads() ? to : nullptr, scales, kWire.padded_scale_bytes(b.args.D));
   }
   tma_wait_written<0>();
   __syncwarp();
-  if (team.leads()) Flag::publish(in_window<Flag>(b.ex, source, plan.combine_flags) + at, b.wait.epoch);
+  if (team.leads())
+    Flag::publish(in_window<Flag>(b.ex, source, plan.combine_flags) + at, b.wait.epoch);
 }
 
 // The slot that this warp's team sends first: the team's number in the grid.
@@ -74,14 +82,17 @@ __device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
 
 // The teams of the send blocks send a slot each, first `outgoing`, and then claim others.
 template <WireFormat kFormat, typename T, bool kValues>
-__device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing, char* shared, int32_t* head) {
+__device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing,
+                                           char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
   WarpTeam team(b.kernel.team);
-  int32_t teams = b.kernel.send_blocks * team.teams(), num_slots = b.num_slots(false, b.plan.R), stored = 0;
+  int32_t teams = b.kernel.send_blocks * team.teams(), num_slots = b.num_slots(false, b.plan.R),
+          stored = 0;
   for (int32_t turn = 0; outgoing.item < num_slots; ++turn) {
     int32_t claimed = 0;
     bool more = num_slots > teams;
-    if (more && team.leads()) claimed = claim(head);  // this slot's work hides the claim's way to memory and back
+    if (more && team.leads())
+      claimed = claim(head);  // this slot's work hides the claim's way to memory and back
     if (turn) outgoing.read(b);
     auto [source, s] = outgoing.slot;
     if (s < b.count_R[source] && !b.is_ll(source)) {
@@ -95,10 +106,11 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
   }
 }
 
-// One warp writes a chunk of token t's row of y: it waits for the ranks that return a sum and adds these in rank order.
+// One warp writes a chunk of token t's row of y: it waits for the ranks that return a sum and adds
+// these in rank order.
 template <WireFormat kFormat, typename T>
-__device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int32_t chunk, int32_t chunks,
-                                          uint32_t sending_ranks) {
+__device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int32_t chunk,
+                                          int32_t chunks, uint32_t sending_ranks) {
   constexpr int kCount = kPerVector<T>;
   using Wire = WireElement<kFormat, T>;
   constexpr bool kScaled = wire(kFormat).has_scales();
@@ -113,7 +125,8 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   uint32_t ranks = __ballot_sync(kAllLanes, slot >= 0);
   auto* window = in_window<char>(b.ex, plan.rank, plan.combine_rows);
   auto* scales = in_window<float>(b.ex, plan.rank, plan.combine_scales);
-  auto* y = reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
+  auto* y =
+      reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
   int32_t begin = vectors * chunk / chunks, end = vectors * (chunk + 1) / chunks;
   constexpr int kDepth = 2;  // ranks whose loads are in flight
@@ -137,7 +150,8 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
           if (v < end) values[i][j] = __ldcg(row + v);
           if constexpr (kScaled)
             if (v < end)
-              scale[i][j] = __ldcg(scales + at * plan.combine_scale_blocks + v * kCount / wire(kFormat).block);
+              scale[i][j] = __ldcg(scales + at * plan.combine_scale_blocks +
+                                   v * kCount / wire(kFormat).block);
         }
       }
 #pragma unroll

@@ -1,4 +1,5 @@
-// What all kernels share: programmatic dependent launch, elements of any dtype, warp reductions, real slots.
+// What all kernels share: programmatic dependent launch, elements of any dtype, warp reductions,
+// real slots.
 #pragma once
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
@@ -16,17 +17,17 @@ namespace epmoe::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Programmatic dependent launch: a kernel may start while its predecessor in the stream ends. Before a thread touches
-// memory that a kernel may write, it waits here until the predecessor has completed and its writes are visible. So the
-// order of the stream holds.
+// Programmatic dependent launch: a kernel may start while its predecessor in the stream ends.
+// Before a thread touches memory that a kernel may write, it waits here until the predecessor has
+// completed and its writes are visible. So the order of the stream holds.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel of the stream start. Call it after wait_for_predecessor(): then all kernels before the
-// predecessor have completed for the next kernel, too.
+// Lets the next kernel of the stream start. Call it after wait_for_predecessor(): then all kernels
+// before the predecessor have completed for the next kernel, too.
 __device__ __forceinline__ void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -38,7 +39,8 @@ inline bool is_aligned(const void* base, int64_t stride_bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && stride_bytes % 16 == 0;
 }
 
-// Calls f with a value of the C++ type of a dtype other than fp8, which quantize makes and permute only copies.
+// Calls f with a value of the C++ type of a dtype other than fp8, which quantize makes and permute
+// only copies.
 template <typename F>
 auto visit(DType dtype, F&& f) {
   switch (dtype) {
@@ -54,8 +56,10 @@ auto visit(DType dtype, F&& f) {
 __device__ __forceinline__ float load_float(const void* base, DType dtype, int64_t index) {
   // No branches: a branch would hold back later loads.
   bool wide = dtype == DType::kFloat32;
-  uint32_t bits = wide ? static_cast<const uint32_t*>(base)[index] : static_cast<const uint16_t*>(base)[index];
-  float fp16 = __half2float(__ushort_as_half(static_cast<uint16_t>(bits))), bf16 = __uint_as_float(bits << 16);
+  uint32_t bits =
+      wide ? static_cast<const uint32_t*>(base)[index] : static_cast<const uint16_t*>(base)[index];
+  float fp16 = __half2float(__ushort_as_half(static_cast<uint16_t>(bits))),
+        bf16 = __uint_as_float(bits << 16);
   return wide ? __uint_as_float(bits) : dtype == DType::kFloat16 ? fp16 : bf16;
 }
 
@@ -79,15 +83,19 @@ __device__ __forceinline__ T warp_inclusive_sum(T value) {
 // The largest value of the warp. No value may be NaN.
 __device__ __forceinline__ float warp_max(float value) {
   auto signed_order = [](int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
-  return __int_as_float(signed_order(__reduce_max_sync(kAllLanes, signed_order(__float_as_int(value)))));
+  return __int_as_float(
+      signed_order(__reduce_max_sync(kAllLanes, signed_order(__float_as_int(value)))));
 }
 
-// R slabs of `slab` slots each. The first counts_R[r] slots of slab r are real; without counts all are.
+// R slabs of `slab` slots each. The first counts_R[r] slots of slab r are real; without counts all
+// are.
 struct Slots {
   const int32_t* counts_R;
   int32_t slab, R;
 
-  __device__ __forceinline__ int32_t count(int32_t r) const { return counts_R ? min(max(counts_R[r], 0), slab) : slab; }
+  __device__ __forceinline__ int32_t count(int32_t r) const {
+    return counts_R ? min(max(counts_R[r], 0), slab) : slab;
+  }
   __device__ __forceinline__ bool is_real(uint32_t slot) const {
     if (!counts_R) return true;
     uint32_t r = slot / static_cast<uint32_t>(slab);

@@ -1,7 +1,7 @@
-// Copies through shared memory by TMA (tensor memory accelerator). One thread starts a copy with one instruction, and a
-// copy that waits for the wire holds up no other load or store of the multiprocessor. Before sm_90 the warp copies by
-// itself: its copies are complete when the call returns, and the waits below do nothing.
-// Addresses and sizes are multiples of 16 bytes.
+// Copies through shared memory by TMA (tensor memory accelerator). One thread starts a copy with
+// one instruction, and a copy that waits for the wire holds up no other load or store of the
+// multiprocessor. Before sm_90 the warp copies by itself: its copies are complete when the call
+// returns, and the waits below do nothing. Addresses and sizes are multiples of 16 bytes.
 #pragma once
 #include "cuda/device/common.cuh"
 
@@ -15,33 +15,37 @@ __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
-// One thread calls it; other threads may use the mbarrier after a barrier of the block. Each phase of the mbarrier
-// completes when the bytes of one TMA load have arrived.
+// One thread calls it; other threads may use the mbarrier after a barrier of the block. Each phase
+// of the mbarrier completes when the bytes of one TMA load have arrived.
 __device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier) {
 #ifdef EPMOE_TMA
-  asm volatile(
-      "mbarrier.init.shared.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(mbarrier))
-      : "memory");
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
+                   shared_address(mbarrier))
+               : "memory");
 #endif
 }
 
 // One thread says how many bytes are to arrive in the phase, and so arrives itself.
 __device__ __forceinline__ void expect_bytes(uint64_t* mbarrier, int32_t bytes) {
 #ifdef EPMOE_TMA
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)),
+               "r"(bytes)
                : "memory");
 #endif
 }
 
-// A warp starts a TMA load from global into shared memory. Its arrival completes the next phase of the mbarrier.
-__device__ __forceinline__ void tma_load(void* to, const void* from, int32_t bytes, uint64_t* mbarrier) {
+// A warp starts a TMA load from global into shared memory. Its arrival completes the next phase of
+// the mbarrier.
+__device__ __forceinline__ void tma_load(void* to, const void* from, int32_t bytes,
+                                         uint64_t* mbarrier) {
 #ifdef EPMOE_TMA
   if (threadIdx.x % 32 != 0) return;
   expect_bytes(mbarrier, bytes);
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(mbarrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(mbarrier))
+      : "memory");
 #else
   for (int32_t v = threadIdx.x % 32; v < bytes / 16; v += 32)
     static_cast<uint4*>(to)[v] = __ldcg(static_cast<const uint4*>(from) + v);
@@ -49,55 +53,59 @@ __device__ __forceinline__ void tma_load(void* to, const void* from, int32_t byt
 #endif
 }
 
-// Waits until a phase of the mbarrier has completed. The n-th phase, counted from 0, has parity n % 2.
+// Waits until a phase of the mbarrier has completed. The n-th phase, counted from 0, has parity n
+// % 2.
 __device__ __forceinline__ void wait_mbarrier(uint64_t* mbarrier, uint32_t parity) {
 #ifdef EPMOE_TMA
   uint32_t done = 0;
   while (!done)
     asm volatile(
-        "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n\tselp.u32 %0, 1, 0, done;\n\t}"
+        "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n\tselp.u32 "
+        "%0, 1, 0, done;\n\t}"
         : "=r"(done)
         : "r"(shared_address(mbarrier)), "r"(parity)
         : "memory");
 #endif
 }
 
-// Makes a thread's writes to shared memory visible to TMA. Each writing thread calls it before the barrier that
-// precedes tma_store().
+// Makes a thread's writes to shared memory visible to TMA. Each writing thread calls it before the
+// barrier that precedes tma_store().
 __device__ __forceinline__ void fence_shared_for_tma() {
 #ifdef EPMOE_TMA
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// A warp starts one TMA store a lane, from shared memory to the global address `to`; a lane with null stores nothing.
-// Each call forms one bulk group a lane, also where the lane stores nothing.
+// A warp starts one TMA store a lane, from shared memory to the global address `to`; a lane with
+// null stores nothing. Each call forms one bulk group a lane, also where the lane stores nothing.
 __device__ __forceinline__ void tma_store(void* to, const void* from, int32_t bytes) {
 #ifdef EPMOE_TMA
   if (to)
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(from)), "r"(bytes)
                  : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #else
   for (uint32_t left = __ballot_sync(kAllLanes, to != nullptr); left; left &= left - 1) {
-    auto there = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(to), __ffs(left) - 1));
-    for (int32_t v = threadIdx.x % 32; v < bytes / 16; v += 32) there[v] = static_cast<const uint4*>(from)[v];
+    auto there = reinterpret_cast<uint4*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(to), __ffs(left) - 1));
+    for (int32_t v = threadIdx.x % 32; v < bytes / 16; v += 32)
+      there[v] = static_cast<const uint4*>(from)[v];
   }
   __syncwarp();
 #endif
 }
 
-// The lanes that called tma_store() wait until all but their last kPending bulk groups are complete: their writes are
-// visible to this lane, and to others after a release (Flag::publish).
+// The lanes that called tma_store() wait until all but their last kPending bulk groups are
+// complete: their writes are visible to this lane, and to others after a release (Flag::publish).
 template <int kPending>
 __device__ __forceinline__ void tma_wait_written() {
 #ifdef EPMOE_TMA
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
-// They wait until all but their last kPending bulk groups have been read from shared memory, which may then be
-// overwritten.
+// They wait until all but their last kPending bulk groups have been read from shared memory, which
+// may then be overwritten.
 template <int kPending>
 __device__ __forceinline__ void tma_wait_read() {
 #ifdef EPMOE_TMA
@@ -105,25 +113,29 @@ __device__ __forceinline__ void tma_wait_read() {
 #endif
 }
 
-// A ring of kBuffers buffers in shared memory, through which one warp moves chunks of rows. TMA loads fill the buffers
-// in turn, and tma_store() empties them. Any thread may read a chunk; before sm_90 it first needs a barrier after the
-// load.
+// A ring of kBuffers buffers in shared memory, through which one warp moves chunks of rows. TMA
+// loads fill the buffers in turn, and tma_store() empties them. Any thread may read a chunk; before
+// sm_90 it first needs a barrier after the load.
 template <int kBuffers>
 struct TmaRing {
   char* buffers;        // [kBuffers, stride_bytes], aligned to 16 bytes
   uint64_t* mbarriers;  // [kBuffers]
   int32_t stride_bytes;
-  int32_t loaded = 0, taken = 0;  // chunks whose load has started; chunks that this thread has taken
+  int32_t loaded = 0,
+          taken = 0;  // chunks whose load has started; chunks that this thread has taken
 
   // `first` is true in one thread, which initialises the mbarriers.
-  __device__ __forceinline__ TmaRing(char* buffers, uint64_t* mbarriers, int32_t stride_bytes, bool first)
+  __device__ __forceinline__ TmaRing(char* buffers, uint64_t* mbarriers, int32_t stride_bytes,
+                                     bool first)
       : buffers(buffers), mbarriers(mbarriers), stride_bytes(stride_bytes) {
     for (int i = 0; first && i < kBuffers; ++i) init_mbarrier(&mbarriers[i]);
   }
-  __device__ __forceinline__ char* buffer(int32_t n) const { return buffers + n % kBuffers * stride_bytes; }
+  __device__ __forceinline__ char* buffer(int32_t n) const {
+    return buffers + n % kBuffers * stride_bytes;
+  }
 
-  // The warp starts the load of the next chunk. It first waits until the buffer's last chunk has left: its store came
-  // before the warp's latest one.
+  // The warp starts the load of the next chunk. It first waits until the buffer's last chunk has
+  // left: its store came before the warp's latest one.
   __device__ __forceinline__ void load_next(const void* from, int32_t bytes) {
     static_assert(kBuffers > 2);
     tma_wait_read<1>();

@@ -1,4 +1,5 @@
-// Elements, one or several at a time: conversion from and to floats, loads and stores of up to 16 bytes.
+// Elements, one or several at a time: conversion from and to floats, loads and stores of up to 16
+// bytes.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -64,7 +65,8 @@ __device__ __forceinline__ Vector<T, kCount> rounded(const float (&values)[kCoun
 
 // A vector, packed into registers. Separate elements of 16 bits would take twice as many registers.
 template <typename V>
-using Registers = std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;
+using Registers =
+    std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;
 
 template <typename V>
 __device__ __forceinline__ V from_registers(const Registers<V>& registers) {
@@ -76,8 +78,8 @@ __device__ __forceinline__ V from_registers(const Registers<V>& registers) {
 template <typename T>
 constexpr int kPerVector = 16 / sizeof(T);  // elements in the widest access
 
-// Load and store N consecutive elements, in accesses as wide as N allows, up to 16 bytes. Addresses must be aligned to
-// the accesses.
+// Load and store N consecutive elements, in accesses as wide as N allows, up to 16 bytes. Addresses
+// must be aligned to the accesses.
 template <typename T, int N>
 __device__ __forceinline__ void load_vectors(const T* from, T (&to)[N]) {
   constexpr int kWidth = N < kPerVector<T> ? N : kPerVector<T>;

@@ -1,4 +1,5 @@
-// What the parts of dispatch share: the kernel's arguments, and a block's tables of experts and offsets.
+// What the parts of dispatch share: the kernel's arguments, and a block's tables of experts and
+// offsets.
 #pragma once
 #include <bit>
 
@@ -7,14 +8,15 @@
 
 namespace epmoe::cuda {
 
-// The counts of a source start with two words: its size (rows sent; LL or Simple; with LL the number of tokens), and
-// the shape of its call. The pairs by rank and local expert follow. The tag of the call takes the bits that the two
-// words have left.
+// The counts of a source start with two words: its size (rows sent; LL or Simple; with LL the
+// number of tokens), and the shape of its call. The pairs by rank and local expert follow. The tag
+// of the call takes the bits that the two words have left.
 constexpr int kCountColumns = 2;
 constexpr int kMaxLLTokens = (1 << kLLTokenBits) - 1;
 constexpr int kSizeBits = 1 + 2 * kLLTokenBits, kShapeBits = 26;
 constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1;
-static_assert((32 - kSizeBits) + (32 - kShapeBits) == std::bit_width(static_cast<uint32_t>(kMaxTag)));
+static_assert((32 - kSizeBits) + (32 - kShapeBits) ==
+              std::bit_width(static_cast<uint32_t>(kMaxTag)));
 
 // Beside the shape of a call: the source needs a round after this one.
 constexpr uint32_t kMoreRounds = 1u << (kShapeBits - 1);
@@ -24,8 +26,12 @@ struct CallWords {
   uint32_t size, shape;
 
   __device__ __forceinline__ bool is_ll() const { return size & 1; }
-  __device__ __forceinline__ int32_t ll_tokens() const { return is_ll() ? size >> 1 & kMaxLLTokens : 0; }
-  __device__ __forceinline__ int32_t rows() const { return (size & kSizeMask) >> (is_ll() ? 1 + kLLTokenBits : 1); }
+  __device__ __forceinline__ int32_t ll_tokens() const {
+    return is_ll() ? size >> 1 & kMaxLLTokens : 0;
+  }
+  __device__ __forceinline__ int32_t rows() const {
+    return (size & kSizeMask) >> (is_ll() ? 1 + kLLTokenBits : 1);
+  }
   __device__ __forceinline__ int32_t tag() const {
     return static_cast<int32_t>(size >> kSizeBits | shape >> kShapeBits << (32 - kSizeBits));
   }
@@ -35,12 +41,12 @@ struct CallWords {
   }
 };
 
-// Simple protocol: normally `recv_ordinals[pair]` is the pair's ordinal within (source, expert). With this bit set it
-// is the final row index, and the sender has already written the row there.
+// Simple protocol: normally `recv_ordinals[pair]` is the pair's ordinal within (source, expert).
+// With this bit set it is the final row index, and the sender has already written the row there.
 constexpr uint32_t kFinalRow = 1u << 31;
 
-// Whether dispatch quantizes rows of `Source`. void stands for rows that travel as they are: the payload has no scales,
-// or they come in its format, with their scales.
+// Whether dispatch quantizes rows of `Source`. void stands for rows that travel as they are: the
+// payload has no scales, or they come in its format, with their scales.
 template <typename Source>
 constexpr bool kQuantizes = !std::is_void_v<Source>;
 
@@ -57,19 +63,23 @@ struct DispatchKernel {
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
   }
-  // As wire_row_bytes; written out, since another text gives one kernel other registers, which nobody has measured.
+  // As wire_row_bytes; written out, since another text gives one kernel other registers, which
+  // nobody has measured.
   EPMOE_HD int64_t row_bytes() const {
     static_assert(kBytesWithScales);
     return ex.plan.payload_format != WireFormat::kAuto ? args.D : args.D * itemsize(args.dtype);
   }
   // The protocol of dispatch's rows and of combine's.
   EPMOE_HD bool uses_ll() const { return args.T <= ex.plan.ll_max_tokens; }
-  // Simple protocol: whether rows that leave after all counts are known go straight to their first expert-major row.
-  // Rows that are weighted on arrival do not. Where other ranks do not see these rows, there are no entries.
+  // Simple protocol: whether rows that leave after all counts are known go straight to their first
+  // expert-major row. Rows that are weighted on arrival do not. Where other ranks do not see these
+  // rows, there are no entries.
   EPMOE_HD bool sends_to_final_rows() const {
-    return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
+    return args.expert_major && args.receive && !args.weight_rows && send_offset_entries &&
+           !uses_ll();
   }
-  // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then the rows.
+  // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then
+  // the rows.
   CallWords call_without_rows(uint32_t tag) const {
     CallShape shape{.D4_less_1 = static_cast<uint32_t>((args.D >> 2) - 1),
                     .aligned = ex.plan.alignment > 1,
@@ -91,12 +101,14 @@ struct DispatchKernel {
   }
   // The blocks that send: the send blocks, then the notify blocks.
   __device__ __forceinline__ int32_t sending_blocks() const { return send_blocks + notify_blocks; }
-  // A block's number. The first notify block, which counts, starts first: without its counts no rank goes on.
+  // A block's number. The first notify block, which counts, starts first: without its counts no
+  // rank goes on.
   __device__ __forceinline__ int32_t block_number() const {
     int32_t block = blockIdx.x;
     return block == 0 ? send_blocks : block <= send_blocks ? block - 1 : block;
   }
-  // The most pairs that a source can have for an expert. Counts come from peers and may be any number.
+  // The most pairs that a source can have for an expert. Counts come from peers and may be any
+  // number.
   __device__ __forceinline__ int32_t valid_count(int32_t pairs) const {
     return min(max(pairs, 0), static_cast<int32_t>(ex.plan.M * ex.plan.K));
   }
@@ -108,7 +120,8 @@ struct DispatchKernel {
 
 // Simple protocol: where a token goes, by pair and by rank.
 struct Destinations {
-  int32_t row_or_ordinal[kMaxExchangeTopK];  // of a pair: its final row with kFinalRow, or its ordinal; -1 for none
+  int32_t row_or_ordinal[kMaxExchangeTopK];  // of a pair: its final row with kFinalRow, or its
+                                             // ordinal; -1 for none
   int32_t slot[kMaxExchangeRanks];
   char* row_at[kMaxExchangeRanks];  // null: no expert of the rank has room for it
   float* scales_at[kMaxExchangeRanks];
@@ -121,19 +134,21 @@ struct DispatchShared {
   int32_t tokens;   // real ones
   int32_t late;     // whether this block has sent while another that sends has not started
   int32_t sink;
-  int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
+  int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token;
+                                          // receiving: rows from it
   int32_t num_experts[kMaxExchangeRanks];
   int32_t sentinel[kMaxExchangeRanks];
-  int32_t ll_tokens[kMaxExchangeRanks];                               // of a source; 0 if it uses the Simple protocol
-  uint32_t mismatched, ll_mask;                                       // masks of sources: another call; the LL protocol
-  int32_t other;                                                      // as in Status
-  int32_t more_rounds;                                                // whether a source needs a round after this one
-  int32_t ll_most_tokens;                                             // the largest of any LL source
-  int32_t simple_most_rows;                                           // the largest of any Simple source
-  int32_t next_token;                                                 // the next that this block sends
-  int32_t unsignaled_slots[kMaxTokensPerRelease][kMaxExchangeRanks];  // stored, but their flags are not published
-  uint64_t chunk_barriers[kPipelineStages];                           // mbarriers of the TMA loads
-  float scales[kMaxChunkBytes / (kLeastScaleBlock * 2)];              // of a chunk
+  int32_t ll_tokens[kMaxExchangeRanks];  // of a source; 0 if it uses the Simple protocol
+  uint32_t mismatched, ll_mask;          // masks of sources: another call; the LL protocol
+  int32_t other;                         // as in Status
+  int32_t more_rounds;                   // whether a source needs a round after this one
+  int32_t ll_most_tokens;                // the largest of any LL source
+  int32_t simple_most_rows;              // the largest of any Simple source
+  int32_t next_token;                    // the next that this block sends
+  int32_t unsignaled_slots[kMaxTokensPerRelease]
+                          [kMaxExchangeRanks];  // stored, but their flags are not published
+  uint64_t chunk_barriers[kPipelineStages];     // mbarriers of the TMA loads
+  float scales[kMaxChunkBytes / (kLeastScaleBlock * 2)];  // of a chunk
   // The token that is being sent and the next one:
   int32_t ids[2][kMaxExchangeTopK];
   float weights[2][kMaxExchangeTopK];
@@ -152,16 +167,18 @@ struct DispatchBlock {
   DispatchShared& shared;
   int32_t number;  // of the block
   // In dynamic shared memory:
-  char* chunks;          // [kPipelineStages, chunk_bytes]
-  int32_t* location;     // [P] of a physical expert: its rank << 16 | its local index
-  int32_t* count;        // [P + 1] sending: pairs of each expert before this token; receiving: first row of its segment
-  int32_t* send_offset;  // [R, most] first row of this source's pairs, on the expert's rank
+  char* chunks;       // [kPipelineStages, chunk_bytes]
+  int32_t* location;  // [P] of a physical expert: its rank << 16 | its local index
+  int32_t* count;  // [P + 1] sending: pairs of each expert before this token; receiving: first row
+                   // of its segment
+  int32_t* send_offset;    // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
-  int32_t* only_copy;      // [E] where experts have copies: the one that every token takes, -1 where tokens choose
-  bool trains;             // a round of training: `to_caller`; known to the compiler in the usual case
+  int32_t* only_copy;  // [E] where experts have copies: the one that every token takes, -1 where
+                       // tokens choose
+  bool trains;         // a round of training: `to_caller`; known to the compiler in the usual case
 
-  __device__ __forceinline__ DispatchBlock(const DispatchKernel& kernel, DispatchShared& shared, uint32_t epoch,
-                                           bool trains)
+  __device__ __forceinline__ DispatchBlock(const DispatchKernel& kernel, DispatchShared& shared,
+                                           uint32_t epoch, bool trains)
       : kernel(kernel),
         ex(kernel.ex),
         plan(ex.plan),
@@ -179,8 +196,8 @@ struct DispatchBlock {
     only_copy = source_offset + kernel.source_offset_entries;
   }
 
-  // Call this after a barrier of the block: it takes over the epoch that one thread has read. Returns false if no round
-  // may be opened.
+  // Call this after a barrier of the block: it takes over the epoch that one thread has read.
+  // Returns false if no round may be opened.
   __device__ __forceinline__ bool may_open() {
     wait.epoch = shared.epoch;
     return !shared.latched;
@@ -190,11 +207,14 @@ struct DispatchBlock {
   }
   // Pairs of a local expert from the sources before r; with r = R from all sources.
   __device__ __forceinline__ int32_t pairs_before(int32_t r, int32_t local) const {
-    if (kernel.source_offset_entries) return source_offset[r * static_cast<int32_t>(plan.num_local_experts) + local];
-    Word* words = kernel.counts(plan.rank, 0) + kCountColumns + plan.rank * plan.most_local_experts + local;
+    if (kernel.source_offset_entries)
+      return source_offset[r * static_cast<int32_t>(plan.num_local_experts) + local];
+    Word* words =
+        kernel.counts(plan.rank, 0) + kCountColumns + plan.rank * plan.most_local_experts + local;
     int32_t sum = 0;
 #pragma unroll 1
-    for (int32_t s = 0; s < r; ++s) sum += kernel.valid_count(Word::peek(words + s * kernel.count_columns()).value());
+    for (int32_t s = 0; s < r; ++s)
+      sum += kernel.valid_count(Word::peek(words + s * kernel.count_columns()).value());
     return sum;
   }
   __device__ __forceinline__ int32_t pairs_of(int32_t local) const {
@@ -207,12 +227,18 @@ struct DispatchBlock {
   __device__ __forceinline__ const char* x_at(int64_t t) const {
     return static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
   }
-  __device__ __forceinline__ const float* scales_at(int64_t t) const { return args.scales_TB + t * args.scales_stride; }
+  __device__ __forceinline__ const float* scales_at(int64_t t) const {
+    return args.scales_TB + t * args.scales_stride;
+  }
   // The rank of a physical expert, -1 for expert -1; and the same as a mask, empty for expert -1.
-  __device__ __forceinline__ int32_t owner_of(int32_t p) const { return p < 0 ? -1 : location[p] >> 16; }
-  __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << owner_of(p); }
-  // The expert-major row of a pair, -1 if this rank does not compute it or no row is left. `ordinal` counts the pairs
-  // of source r for the expert.
+  __device__ __forceinline__ int32_t owner_of(int32_t p) const {
+    return p < 0 ? -1 : location[p] >> 16;
+  }
+  __device__ __forceinline__ uint32_t rank_mask(int32_t p) const {
+    return p < 0 ? 0u : 1u << owner_of(p);
+  }
+  // The expert-major row of a pair, -1 if this rank does not compute it or no row is left.
+  // `ordinal` counts the pairs of source r for the expert.
   __device__ __forceinline__ int32_t row_of(int32_t id, int32_t ordinal, int32_t r) const {
     if (ordinal < 0 || !owns(id)) return -1;
     int32_t local = location[id] & 0xffff;
@@ -221,12 +247,16 @@ struct DispatchBlock {
   }
 };
 
-// For training: what a pair's row is multiplied by. The weight comes from a peer and may be any number.
-__device__ __forceinline__ float factor_of(float weight) { return is_finite(weight) ? weight : 0.0f; }
+// For training: what a pair's row is multiplied by. The weight comes from a peer and may be any
+// number.
+__device__ __forceinline__ float factor_of(float weight) {
+  return is_finite(weight) ? weight : 0.0f;
+}
 
-// For training: hands out the weight of a pair's row, and returns what combine multiplies the row by. Out of line, so
-// that the usual case stays short.
-static __device__ __noinline__ float kept_weight(const DispatchArgs& args, int32_t row, float weight) {
+// For training: hands out the weight of a pair's row, and returns what combine multiplies the row
+// by. Out of line, so that the usual case stays short.
+static __device__ __noinline__ float kept_weight(const DispatchArgs& args, int32_t row,
+                                                 float weight) {
   weight = factor_of(weight);
   if (args.row_weights_N && row >= 0) args.row_weights_N[row] = weight;
   return args.adds_only ? 1.0f : weight;

@@ -1,5 +1,5 @@
-// The count matrix: every rank learns how many pairs each source brings for each expert, before any row has its
-// expert-major offset (offsets.cuh).
+// The count matrix: every rank learns how many pairs each source brings for each expert, before any
+// row has its expert-major offset (offsets.cuh).
 #pragma once
 #include "cuda/dispatch/routing.cuh"
 
@@ -7,8 +7,8 @@ namespace epmoe::cuda {
 
 constexpr int kSourcesInFlight = 4;  // sources whose words are loaded at once
 
-// The first notify block counts all tokens and sends the counts to every rank. Its words open the round, unless the
-// round may not be opened.
+// The first notify block counts all tokens and sends the counts to every rank. Its words open the
+// round, unless the round may not be opened.
 template <int kGroupsInFlight>
 __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
@@ -16,8 +16,8 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   count_tokens<kGroupsInFlight>(b, 0, tokens);
   __syncthreads();
   if (!b.may_open()) return;
-  // The rank of each expert gets its count. With the Simple protocol all other ranks get it too: they may need it for
-  // the final rows of their own tokens.
+  // The rank of each expert gets its count. With the Simple protocol all other ranks get it too:
+  // they may need it for the final rows of their own tokens.
   bool all = !b.kernel.uses_ll();
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < (all ? P * R : P); i += block_threads()) {
@@ -36,14 +36,16 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   }
 }
 
-// One lane reads what sources `first`, `first` + `step` and so on bring for local expert `local` of `owner`, and calls
-// f(source, pairs) in this order. Returns false if a count is missing: at once, or with kWaits after the deadline.
+// One lane reads what sources `first`, `first` + `step` and so on bring for local expert `local` of
+// `owner`, and calls f(source, pairs) in this order. Returns false if a count is missing: at once,
+// or with kWaits after the deadline.
 template <bool kWaits, typename F>
-__device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owner, int32_t local, int32_t first,
-                                            int32_t step, F&& f) {
+__device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owner, int32_t local,
+                                            int32_t first, int32_t step, F&& f) {
   auto R = static_cast<int32_t>(b.plan.R);
   int64_t columns = b.kernel.count_columns();
-  const Word* words = b.kernel.counts(b.plan.rank, 0) + kCountColumns + owner * b.plan.most_local_experts + local;
+  const Word* words =
+      b.kernel.counts(b.plan.rank, 0) + kCountColumns + owner * b.plan.most_local_experts + local;
 #pragma unroll 1
   for (int32_t r = first; r < R; r += kSourcesInFlight * step) {
     int32_t pairs[kSourcesInFlight], missing, count = 0;

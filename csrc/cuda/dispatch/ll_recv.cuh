@@ -1,4 +1,5 @@
-// The recv phase of dispatch, LL protocol: a row waits only for its own lines, its pairs and the counts.
+// The recv phase of dispatch, LL protocol: a row waits only for its own lines, its pairs and the
+// counts.
 #pragma once
 #include "cuda/dispatch/ll_send.cuh"
 #include "cuda/dispatch/products.cuh"
@@ -22,11 +23,12 @@ struct RowsOut {
   }
 };
 
-// One warp moves a chunk of token t of source r to each of its rows, as soon as it is here. kSkipSelf: this rank's own
-// rows are read where the caller has them. kMultiplies: `outputs_ND`. Ids and places come from a peer and may be any
-// number.
+// One warp moves a chunk of token t of source r to each of its rows, as soon as it is here.
+// kSkipSelf: this rank's own rows are read where the caller has them. kMultiplies: `outputs_ND`.
+// Ids and places come from a peer and may be any number.
 template <int N, WireFormat kFormat, bool kSkipSelf, bool kMultiplies>
-__device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t, int32_t index) {
+__device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t,
+                                           int32_t index) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
   RowChunk<N, kFormat> chunk(index, b.kernel.row_bytes());
@@ -34,7 +36,8 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
   const Line* pairs = ll_pairs_at(b, plan.rank, r, t);
   bool has_pair = lane < b.args.K;
   LineData lines[1][N];
-  bool is_local = kSkipSelf && r == plan.rank && t < b.args.T;  // t came through the window: check it before x
+  bool is_local =
+      kSkipSelf && r == plan.rank && t < b.args.T;  // t came through the window: check it before x
   uint32_t missing = is_local ? 0 : chunk.mask();
   if (is_local) chunk.read(b.x_at(t), lines[0]);
   uint4 pair;
@@ -69,7 +72,8 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
   } else if (index == 0 && has_pair && comes) {
     int64_t entry = (r * plan.M + place) * plan.K + lane;
     bool valid = id >= 0 && id < plan.P;
-    in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[entry] = valid ? id : b.shared.sentinel[plan.rank];
+    in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[entry] =
+        valid ? id : b.shared.sentinel[plan.rank];
     in_window<float>(b.ex, plan.rank, plan.recv_weights)[entry] = valid ? weight : 0.0f;
   }
   RowsOut<kFormat> out(b, chunk.row_lines);
@@ -78,7 +82,8 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
     int32_t k = __ffs(left) - 1;
     int64_t to = __shfl_sync(kAllLanes, row, k);
     if constexpr (kMultiplies) {
-      float product = multiply_row<N>(b, to, chunk.at(0), chunk.row_lines, factor_of(__shfl_sync(kAllLanes, weight, k)),
+      float product = multiply_row<N>(b, to, chunk.at(0), chunk.row_lines,
+                                      factor_of(__shfl_sync(kAllLanes, weight, k)),
                                       [&](int n) { return lines[0][n].words; });
       if (lane == 0) write_product(b, to, index, product);
       continue;
@@ -89,8 +94,9 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       if (!chunk.inside(n)) continue;
-      words[chunk.at(n)] =
-          b.args.weight_rows && !chunk.kScaled ? weighted(lines[0][n].words, b.args.dtype, factor) : lines[0][n].words;
+      words[chunk.at(n)] = b.args.weight_rows && !chunk.kScaled
+                               ? weighted(lines[0][n].words, b.args.dtype, factor)
+                               : lines[0][n].words;
       if (chunk.has_scale(n))
         scales[chunk.at(n) / kScaleLines<kFormat>] =
             weighted_scale(__uint_as_float(lines[0][n].scale), b.args.weight_rows, factor);
@@ -111,11 +117,13 @@ __device__ __forceinline__ SlotChunk first_incoming(const DispatchBlock& b) {
 template <int N, WireFormat kFormat, bool kSkipSelf, bool kMultiplies = false>
 __device__ __forceinline__ bool recv_chunks(const DispatchBlock& b, SlotChunk incoming) {
   int32_t chunks = num_chunks(b.kernel.row_bytes(), N);
-  WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.ll_most_tokens * chunks, b.kernel.sending_blocks());
+  WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.ll_most_tokens * chunks,
+                  b.kernel.sending_blocks());
   return queue.for_each(&b.wait.round->ll_queue[kDispatch], [&](int32_t item, int32_t) {
     if (item != incoming.item) incoming = {b.plan, item, chunks};
     auto [r, t] = incoming.slot;
-    return t >= b.shared.ll_tokens[r] || recv_chunk<N, kFormat, kSkipSelf, kMultiplies>(b, r, t, incoming.index);
+    return t >= b.shared.ll_tokens[r] ||
+           recv_chunk<N, kFormat, kSkipSelf, kMultiplies>(b, r, t, incoming.index);
   });
 }
 

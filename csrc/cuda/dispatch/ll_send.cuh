@@ -1,5 +1,5 @@
-// The send phase of dispatch, LL protocol. A row leaves without waiting for counts: its lines have the place of the
-// token's number on every rank. Every rank gets the pairs of all tokens.
+// The send phase of dispatch, LL protocol. A row leaves without waiting for counts: its lines have
+// the place of the token's number on every rank. Every rank gets the pairs of all tokens.
 #pragma once
 #include "cuda/dispatch/routing.cuh"
 #include "cuda/exchange/ll.cuh"
@@ -35,7 +35,8 @@ struct OutgoingChunk {
           lines[n].scale = __float_as_uint(b.scales_at(t)[chunk.at(n) / kScaleLines<kFormat>]);
     }
     int32_t lane = threadIdx.x % 32;
-    ranks = __reduce_or_sync(kAllLanes, b.rank_mask(physical(b, t, RoutedPair(b.args, t, lane, lane < b.args.K))));
+    ranks = __reduce_or_sync(
+        kAllLanes, b.rank_mask(physical(b, t, RoutedPair(b.args, t, lane, lane < b.args.K))));
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       if constexpr (kQuantizes<Source>) {
@@ -69,16 +70,17 @@ __device__ __forceinline__ int32_t first_outgoing(int32_t block, int32_t send_bl
                        : early * block_warps() + warp_number(block - early, send_blocks - early);
 }
 
-// Rows from more than 32 send blocks saturate NVLink, so pair lines queued behind them would arrive last. Later blocks
-// therefore poll up to 400 times, 20 ns apart, for the notify blocks to finish: a hint, not a dependency.
+// Rows from more than 32 send blocks saturate NVLink, so pair lines queued behind them would arrive
+// last. Later blocks therefore poll up to 400 times, 20 ns apart, for the notify blocks to finish:
+// a hint, not a dependency.
 __device__ __forceinline__ void await_notified(const DispatchBlock& b) {
   constexpr int kTries = 400;
   const volatile int32_t& notified = b.wait.round->notified;
   for (int i = 0; i < kTries && notified < b.kernel.notify_blocks; ++i) __nanosleep(20);
 }
 
-// The send blocks send all chunks, one a warp, first `outgoing`. kSkipSelf: this rank's own rows do not travel. Returns
-// false if the round may not be opened.
+// The send blocks send all chunks, one a warp, first `outgoing`. kSkipSelf: this rank's own rows do
+// not travel. Returns false if the round may not be opened.
 template <bool kSkipSelf, int N, WireFormat kFormat, typename Source>
 __device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens,
                                             OutgoingChunk<N, kFormat, Source>& outgoing) {
@@ -95,15 +97,18 @@ __device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens,
   });
 }
 
-// A warp's tokens, as the ranks see them: with layout="rank" a rank gives the tokens that it needs consecutive slots.
+// A warp's tokens, as the ranks see them: with layout="rank" a rank gives the tokens that it needs
+// consecutive slots.
 struct RankSlots {
   uint32_t ranks = 0;  // the ranks that need this lane's token, as a mask
   int32_t first = 0;   // in lane r: the slot of the warp's first token on rank r
 
-  // One warp counts its tokens by rank, once the warps before it have done so. `p` is the lane's physical expert.
+  // One warp counts its tokens by rank, once the warps before it have done so. `p` is the lane's
+  // physical expert.
   __device__ __forceinline__ RankSlots(const DispatchBlock& b, const PairLanes& lanes, int32_t p)
       : ranks(b.rank_mask(p)) {
-    for (int32_t step = 1; step * lanes.tokens < 32; step *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, step);
+    for (int32_t step = 1; step * lanes.tokens < 32; step *= 2)
+      ranks |= __shfl_xor_sync(kAllLanes, ranks, step);
   }
   __device__ __forceinline__ uint32_t tokens_of(const PairLanes& lanes, int32_t rank) const {
     return __ballot_sync(kAllLanes, lanes.k == 0 && ranks >> rank & 1u);
@@ -126,14 +131,15 @@ struct RankSlots {
   }
 };
 
-// The notify blocks send the pairs of all tokens to every rank, as many tokens at a time as a block has warps. A lane
-// takes one pair. The block that has counted takes the last tokens.
+// The notify blocks send the pairs of all tokens to every rank, as many tokens at a time as a block
+// has warps. A lane takes one pair. The block that has counted takes the last tokens.
 template <int kGroupsInFlight>
 __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   int32_t blocks = b.kernel.notify_blocks, block = b.number - b.kernel.send_blocks;
   int32_t counted = 0, group = block_warps();
-  int32_t K = b.args.K, R = static_cast<int32_t>(plan.R), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t K = b.args.K, R = static_cast<int32_t>(plan.R), lane = threadIdx.x % 32,
+          warp = threadIdx.x / 32;
   bool rank_major = !b.args.expert_major;
   PairLanes lanes(K);
   if (block == 0) {
@@ -145,7 +151,8 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   }
 #pragma unroll 1
   for (int32_t begin = (block - 1) * group; begin < tokens; begin += blocks * group) {
-    int32_t end = min(begin + group, tokens), t = begin + warp * lanes.tokens + lanes.t, ordinal = -1;
+    int32_t end = min(begin + group, tokens), t = begin + warp * lanes.tokens + lanes.t,
+            ordinal = -1;
     bool real = lanes.k < K && t < end;
     RoutedPair pair(b.args, t, lanes.k, real);
     int32_t p = physical(b, t, pair);
@@ -169,7 +176,8 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
       int32_t id = p < 0 ? b.shared.sentinel[rank] : p;
       PairLine::publish(ll_pairs_at(b, rank, plan.rank, t) + lanes.k,
                         {id, place, p < 0 ? 0.0f : pair.weight, b.wait.epoch});
-      if (rank_major && lanes.k == 0) in_scratch<int32_t>(b.ex, plan.slots)[int64_t{t} * R + rank] = place;
+      if (rank_major && lanes.k == 0)
+        in_scratch<int32_t>(b.ex, plan.slots)[int64_t{t} * R + rank] = place;
     }
     __syncthreads();
   }

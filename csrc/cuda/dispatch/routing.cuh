@@ -1,4 +1,5 @@
-// The routing of tokens as dispatch reads it: each token's pairs, what is wrong with them, and how many go where.
+// The routing of tokens as dispatch reads it: each token's pairs, what is wrong with them, and how
+// many go where.
 #pragma once
 #include "cuda/device/pairs.cuh"
 #include "cuda/dispatch/block.cuh"
@@ -6,17 +7,21 @@
 namespace epmoe::cuda {
 
 // Out of line, so that the usual case stays short: experts with one copy.
-static __device__ __noinline__ int32_t copy_of(const Exchange& ex, const Quotas& quotas, int32_t t, int32_t expert) {
+static __device__ __noinline__ int32_t copy_of(const Exchange& ex, const Quotas& quotas, int32_t t,
+                                               int32_t expert) {
   if (quotas.lines) return copy_by_quota(quotas, t, expert);
-  return copy_in_turn(in_scratch<int32_t>(ex, ex.plan.table_copies), in_scratch<int32_t>(ex, ex.plan.table_num_copies),
-                      ex.plan.copies, ex.plan.rank, t, expert);
+  return copy_in_turn(in_scratch<int32_t>(ex, ex.plan.table_copies),
+                      in_scratch<int32_t>(ex, ex.plan.table_num_copies), ex.plan.copies,
+                      ex.plan.rank, t, expert);
 }
-__device__ __forceinline__ int32_t only_copy(const Exchange& ex, const Quotas& quotas, int32_t expert) {
+__device__ __forceinline__ int32_t only_copy(const Exchange& ex, const Quotas& quotas,
+                                             int32_t expert) {
   if (quotas.lines) return only_copy(quotas, expert);
   bool one = in_scratch<int32_t>(ex, ex.plan.table_num_copies)[expert] == 1;
   return one ? in_scratch<int32_t>(ex, ex.plan.table_copies)[expert * ex.plan.copies] : -1;
 }
-__device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
+__device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t,
+                                            const RoutedPair& pair) {
   auto copy = [&](int32_t expert) {
     int32_t only = b.only_copy[expert];
     return only < 0 ? copy_of(b.ex, b.shared.quotas, t, expert) : only;
@@ -42,17 +47,19 @@ struct PairLanes {
   }
 };
 
-// Adds tokens [begin, end) to the counts by expert, and with `by_rank` by rank. The block's warps from `first_warp` on
-// call it. A warp loads the pairs of kGroupsInFlight groups of tokens before it counts the first group.
+// Adds tokens [begin, end) to the counts by expert, and with `by_rank` by rank. The block's warps
+// from `first_warp` on call it. A warp loads the pairs of kGroupsInFlight groups of tokens before
+// it counts the first group.
 template <int kGroupsInFlight>
-__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0,
-                                             bool by_rank = true) {
+__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end,
+                                             int32_t first_warp = 0, bool by_rank = true) {
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp;
   if (warp < 0) return;
   PairLanes lanes = PairLanes::dense(K);
   int32_t step = (block_warps() - first_warp) * lanes.tokens;
 #pragma unroll 1
-  for (int32_t first = begin + warp * lanes.tokens + lanes.t; first - lanes.t < end; first += kGroupsInFlight * step) {
+  for (int32_t first = begin + warp * lanes.tokens + lanes.t; first - lanes.t < end;
+       first += kGroupsInFlight * step) {
     RoutedPair pairs[kGroupsInFlight];
 #pragma unroll
     for (int i = 0; i < kGroupsInFlight; ++i) {

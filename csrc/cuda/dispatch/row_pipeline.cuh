@@ -1,4 +1,5 @@
-// Simple protocol: a token's row on its way from x through shared memory to every rank that needs it, chunk by chunk.
+// Simple protocol: a token's row on its way from x through shared memory to every rank that needs
+// it, chunk by chunk.
 #pragma once
 #include "cuda/device/tma.cuh"
 #include "cuda/device/wire.cuh"
@@ -17,12 +18,16 @@ struct RowPipeline : TmaRing<kPipelineStages> {
     return min(stride_bytes, row_bytes - chunk * stride_bytes);
   }
   // Warp 0 calls this.
-  __device__ void load_chunk(int32_t t, int32_t chunk) { load_next(b.x_at(t) + chunk * stride_bytes, bytes(chunk)); }
+  __device__ void load_chunk(int32_t t, int32_t chunk) {
+    load_next(b.x_at(t) + chunk * stride_bytes, bytes(chunk));
+  }
 };
 
-// The whole block quantizes a chunk, in place. kLanes threads share a block of elements that have one scale.
+// The whole block quantizes a chunk, in place. kLanes threads share a block of elements that have
+// one scale.
 template <WireFormat kFormat, typename Source>
-__device__ __forceinline__ void quantize_chunk(const DispatchBlock& b, char* buffer, int32_t bytes) {
+__device__ __forceinline__ void quantize_chunk(const DispatchBlock& b, char* buffer,
+                                               int32_t bytes) {
   constexpr int kCount = kPerVector<Source>, kLanes = wire(kFormat).block / kCount;
   constexpr int kEach = kMaxChunkBytes / (16 * kThreads);
   WireRegisters<kFormat, kCount> packed[kEach];
@@ -31,7 +36,8 @@ __device__ __forceinline__ void quantize_chunk(const DispatchBlock& b, char* buf
   for (int i = 0; i < kEach; ++i) {
     int32_t v = i * kThreads + threadIdx.x;
     float values[kCount] = {};
-    if (v * 16 < bytes) to_floats(reinterpret_cast<const Vector<Source, kCount>*>(buffer)[v], values);
+    if (v * 16 < bytes)
+      to_floats(reinterpret_cast<const Vector<Source, kCount>*>(buffer)[v], values);
     scales[i] = block_scale<kCount, kLanes>(values);
     packed[i] = quantized<kFormat>(values, scales[i]);
   }
@@ -49,8 +55,8 @@ __device__ __forceinline__ void quantize_chunk(const DispatchBlock& b, char* buf
 
 // Warp 0 sends a chunk of token t to all ranks that need the token. `bytes`: of the chunk in x.
 template <WireFormat kFormat, typename Source>
-__device__ __forceinline__ void send_chunk(const DispatchBlock& b, int32_t t, int32_t chunk, const char* buffer,
-                                           int32_t bytes) {
+__device__ __forceinline__ void send_chunk(const DispatchBlock& b, int32_t t, int32_t chunk,
+                                           const char* buffer, int32_t bytes) {
   int32_t lane = threadIdx.x, R = static_cast<int32_t>(b.plan.R);
   int64_t begin = chunk * b.kernel.chunk_bytes;
   // Lanes store one after the other. The rotation keeps all blocks from starting with rank 0.
@@ -59,7 +65,8 @@ __device__ __forceinline__ void send_chunk(const DispatchBlock& b, int32_t t, in
     tma_store(to ? to + begin : nullptr, buffer, bytes);
   } else {
     constexpr int kShrinks = kPerByte<kFormat, Source>;
-    constexpr int64_t kBlockBytes = wire(kFormat).row_bytes(wire(kFormat).block, 0) * kShrinks;  // of x
+    constexpr int64_t kBlockBytes =
+        wire(kFormat).row_bytes(wire(kFormat).block, 0) * kShrinks;  // of x
     tma_store(to ? to + begin / kShrinks : nullptr, buffer, bytes / kShrinks);
 #pragma unroll 1
     for (int32_t rank = 0; rank < R; ++rank)

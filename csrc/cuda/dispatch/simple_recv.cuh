@@ -20,7 +20,8 @@ __device__ __forceinline__ SlotPair read_slot(const DispatchBlock& b, int32_t r,
   int64_t pair = (r * plan.M + s) * plan.K + lane;
   bool has_pair = lane < b.args.K;
   int32_t id = has_pair ? in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[pair] : -1;
-  int32_t row_or_ordinal = has_pair ? in_window<int32_t>(b.ex, plan.rank, plan.recv_ordinals)[pair] : -1;
+  int32_t row_or_ordinal =
+      has_pair ? in_window<int32_t>(b.ex, plan.rank, plan.recv_ordinals)[pair] : -1;
   float weight = has_pair ? in_window<float>(b.ex, plan.rank, plan.recv_weights)[pair] : 0.0f;
   bool is_final = row_or_ordinal < -1;
   int32_t row = is_final ? static_cast<int32_t>(row_or_ordinal & ~kFinalRow) : -1;
@@ -31,29 +32,33 @@ __device__ __forceinline__ SlotPair read_slot(const DispatchBlock& b, int32_t r,
   return {row, weight, __any_sync(kAllLanes, is_final) != 0};
 }
 
-// One warp moves a chunk of slot s of source r to each of its expert-major rows, as soon as the slot's flag is here.
-// kMultiplies: `outputs_ND`.
+// One warp moves a chunk of slot s of source r to each of its expert-major rows, as soon as the
+// slot's flag is here. kMultiplies: `outputs_ND`.
 template <WireFormat kFormat, bool kMultiplies>
-__device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int32_t s, int32_t chunk, int32_t chunks) {
+__device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int32_t s,
+                                         int32_t chunk, int32_t chunks) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
   int64_t slot = r * plan.M + s;
-  bool here = lane != 0 || b.wait.await(in_window<Flag>(b.ex, plan.rank, plan.recv_flags) + slot, r);
+  bool here =
+      lane != 0 || b.wait.await(in_window<Flag>(b.ex, plan.rank, plan.recv_flags) + slot, r);
   if (!__all_sync(kAllLanes, here)) return false;
   __syncwarp();  // what one lane has acquired holds for all
   if (!b.args.expert_major) return true;
   SlotPair pair = read_slot(b, r, s);
   if (chunk == 0 && lane < b.args.K) {
     in_scratch<int32_t>(b.ex, plan.row_of_pair)[slot * plan.K + lane] = pair.row;
-    in_scratch<float>(b.ex, plan.pair_weights)[slot * plan.K + lane] = combine_weight(b, pair.row, pair.weight);
+    in_scratch<float>(b.ex, plan.pair_weights)[slot * plan.K + lane] =
+        combine_weight(b, pair.row, pair.weight);
   }
   uint32_t pairs = __ballot_sync(kAllLanes, pair.row >= 0);
   if (!pairs) return true;
   auto vectors = static_cast<int32_t>(b.kernel.row_bytes() / 16);
   auto* rows = in_window<uint4>(b.ex, plan.rank, plan.rows);
-  auto* from =
-      reinterpret_cast<const uint4*>(in_window<char>(b.ex, plan.rank, plan.recv_x) + slot * plan.x_stride_bytes);
-  auto* scales_from = in_window<float>(b.ex, plan.rank, plan.recv_scales) + slot * plan.scale_blocks;
+  auto* from = reinterpret_cast<const uint4*>(in_window<char>(b.ex, plan.rank, plan.recv_x) +
+                                              slot * plan.x_stride_bytes);
+  auto* scales_from =
+      in_window<float>(b.ex, plan.rank, plan.recv_scales) + slot * plan.scale_blocks;
   int64_t blocks = wire_scales(plan.payload_format, b.args.D);
   auto* row_scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
   if (pair.first_is_final) {
@@ -77,8 +82,8 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
       int64_t row = __shfl_sync(kAllLanes, pair.row, k);
       float factor = __shfl_sync(kAllLanes, pair.weight, k);
       if constexpr (kMultiplies) {
-        float part =
-            multiply_row<kDepth>(b, row, base + lane, end, factor_of(factor), [&](int i) { return values[i]; });
+        float part = multiply_row<kDepth>(b, row, base + lane, end, factor_of(factor),
+                                          [&](int i) { return values[i]; });
         if (lane == k) product += part;
         continue;
       }
@@ -98,7 +103,8 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
       float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, pair.weight, k) : 1.0f;
 #pragma unroll 1
       for (int64_t i = lane; i < blocks; i += 32)
-        row_scales[to * blocks + i] = weighted_scale(__ldcg(scales_from + i), b.args.weight_rows, factor);
+        row_scales[to * blocks + i] =
+            weighted_scale(__ldcg(scales_from + i), b.args.weight_rows, factor);
     }
   }
   return true;
@@ -108,11 +114,13 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
 template <WireFormat kFormat, bool kMultiplies>
 __device__ __forceinline__ bool recv_rows(DispatchBlock& b) {
   WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.simple_most_rows,
-                  static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.sending_blocks(), kMaxChunkVectors);
+                  static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.sending_blocks(),
+                  kMaxChunkVectors);
   return queue.for_each(&b.wait.round->recv_queue[kDispatch], [&](int32_t n, int32_t chunk) {
     auto [r, s] = slot_of(b.plan, n);
     bool is_simple = !b.shared.ll_tokens[r];
-    return !is_simple || s >= b.shared.rank_count[r] || recv_row<kFormat, kMultiplies>(b, r, s, chunk, queue.chunks);
+    return !is_simple || s >= b.shared.rank_count[r] ||
+           recv_row<kFormat, kMultiplies>(b, r, s, chunk, queue.chunks);
   });
 }
 

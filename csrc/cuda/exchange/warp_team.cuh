@@ -5,7 +5,8 @@
 namespace epmoe::cuda {
 
 struct WarpTeam {
-  int32_t warps, index, thread;  // warps: a power of two that divides the block's; index: the team's in its block
+  int32_t warps, index,
+      thread;  // warps: a power of two that divides the block's; index: the team's in its block
 
   __device__ explicit WarpTeam(int32_t warps)
       : warps(warps), index(threadIdx.x / (32 * warps)), thread(threadIdx.x % (32 * warps)) {}

@@ -1,13 +1,15 @@
-// The experts stage where each expert has a few rows, with the bits of the GEMMs for many rows. The kernels of
-// few_rows.cu divide k among warps; here the tensor core sums along k in the steps of `grouped_gemm`, or in fp8 of
-// DeepGEMM, which scales each block of 128 of k on its own. Two kernels:
+// The experts stage where each expert has a few rows, with the bits of the GEMMs for many rows. The
+// kernels of few_rows.cu divide k among warps; here the tensor core sums along k in the steps of
+// `grouped_gemm`, or in fp8 of DeepGEMM, which scales each block of 128 of k on its own. Two
+// kernels:
 //
 //   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
-// A block takes tiles in turn: up to 32 or 64 rows of an expert, in columns of a multiple of 16, by 64 weight rows for
-// each of its warpgroups. One thread loads, by TMA and some steps of k ahead, since what takes time is to read the
-// weights once. Products pass through shared memory, rounded to bf16: of gate and up 32 gates of a warpgroup meet their
-// ups there. Any number of rows is right: weights are read again, mostly from L2, for each further tile of an expert.
+// A block takes tiles in turn: up to 32 or 64 rows of an expert, in columns of a multiple of 16, by
+// 64 weight rows for each of its warpgroups. One thread loads, by TMA and some steps of k ahead,
+// since what takes time is to read the weights once. Products pass through shared memory, rounded
+// to bf16: of gate and up 32 gates of a warpgroup meet their ups there. Any number of rows is
+// right: weights are read again, mostly from L2, for each further tile of an expert.
 #include "cuda/device/fp8.cuh"
 #include "cuda/hopper/ring.cuh"
 #include "cuda/local/few_rows.cuh"
@@ -19,13 +21,15 @@ namespace {
 constexpr int kTokensOfBox = 16, kWeightsOfBox = 32;  // lines
 constexpr int kSwizzleBytes = 1024;                   // to whose multiples boxes are aligned
 
-// A block: one thread that loads, and warpgroups. Where outputs become fp8, 128 of them share a scale. Two blocks share
-// a multiprocessor else: one loads while the other one waits for its first bytes, or writes. A tile has kMostTokens
-// rows at most, and the more it may have, the fewer stages fit.
+// A block: one thread that loads, and warpgroups. Where outputs become fp8, 128 of them share a
+// scale. Two blocks share a multiprocessor else: one loads while the other one waits for its first
+// bytes, or writes. A tile has kMostTokens rows at most, and the more it may have, the fewer stages
+// fit.
 template <bool kOfFp8, bool kOfDown, int kMostTokens>
 struct Shape {
   static constexpr bool kFp8 = kOfFp8, kDown = kOfDown;
-  static constexpr int kTokens = kMostTokens, kLeavingBytes = kTokens * kLineBytes;  // products of a warpgroup
+  static constexpr int kTokens = kMostTokens,
+                       kLeavingBytes = kTokens * kLineBytes;  // products of a warpgroup
   static constexpr int kGroups = kFp8 && !kDown ? 4 : 1, kBlocksPerSM = kGroups == 1 ? 2 : 1;
   static constexpr int kMultipliers = kGroups * kWarpgroup, kThreads = kMultipliers + 32;
   static constexpr int kOutputs = kGroups * (kDown ? 64 : 32);  // columns of `out` in a tile
@@ -47,10 +51,13 @@ struct Shape {
 struct Tile {
   int32_t expert, row, count, column;  // rows of an expert, and the first column of `out`
 
-  __device__ __forceinline__ int32_t boxes() const { return (count + kTokensOfBox - 1) / kTokensOfBox; }
+  __device__ __forceinline__ int32_t boxes() const {
+    return (count + kTokensOfBox - 1) / kTokensOfBox;
+  }
 };
 
-// The first weight row of a tile's i-th box. A warpgroup has two boxes: gates and their ups, or both by turns.
+// The first weight row of a tile's i-th box. A warpgroup has two boxes: gates and their ups, or
+// both by turns.
 template <typename S>
 __device__ __forceinline__ int32_t box_row(const FewRowsArgs& args, const Tile& tile, int32_t i) {
   if (S::kDown) return tile.column + i * kWeightsOfBox;
@@ -58,22 +65,26 @@ __device__ __forceinline__ int32_t box_row(const FewRowsArgs& args, const Tile& 
   return tile.column + i / 2 * kWeightsOfBox + i % 2 * static_cast<int32_t>(args.F);
 }
 
-// Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
+// Down may read segments and weights while gate and up still run: these had waited for all that
+// wrote them.
 template <typename S, typename Tiles>
-__device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Product& p, const CUtensorMap& weights,
-                                           const CUtensorMap& rows, const Tiles& for_each_tile, typename S::Stages ring,
+__device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Product& p,
+                                           const CUtensorMap& weights, const CUtensorMap& rows,
+                                           const Tiles& for_each_tile, typename S::Stages ring,
                                            Predecessor& predecessor) {
-  constexpr int kRowBytes = kTokensOfBox * kLineBytes, kWeightBytes = kWeightsOfBox * kLineBytes;  // of a box
+  constexpr int kRowBytes = kTokensOfBox * kLineBytes,
+                kWeightBytes = kWeightsOfBox * kLineBytes;  // of a box
   const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
   auto load_weights = [&](const Tile& tile, int32_t step) {
     expect_bytes(ring.filled(), S::kGroups * kBoxBytes + tile.boxes() * kRowBytes);
     for (int32_t i = 0; i < 2 * S::kGroups; ++i)
-      load_box(weights, ring.stage() + i * kWeightBytes, ring.filled(), step * S::kElements, box_row<S>(args, tile, i),
-               tile.expert);
+      load_box(weights, ring.stage() + i * kWeightBytes, ring.filled(), step * S::kElements,
+               box_row<S>(args, tile, i), tile.expert);
   };
   if (S::kDown)
     for_each_tile([&](const Tile& tile) {
-      for (int32_t step = 0; step < steps && ring.turn < S::kStages; ++step, ++ring.turn) load_weights(tile, step);
+      for (int32_t step = 0; step < steps && ring.turn < S::kStages; ++step, ++ring.turn)
+        load_weights(tile, step);
     });
   const int32_t loaded = ring.turn;
   ring.turn = 0;
@@ -85,17 +96,18 @@ __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Produc
         load_weights(tile, step);
       }
       for (int32_t i = 0; i < tile.boxes(); ++i)
-        load_box(rows, ring.stage() + S::kGroups * kBoxBytes + i * kRowBytes, ring.filled(), step * S::kElements,
-                 tile.row + i * kTokensOfBox, 0);
+        load_box(rows, ring.stage() + S::kGroups * kBoxBytes + i * kRowBytes, ring.filled(),
+                 step * S::kElements, tile.row + i * kTokensOfBox, 0);
     }
   });
 }
 
-// The sums of a warpgroup in fp8: each step is a block of 128 of k, whose sums are scaled in fp32. Addresses are those
-// within a stage. `scales` [steps, kWidth] are products of the scales of rows and weights.
+// The sums of a warpgroup in fp8: each step is a block of 128 of k, whose sums are scaled in fp32.
+// Addresses are those within a stage. `scales` [steps, kWidth] are products of the scales of rows
+// and weights.
 template <int kWidth, typename Stages>
-__device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32_t a, uint32_t b, const float* scales,
-                                             float (&sums)[kWidth / 2]) {
+__device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32_t a, uint32_t b,
+                                             const float* scales, float (&sums)[kWidth / 2]) {
   float block[kWidth / 2] = {};
   scales += 2 * (threadIdx.x % 4);
   for (int32_t step = 0; step < steps; ++step, scales += kWidth) {
@@ -125,15 +137,17 @@ __device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32
 
 // All warpgroups write the products of both scales, [S::kScales, blocks of k, kWidth].
 template <typename S, int kWidth>
-__device__ __forceinline__ void write_scales(const FewRowsArgs& args, const Product& p, const Tile& tile,
-                                             float* scales) {
+__device__ __forceinline__ void write_scales(const FewRowsArgs& args, const Product& p,
+                                             const Tile& tile, float* scales) {
   const int32_t blocks = static_cast<int32_t>(p.k / kScaleBlock);
   const int64_t weight_rows = S::kDown ? p.columns : 2 * p.columns;
-  auto* of_weights = static_cast<const float*>(p.weight_scales) + tile.expert * (weight_rows / kScaleBlock) * blocks;
+  auto* of_weights = static_cast<const float*>(p.weight_scales) +
+                     tile.expert * (weight_rows / kScaleBlock) * blocks;
   for (int32_t i = threadIdx.x; i < S::kScales * blocks * kWidth; i += S::kMultipliers) {
     const int32_t column = i % kWidth, block = i / kWidth % blocks, which = i / kWidth / blocks;
     const int64_t row = tile.row + column;
-    const int32_t block_row = box_row<S>(args, tile, args.interleaved ? 4 * which : which) / kScaleBlock;
+    const int32_t block_row =
+        box_row<S>(args, tile, args.interleaved ? 4 * which : which) / kScaleBlock;
     scales[i] = 0.0f;
     if (column < tile.count)
       scales[i] = (S::kDown ? args.h_scales_BN[block * args.h_scales_stride + row]
@@ -142,14 +156,16 @@ __device__ __forceinline__ void write_scales(const FewRowsArgs& args, const Prod
   }
 }
 
-// Gates and ups [32, 64] of a warpgroup, from the tile's row `first` on, in bf16 in its part of shared memory, become
-// h. A thread has 8 columns of a row.
+// Gates and ups [32, 64] of a warpgroup, from the tile's row `first` on, in bf16 in its part of
+// shared memory, become h. A thread has 8 columns of a row.
 template <typename S>
-__device__ __forceinline__ void write_activated(const FewRowsArgs& args, const Product& p, const Tile& tile,
-                                                const char* leaving, float* largest, int32_t first) {
+__device__ __forceinline__ void write_activated(const FewRowsArgs& args, const Product& p,
+                                                const Tile& tile, const char* leaving,
+                                                float* largest, int32_t first) {
   using T = __nv_bfloat16;
   constexpr int kCount = kPerVector<T>;
-  const int32_t group = threadIdx.x / kWarpgroup, token = first + threadIdx.x % kWarpgroup / 4, part = threadIdx.x % 4;
+  const int32_t group = threadIdx.x / kWarpgroup, token = first + threadIdx.x % kWarpgroup / 4,
+                part = threadIdx.x % 4;
   const int64_t row = tile.row + token, column = tile.column + 32 * group + kCount * part;
   const bool real = token < tile.count;
   float gate[kCount] = {}, up[kCount] = {}, value[kCount] = {};
@@ -159,10 +175,11 @@ __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const P
     };
     int32_t first_part = args.interleaved ? 2 * part : part;
     int32_t second_part = args.interleaved ? first_part + 1 : first_part + 4;
-    GatesAndUps<T, kCount, true>(products(first_part), products(second_part)).add_to(gate, up, args.interleaved);
+    GatesAndUps<T, kCount, true>(products(first_part), products(second_part))
+        .add_to(gate, up, args.interleaved);
     if (p.bias)
-      GatesAndUps<T, kCount, false>(p.bias + int64_t{tile.expert} * 2 * args.F, args.interleaved, args.F, column,
-                                    kCount)
+      GatesAndUps<T, kCount, false>(p.bias + int64_t{tile.expert} * 2 * args.F, args.interleaved,
+                                    args.F, column, kCount)
           .add_to(gate, up, args.interleaved);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) value[i] = gated_fast(gate[i], up[i], args.gating);
@@ -170,28 +187,33 @@ __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const P
   if constexpr (S::kFp8) {
     float most = finite_amax(value);
 #pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
+    for (int offset = 1; offset < 4; offset *= 2)
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
     if (part == 0) largest[group * S::kTokens + token] = most;
     barrier(1, S::kMultipliers);
 #pragma unroll
     for (int i = 0; i < S::kGroups; ++i) most = fmaxf(most, largest[i * S::kTokens + token]);
     if (!real) return;
     const float scale = scale_for(most);
-    *reinterpret_cast<Fp8Registers<kCount>*>(static_cast<uint8_t*>(p.out) + row * p.columns + column) =
-        to_fp8(value, scale);
-    if (group == 0 && part == 0) args.h_scales_BN[column / kScaleBlock * args.h_scales_stride + row] = scale;
+    *reinterpret_cast<Fp8Registers<kCount>*>(static_cast<uint8_t*>(p.out) + row * p.columns +
+                                             column) = to_fp8(value, scale);
+    if (group == 0 && part == 0)
+      args.h_scales_BN[column / kScaleBlock * args.h_scales_stride + row] = scale;
   } else if (real) {
-    *reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(p.out) + row * p.columns + column) = rounded<T>(value);
+    *reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(p.out) + row * p.columns + column) =
+        rounded<T>(value);
   }
 }
 
-// The warpgroup's products of a tile, as outputs or as h. `scales` has those of write_scales, then room for the largest
-// values of each warpgroup.
+// The warpgroup's products of a tile, as outputs or as h. `scales` has those of write_scales, then
+// room for the largest values of each warpgroup.
 template <typename S, int kWidth = kTokensOfBox>
-__device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Product& p, const Tile& tile,
-                                              typename S::Stages& ring, char* leaving, float* scales) {
+__device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Product& p,
+                                              const Tile& tile, typename S::Stages& ring,
+                                              char* leaving, float* scales) {
   if constexpr (kWidth < S::kTokens)
-    if (tile.count > kWidth) return multiply_tile<S, kWidth + kTokensOfBox>(args, p, tile, ring, leaving, scales);
+    if (tile.count > kWidth)
+      return multiply_tile<S, kWidth + kTokensOfBox>(args, p, tile, ring, leaving, scales);
   const int32_t group = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32;
   const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
   const uint32_t a = group * kBoxBytes, b = S::kGroups * kBoxBytes;
@@ -223,7 +245,8 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
     for (int32_t line = threadIdx.x / 8; line < tile.count; line += kWarpgroup / 8) {
       Part products = *reinterpret_cast<const Part*>(leaving + in_box(line, part));
 #pragma unroll
-      for (int i = 0; p.bias && i < 8; ++i)  // to rounded products, as where an expert has many rows
+      for (int i = 0; p.bias && i < 8;
+           ++i)  // to rounded products, as where an expert has many rows
         products.at[i] = from_float<__nv_bfloat16>(to_float(products.at[i]) + to_float(bias.at[i]));
       *reinterpret_cast<Part*>(out + line * p.columns) = products;
     }
@@ -238,15 +261,16 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
     rows_by_tma(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p,
-                const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap rows) {
+                const __grid_constant__ CUtensorMap weights,
+                const __grid_constant__ CUtensorMap rows) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char given[];
   char* stages = given + (-shared_address(given) & (kSwizzleBytes - 1));
   char* leaving = stages + S::kStages * S::kStageBytes;
   auto* mbarriers = reinterpret_cast<uint64_t*>(leaving + S::kGroups * S::kLeavingBytes);
   auto* scales = reinterpret_cast<float*>(mbarriers + 2 * S::kStages);
-  auto* experts =
-      reinterpret_cast<Expert*>(scales + (S::kFp8 ? (S::kScales * (p.k / kScaleBlock) + S::kGroups) * S::kTokens : 0));
+  auto* experts = reinterpret_cast<Expert*>(
+      scales + (S::kFp8 ? (S::kScales * (p.k / kScaleBlock) + S::kGroups) * S::kTokens : 0));
   typename S::Stages ring(stages, mbarriers, 1, S::kMultipliers / 32);
   if (threadIdx.x == S::kMultipliers) prefetch(weights), prefetch(rows);
   Predecessor predecessor;
@@ -261,7 +285,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
                    task % across * S::kOutputs});
     }
   };
-  if (threadIdx.x == S::kMultipliers) load_tiles<S>(args, p, weights, rows, for_each_tile, ring, predecessor);
+  if (threadIdx.x == S::kMultipliers)
+    load_tiles<S>(args, p, weights, rows, for_each_tile, ring, predecessor);
   predecessor.wait();
   if (threadIdx.x >= S::kMultipliers) return;
   for_each_tile([&](const Tile& tile) { multiply_tile<S>(args, p, tile, ring, leaving, scales); });
@@ -273,19 +298,24 @@ cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
   return launch_both(args, [&](const Product& p, auto down) {
     using S = Shape<kFp8, down.value, kTokens>;
     constexpr int kBytes = kFp8 ? 1 : 2;  // of an element
-    const int64_t e = args.segments.num_local_experts, weight_rows = S::kDown ? p.columns : 2 * p.columns;
+    const int64_t e = args.segments.num_local_experts,
+                  weight_rows = S::kDown ? p.columns : 2 * p.columns;
     CUtensorMap weights, rows;
-    if (cudaError_t error = describe(weights, p.weights, p.k, weight_rows, e, kWeightsOfBox, kBytes)) return error;
-    if (cudaError_t error = describe(rows, p.rows, p.k, args.N, 1, kTokensOfBox, kBytes)) return error;
-    return launch_at_most(S::kBlocksPerSM, rows_by_tma<S>, e * (p.columns / S::kOutputs), S::kThreads,
-                          S::shared_bytes(p.k, e), stream, args, p, weights, rows);
+    if (cudaError_t error =
+            describe(weights, p.weights, p.k, weight_rows, e, kWeightsOfBox, kBytes))
+      return error;
+    if (cudaError_t error = describe(rows, p.rows, p.k, args.N, 1, kTokensOfBox, kBytes))
+      return error;
+    return launch_at_most(S::kBlocksPerSM, rows_by_tma<S>, e * (p.columns / S::kOutputs),
+                          S::kThreads, S::shared_bytes(p.k, e), stream, args, p, weights, rows);
   });
 }
 
 }  // namespace
 
 cudaError_t few_rows_by_tma(const FewRowsArgs& args, cudaStream_t stream) {
-  constexpr int64_t kMostD = 8192, kMostF = 32'768;  // in fp8: scales of more do not fit beside tiles of 64 rows
+  constexpr int64_t kMostD = 8192,
+                    kMostF = 32'768;  // in fp8: scales of more do not fit beside tiles of 64 rows
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a

@@ -1,10 +1,13 @@
-// Grouped GEMMs of Hopper in bf16: rows by the weights of their experts, in both directions, and gradients of weights.
+// Grouped GEMMs of Hopper in bf16: rows by the weights of their experts, in both directions, and
+// gradients of weights.
 //
-//   rows [N, k] · weights [e, n, k]ᵀ or [e, k, n] ─▶ [N, n]        grad [N, n]ᵀ · rows [N, k] ─▶ [e, n, k]
+//   rows [N, k] · weights [e, n, k]ᵀ or [e, k, n] ─▶ [N, n]        grad [N, n]ᵀ · rows [N, k] ─▶
+//   [e, n, k]
 //
-// A block takes tiles in turn. One thread loads, by TMA and some steps ahead; two warpgroups multiply 64 rows of a tile
-// each. By rows, products are turned as they leave. For weights, rows are what is summed over, in steps of 64, and 16
-// at last; rows of others that the last step has loaded are zeroed.
+// A block takes tiles in turn. One thread loads, by TMA and some steps ahead; two warpgroups
+// multiply 64 rows of a tile each. By rows, products are turned as they leave. For weights, rows
+// are what is summed over, in steps of 64, and 16 at last; rows of others that the last step has
+// loaded are zeroed.
 #include "cuda/device/launch.cuh"
 #include "cuda/hopper/multiply.cuh"
 #include "cuda/stages.h"
@@ -14,7 +17,8 @@ namespace {
 
 constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
 
-// Products leave through shared memory, gradients of weights all at once: while TMA stores them the next tile starts.
+// Products leave through shared memory, gradients of weights all at once: while TMA stores them the
+// next tile starts.
 template <Product kProduct>
 constexpr int kStages = kProduct == Product::kForWeights ? 3 : 4;
 template <Product kProduct>
@@ -31,8 +35,9 @@ int64_t shared_bytes(int32_t experts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 template <Product kProduct>
-__device__ __forceinline__ void load_tile(const GroupedGemmArgs& args, const CUtensorMap& a, const CUtensorMap& b,
-                                          const Tile& tile, Stages<kProduct>& ring) {
+__device__ __forceinline__ void load_tile(const GroupedGemmArgs& args, const CUtensorMap& a,
+                                          const CUtensorMap& b, const Tile& tile,
+                                          Stages<kProduct>& ring) {
   int32_t boxes = kProduct == Product::kForWeights ? kColumns / 64 : ceil_of(tile.width, 64);
   for (int32_t step = 0; step < steps_of<kProduct>(args, tile); ++step, ++ring.turn) {
     ring.wait_empty();
@@ -50,7 +55,8 @@ __device__ __forceinline__ void load_tile(const GroupedGemmArgs& args, const CUt
     }
     for (int32_t i = 0; i < boxes; ++i) {
       if (kProduct == Product::kForWeights)
-        load_box(b, to + kABytes + i * kBoxBytes, full, tile.c + 64 * i, tile.row + step * kStep, 0);
+        load_box(b, to + kABytes + i * kBoxBytes, full, tile.c + 64 * i, tile.row + step * kStep,
+                 0);
       else
         load_box(b, to + kABytes + i * kBoxBytes, full, step * kStep, tile.row + 64 * i, 0);
     }
@@ -58,9 +64,10 @@ __device__ __forceinline__ void load_tile(const GroupedGemmArgs& args, const CUt
 }
 
 // A warpgroup's gradients of weights [64, kColumns] leave by TMA.
-__device__ __forceinline__ void store_gradients(const CUtensorMap& map, const Tile& tile, uint32_t leaving,
-                                                const float (&d)[kColumns / 2]) {
-  const int32_t group = threadIdx.x / kWarpgroup, lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+__device__ __forceinline__ void store_gradients(const CUtensorMap& map, const Tile& tile,
+                                                uint32_t leaving, const float (&d)[kColumns / 2]) {
+  const int32_t group = threadIdx.x / kWarpgroup, lane = threadIdx.x % 32,
+                warp = threadIdx.x % kWarpgroup / 32;
   const bool stores = threadIdx.x % kWarpgroup == 0;
   if (stores) tma_wait_read<0>();
   barrier(2 + group, kWarpgroup);
@@ -81,8 +88,10 @@ __device__ __forceinline__ void store_gradients(const CUtensorMap& map, const Ti
 
 template <Product kProduct>
 __global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm_kernel(const __grid_constant__ GroupedGemmArgs args, const __grid_constant__ CUtensorMap a,
-                        const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap out) {
+    grouped_gemm_kernel(const __grid_constant__ GroupedGemmArgs args,
+                        const __grid_constant__ CUtensorMap a,
+                        const __grid_constant__ CUtensorMap b,
+                        const __grid_constant__ CUtensorMap out) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
   constexpr int kLeaving = kLeavingBoxes<kProduct> * kBoxBytes;
@@ -125,14 +134,16 @@ cudaError_t launch_product(const GroupedGemmArgs& args, cudaStream_t stream) {
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
   CUtensorMap a, b, out = {};
   if (cudaError_t error = describe(b, args.rows_Nk, args.k, args.N, 1)) return error;
-  cudaError_t error = kProduct == Product::kByRows             ? describe(a, args.weights_enk, args.k, args.n, args.e)
-                      : kProduct == Product::kByRowsTransposed ? describe(a, args.weights_enk, args.n, args.k, args.e)
-                                                               : describe(a, args.grad_Nn, args.n, args.N, 1);
+  cudaError_t error = kProduct == Product::kByRows
+                          ? describe(a, args.weights_enk, args.k, args.n, args.e)
+                      : kProduct == Product::kByRowsTransposed
+                          ? describe(a, args.weights_enk, args.n, args.k, args.e)
+                          : describe(a, args.grad_Nn, args.n, args.N, 1);
   if (error) return error;
   if (kProduct == Product::kForWeights)
     if (cudaError_t error = describe(out, args.out, args.k, args.n, args.e)) return error;
-  return launch(grouped_gemm_kernel<kProduct>, device.multiprocessors, kThreads, shared_bytes<kProduct>(args.e), stream,
-                args, a, b, out);
+  return launch(grouped_gemm_kernel<kProduct>, device.multiprocessors, kThreads,
+                shared_bytes<kProduct>(args.e), stream, args, a, b, out);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
-// The grouped GEMM of Hopper by rows, with weights in MXFP4: rows [N, k] · weights [e, n, k]ᵀ ─▶ [N, n]. Sums and bits
-// are those of grouped_gemm.cu for the same weights in bf16.
+// The grouped GEMM of Hopper by rows, with weights in MXFP4: rows [N, k] · weights [e, n, k]ᵀ ─▶
+// [N, n]. Sums and bits are those of grouped_gemm.cu for the same weights in bf16.
 //
-// A block takes tiles in turn. TMA brings codes into shared memory, two steps along k at a time. A warpgroup widens
-// them into the boxes that TMA fills for weights in bf16, where a lane has a weight row of the tile, and loads rows
-// beside them. Two warpgroups multiply, as in grouped_gemm.cu.
+// A block takes tiles in turn. TMA brings codes into shared memory, two steps along k at a time. A
+// warpgroup widens them into the boxes that TMA fills for weights in bf16, where a lane has a
+// weight row of the tile, and loads rows beside them. Two warpgroups multiply, as in
+// grouped_gemm.cu.
 #include "cuda/device/launch.cuh"
 #include "cuda/hopper/multiply.cuh"
 #include "cuda/local/mxfp4.cuh"
@@ -12,13 +13,17 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kWarps = kWarpgroup / 32, kThreads = (kMultipliers + 1) * kWarpgroup;  // kWarps: that widen
-constexpr int kStages = 4, kLeavingBytes = kBoxBytes;                                // kLeavingBytes: of a warpgroup
+constexpr int kWarps = kWarpgroup / 32,
+              kThreads = (kMultipliers + 1) * kWarpgroup;  // kWarps: that widen
+constexpr int kStages = 4, kLeavingBytes = kBoxBytes;      // kLeavingBytes: of a warpgroup
 using Stages = Ring<kStages, kStageBytes>;
-constexpr int kBatch = 2, kCodeBytes = kBatch * kStep / 2;  // steps whose codes arrive together, bytes of a row in them
-constexpr int kSlots = 2, kSlotBytes = 32 * kCodeBytes;     // of a warp: batches under way
+constexpr int kBatch = 2,
+              kCodeBytes =
+                  kBatch * kStep / 2;  // steps whose codes arrive together, bytes of a row in them
+constexpr int kSlots = 2, kSlotBytes = 32 * kCodeBytes;  // of a warp: batches under way
 constexpr int kSlotsAt = kStages * kStageBytes + kMultipliers * kLeavingBytes;
-constexpr int kMbarriersAt = kSlotsAt + kWarps * kSlots * kSlotBytes, kMbarriers = 2 * kStages + kWarps * kSlots;
+constexpr int kMbarriersAt = kSlotsAt + kWarps * kSlots * kSlotBytes,
+              kMbarriers = 2 * kStages + kWarps * kSlots;
 
 int64_t shared_bytes(int32_t experts) {
   return kMbarriersAt + kMbarriers * static_cast<int64_t>(sizeof(uint64_t)) +
@@ -54,7 +59,9 @@ struct Widener {
   Tile tile = at(number), after = at(number + gridDim.x);
   const uint16_t* scales = scales_of(tile, lane);
 
-  __device__ __forceinline__ Tile at(int32_t i) const { return i < tiles.count() ? tiles[i] : Tile{}; }
+  __device__ __forceinline__ Tile at(int32_t i) const {
+    return i < tiles.count() ? tiles[i] : Tile{};
+  }
   // The scales of a row of this warp, or null where there is none: k / 32 bytes, two in each step.
   __device__ __forceinline__ const uint16_t* scales_of(const Tile& tile, int32_t row) const {
     row += tile.m + 32 * warp;
@@ -63,7 +70,8 @@ struct Widener {
   }
   __device__ __forceinline__ void prefetch_scales_after() const {
     if (const uint16_t* first = scales_of(after, 0); lane == 0 && first)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(static_cast<int32_t>(args.k))
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first),
+                   "r"(static_cast<int32_t>(args.k))
                    : "memory");  // k bytes: those of 32 rows
   }
 
@@ -80,7 +88,8 @@ struct Widener {
     if (!batch.boxes) return batch;
     if (lane == 0) {
       expect_bytes(&arrived[slot], kSlotBytes);
-      load_box(codes, slots + slot * kSlotBytes, &arrived[slot], step * (kStep / 2), tile.m + 32 * warp, tile.expert);
+      load_box(codes, slots + slot * kSlotBytes, &arrived[slot], step * (kStep / 2),
+               tile.m + 32 * warp, tile.expert);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
@@ -104,7 +113,8 @@ struct Widener {
 
   // The codes of a step become a line of a box.
   template <bool kAlsoLarge>
-  __device__ __forceinline__ void widen(const uint4 (&groups)[2], uint32_t scales, uint32_t stage) const {
+  __device__ __forceinline__ void widen(const uint4 (&groups)[2], uint32_t scales,
+                                        uint32_t stage) const {
     const int32_t line = 32 * warp + lane;
     const uint32_t box = stage + line / 64 * kBoxBytes;
     uint4 values[2][4];
@@ -116,8 +126,8 @@ struct Widener {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint4& eight = values[i / 4][i % 4];
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(box + in_box(line % 64, i)), "r"(eight.x),
-                   "r"(eight.y), "r"(eight.z), "r"(eight.w)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(box + in_box(line % 64, i)),
+                   "r"(eight.x), "r"(eight.y), "r"(eight.z), "r"(eight.w)
                    : "memory");
     }
   }
@@ -133,7 +143,8 @@ struct Widener {
       fence_shared_for_tma();  // the slot has been read, and load() lets TMA write it
       __syncwarp();
       const Batch later = load();
-      const bool large = __any_sync(kAllLanes, has_large(here.scales[0]) || has_large(here.scales[1]));
+      const bool large =
+          __any_sync(kAllLanes, has_large(here.scales[0]) || has_large(here.scales[1]));
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (i == here.steps) break;
@@ -142,10 +153,12 @@ struct Widener {
         wait_mbarrier(&ring.empty[at], (turn / kStages + 1) & 1);
         const int32_t box = (warp + turn) % kWarps;  // of rows; warps take turns
         if (lane == 0 && box < here.boxes) {
-          asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(full)),
+          asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
+                           shared_address(full)),
                        "r"(kBoxBytes)
                        : "memory");
-          load_box(rows, stage + kABytes + box * kBoxBytes, full, (here.step + i) * kStep, here.row + 64 * box, 0);
+          load_box(rows, stage + kABytes + box * kBoxBytes, full, (here.step + i) * kStep,
+                   here.row + 64 * box, 0);
         }
         if (large)
           widen<true>(groups[i], here.scales[i], stage);
@@ -164,7 +177,8 @@ struct Widener {
 #endif
 
 __global__ void __launch_bounds__(kThreads, 1)
-    mxfp4_gemm_kernel(const __grid_constant__ GroupedGemmArgs args, const __grid_constant__ CUtensorMap codes,
+    mxfp4_gemm_kernel(const __grid_constant__ GroupedGemmArgs args,
+                      const __grid_constant__ CUtensorMap codes,
                       const __grid_constant__ CUtensorMap rows) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
@@ -180,7 +194,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int32_t group = threadIdx.x / kWarpgroup;
   if (group == kMultipliers) {
     const int32_t first = threadIdx.x % kWarpgroup / 32 * kSlots;
-    Widener{args, codes, rows, tiles, ring, shared_address(shared) + kSlotsAt + first * kSlotBytes, arrived + first}
+    Widener{args,           codes, rows,
+            tiles,          ring,  shared_address(shared) + kSlotsAt + first * kSlotBytes,
+            arrived + first}
         .run();
     return;
   }
@@ -200,10 +216,12 @@ cudaError_t mxfp4_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   if (cudaError_t error = current_device(device)) return error;
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
   CUtensorMap codes, rows;
-  if (cudaError_t error = describe(codes, args.weights_enk, args.k / 2, args.n, args.e, 32, 1, kCodeBytes))
+  if (cudaError_t error =
+          describe(codes, args.weights_enk, args.k / 2, args.n, args.e, 32, 1, kCodeBytes))
     return error;
   if (cudaError_t error = describe(rows, args.rows_Nk, args.k, args.N, 1)) return error;
-  return launch(mxfp4_gemm_kernel, device.multiprocessors, kThreads, shared_bytes(args.e), stream, args, codes, rows);
+  return launch(mxfp4_gemm_kernel, device.multiprocessors, kThreads, shared_bytes(args.e), stream,
+                args, codes, rows);
 }
 
 }  // namespace epmoe::cuda

@@ -1,6 +1,7 @@
-// The tiles of a grouped product, one expert after the other. Experts have any number of rows, and a tile adapts to
-// them: by rows, weights are the rows of a tile, and the expert's rows its columns, up to 256 in steps of 16. For
-// weights a tile is a part of an expert's [n, k], and sums over the expert's rows.
+// The tiles of a grouped product, one expert after the other. Experts have any number of rows, and
+// a tile adapts to them: by rows, weights are the rows of a tile, and the expert's rows its
+// columns, up to 256 in steps of 16. For weights a tile is a part of an expert's [n, k], and sums
+// over the expert's rows.
 #pragma once
 #include "args.h"
 #include "cuda/device/scan.cuh"
@@ -21,7 +22,8 @@ struct Tile {
 
 __device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
-// The tiles of all experts, one expert after the other. `first` is a table in shared memory: the tiles before each.
+// The tiles of all experts, one expert after the other. `first` is a table in shared memory: the
+// tiles before each.
 template <Product kProduct>
 struct Tiles {
   const GroupedGemmArgs& args;
@@ -34,9 +36,13 @@ struct Tiles {
   __device__ __forceinline__ int32_t count_of(int32_t expert) const {
     return max(end_of(expert) - end_of(expert - 1), 0);
   }
-  __device__ __forceinline__ int32_t across() const { return ceil_of(static_cast<int32_t>(args.n), kRows); }
+  __device__ __forceinline__ int32_t across() const {
+    return ceil_of(static_cast<int32_t>(args.n), kRows);
+  }
   __device__ __forceinline__ int32_t of_rows(int32_t count) const {
-    return across() * ceil_of(kProduct == Product::kForWeights ? static_cast<int32_t>(args.k) : count, kColumns);
+    return across() *
+           ceil_of(kProduct == Product::kForWeights ? static_cast<int32_t>(args.k) : count,
+                   kColumns);
   }
 
   // The first warp builds the table.
@@ -53,7 +59,8 @@ struct Tiles {
   __device__ __forceinline__ int32_t count() const { return first[args.e]; }
 
   __device__ __forceinline__ Tile operator[](int32_t number) const {
-    const int32_t expert = segment_at(first, args.e, number), begin = end_of(expert - 1), rows = count_of(expert);
+    const int32_t expert = segment_at(first, args.e, number), begin = end_of(expert - 1),
+                  rows = count_of(expert);
     const int32_t i = number - first[expert];
     if (kProduct == Product::kForWeights) {
       int32_t m = i % across();
@@ -61,7 +68,8 @@ struct Tiles {
     }
     // Tiles of an expert that has too many rows for one have as many each.
     int32_t parts = ceil_of(rows, kColumns);
-    int32_t width = ceil_of(ceil_of(rows, parts), kColumnStep) * kColumnStep, before = i % parts * width;
+    int32_t width = ceil_of(ceil_of(rows, parts), kColumnStep) * kColumnStep,
+            before = i % parts * width;
     return {expert, begin + before, min(width, rows - before), i / parts * kRows, 0, width};
   }
 };

@@ -1,32 +1,39 @@
-// The warpgroup's matrix product of Hopper: sums [64, 2 kCount] += a [64, 16] · b [16, 2 kCount] in bf16, or 32 of k in
-// e4m3, with sums in fp32. Both factors lie in shared memory. It runs on while the warpgroup goes on, until
-// wgmma_wait().
+// The warpgroup's matrix product of Hopper: sums [64, 2 kCount] += a [64, 16] · b [16, 2 kCount] in
+// bf16, or 32 of k in e4m3, with sums in fp32. Both factors lie in shared memory. It runs on while
+// the warpgroup goes on, until wgmma_wait().
 #pragma once
 #include "cuda/device/common.cuh"
 
 namespace epmoe::cuda {
 
-// The place of a factor in shared memory, as written by TMA in lines of 128 bytes with their 16 bytes swizzled. Eight
-// lines follow one another. `next` is the distance in bytes between parts of 64 in a factor whose lines run across k.
+// The place of a factor in shared memory, as written by TMA in lines of 128 bytes with their 16
+// bytes swizzled. Eight lines follow one another. `next` is the distance in bytes between parts of
+// 64 in a factor whose lines run across k.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t shared_address, uint32_t next = 0) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightLines = 1024;
-  return kSwizzle128 | kEightLines >> 4 << 32 | uint64_t{next >> 4} << 16 | (shared_address & 0x3ffff) >> 4;
+  return kSwizzle128 | kEightLines >> 4 << 32 | uint64_t{next >> 4} << 16 |
+         (shared_address & 0x3ffff) >> 4;
 }
 
-// Before the first product of a group: registers and shared memory that this thread has written are seen.
-__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Before the first product of a group: registers and shared memory that this thread has written are
+// seen.
+__device__ __forceinline__ void wgmma_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // All but the last kPending groups are complete. The sums may be read when none is pending.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The registers of 16 columns, of i times 16 columns as operands, and the same in the text of the instruction. The
-// first two operands are others.
-#define EPMOE_SUMS(i)                                                                                                 \
-  "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), "+f"(d[8 * i + 5]), \
-      "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
+// The registers of 16 columns, of i times 16 columns as operands, and the same in the text of the
+// instruction. The first two operands are others.
+#define EPMOE_SUMS(i)                                                                             \
+  "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), \
+      "+f"(d[8 * i + 5]), "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
 #define EPMOE_ALL_SUMS_0 EPMOE_SUMS(0)
 #define EPMOE_ALL_SUMS_1 EPMOE_ALL_SUMS_0, EPMOE_SUMS(1)
 #define EPMOE_ALL_SUMS_2 EPMOE_ALL_SUMS_1, EPMOE_SUMS(2)
@@ -60,15 +67,16 @@ __device__ __forceinline__ void wgmma_wait() {
 #define EPMOE_ALL_TEXT_14 EPMOE_ALL_TEXT_13 ", %114, %115, %116, %117, %118, %119, %120, %121"
 #define EPMOE_ALL_TEXT_15 EPMOE_ALL_TEXT_14 ", %122, %123, %124, %125, %126, %127, %128, %129"
 
-// Factors in bf16, whose lines run along k, or across it in a alone or in both; and in e4m3. kFirstFp8 replaces the
-// sums, all others add to them.
+// Factors in bf16, whose lines run along k, or across it in a alone or in both; and in e4m3.
+// kFirstFp8 replaces the sums, all others add to them.
 enum class Factors { kAlong, kAcrossA, kAcrossBoth, kFp8, kFirstFp8 };
 
 // Starts a product.
 template <Factors kFactors, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b) {
-#define EPMOE_WGMMA(columns, last, type, flags)                                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns type " {" EPMOE_ALL_TEXT_##last "}, %0, %1, " flags ";" \
+#define EPMOE_WGMMA(columns, last, type, flags)                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns type " {" EPMOE_ALL_TEXT_##last \
+               "}, %0, %1, " flags ";"                                                      \
                : "+l"(a), "+l"(b), EPMOE_ALL_SUMS_##last)
 #define EPMOE_WGMMA_OF(columns, last)                                   \
   if constexpr (2 * kCount == columns) {                                \

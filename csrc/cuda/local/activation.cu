@@ -1,5 +1,5 @@
-// What stands between the two grouped GEMMs of the experts on the GPU: the gated activation, and the scales of rows in
-// the order in which a GEMM takes them. Both visit rows of pairs only.
+// What stands between the two grouped GEMMs of the experts on the GPU: the gated activation, and
+// the scales of rows in the order in which a GEMM takes them. Both visit rows of pairs only.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/local/gates.cuh"
@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   let_successor_start();
   RealRows rows(args.segments, args.N, table);
   uint32_t items = rows.count() * chunks;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < items; item += gridDim.x * kWarps) {
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < items;
+       item += gridDim.x * kWarps) {
     uint32_t n = item / chunks;
     auto [expert, t] = rows[n];
     int64_t first = ((item - n * chunks) * 32 + threadIdx.x % 32) * kCount;
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      value[i] = sizeof(T) > 2 ? gated(gate[i], up[i], args.gating) : gated_fast(gate[i], up[i], args.gating);
+      value[i] = sizeof(T) > 2 ? gated(gate[i], up[i], args.gating)
+                               : gated_fast(gate[i], up[i], args.gating);
       if (!kWide && i >= count) value[i] = 0.0f;
     }
     using Out = std::conditional_t<kQuantize, uint8_t, T>;
@@ -47,7 +49,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
       float scale = block_scale<kCount, kScaleLanes>(value);
       Fp8Registers<kCount> q = to_fp8(value, scale);
       memcpy(&result, &q, sizeof q);
-      if (count && threadIdx.x % kScaleLanes == 0) args.scales_BN[first / kScaleBlock * args.scales_stride + t] = scale;
+      if (count && threadIdx.x % kScaleLanes == 0)
+        args.scales_BN[first / kScaleBlock * args.scales_stride + t] = scale;
     } else {
       result = rounded<T>(value);
     }
@@ -72,8 +75,10 @@ __global__ void __launch_bounds__(kThreads)
   let_successor_start();
   RealRows rows(args.segments, args.N, table);
   uint32_t items = (rows.count() + 31) / 32 * chunks;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < items; item += gridDim.x * kWarps) {
-    uint32_t group = item / chunks, n = group * 32 + threadIdx.x % 32, first = (item - group * chunks) * kBlocksAtOnce;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < items;
+       item += gridDim.x * kWarps) {
+    uint32_t group = item / chunks, n = group * 32 + threadIdx.x % 32,
+             first = (item - group * chunks) * kBlocksAtOnce;
     if (n >= rows.count()) continue;
     int64_t t = rows[n].t;
     float scale[kBlocksAtOnce];
@@ -92,11 +97,13 @@ cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t strea
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     int64_t chunks = ceil_div(args.F, 32 * kPerVector<T>);
-    bool wide = args.F % kPerVector<T> == 0 &&
-                is_aligned(args.gate_up_N2F, args.gate_up_stride * static_cast<int64_t>(sizeof(T))) &&
-                is_aligned(args.bias_e2F, 0);
-    auto* kernel = args.scales_BN ? (wide ? gated_rows<T, true, true> : gated_rows<T, true, false>)
-                                  : (wide ? gated_rows<T, false, true> : gated_rows<T, false, false>);
+    bool wide =
+        args.F % kPerVector<T> == 0 &&
+        is_aligned(args.gate_up_N2F, args.gate_up_stride * static_cast<int64_t>(sizeof(T))) &&
+        is_aligned(args.bias_e2F, 0);
+    auto* kernel = args.scales_BN
+                       ? (wide ? gated_rows<T, true, true> : gated_rows<T, true, false>)
+                       : (wide ? gated_rows<T, false, true> : gated_rows<T, false, false>);
     return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N * chunks, kWarps), kThreads,
                           RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
                           static_cast<uint32_t>(chunks));
@@ -105,7 +112,8 @@ cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t strea
 
 cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream) {
   int64_t chunks = ceil_div(args.B, kBlocksAtOnce);
-  return launch_at_most(kBlocksPerSM, transposed_scales, ceil_div(ceil_div(args.N, 32) * chunks, kWarps), kThreads,
+  return launch_at_most(kBlocksPerSM, transposed_scales,
+                        ceil_div(ceil_div(args.N, 32) * chunks, kWarps), kThreads,
                         RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
                         static_cast<uint32_t>(chunks));
 }

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kThreads = 256, kBlocksPerSM = 8, kEightsOfGroup = kMxfp4Group / 8;
 
-__global__ void __launch_bounds__(kThreads) dequantize(const __grid_constant__ DequantizeArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    dequantize(const __grid_constant__ DequantizeArgs args) {
   wait_for_predecessor();
   let_successor_start();
   auto* codes = static_cast<const uint32_t*>(args.codes);

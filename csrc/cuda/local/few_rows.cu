@@ -1,12 +1,12 @@
-// The experts stage where each expert has a few rows: what takes time is to read the weights once. A weight row fills a
-// row of the matrix that a tensor core multiplies, tokens are its few columns, and weights go from memory to registers
-// without a stop in shared memory. Two kernels:
+// The experts stage where each expert has a few rows: what takes time is to read the weights once.
+// A weight row fills a row of the matrix that a tensor core multiplies, tokens are its few columns,
+// and weights go from memory to registers without a stop in shared memory. Two kernels:
 //
 //   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
-// fp8 weights are widened to fp16 and multiplied exactly, with sums in fp32; each block of 128 of k is scaled on its
-// own. h is fp8 then, with a power of two for every 16 columns. Any number of rows is right: an expert's weights are
-// read again, mostly from L2, for each further 8 of its rows.
+// fp8 weights are widened to fp16 and multiplied exactly, with sums in fp32; each block of 128 of k
+// is scaled on its own. h is fp8 then, with a power of two for every 16 columns. Any number of rows
+// is right: an expert's weights are read again, mostly from L2, for each further 8 of its rows.
 #include "cuda/local/few_rows.cuh"
 
 namespace epmoe::cuda {
@@ -14,9 +14,10 @@ namespace {
 
 constexpr int kLineBytes = 128;  // of a weight row, in one step along k
 
-// What was measured (H100, both kernels, Qwen3-30B-A3B and DeepSeek-V3, 1 to 128 tokens; docs/experiments.md): the more
-// warps on a multiprocessor the better, so nothing is loaded ahead, which would take registers. With 8 tokens 16 warps
-// fit. Eight warps share the long k of gate and up.
+// What was measured (H100, both kernels, Qwen3-30B-A3B and DeepSeek-V3, 1 to 128 tokens;
+// docs/experiments.md): the more warps on a multiprocessor the better, so nothing is loaded ahead,
+// which would take registers. With 8 tokens 16 warps fit. Eight warps share the long k of gate and
+// up.
 constexpr int kTokens = 8;
 template <bool kDown>
 constexpr int kWarpsOf = kDown ? 4 : 8;
@@ -45,9 +46,10 @@ __device__ __forceinline__ uint32_t multiply_fp16x2(uint32_t a, uint32_t b) {
   return product;
 }
 
-// A block takes tasks: kWeightRows weight rows of an expert. Its warps share k. Lane 4 g + t has rows g and g + 8 of
-// each tile and token g, and of each of them the bytes 16 t and 64 + 16 t of every line: which of the k an instruction
-// multiplies does not matter, as long as both sides agree.
+// A block takes tasks: kWeightRows weight rows of an expert. Its warps share k. Lane 4 g + t has
+// rows g and g + 8 of each tile and token g, and of each of them the bytes 16 t and 64 + 16 t of
+// every line: which of the k an instruction multiplies does not matter, as long as both sides
+// agree.
 template <bool kFp8, bool kDown>
 __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
     few_rows(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
@@ -56,7 +58,8 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
   extern __shared__ Expert experts[];
   Predecessor predecessor;
   if (!kDown) predecessor.wait();
-  // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
+  // Down may read segments and weights while gate and up still run: these had waited for all that
+  // wrote them.
   const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t row_bytes = kFp8 ? p.k : 2 * p.k, blocks = p.k / kScaleBlock;
@@ -76,17 +79,21 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
         int64_t row = weight_row<kDown>(args, p, column, m, 8 * i + g);
         weights[m][i] = p.weights + (expert.index * weight_rows + row) * row_bytes + 16 * t;
         int64_t scale_row = expert.index * (weight_rows / kScaleBlock) + row / kScaleBlock;
-        if (kFp8) weight_scales[m][i] = static_cast<const float*>(p.weight_scales) + scale_row * blocks;
+        if (kFp8)
+          weight_scales[m][i] = static_cast<const float*>(p.weight_scales) + scale_row * blocks;
       }
     for (int32_t first = 0; first < expert.count; first += kTokens) {
       // Tokens past the last are the last one again; nobody reads their columns.
-      auto token = [&](int32_t n) -> int64_t { return expert.start + min(first + n, expert.count - 1); };
+      auto token = [&](int32_t n) -> int64_t {
+        return expert.start + min(first + n, expert.count - 1);
+      };
       const uint8_t* rows = p.rows + token(g) * row_bytes + 16 * t;
       const float* row_scales[2];
       const uint8_t* exponents_at;
       if (kFp8 && kDown) exponents_at = args.exponents_N + token(g) * (p.k / kExponentColumns);
       if (kFp8 && !kDown)
-        for (int i = 0; i < 2; ++i) row_scales[i] = p.row_scales + token(2 * t + i) * p.row_scales_stride;
+        for (int i = 0; i < 2; ++i)
+          row_scales[i] = p.row_scales + token(2 * t + i) * p.row_scales_stride;
       float sums[kTiles][1][4] = {};
 #pragma unroll 1
       for (int32_t line = first_line; line < last_line; ++line) {
@@ -98,13 +105,16 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int c = 0; c < 2; ++c) a_bytes[m][i][c] = load_weights(weights[m][i] + line * kLineBytes + 64 * c);
+            for (int c = 0; c < 2; ++c)
+              a_bytes[m][i][c] = load_weights(weights[m][i] + line * kLineBytes + 64 * c);
             if (kFp8) by_row[m][i] = weight_scales[m][i][line];
           }
         predecessor.wait();
 #pragma unroll
-        for (int c = 0; c < 2; ++c) b_bytes[c] = *reinterpret_cast<const uint4*>(rows + line * kLineBytes + 64 * c);
-        if (kFp8 && kDown) exponents = *reinterpret_cast<const uint2*>(exponents_at + line * kGroup);
+        for (int c = 0; c < 2; ++c)
+          b_bytes[c] = *reinterpret_cast<const uint4*>(rows + line * kLineBytes + 64 * c);
+        if (kFp8 && kDown)
+          exponents = *reinterpret_cast<const uint2*>(exponents_at + line * kGroup);
         if (kFp8 && !kDown)
           for (int i = 0; i < 2; ++i) by_token[i] = row_scales[i][line];
         // In a block of k, columns of h are brought to the largest of its exponents.
@@ -115,13 +125,15 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
           max_exponent = max(max_exponent & 0xff, max_exponent >> 8 & 0xff);
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            int32_t shift = static_cast<int32_t>(max_exponent - ((c ? exponents.y : exponents.x) >> 8 * t & 0xff));
+            int32_t shift = static_cast<int32_t>(max_exponent -
+                                                 ((c ? exponents.y : exponents.x) >> 8 * t & 0xff));
             uint32_t factor = max(15 - shift, 0) << 10;  // 2^-shift in fp16
             factors[c] = factor | factor << 16;
           }
           float largest = __uint_as_float(max_exponent << 23);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) by_token[i] = __shfl_sync(kAllLanes, largest, 4 * (2 * t + i));
+          for (int i = 0; i < 2; ++i)
+            by_token[i] = __shfl_sync(kAllLanes, largest, 4 * (2 * t + i));
         }
         float block[kTiles][4];
 #pragma unroll
@@ -138,12 +150,14 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const uint4& bytes = a_bytes[m][i % 2][c];
-                a[m][i] = kFp8 ? to_fp16x2(component(bytes, j), i / 2) : component(bytes, 2 * j + i / 2);
+                a[m][i] =
+                    kFp8 ? to_fp16x2(component(bytes, j), i / 2) : component(bytes, 2 * j + i / 2);
               }
             uint32_t b[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              b[i] = kFp8 ? to_fp16x2(component(b_bytes[c], j), i) : component(b_bytes[c], 2 * j + i);
+              b[i] =
+                  kFp8 ? to_fp16x2(component(b_bytes[c], j), i) : component(b_bytes[c], 2 * j + i);
               if constexpr (kFp8 && kDown) b[i] = multiply_fp16x2(b[i], factors[c]);
             }
 #pragma unroll
@@ -153,7 +167,9 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sums[m][0][i] = kFp8 ? fmaf(block[m][i], by_row[m][i / 2] * by_token[i % 2], sums[m][0][i]) : block[m][i];
+            sums[m][0][i] =
+                kFp8 ? fmaf(block[m][i], by_row[m][i / 2] * by_token[i % 2], sums[m][0][i])
+                     : block[m][i];
       }
       predecessor.wait();
       write_outputs<kFp8, kDown, kWarps, 1>(args, p, expert, column, first, sums);
@@ -165,8 +181,8 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
 template <bool kFp8>
 cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
   return launch_both(args, [&](const Product& p, auto down) {
-    return launch_tasks<down.value>(few_rows<kFp8, down.value>, kBlocksPerSM<down.value>, 32 * kWarpsOf<down.value>,
-                                    args, p, stream);
+    return launch_tasks<down.value>(few_rows<kFp8, down.value>, kBlocksPerSM<down.value>,
+                                    32 * kWarpsOf<down.value>, args, p, stream);
   });
 }
 
@@ -176,7 +192,8 @@ cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream) {
   if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
   if (args.format == WeightFormat::kMxfp4) return few_rows_mxfp4(args, stream);
   if (args.token_tiles > 1) return few_rows_by_tma(args, stream);
-  return args.format == WeightFormat::kFp8 ? launch_of<true>(args, stream) : launch_of<false>(args, stream);
+  return args.format == WeightFormat::kFp8 ? launch_of<true>(args, stream)
+                                           : launch_of<false>(args, stream);
 }
 
 }  // namespace epmoe::cuda

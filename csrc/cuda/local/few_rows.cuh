@@ -8,10 +8,11 @@
 
 namespace epmoe::cuda {
 
-constexpr int kTiles = 2, kTileRows = 16;             // matrices of 16 weight rows that a warp multiplies
-constexpr int kWeightRows = kTiles * kTileRows;       // of a task
-constexpr int kExponentColumns = 16;                  // of h that share a power of two
-constexpr int kLargestExponent = 247, kHeadroom = 7;  // 2^7 times the power of two is at most the largest value
+constexpr int kTiles = 2, kTileRows = 16;  // matrices of 16 weight rows that a warp multiplies
+constexpr int kWeightRows = kTiles * kTileRows;  // of a task
+constexpr int kExponentColumns = 16;             // of h that share a power of two
+constexpr int kLargestExponent = 247,
+              kHeadroom = 7;  // 2^7 times the power of two is at most the largest value
 
 // One of the two products, of one dtype.
 struct Product {
@@ -47,19 +48,22 @@ __device__ __forceinline__ int32_t rows_of_part(int32_t count, int32_t most) {
   return max((count + most * kTokens - 1) / (most * kTokens), 1) * kTokens;
 }
 
-// Entries of the table of experts. An expert with many rows has several, so that several blocks share its rows.
+// Entries of the table of experts. An expert with many rows has several, so that several blocks
+// share its rows.
 constexpr int kTableEntries = 1024, kMostParts = 16;
 inline int64_t table_entries(int64_t experts) {
   return std::max<int64_t>(experts, std::min<int64_t>(kTableEntries, kMostParts * experts));
 }
 
-// The experts that have rows, or parts of at least kTokens of their rows, in shared memory; and how many entries there
-// are. The whole block builds the table.
+// The experts that have rows, or parts of at least kTokens of their rows, in shared memory; and how
+// many entries there are. The whole block builds the table.
 template <int kTokens>
-__device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_t N, Expert* experts) {
+__device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_t N,
+                                                Expert* experts) {
   __shared__ int32_t total;
   if (threadIdx.x < 32) {
-    const int32_t e = segments.num_local_experts, most = min(max(kTableEntries / max(e, 1), 1), kMostParts);
+    const int32_t e = segments.num_local_experts,
+                  most = min(max(kTableEntries / max(e, 1), 1), kMostParts);
     int32_t lane = threadIdx.x, found = 0;
     for (int32_t first = 0; first < e; first += 32) {
       int32_t i = first + lane;
@@ -68,11 +72,13 @@ __device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_
       uint32_t have_rows = __ballot_sync(kAllLanes, rows.count > 0);
       int32_t before = __popc(have_rows & ((1u << lane) - 1)), here = __popc(have_rows);
       if (__any_sync(kAllLanes, rows.count > kTokens)) {
-        int32_t step = rows_of_part<kTokens>(rows.count, most), parts = (rows.count + step - 1) / step;
+        int32_t step = rows_of_part<kTokens>(rows.count, most),
+                parts = (rows.count + step - 1) / step;
         int32_t through = warp_inclusive_sum(parts);
         before = through - parts, here = __shfl_sync(kAllLanes, through, 31);
         for (int32_t part = 0; part < parts; ++part)
-          experts[found + before + part] = {i, rows.begin + part * step, min(step, rows.count - part * step)};
+          experts[found + before + part] = {i, rows.begin + part * step,
+                                            min(step, rows.count - part * step)};
       } else if (rows.count) {
         experts[found + before] = {i, rows.begin, rows.count};
       }
@@ -84,11 +90,11 @@ __device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_
   return total;
 }
 
-// The weight row for row r of a tile, in the task from this column on: of gate and up, a tile has 8 gates and then
-// their ups.
+// The weight row for row r of a tile, in the task from this column on: of gate and up, a tile has 8
+// gates and then their ups.
 template <bool kDown>
-__device__ __forceinline__ int64_t weight_row(const FewRowsArgs& args, const Product& p, int32_t task_column,
-                                              int32_t tile, int32_t r) {
+__device__ __forceinline__ int64_t weight_row(const FewRowsArgs& args, const Product& p,
+                                              int32_t task_column, int32_t tile, int32_t r) {
   if (kDown) return task_column + kTileRows * tile + r;
   int64_t column = task_column + 8 * tile + r % 8;
   return args.interleaved ? 2 * column + r / 8 : r / 8 * p.columns + column;
@@ -98,10 +104,11 @@ __device__ __forceinline__ int64_t weight_row(const FewRowsArgs& args, const Pro
 template <bool kDown>
 constexpr int kColumns = kDown ? kWeightRows : kWeightRows / 2;
 
-// Adds up the sums of all warps for an expert's tokens from `first` on, and writes outputs or h. The whole block calls.
+// Adds up the sums of all warps for an expert's tokens from `first` on, and writes outputs or h.
+// The whole block calls.
 template <bool kFp8, bool kDown, int kWarps, int kTokenTiles>
-__device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Product& p, const Expert& expert,
-                                              int32_t column, int32_t first,
+__device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Product& p,
+                                              const Expert& expert, int32_t column, int32_t first,
                                               const float (&sums)[kTiles][kTokenTiles][4]) {
   constexpr int kTokens = 8 * kTokenTiles;
   __shared__ float partial[kWarps][kTokens][kWeightRows + 1];
@@ -112,9 +119,11 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) partial[warp][8 * n + 2 * t + i % 2][kTileRows * m + 8 * (i / 2) + g] = sums[m][n][i];
+      for (int i = 0; i < 4; ++i)
+        partial[warp][8 * n + 2 * t + i % 2][kTileRows * m + 8 * (i / 2) + g] = sums[m][n][i];
   __syncthreads();
-  // A thread has a column of a token, and 16 neighbouring threads the columns that share a power of two.
+  // A thread has a column of a token, and 16 neighbouring threads the columns that share a power of
+  // two.
   const int32_t outputs = min(expert.count - first, kTokens) * kColumns<kDown>;
   for (int32_t i = threadIdx.x; i < outputs; i += 32 * kWarps) {
     const int32_t here = i / kColumns<kDown>, c = i % kColumns<kDown>;
@@ -124,12 +133,14 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
       for (int w = 0; w < kWarps; ++w) sum += partial[w][here][row];
       int32_t tile = row / kTileRows;
       if (p.bias)
-        sum += to_float(p.bias[expert.index * weight_rows + weight_row<kDown>(args, p, column, tile, row % kTileRows)]);
+        sum += to_float(p.bias[expert.index * weight_rows +
+                               weight_row<kDown>(args, p, column, tile, row % kTileRows)]);
       return sum;
     };
     const int64_t row = expert.start + first + here;
     if constexpr (kDown) {
-      static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] = from_float<__nv_bfloat16>(sum_of(c));
+      static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] =
+          from_float<__nv_bfloat16>(sum_of(c));
     } else {
       int32_t gate = c / 8 * kTileRows + c % 8;
       float value = gated(sum_of(gate), sum_of(gate + 8), args.gating);
@@ -144,9 +155,11 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
         static_cast<uint8_t*>(p.out)[row * p.columns + column + c] =
             __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3);
         if (c % kExponentColumns == 0)
-          args.exponents_N[(row * p.columns + column + c) / kExponentColumns] = static_cast<uint8_t>(power);
+          args.exponents_N[(row * p.columns + column + c) / kExponentColumns] =
+              static_cast<uint8_t>(power);
       } else {
-        static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] = from_float<__nv_bfloat16>(value);
+        static_cast<__nv_bfloat16*>(p.out)[row * p.columns + column + c] =
+            from_float<__nv_bfloat16>(value);
       }
     }
   }
@@ -173,10 +186,11 @@ cudaError_t launch_both(const FewRowsArgs& args, const Launch& launch) {
   return launch(down, std::true_type{});
 }
 
-// Launches a kernel for the tasks of a product, with so many blocks at most for each multiprocessor.
+// Launches a kernel for the tasks of a product, with so many blocks at most for each
+// multiprocessor.
 template <bool kDown>
-cudaError_t launch_tasks(void (*kernel)(FewRowsArgs, Product), int64_t most, int threads, const FewRowsArgs& args,
-                         const Product& p, cudaStream_t stream) {
+cudaError_t launch_tasks(void (*kernel)(FewRowsArgs, Product), int64_t most, int threads,
+                         const FewRowsArgs& args, const Product& p, cudaStream_t stream) {
   const int64_t e = args.segments.num_local_experts;
   return launch_at_most(most, kernel, e * (p.columns / kColumns<kDown>), threads,
                         table_entries(e) * static_cast<int64_t>(sizeof(Expert)), stream, args, p);

@@ -1,12 +1,14 @@
-// Experts with few rows, weights in MXFP4: as in few_rows.cu, gate and up in one kernel and down in another. Codes
-// become bf16 in registers, scaled exactly, and are multiplied by rows in bf16, with sums in fp32; h is bf16.
+// Experts with few rows, weights in MXFP4: as in few_rows.cu, gate and up in one kernel and down in
+// another. Codes become bf16 in registers, scaled exactly, and are multiplied by rows in bf16, with
+// sums in fp32; h is bf16.
 #include "cuda/local/few_rows.cuh"
 #include "cuda/local/mxfp4.cuh"
 
 namespace epmoe::cuda {
 namespace {
 
-// A chunk is four groups of each weight row: lane 4 g + t has group t, 16 bytes, of rows g and g + 8 of each tile.
+// A chunk is four groups of each weight row: lane 4 g + t has group t, 16 bytes, of rows g and g +
+// 8 of each tile.
 constexpr int kChunkGroups = 4;
 constexpr int kGroupBytes = kMxfp4Group / 2, kGroupRowBytes = kMxfp4Group * 2;
 constexpr int kRowChunkBytes = kChunkGroups * kGroupRowBytes;
@@ -22,12 +24,13 @@ constexpr int kChunksOfStep = kTokenTiles <= 2 ? 2 : 1;
 template <bool kWeights>
 __device__ __forceinline__ uint4 load_if(bool real, const uint8_t* from) {
   uint4 four;
-#define EPMOE_LOAD_IF(kind)                                                                                    \
-  asm volatile(                                                                                                \
-      "{.reg .pred real; setp.ne.s32 real, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;" \
-      "@real ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4];}"                                                \
-      : "=&r"(four.x), "=&r"(four.y), "=&r"(four.z), "=&r"(four.w)                                             \
-      : "l"(from), "r"(static_cast<int>(real))                                                                 \
+#define EPMOE_LOAD_IF(kind)                                                                      \
+  asm volatile(                                                                                  \
+      "{.reg .pred real; setp.ne.s32 real, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; " \
+      "mov.b32 %3, 0;"                                                                           \
+      "@real ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4];}"                                  \
+      : "=&r"(four.x), "=&r"(four.y), "=&r"(four.z), "=&r"(four.w)                               \
+      : "l"(from), "r"(static_cast<int>(real))                                                   \
       : "memory")
   if constexpr (kWeights)
     EPMOE_LOAD_IF(".nc.L1::no_allocate.L2::128B");
@@ -39,9 +42,11 @@ __device__ __forceinline__ uint4 load_if(bool real, const uint8_t* from) {
 
 // sums += weights · rows for a chunk of this lane. rows: of its tokens; real: it has a group there.
 template <bool kLarge, int kTokenTiles>
-__device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4], const uint4 (&codes)[kTiles][2],
+__device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
+                                          const uint4 (&codes)[kTiles][2],
                                           const Mxfp4Scale (&scale)[kTiles][2],
-                                          const uint8_t* const (&rows)[kTokenTiles], int64_t offset, bool real) {
+                                          const uint8_t* const (&rows)[kTokenTiles], int64_t offset,
+                                          bool real) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t a[2][kTiles][4];  // of two instructions
@@ -51,16 +56,19 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-          uint32_t value = multiply_bf16x2(tiny_pair(component(codes[m][i], j), pair), scale[m][i].factor());
-          a[pair / 2][m][2 * (pair % 2) + i] = kLarge ? multiply_bf16x2(value, scale[m][i].more()) : value;
+          uint32_t value =
+              multiply_bf16x2(tiny_pair(component(codes[m][i], j), pair), scale[m][i].factor());
+          a[pair / 2][m][2 * (pair % 2) + i] =
+              kLarge ? multiply_bf16x2(value, scale[m][i].more()) : value;
         }
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       // Codes i and i + 4 of eight are a pair, so columns i and i + 4 are one.
       constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
       const uint4 eight = load_if<false>(real, rows[n] + offset + 16 * j);
-      const uint32_t b[2][2] = {{__byte_perm(eight.x, eight.z, kLow), __byte_perm(eight.x, eight.z, kHigh)},
-                                {__byte_perm(eight.y, eight.w, kLow), __byte_perm(eight.y, eight.w, kHigh)}};
+      const uint32_t b[2][2] = {
+          {__byte_perm(eight.x, eight.z, kLow), __byte_perm(eight.x, eight.z, kHigh)},
+          {__byte_perm(eight.y, eight.w, kLow), __byte_perm(eight.y, eight.w, kHigh)}};
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -77,7 +85,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
   extern __shared__ Expert experts[];
   Predecessor predecessor;
   if (!kDown) predecessor.wait();
-  // Down may read segments and weights while gate and up still run: these had waited for all that wrote them.
+  // Down may read segments and weights while gate and up still run: these had waited for all that
+  // wrote them.
   const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
   const int32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int32_t groups_of_row = static_cast<int32_t>(p.k / kMxfp4Group);
@@ -128,7 +137,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
         for (int c = 0; c < kChunks; ++c) {
           bool large = false;
 #pragma unroll
-          for (int m = 0; m < kTiles; ++m) large |= scale[c][m][0].is_large() || scale[c][m][1].is_large();
+          for (int m = 0; m < kTiles; ++m)
+            large |= scale[c][m][0].is_large() || scale[c][m][1].is_large();
           if (__any_sync(kAllLanes, large))
             add_chunk<true>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
           else
@@ -145,8 +155,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
 template <int kTokenTiles>
 cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
   return launch_both(args, [&](const Product& p, auto down) {
-    return launch_tasks<down.value>(few_rows_mxfp4<down.value, kTokenTiles>, kBlocksPerSM<kTokenTiles>, 32 * kWarps,
-                                    args, p, stream);
+    return launch_tasks<down.value>(few_rows_mxfp4<down.value, kTokenTiles>,
+                                    kBlocksPerSM<kTokenTiles>, 32 * kWarps, args, p, stream);
   });
 }
 

@@ -1,10 +1,12 @@
-// x [T, k] · weight [n, k]ᵀ in one order of sums, whatever T is: logits of a router, and the gradients of its tokens.
+// x [T, k] · weight [n, k]ᵀ in one order of sums, whatever T is: logits of a router, and the
+// gradients of its tokens.
 //
-// The k are cut into parts, whose number and length depend on k only. A sum runs through each part by itself, and then
-// over the parts, both in order. Where tiles are too few to fill the GPU, a block has one part of a tile, and a second
-// kernel adds the parts; otherwise it has all parts. Elements of 16 bits are multiplied by the tensor core, 16 of k at
-// a time. Of them up to 64 tokens take a block with a warp for each part, and many tokens are loaded ahead through
-// shared memory. Each way executes the same additions.
+// The k are cut into parts, whose number and length depend on k only. A sum runs through each part
+// by itself, and then over the parts, both in order. Where tiles are too few to fill the GPU, a
+// block has one part of a tile, and a second kernel adds the parts; otherwise it has all parts.
+// Elements of 16 bits are multiplied by the tensor core, 16 of k at a time. Of them up to 64 tokens
+// take a block with a warp for each part, and many tokens are loaded ahead through shared memory.
+// Each way executes the same additions.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mma.cuh"
@@ -19,39 +21,48 @@ constexpr int kThreads = 128, kColumns = 64;             // of a tile
 constexpr int kStep = 32;                                // of k, in shared memory at once
 constexpr int64_t kMostParts = 16, kShortestPart = 128;  // a multiple of kStep
 constexpr int kSumThreads = 256;
-constexpr int64_t kFewTokens = 64, kFewestTokens = 16;          // of 16 bits, of fp32: a tile has 8 up to so many
-constexpr int64_t kFewColumns = 16;                             // of such a tile, for elements of 16 bits
-constexpr int kStages = 4, kStage = 64, kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
+constexpr int64_t kFewTokens = 64,
+                  kFewestTokens = 16;  // of 16 bits, of fp32: a tile has 8 up to so many
+constexpr int64_t kFewColumns = 16;    // of such a tile, for elements of 16 bits
+constexpr int kStages = 4, kStage = 64,
+              kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
 
-int64_t part_length(int64_t k) { return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep); }
+int64_t part_length(int64_t k) {
+  return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep);
+}
 int32_t parts_of(int64_t k) { return static_cast<int32_t>(ceil_div(k, part_length(k))); }
 
-// Where an element lies in shared memory: the rows of one k follow one another, in an order by which eight k of four
-// rows lie in different banks. Four rows from a multiple of four stay together.
+// Where an element lies in shared memory: the rows of one k follow one another, in an order by
+// which eight k of four rows lie in different banks. Four rows from a multiple of four stay
+// together.
 __device__ __forceinline__ int place(int row, int k) { return row ^ (k % 8) << 2; }
 
 // Loads [kRows, kStep] of a matrix with rows of k elements, and zeros beyond its end.
 template <int kRows>
-__device__ __forceinline__ void load_tile(const void* matrix, int64_t rows, int64_t k, int64_t row, int64_t from,
-                                          int64_t end, float (*tile)[kColumns]) {
+__device__ __forceinline__ void load_tile(const void* matrix, int64_t rows, int64_t k, int64_t row,
+                                          int64_t from, int64_t end, float (*tile)[kColumns]) {
   int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x / 32; i < kRows; i += kThreads / 32) {  // a warp has four rows by eight k
+  for (int i = threadIdx.x / 32; i < kRows;
+       i += kThreads / 32) {  // a warp has four rows by eight k
     int r = i / 4 * 4 + lane / 8, at = i % 4 * 8 + lane % 8;
     bool real = row + r < rows && from + at < end;
-    tile[at][place(r, at)] = real ? static_cast<const float*>(matrix)[(row + r) * k + from + at] : 0.0f;
+    tile[at][place(r, at)] =
+        real ? static_cast<const float*>(matrix)[(row + r) * k + from + at] : 0.0f;
   }
 }
 
 // kPerThread: rows of x of a thread, which has four columns; a tile has 8 · kPerThread rows.
 template <int kPerThread>
 __global__ void __launch_bounds__(kThreads)
-    multiply_floats(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts) {
+    multiply_floats(const __grid_constant__ InvariantLinearArgs args, int64_t length,
+                    int32_t parts) {
   constexpr int kRows = 8 * kPerThread;
   __shared__ __align__(16) float x[kStep][kColumns], weight[kStep][kColumns];
   wait_for_predecessor();
   let_successor_start();
   const int64_t columns = ceil_div(args.n, kColumns), tiles = columns * ceil_div(args.T, kRows);
-  const int64_t tile = blockIdx.x % tiles, m = tile / columns * kRows, n = tile % columns * kColumns;
+  const int64_t tile = blockIdx.x % tiles, m = tile / columns * kRows,
+                n = tile % columns * kColumns;
   const bool all = args.parts == nullptr;
   const int first = all ? 0 : static_cast<int>(blockIdx.x / tiles);
   const int row = threadIdx.x / 16 * kPerThread, column = threadIdx.x % 16 * 4;
@@ -70,7 +81,8 @@ __global__ void __launch_bounds__(kThreads)
         if constexpr (kPerThread % 4 == 0) {
 #pragma unroll
           for (int i = 0; i < kPerThread; i += 4)
-            *reinterpret_cast<float4*>(&a[i]) = *reinterpret_cast<const float4*>(&x[k][place(row + i, k)]);
+            *reinterpret_cast<float4*>(&a[i]) =
+                *reinterpret_cast<const float4*>(&x[k][place(row + i, k)]);
         } else {
           a[0] = x[k][place(row, k)];
         }
@@ -99,7 +111,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // Eight elements of a row from `at` on, zeros from `end` on.
 template <typename T>
-__device__ __forceinline__ uint4 load_eight(const T* row, int64_t at, int64_t end, bool real, bool wide) {
+__device__ __forceinline__ uint4 load_eight(const T* row, int64_t at, int64_t end, bool real,
+                                            bool wide) {
   if (wide) return real && at < end ? *reinterpret_cast<const uint4*>(row + at) : uint4{};
   Vector<T, 8> eight = {};
 #pragma unroll
@@ -108,9 +121,10 @@ __device__ __forceinline__ uint4 load_eight(const T* row, int64_t at, int64_t en
   return *reinterpret_cast<const uint4*>(&eight);
 }
 
-// How a warp multiplies 16-bit elements. It has 16 rows of the weight as the rows of its matrix, and all rows of x of
-// its block's tile as its columns, in eights. Lane 4 g + t has rows g and g + 8 and row g of each eight, and the k from
-// 8 t on of every 32: which of them an instruction multiplies does not matter, as long as both sides agree.
+// How a warp multiplies 16-bit elements. It has 16 rows of the weight as the rows of its matrix,
+// and all rows of x of its block's tile as its columns, in eights. Lane 4 g + t has rows g and g +
+// 8 and row g of each eight, and the k from 8 t on of every 32: which of them an instruction
+// multiplies does not matter, as long as both sides agree.
 template <typename T, int kEights>
 struct WarpSums {
   float total[kEights][4] = {}, sum[kEights][4] = {};  // of all parts that ended; of this part
@@ -133,11 +147,14 @@ struct WarpSums {
 #pragma unroll
     for (int i = 0; i < kEights; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[i][j] = first ? sum[i][j] : total[i][j] + sum[i][j], sum[i][j] = 0.0f;
+      for (int j = 0; j < 4; ++j)
+        total[i][j] = first ? sum[i][j] : total[i][j] + sum[i][j], sum[i][j] = 0.0f;
   }
-  // Calls f(index in [T, n], total) for each sum of a tile that starts at row m of x and row n of the weight.
+  // Calls f(index in [T, n], total) for each sum of a tile that starts at row m of x and row n of
+  // the weight.
   template <typename F>
-  __device__ __forceinline__ void for_each(const InvariantLinearArgs& args, int64_t m, int64_t n, F&& f) const {
+  __device__ __forceinline__ void for_each(const InvariantLinearArgs& args, int64_t m, int64_t n,
+                                           F&& f) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kEights; ++i)
@@ -149,20 +166,24 @@ struct WarpSums {
   }
 };
 
-// Adds a part to the sums of a warp, whose tile starts at row m of x and row n of the weight. `wide`: rows are aligned
-// to 16 bytes.
+// Adds a part to the sums of a warp, whose tile starts at row m of x and row n of the weight.
+// `wide`: rows are aligned to 16 bytes.
 template <typename T, int kEights>
-__device__ __forceinline__ void multiply_part(WarpSums<T, kEights>& sums, const InvariantLinearArgs& args, int64_t m,
-                                              int64_t n, int64_t from, int64_t length, bool wide) {
+__device__ __forceinline__ void multiply_part(WarpSums<T, kEights>& sums,
+                                              const InvariantLinearArgs& args, int64_t m, int64_t n,
+                                              int64_t from, int64_t length, bool wide) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int64_t end = min(args.k, from + length);
 #pragma unroll 2
   for (int64_t at = from + 8 * t; at - 8 * t < end; at += 32) {
     uint4 weight[2], x[kEights];
-    auto row_of = [&](const void* matrix, int64_t row) { return static_cast<const T*>(matrix) + row * args.k; };
+    auto row_of = [&](const void* matrix, int64_t row) {
+      return static_cast<const T*>(matrix) + row * args.k;
+    };
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      weight[i] = load_eight(row_of(args.weight_nk, n + g + 8 * i), at, end, n + g + 8 * i < args.n, wide);
+      weight[i] =
+          load_eight(row_of(args.weight_nk, n + g + 8 * i), at, end, n + g + 8 * i < args.n, wide);
 #pragma unroll
     for (int i = 0; i < kEights; ++i)
       x[i] = load_eight(row_of(args.x_Tk, m + 8 * i + g), at, end, m + 8 * i + g < args.T, wide);
@@ -173,10 +194,12 @@ __device__ __forceinline__ void multiply_part(WarpSums<T, kEights>& sums, const 
 // The same tiles and parts of 16-bit elements.
 template <typename T, int kEights>
 __global__ void __launch_bounds__(kThreads)
-    multiply_halves(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts, bool wide) {
+    multiply_halves(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts,
+                    bool wide) {
   wait_for_predecessor();
   let_successor_start();
-  const int64_t columns = ceil_div(args.n, kColumns), tiles = columns * ceil_div(args.T, 8 * kEights);
+  const int64_t columns = ceil_div(args.n, kColumns),
+                tiles = columns * ceil_div(args.T, 8 * kEights);
   const int64_t tile = blockIdx.x % tiles, m = tile / columns * 8 * kEights;
   const int64_t n = tile % columns * kColumns + threadIdx.x / 32 * 16;
   const bool all = args.parts == nullptr;
@@ -194,10 +217,12 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// The same for few tokens, with a warp for each part of a tile of 8 tokens and 16 rows of the weight.
+// The same for few tokens, with a warp for each part of a tile of 8 tokens and 16 rows of the
+// weight.
 template <typename T>
 __global__ void __launch_bounds__(32 * kMostParts)
-    multiply_few(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts, bool wide) {
+    multiply_few(const __grid_constant__ InvariantLinearArgs args, int64_t length, int32_t parts,
+                 bool wide) {
   __shared__ float sums_of_parts[kMostParts][4][32];
   wait_for_predecessor();
   let_successor_start();
@@ -215,16 +240,22 @@ __global__ void __launch_bounds__(32 * kMostParts)
     for (int j = 0; j < 4; ++j) sums.sum[0][j] = sums_of_parts[part][j][lane];
     sums.end_part(part == 0);
   }
-  sums.for_each(args, m, n, [&](int64_t at, float total) { static_cast<T*>(args.out_Tn)[at] = from_float<T>(total); });
+  sums.for_each(args, m, n, [&](int64_t at, float total) {
+    static_cast<T*>(args.out_Tn)[at] = from_float<T>(total);
+  });
 }
 
-// Where 16 bytes of a row lie in a stage: a half of an even row and the same half of the next lie in different banks.
-__device__ __forceinline__ int vector_place(int row, int vector) { return row * kVectors + (vector ^ row % 2 * 4); }
+// Where 16 bytes of a row lie in a stage: a half of an even row and the same half of the next lie
+// in different banks.
+__device__ __forceinline__ int vector_place(int row, int vector) {
+  return row * kVectors + (vector ^ row % 2 * 4);
+}
 
-// Starts to copy [kRows, kStage] of a matrix with rows of k elements, aligned to 16 bytes, and zeros beyond its ends.
+// Starts to copy [kRows, kStage] of a matrix with rows of k elements, aligned to 16 bytes, and
+// zeros beyond its ends.
 template <typename T, int kRows>
-__device__ __forceinline__ void copy_rows(const void* matrix, int64_t rows, int64_t k, int64_t row, int64_t from,
-                                          uint4* stage) {
+__device__ __forceinline__ void copy_rows(const void* matrix, int64_t rows, int64_t k, int64_t row,
+                                          int64_t from, uint4* stage) {
   constexpr int kAtOnce = kThreads / kVectors;  // rows
   const int r = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
   const int64_t at = from + 8 * vector;
@@ -234,24 +265,29 @@ __device__ __forceinline__ void copy_rows(const void* matrix, int64_t rows, int6
 #pragma unroll
   for (int i = 0; i < kRows; i += kAtOnce, source += kAtOnce * k) {
     const bool real = r + i < real_rows;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(stage + i * kVectors)),
-                 "l"(real ? source : matrix), "r"(real ? 16 : 0)
-                 : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(stage + i * kVectors)),
+        "l"(real ? source : matrix), "r"(real ? 16 : 0)
+        : "memory");
   }
 }
 
-// The same with all parts in a block. Stages of 64 of k are copied into a ring in shared memory, three ahead.
+// The same with all parts in a block. Stages of 64 of k are copied into a ring in shared memory,
+// three ahead.
 template <typename T, int kEights>
 __global__ void __launch_bounds__(kThreads, 3)
     multiply_stages(const __grid_constant__ InvariantLinearArgs args, int64_t length) {
-  constexpr int kRows = 8 * kEights, kStageVectors = (kRows + kColumns) * kVectors;  // x, then the weight
+  constexpr int kRows = 8 * kEights,
+                kStageVectors = (kRows + kColumns) * kVectors;  // x, then the weight
   extern __shared__ uint4 ring[];
   wait_for_predecessor();
   let_successor_start();
   const int64_t columns = ceil_div(args.n, kColumns);
   const int64_t m = blockIdx.x / columns * kRows, n = blockIdx.x % columns * kColumns;
   const int warp_row = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  auto stage_of = [&](int64_t from) { return ring + static_cast<uint32_t>(from) / kStage % kStages * kStageVectors; };
+  auto stage_of = [&](int64_t from) {
+    return ring + static_cast<uint32_t>(from) / kStage % kStages * kStageVectors;
+  };
   auto copy = [&](int64_t from) {
     if (from < args.k) {
       uint4* stage = stage_of(from);
@@ -265,14 +301,16 @@ __global__ void __launch_bounds__(kThreads, 3)
   int64_t end = length;  // of the part
   for (int64_t from = 0; from < args.k; from += kStage) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncthreads();  // this stage has come for all threads, and all have read the last one, which is copied over
+    __syncthreads();  // this stage has come for all threads, and all have read the last one, which
+                      // is copied over
     copy(from + (kStages - 1) * kStage);
     const uint4* stage = stage_of(from);
     uint4 weight[kStage / 32][2], x[kStage / 32][kEights];
 #pragma unroll
     for (int step = 0; step < kStage / 32; ++step) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) weight[step][i] = stage[vector_place(kRows + warp_row + 8 * i + g, 4 * step + t)];
+      for (int i = 0; i < 2; ++i)
+        weight[step][i] = stage[vector_place(kRows + warp_row + 8 * i + g, 4 * step + t)];
 #pragma unroll
       for (int i = 0; i < kEights; ++i) x[step][i] = stage[vector_place(8 * i + g, 4 * step + t)];
     }
@@ -285,8 +323,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   sums.end_part(end == length);
-  sums.for_each(args, m, n + warp_row,
-                [&](int64_t at, float total) { static_cast<T*>(args.out_Tn)[at] = from_float<T>(total); });
+  sums.for_each(args, m, n + warp_row, [&](int64_t at, float total) {
+    static_cast<T*>(args.out_Tn)[at] = from_float<T>(total);
+  });
 }
 
 template <typename T>
@@ -294,7 +333,8 @@ __global__ void __launch_bounds__(kSumThreads)
     add_parts(const __grid_constant__ InvariantLinearArgs args, int32_t parts) {
   wait_for_predecessor();
   let_successor_start();
-  const int64_t count = args.T * args.n, at = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x;
+  const int64_t count = args.T * args.n,
+                at = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x;
   if (at >= count) return;
   float total = args.parts[at];
   for (int part = 1; part < parts; ++part) total += args.parts[part * count + at];
@@ -308,42 +348,52 @@ bool is_wide(const InvariantLinearArgs& args) {
 
 template <typename T, int kPerThread>
 cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
-  const int64_t length = part_length(args.k), tiles = ceil_div(args.T, 8 * kPerThread) * ceil_div(args.n, kColumns);
+  const int64_t length = part_length(args.k),
+                tiles = ceil_div(args.T, 8 * kPerThread) * ceil_div(args.n, kColumns);
   const int32_t parts = parts_of(args.k);
   const int64_t blocks = args.parts ? tiles * parts : tiles;
   cudaError_t error;
   if constexpr (sizeof(T) == 2)
-    error = launch(multiply_halves<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts, is_wide(args));
+    error = launch(multiply_halves<T, kPerThread>, blocks, kThreads, 0, stream, args, length, parts,
+                   is_wide(args));
   else
     error = launch(multiply_floats<kPerThread>, blocks, kThreads, 0, stream, args, length, parts);
   if (error || !args.parts) return error;
-  return launch(add_parts<T>, ceil_div(args.T * args.n, kSumThreads), kSumThreads, 0, stream, args, parts);
+  return launch(add_parts<T>, ceil_div(args.T * args.n, kSumThreads), kSumThreads, 0, stream, args,
+                parts);
 }
 
 template <typename T>
 cudaError_t launch_few(const InvariantLinearArgs& args, cudaStream_t stream) {
   const int64_t blocks = ceil_div(args.T, int64_t{8}) * ceil_div(args.n, kFewColumns);
   const int32_t parts = parts_of(args.k);
-  return launch(multiply_few<T>, blocks, 32 * std::max(parts, 1), 0, stream, args, part_length(args.k), parts,
-                is_wide(args));
+  return launch(multiply_few<T>, blocks, 32 * std::max(parts, 1), 0, stream, args,
+                part_length(args.k), parts, is_wide(args));
 }
 
 template <typename T, int kEights>
 cudaError_t launch_stages(const InvariantLinearArgs& args, cudaStream_t stream) {
   const int64_t blocks = ceil_div(args.T, 8 * kEights) * ceil_div(args.n, kColumns);
   constexpr int64_t kBytes = int64_t{kStages} * (8 * kEights + kColumns) * kStage * sizeof(T);
-  return launch(multiply_stages<T, kEights>, blocks, kThreads, kBytes, stream, args, part_length(args.k));
+  return launch(multiply_stages<T, kEights>, blocks, kThreads, kBytes, stream, args,
+                part_length(args.k));
 }
 
-int64_t tiles_of_64(const InvariantLinearArgs& args) { return ceil_div(args.T, 64) * ceil_div(args.n, kColumns); }
+int64_t tiles_of_64(const InvariantLinearArgs& args) {
+  return ceil_div(args.T, 64) * ceil_div(args.n, kColumns);
+}
 
-bool takes_few(const InvariantLinearArgs& args) { return args.dtype != DType::kFloat32 && args.T <= kFewTokens; }
-bool fits_stages(const InvariantLinearArgs& args) { return args.dtype != DType::kFloat32 && is_wide(args); }
+bool takes_few(const InvariantLinearArgs& args) {
+  return args.dtype != DType::kFloat32 && args.T <= kFewTokens;
+}
+bool fits_stages(const InvariantLinearArgs& args) {
+  return args.dtype != DType::kFloat32 && is_wide(args);
+}
 
 }  // namespace
 
-// Parts pass through memory in fp32, but for few tokens of 16 bits. Where stages are loaded ahead, this costs more than
-// multiprocessors that idle, as soon as half of them has a tile of 32 rows.
+// Parts pass through memory in fp32, but for few tokens of 16 bits. Where stages are loaded ahead,
+// this costs more than multiprocessors that idle, as soon as half of them has a tile of 32 rows.
 int64_t invariant_linear_parts(const InvariantLinearArgs& args) {
   Device device;
   if (takes_few(args) || current_device(device)) return 0;
@@ -363,7 +413,8 @@ cudaError_t invariant_linear(const InvariantLinearArgs& args, cudaStream_t strea
       return 2 * tiles_of_64(args) > device.multiprocessors ? launch_stages<T, 8>(args, stream)
                                                             : launch_stages<T, 4>(args, stream);
     } else {
-      return args.T <= kFewestTokens ? launch_tiles<T, 1>(args, stream) : launch_tiles<T, 8>(args, stream);
+      return args.T <= kFewestTokens ? launch_tiles<T, 1>(args, stream)
+                                     : launch_tiles<T, 8>(args, stream);
     }
   });
 }

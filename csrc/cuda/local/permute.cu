@@ -1,11 +1,12 @@
-// permute on the GPU: a stable counting sort of the pairs by local expert; then each row of x is read once and copied
-// to the expert-major rows of its pairs.
+// permute on the GPU: a stable counting sort of the pairs by local expert; then each row of x is
+// read once and copied to the expert-major rows of its pairs.
 //
-// Up to 256 slots take one kernel, permute_small. Each block counts all pairs while the loads of its chunk of x are in
-// flight. For each pair of its slot a warp counts the earlier pairs of the same expert, which gives the pair's row.
-// Then the block copies.
+// Up to 256 slots take one kernel, permute_small. Each block counts all pairs while the loads of
+// its chunk of x are in flight. For each pair of its slot a warp counts the earlier pairs of the
+// same expert, which gives the pair's row. Then the block copies.
 //
-// More slots take three kernels. Each block of the first two has a fixed number of consecutive pairs.
+// More slots take three kernels. Each block of the first two has a fixed number of consecutive
+// pairs.
 //   count_pairs   counts them by expert.
 //   assign_rows   adds up the counts of the earlier blocks, and gives each pair its row.
 //   copy_rows     copies, a chunk of a row a block.
@@ -23,14 +24,15 @@ namespace {
 constexpr int kOneKernelSlots = 256, kThreads = 512, kCopyThreads = 256;
 constexpr int kMaxSortBlocks = 128;  // of count_pairs and assign_rows
 
-// Threads of count_pairs and assign_rows. Each warp has a counter an expert in shared memory: with more than 1024
-// experts only the counters of 4 warps fit.
+// Threads of count_pairs and assign_rows. Each warp has a counter an expert in shared memory: with
+// more than 1024 experts only the counters of 4 warps fit.
 int sort_threads(int32_t experts) { return experts > 1024 ? 128 : kThreads; }
 
-// Pairs of a block of count_pairs and assign_rows: 512, or a multiple of 512 where that makes more than kMaxSortBlocks
-// blocks.
+// Pairs of a block of count_pairs and assign_rows: 512, or a multiple of 512 where that makes more
+// than kMaxSortBlocks blocks.
 int32_t pairs_per_block(int64_t pairs) {
-  return static_cast<int32_t>(std::max<int64_t>(1, ceil_div(pairs, int64_t{kThreads} * kMaxSortBlocks)) * kThreads);
+  return static_cast<int32_t>(
+      std::max<int64_t>(1, ceil_div(pairs, int64_t{kThreads} * kMaxSortBlocks)) * kThreads);
 }
 
 __device__ __forceinline__ int64_t id_of_pair(const PermuteArgs& args, int64_t slot, int32_t k) {
@@ -39,25 +41,29 @@ __device__ __forceinline__ int64_t id_of_pair(const PermuteArgs& args, int64_t s
                        : static_cast<const int32_t*>(args.ids_SK)[index];
 }
 
-// The local index of a pair's expert, -1 if the pair is not this rank's. No load depends on a branch, so that the loads
-// of several pairs overlap.
-__device__ __forceinline__ int32_t local_expert(const PermuteArgs& args, const Slots& slots, uint32_t pair) {
+// The local index of a pair's expert, -1 if the pair is not this rank's. No load depends on a
+// branch, so that the loads of several pairs overlap.
+__device__ __forceinline__ int32_t local_expert(const PermuteArgs& args, const Slots& slots,
+                                                uint32_t pair) {
   uint32_t slot = pair / args.K;
   int64_t id = id_of_pair(args, slot, pair - slot * args.K);
   int32_t local = id >= 0 && id < args.P ? args.expert_map_P[id] : -1;
   return local < args.num_local_experts && slots.is_real(slot) ? max(local, -1) : -1;
 }
 
-// The row of the expert's pair with this ordinal, -1 if it is dropped. `begin` is the expert's first row.
-__device__ __forceinline__ int32_t row_of(const PermuteArgs& args, int32_t begin, uint32_t ordinal) {
+// The row of the expert's pair with this ordinal, -1 if it is dropped. `begin` is the expert's
+// first row.
+__device__ __forceinline__ int32_t row_of(const PermuteArgs& args, int32_t begin,
+                                          uint32_t ordinal) {
   uint32_t row = begin + ordinal;
   return row < args.max_rows ? static_cast<int32_t>(row) : -1;
 }
 
-__device__ __forceinline__ void store_row_of_pair(const PermuteArgs& args, int64_t slot, int32_t k, int32_t row) {
+__device__ __forceinline__ void store_row_of_pair(const PermuteArgs& args, int64_t slot, int32_t k,
+                                                  int32_t row) {
 #if defined(EPMOE_MUTATE_SORT_GUARD)
-  // The known bug of the field: nobody writes the entries of pairs without a row, and of an id's second occurrence in a
-  // slot.
+  // The known bug of the field: nobody writes the entries of pairs without a row, and of an id's
+  // second occurrence in a slot.
   bool written = row >= 0;
   for (int32_t i = 0; i < k; ++i) written &= id_of_pair(args, slot, i) != id_of_pair(args, slot, k);
   if (!written) return;
@@ -77,11 +83,13 @@ __device__ __forceinline__ uint32_t ordinal_of(const int32_t* local_of_pair, int
 template <typename V>
 __global__ void __launch_bounds__(kThreads)
     permute_small(const __grid_constant__ PermuteArgs args, Slots slots, Chunks chunks) {
-  extern __shared__ int32_t shared[];  // Segment [e], local expert of each pair [S * K], rows of one slot [K]
+  extern __shared__ int32_t
+      shared[];  // Segment [e], local expert of each pair [S * K], rows of one slot [K]
   int32_t experts = args.num_local_experts, pairs = static_cast<int32_t>(args.S) * args.K;
   auto* segment_E = reinterpret_cast<Segment*>(shared);
   int32_t *local_of_pair = shared + 3 * experts, *rows_K = local_of_pair + pairs;
-  for (int i = threadIdx.x; i < experts; i += blockDim.x) segment_E[i].kept = 0;  // first counts pairs
+  for (int i = threadIdx.x; i < experts; i += blockDim.x)
+    segment_E[i].kept = 0;  // first counts pairs
   wait_for_predecessor();
   let_successor_start();
   RowCopy<V, 2> copy(args, chunks);
@@ -93,7 +101,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t from = threadIdx.x; from < pairs; from += kStep * kThreads) {
     int32_t local[kStep];
 #pragma unroll
-    for (int j = 0; j < kStep; ++j) local[j] = local_expert(args, slots, min(from + j * kThreads, pairs - 1));
+    for (int j = 0; j < kStep; ++j)
+      local[j] = local_expert(args, slots, min(from + j * kThreads, pairs - 1));
 #pragma unroll
     for (int j = 0; j < kStep; ++j) {
       int32_t pair = from + j * kThreads;
@@ -114,19 +123,23 @@ __global__ void __launch_bounds__(kThreads)
     if (item != blockIdx.x) copy.load(slot, item % chunks.count);
     for (int k = threadIdx.x / 32; k < args.K; k += blockDim.x / 32) {
       int32_t pair = static_cast<int32_t>(slot) * args.K + k, local = local_of_pair[pair];
-      int32_t row = local < 0 ? -1 : row_of(args, segment_E[local].begin, ordinal_of(local_of_pair, pair));
+      int32_t row =
+          local < 0 ? -1 : row_of(args, segment_E[local].begin, ordinal_of(local_of_pair, pair));
       if (threadIdx.x % 32 == 0) rows_K[k] = row;
-      if (threadIdx.x % 32 == 0 && local >= 0 && item % chunks.count == 0) store_row_of_pair(args, slot, k, row);
+      if (threadIdx.x % 32 == 0 && local >= 0 && item % chunks.count == 0)
+        store_row_of_pair(args, slot, k, row);
     }
     __syncthreads();
     copy.store(rows_K, slot, item % chunks.count);
     __syncthreads();
   }
   if (args.alignment > 1)
-    for (int i = 0; i < experts; ++i) copy.clear(segment_E[i].begin + segment_E[i].kept, segment_E[i].end);
+    for (int i = 0; i < experts; ++i)
+      copy.clear(segment_E[i].begin + segment_E[i].kept, segment_E[i].end);
 }
 
-// This warp's pairs among its block's. Their number is a multiple of 32, except at the end of all pairs.
+// This warp's pairs among its block's. Their number is a multiple of 32, except at the end of all
+// pairs.
 struct PairRange {
   int32_t begin, end;
 
@@ -138,8 +151,8 @@ struct PairRange {
 };
 
 // By the block: counts_WE[w][i] becomes the number of warp w's pairs of expert i.
-__device__ __forceinline__ void count_by_warp(const PermuteArgs& args, const Slots& slots, PairRange range,
-                                              int32_t* counts_WE) {
+__device__ __forceinline__ void count_by_warp(const PermuteArgs& args, const Slots& slots,
+                                              PairRange range, int32_t* counts_WE) {
   int32_t experts = args.num_local_experts;
   for (int i = threadIdx.x; i < blockDim.x / 32 * experts; i += blockDim.x) counts_WE[i] = 0;
   __syncthreads();
@@ -165,11 +178,14 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     assign_rows(const __grid_constant__ PermuteArgs args, Slots slots, int32_t block_pairs) {
-  extern __shared__ int32_t next_WE[];  // first the counts of each warp, then the row of its next pair, by expert
-  int32_t experts = args.num_local_experts, *counts_BE = static_cast<int32_t*>(args.workspace), before = 0;
+  extern __shared__ int32_t
+      next_WE[];  // first the counts of each warp, then the row of its next pair, by expert
+  int32_t experts = args.num_local_experts, *counts_BE = static_cast<int32_t*>(args.workspace),
+          before = 0;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   PairRange range(args, block_pairs);
-  count_by_warp(args, slots, range, next_WE);  // ids and counts_R are older than count_pairs: no need to wait
+  count_by_warp(args, slots, range,
+                next_WE);  // ids and counts_R are older than count_pairs: no need to wait
   wait_for_predecessor();
   let_successor_start();
   auto total = [&](int32_t expert) {
@@ -209,7 +225,8 @@ __global__ void __launch_bounds__(kCopyThreads)
   RowCopy<V, 4> copy(args, chunks);
   uint32_t item = blockIdx.x, count = chunks.count;
   int64_t slot = slots.real_slot(item / count);
-  if (slot >= 0) copy.load(slot, item % count);  // x and counts_R are older than count_pairs: no need to wait
+  if (slot >= 0)
+    copy.load(slot, item % count);  // x and counts_R are older than count_pairs: no need to wait
   wait_for_predecessor();
   let_successor_start();
   while (slot >= 0) {
@@ -228,21 +245,26 @@ cudaError_t launch_permute(const PermuteArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   int threads = sort_threads(args.num_local_experts);
-  int64_t pairs = args.S * args.K, vectors = args.D * itemsize(args.dtype) / static_cast<int64_t>(sizeof(V));
-  int64_t counter_bytes = static_cast<int64_t>(threads / 32) * args.num_local_experts * sizeof(int32_t);
+  int64_t pairs = args.S * args.K,
+          vectors = args.D * itemsize(args.dtype) / static_cast<int64_t>(sizeof(V));
+  int64_t counter_bytes =
+      static_cast<int64_t>(threads / 32) * args.num_local_experts * sizeof(int32_t);
   Slots slots = slots_of(args);
   if (args.S <= kOneKernelSlots) {
     int64_t wanted = device.multiprocessors / std::max<int64_t>(args.S, 1);
     Chunks chunks = chunks_of(vectors, 2 * kThreads, wanted);
     int64_t blocks = std::max<int64_t>(args.S * chunks.count, 1);
-    int64_t shared = args.num_local_experts * int64_t{sizeof(Segment)} + (pairs + args.K) * int64_t{sizeof(int32_t)};
+    int64_t shared = args.num_local_experts * int64_t{sizeof(Segment)} +
+                     (pairs + args.K) * int64_t{sizeof(int32_t)};
     return launch(permute_small<V>, blocks, kThreads, shared, stream, args, slots, chunks);
   }
   int32_t block_pairs = pairs_per_block(pairs);
   int64_t blocks = ceil_div(pairs, block_pairs);
-  if (cudaError_t error = launch(count_pairs, blocks, threads, counter_bytes, stream, args, slots, block_pairs))
+  if (cudaError_t error =
+          launch(count_pairs, blocks, threads, counter_bytes, stream, args, slots, block_pairs))
     return error;
-  if (cudaError_t error = launch(assign_rows, blocks, threads, counter_bytes, stream, args, slots, block_pairs))
+  if (cudaError_t error =
+          launch(assign_rows, blocks, threads, counter_bytes, stream, args, slots, block_pairs))
     return error;
   Chunks chunks = chunks_of(vectors, kCopyThreads * 4, 1);
   int64_t items = args.S * chunks.count;
@@ -256,12 +278,14 @@ cudaError_t launch_permute(const PermuteArgs& args, cudaStream_t stream) {
 
 int64_t permute_workspace_bytes(int64_t S, int32_t K, int32_t num_local_experts) {
   if (S <= kOneKernelSlots) return 0;
-  return ceil_div(S * K, pairs_per_block(S * K)) * num_local_experts * static_cast<int64_t>(sizeof(int32_t));
+  return ceil_div(S * K, pairs_per_block(S * K)) * num_local_experts *
+         static_cast<int64_t>(sizeof(int32_t));
 }
 
 cudaError_t permute(const PermuteArgs& args, cudaStream_t stream) {
   if (args.S * args.K > INT32_MAX / 2 || args.alignment > INT32_MAX) return cudaErrorInvalidValue;
-  bool wide = is_aligned(args.x_SD, args.x_stride_bytes) && is_aligned(args.rows_ND, args.D * itemsize(args.dtype));
+  bool wide = is_aligned(args.x_SD, args.x_stride_bytes) &&
+              is_aligned(args.rows_ND, args.D * itemsize(args.dtype));
   return wide ? launch_permute<uint4>(args, stream) : launch_permute<unsigned char>(args, stream);
 }
 

@@ -1,5 +1,5 @@
-// Padding and fp8 on the GPU. Rows at and past the number of tokens are stale memory: the kernels make them zeros, and
-// they never count in an amax.
+// Padding and fp8 on the GPU. Rows at and past the number of tokens are stale memory: the kernels
+// make them zeros, and they never count in an amax.
 #include "args.h"
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
@@ -17,7 +17,9 @@ __global__ void __launch_bounds__(kThreads) clear_rows(const __grid_constant__ P
   let_successor_start();
   for (int64_t t = real_tokens(args) + blockIdx.x; t < args.T; t += gridDim.x) {
     V* row = reinterpret_cast<V*>(static_cast<char*>(args.x_TD) + t * args.stride_bytes);
-    for (int64_t i = threadIdx.x; i < args.row_bytes / static_cast<int64_t>(sizeof(V)); i += kThreads) row[i] = V{};
+    for (int64_t i = threadIdx.x; i < args.row_bytes / static_cast<int64_t>(sizeof(V));
+         i += kThreads)
+      row[i] = V{};
   }
 }
 
@@ -28,8 +30,8 @@ struct WarpBlock {
   int count;         // of this lane's elements, 0 past the end of the row
   float value[kPerLane];
 
-  __device__ __forceinline__ WarpBlock(const QuantizeArgs& args, int64_t index, int64_t blocks, int64_t real,
-                                       bool wide) {
+  __device__ __forceinline__ WarpBlock(const QuantizeArgs& args, int64_t index, int64_t blocks,
+                                       int64_t real, bool wide) {
     int64_t block = index % blocks;
     t = index / blocks;
     first = block * kScaleBlock + threadIdx.x % 32 * kPerLane;
@@ -40,13 +42,15 @@ struct WarpBlock {
       to_floats(*reinterpret_cast<const Vector<T, kPerLane>*>(row + first), value);
     } else {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) value[i] = present && i < count ? to_float(row[first + i]) : 0.0f;
+      for (int i = 0; i < kPerLane; ++i)
+        value[i] = present && i < count ? to_float(row[first + i]) : 0.0f;
     }
   }
 
   __device__ __forceinline__ float largest() const { return warp_max(finite_amax(value)); }
 
-  __device__ __forceinline__ void store(const QuantizeArgs& args, int64_t row_bytes, float scale, bool wide) const {
+  __device__ __forceinline__ void store(const QuantizeArgs& args, int64_t row_bytes, float scale,
+                                        bool wide) const {
     auto* out = static_cast<uint8_t*>(args.q_TD) + t * row_bytes + first;
     Fp8Registers<kPerLane> q = to_fp8(value, scale);
     if (wide && count == kPerLane) {
@@ -72,12 +76,14 @@ __global__ void __launch_bounds__(kThreads)
   block.store(args, row_bytes, scale, wide);
   if (threadIdx.x % 32) return;
   if constexpr (kPacked)
-    reinterpret_cast<float*>(static_cast<char*>(args.q_TD) + block.t * row_bytes + args.D)[index % blocks] = scale;
+    reinterpret_cast<float*>(static_cast<char*>(args.q_TD) + block.t * row_bytes +
+                             args.D)[index % blocks] = scale;
   else
     args.scales_TB[index] = scale;
 }
 
-// The largest magnitude of all real rows, into args.largest, which starts as 0. Nonnegative floats order as their bits.
+// The largest magnitude of all real rows, into args.largest, which starts as 0. Nonnegative floats
+// order as their bits.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     find_largest(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
@@ -108,7 +114,8 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t zero_padding_rows(const PaddingArgs& args, cudaStream_t stream) {
   if (args.row_bytes == 0) return cudaSuccess;
   bool wide = is_aligned(args.x_TD, args.stride_bytes) && args.row_bytes % 16 == 0;
-  return launch_at_most(8, wide ? clear_rows<uint4> : clear_rows<unsigned char>, args.T, kThreads, 0, stream, args);
+  return launch_at_most(8, wide ? clear_rows<uint4> : clear_rows<unsigned char>, args.T, kThreads,
+                        0, stream, args);
 }
 
 cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
@@ -120,13 +127,17 @@ cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
                 reinterpret_cast<uintptr_t>(args.x_TD) % (kPerLane * sizeof(T)) == 0;
     int64_t blocks = ceil_div(args.D, kScaleBlock), grid = ceil_div(args.T * blocks, kWarps);
     if (args.block)
-      return grid ? launch(args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>, grid, kThreads, 0,
-                           stream, args, blocks, wide)
+      return grid ? launch(args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>,
+                           grid, kThreads, 0, stream, args, blocks, wide)
                   : cudaSuccess;
-    if (cudaError_t error = cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), stream)) return error;
+    if (cudaError_t error = cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), stream))
+      return error;
     int64_t readers = std::clamp<int64_t>(grid, 1, 8 * device.multiprocessors);
-    if (cudaError_t error = launch(find_largest<T>, readers, kThreads, 0, stream, args, blocks, wide)) return error;
-    return launch(quantize_tensor<T>, std::max<int64_t>(grid, 1), kThreads, 0, stream, args, blocks, wide);
+    if (cudaError_t error =
+            launch(find_largest<T>, readers, kThreads, 0, stream, args, blocks, wide))
+      return error;
+    return launch(quantize_tensor<T>, std::max<int64_t>(grid, 1), kThreads, 0, stream, args, blocks,
+                  wide);
   });
 }
 

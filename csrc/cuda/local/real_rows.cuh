@@ -1,5 +1,5 @@
-// The expert-major rows that pairs have filled, numbered without the gaps between segments. Only the device knows them;
-// the rows of the buffer may be a thousand times as many.
+// The expert-major rows that pairs have filled, numbered without the gaps between segments. Only
+// the device knows them; the rows of the buffer may be a thousand times as many.
 #pragma once
 #include "args.h"
 #include "cuda/device/scan.cuh"
@@ -12,8 +12,10 @@ struct SegmentRows {
 };
 
 // What the segments say of an expert, clamped to rows below N.
-__device__ __forceinline__ SegmentRows rows_of_expert(const Segments& segments, int64_t N, int32_t expert) {
-  int32_t last = static_cast<int32_t>(N), begin = min(max(segments.expert_offsets[expert], 0), last);
+__device__ __forceinline__ SegmentRows rows_of_expert(const Segments& segments, int64_t N,
+                                                      int32_t expert) {
+  int32_t last = static_cast<int32_t>(N),
+          begin = min(max(segments.expert_offsets[expert], 0), last);
   int32_t count = min(max(segments.expert_offsets[expert + 1], begin), last) - begin;
   if (segments.tokens_per_expert) count = min(max(segments.tokens_per_expert[expert], 0), count);
   return {begin, count};
@@ -26,7 +28,9 @@ class RealRows {
     int32_t expert, t;  // t: its place among all rows
   };
 
-  static int64_t shared_bytes(int32_t experts) { return (2 * int64_t{experts} + 1) * sizeof(int32_t); }
+  static int64_t shared_bytes(int32_t experts) {
+    return (2 * int64_t{experts} + 1) * sizeof(int32_t);
+  }
 
   // Reads the segments, so call it after wait_for_predecessor().
   __device__ __forceinline__ RealRows(const Segments& segments, int64_t N, int32_t* shared)
@@ -50,7 +54,8 @@ class RealRows {
 
  private:
   int32_t experts_;
-  int32_t *first_, *begin_;  // of each expert: rows of the experts before, and the start of its segment
+  int32_t *first_,
+      *begin_;  // of each expert: rows of the experts before, and the start of its segment
 };
 
 }  // namespace epmoe::cuda

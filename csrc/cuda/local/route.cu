@@ -1,10 +1,11 @@
-// route on the GPU: one kernel takes each row from logits to K experts, with one warp a row. This is the warp path, for
-// E up to 1024 that is a power of two or a multiple of 64; route_general.cu has every other E.
+// route on the GPU: one kernel takes each row from logits to K experts, with one warp a row. This
+// is the warp path, for E up to 1024 that is a power of two or a multiple of 64; route_general.cu
+// has every other E.
 //
-// Each lane sorts its N consecutive experts once, in registers. Then each choice is one reduction over the heads of the
-// lanes, and the lane that wins removes its head. Keys order as integers whatever the bits of the logits, and a chosen
-// expert is removed, so that none is chosen twice. Weights are computed for the K chosen experts only; the sum of a
-// softmax needs all experts.
+// Each lane sorts its N consecutive experts once, in registers. Then each choice is one reduction
+// over the heads of the lanes, and the lane that wins removes its head. Keys order as integers
+// whatever the bits of the logits, and a chosen expert is removed, so that none is chosen twice.
+// Weights are computed for the K chosen experts only; the sum of a softmax needs all experts.
 #include "cuda/device/launch.cuh"
 #include "cuda/local/candidate.cuh"
 #include "cuda/local/route.cuh"
@@ -34,11 +35,13 @@ __device__ __forceinline__ float lesser(float a, float b) {
   return result;
 }
 
-// Group-limited choice: returns whether this lane's experts belong to one of the best groups. 2^lane_bits neighbouring
-// lanes hold a group. The value of a group is the sum of its two best values (floats, with a bias), or its best key.
-// The lanes of a group share the comparisons with other groups.
+// Group-limited choice: returns whether this lane's experts belong to one of the best groups.
+// 2^lane_bits neighbouring lanes hold a group. The value of a group is the sum of its two best
+// values (floats, with a bias), or its best key. The lanes of a group share the comparisons with
+// other groups.
 template <int N, typename Value>
-__device__ __forceinline__ bool in_top_groups(const RouteArgs& args, const Value (&v)[N], int lane, int lane_bits) {
+__device__ __forceinline__ bool in_top_groups(const RouteArgs& args, const Value (&v)[N], int lane,
+                                              int lane_bits) {
   constexpr bool kSum = std::is_same_v<Value, float>;
   Value first = v[0], second = kSum ? -INFINITY : 0;
 #pragma unroll
@@ -49,7 +52,8 @@ __device__ __forceinline__ bool in_top_groups(const RouteArgs& args, const Value
   int lanes = 1 << lane_bits;
   for (int offset = 1; offset < lanes; offset *= 2) {
     Value other = __shfl_xor_sync(kAllLanes, first, offset);
-    if constexpr (kSum) second = max(lesser(first, other), max(second, __shfl_xor_sync(kAllLanes, second, offset)));
+    if constexpr (kSum)
+      second = max(lesser(first, other), max(second, __shfl_xor_sync(kAllLanes, second, offset)));
     first = max(first, other);
   }
   uint32_t value;
@@ -62,7 +66,8 @@ __device__ __forceinline__ bool in_top_groups(const RouteArgs& args, const Value
     int g = base + (lane & (lanes - 1));
     uint32_t other = __shfl_sync(kAllLanes, value, g << lane_bits);
     bool is_better = g < args.num_groups && (other > value || (other == value && g < mine));
-    better += __popc(__ballot_sync(kAllLanes, is_better) >> (mine << lane_bits) & ((1u << lanes) - 1));
+    better +=
+        __popc(__ballot_sync(kAllLanes, is_better) >> (mine << lane_bits) & ((1u << lanes) - 1));
   }
   return better < args.top_groups;
 }
@@ -77,11 +82,11 @@ struct alignas(16) SharedSpread : SharedChoice {
   float values[16 * N];
 };
 
-// The choice by values with a bias. `spread` holds if at most 16 lanes can be kept: their values then first spread over
-// all 32 lanes, in order.
+// The choice by values with a bias. `spread` holds if at most 16 lanes can be kept: their values
+// then first spread over all 32 lanes, in order.
 template <int N>
-__device__ __forceinline__ uint32_t choose_value(const float (&value)[N], uint32_t first, bool kept, bool spread, int K,
-                                                 SharedSpread<N>& shared) {
+__device__ __forceinline__ uint32_t choose_value(const float (&value)[N], uint32_t first, bool kept,
+                                                 bool spread, int K, SharedSpread<N>& shared) {
   if (!spread) {
     Wide candidate[N];
     make_candidates(value, first, candidate);
@@ -107,29 +112,35 @@ __device__ __forceinline__ uint32_t choose_value(const float (&value)[N], uint32
     return choose(candidate, kept, K, shared.chosen);
   }
 }
-__device__ __forceinline__ uint32_t choose_value(const float (&value)[1], uint32_t first, bool kept, bool, int K,
-                                                 SharedChoice& shared) {
+__device__ __forceinline__ uint32_t choose_value(const float (&value)[1], uint32_t first, bool kept,
+                                                 bool, int K, SharedChoice& shared) {
   return choose_small(value, first, kept, K, shared.chosen);
 }
 
-// Blocks that must fit on a multiprocessor: 16 blocks of 4 warps where the registers suffice. Then the kernel can start
-// while the last rows of its predecessor are in flight.
+// Blocks that must fit on a multiprocessor: 16 blocks of 4 warps where the registers suffice. Then
+// the kernel can start while the last rows of its predecessor are in flight.
 template <typename Logit, bool kBias, int N>
 constexpr int kBlocks = N < 8 || (N == 8 && (kBias || sizeof(Logit) == 2)) ? 64 / kRouteWarps : 1;
 
-// kSigmoid matters with a bias only: it saves registers there. Without a bias the logits decide for either scoring.
+// kSigmoid matters with a bias only: it saves registers there. Without a bias the logits decide for
+// either scoring.
 template <typename Logit, typename Candidate, bool kBias, bool kSigmoid, int N>
 __global__ void __launch_bounds__(kRouteWarps * 32, kBlocks<Logit, kBias, N>)
     route_rows(const __grid_constant__ RouteArgs args, int32_t num_rows, int lane_bits) {
-  __shared__ std::conditional_t<kBias && (N > 1), SharedSpread<N>, SharedChoice> shared[kRouteWarps];
+  __shared__ std::conditional_t<kBias && (N > 1), SharedSpread<N>, SharedChoice>
+      shared[kRouteWarps];
   wait_for_predecessor();
   let_successor_start();
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = lane * N, t = blockIdx.x * kRouteWarps + warp;
-  auto* logits = static_cast<const Logit*>(args.logits_TE) + min(t, static_cast<int>(args.T) - 1) * args.logits_stride;
-  bool active = first < args.E, sanitised = false;  // an inactive lane reads the first experts and takes no part
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = lane * N,
+      t = blockIdx.x * kRouteWarps + warp;
+  auto* logits = static_cast<const Logit*>(args.logits_TE) +
+                 min(t, static_cast<int>(args.T) - 1) * args.logits_stride;
+  bool active = first < args.E,
+       sanitised = false;  // an inactive lane reads the first experts and takes no part
   Logit raw[N];
   float bias[N], logit[N];
-  load_vectors(logits + (active ? first : 0), raw);  // also in a padded row: the loads do not wait for num_tokens
+  load_vectors(logits + (active ? first : 0),
+               raw);  // also in a padded row: the loads do not wait for num_tokens
   if constexpr (kBias) load_vectors(args.bias_E + (active ? first : 0), bias);
   int32_t real = real_rows(args, num_rows);
   if (t < real) {
@@ -154,10 +165,12 @@ __global__ void __launch_bounds__(kRouteWarps * 32, kBlocks<Logit, kBias, N>)
         row.largest = warp_max(largest);
 #pragma unroll
         for (int i = 0; i < N; ++i)
-          row.sum += kBias ? exp_of_number(logit[i] - row.largest) : fast_exp(logit[i] - row.largest);
+          row.sum +=
+              kBias ? exp_of_number(logit[i] - row.largest) : fast_exp(logit[i] - row.largest);
         row.sum = warp_sum(active ? row.sum : 0.0f);
         // Without a bias the sum is NaN where any logit is NaN or +Inf, or all are -Inf.
-        row.defined = kBias ? is_finite(row.largest) && !__any_sync(kAllLanes, has_nan) : is_finite(row.sum);
+        row.defined =
+            kBias ? is_finite(row.largest) && !__any_sync(kAllLanes, has_nan) : is_finite(row.sum);
         sanitised = !row.defined;
 #pragma unroll
         for (int i = 0; i < N; ++i)
@@ -170,7 +183,8 @@ __global__ void __launch_bounds__(kRouteWarps * 32, kBlocks<Logit, kBias, N>)
     uint32_t id;
     if constexpr (kBias) {
       if (args.num_groups > 1) kept = in_top_groups(args, value, lane, lane_bits) && active;
-      id = choose_value(value, first, kept, 2 * args.top_groups <= args.num_groups, args.K, shared[warp]);
+      id = choose_value(value, first, kept, 2 * args.top_groups <= args.num_groups, args.K,
+                        shared[warp]);
     } else {
       Candidate candidate[N];
       make_candidates(raw, first, candidate);
@@ -206,18 +220,20 @@ cudaError_t launch_warp(const RouteArgs& args, cudaStream_t stream) {
     return run(route_rows<Logit, Wide, false, false, N>);
 }
 
-// Whether the warp path takes this call: it reads whole vectors, a group must be a power of two of lanes, and other
-// numbers of scores per group are left to route_general.cu.
+// Whether the warp path takes this call: it reads whole vectors, a group must be a power of two of
+// lanes, and other numbers of scores per group are left to route_general.cu.
 template <typename Logit>
 bool suits_warp(const RouteArgs& args, int N) {
-  int64_t vector = std::min<int64_t>(N, kPerVector<Logit>) * sizeof(Logit), bias = std::min(N, 4) * sizeof(float);
+  int64_t vector = std::min<int64_t>(N, kPerVector<Logit>) * sizeof(Logit),
+          bias = std::min(N, 4) * sizeof(float);
   bool aligned = reinterpret_cast<uintptr_t>(args.logits_TE) % vector == 0 &&
                  reinterpret_cast<uintptr_t>(args.bias_E) % bias == 0 &&
                  args.logits_stride * static_cast<int64_t>(sizeof(Logit)) % vector == 0;
   int32_t group = args.E / args.num_groups, lanes = group / N;
-  int32_t count = args.bias_E && group > 1 ? 2 : 1;  // scores by which in_top_groups() rates a group
-  bool grouped =
-      args.num_groups == 1 || (group % N == 0 && (lanes & (lanes - 1)) == 0 && args.scores_per_group == count);
+  int32_t count =
+      args.bias_E && group > 1 ? 2 : 1;  // scores by which in_top_groups() rates a group
+  bool grouped = args.num_groups == 1 ||
+                 (group % N == 0 && (lanes & (lanes - 1)) == 0 && args.scores_per_group == count);
   bool regular = (args.E & (args.E - 1)) == 0 || args.E % 64 == 0;
   return regular && aligned && grouped;
 }
@@ -237,7 +253,8 @@ cudaError_t launch_lanes(const RouteArgs& args, cudaStream_t stream) {
 cudaError_t route(const RouteArgs& args, cudaStream_t stream) {
   if (args.T == 0) return cudaSuccess;
   if (args.T > INT32_MAX || args.K > kMaxTopK) return cudaErrorInvalidValue;
-  return visit(args.dtype, [&](auto type) { return launch_lanes<decltype(type), 1>(args, stream); });
+  return visit(args.dtype,
+               [&](auto type) { return launch_lanes<decltype(type), 1>(args, stream); });
 }
 
 }  // namespace epmoe::cuda

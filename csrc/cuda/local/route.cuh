@@ -1,4 +1,5 @@
-// What both paths of route share: the scores of a row's experts, and the output of the choice. One warp has one row.
+// What both paths of route share: the scores of a row's experts, and the output of the choice. One
+// warp has one row.
 #pragma once
 #include "args.h"
 #include "cuda/device/common.cuh"
@@ -39,16 +40,19 @@ __device__ __forceinline__ float softmax_score(const Row& row, float logit) {
   return __fdividef(defined ? power : 0.0f, defined ? row.sum : 1.0f);
 }
 
-// Clamp a lane's logits to [low, high] and convert them to floats; NaN becomes `low`. Both bounds are exact in 16 bits,
-// so that 16-bit logits are clamped two at a time.
+// Clamp a lane's logits to [low, high] and convert them to floats; NaN becomes `low`. Both bounds
+// are exact in 16 bits, so that 16-bit logits are clamped two at a time.
 __device__ __forceinline__ __half2 clamp_two(__half a, __half b, float low, float high) {
   return __hmin2(__hmax2(__halves2half2(a, b), __float2half2_rn(low)), __float2half2_rn(high));
 }
-__device__ __forceinline__ __nv_bfloat162 clamp_two(__nv_bfloat16 a, __nv_bfloat16 b, float low, float high) {
-  return __hmin2(__hmax2(__halves2bfloat162(a, b), __float2bfloat162_rn(low)), __float2bfloat162_rn(high));
+__device__ __forceinline__ __nv_bfloat162 clamp_two(__nv_bfloat16 a, __nv_bfloat16 b, float low,
+                                                    float high) {
+  return __hmin2(__hmax2(__halves2bfloat162(a, b), __float2bfloat162_rn(low)),
+                 __float2bfloat162_rn(high));
 }
 template <typename Logit, int N>
-__device__ __forceinline__ void clamp_logits(const Logit (&raw)[N], float low, float high, float (&out)[N]) {
+__device__ __forceinline__ void clamp_logits(const Logit (&raw)[N], float low, float high,
+                                             float (&out)[N]) {
   if constexpr (sizeof(Logit) == 2 && N > 1) {
     Vector<Logit, N> clamped;
 #pragma unroll
@@ -71,7 +75,8 @@ __device__ __forceinline__ int32_t real_rows(const RouteArgs& args, int32_t num_
 }
 
 // Lane k < K writes the k-th choice. In a padded row `id` is E and `weight` is 0.
-__device__ __forceinline__ void write_choice(const RouteArgs& args, int32_t t, int lane, uint32_t id, float weight) {
+__device__ __forceinline__ void write_choice(const RouteArgs& args, int32_t t, int lane,
+                                             uint32_t id, float weight) {
   if (lane >= args.K) return;
   int64_t index = int64_t{t} * args.K + lane;
   if (args.wide_ids)
@@ -81,22 +86,25 @@ __device__ __forceinline__ void write_choice(const RouteArgs& args, int32_t t, i
   args.weights_TK[index] = weight;
 }
 
-// Computes the weight of the k-th choice in lane k and writes both. It reads the logit again, which lies in L1.
+// Computes the weight of the k-th choice in lane k and writes both. It reads the logit again, which
+// lies in L1.
 template <bool kClamp, typename Logit>
-__device__ __forceinline__ void finish_row(const RouteArgs& args, const Row& row, const Logit* logits, int32_t t,
-                                           int lane, uint32_t id) {
+__device__ __forceinline__ void finish_row(const RouteArgs& args, const Row& row,
+                                           const Logit* logits, int32_t t, int lane, uint32_t id) {
   float logit = to_float(logits[lane < args.K ? id : 0]);
   float weight = args.sigmoid ? sigmoid_score<kClamp>(logit) : softmax_score<kClamp>(row, logit);
   if (args.renormalize) {
     float sum = lane < args.K ? weight : 0.0f;
-    for (int offset = 1; offset < args.K; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    for (int offset = 1; offset < args.K; offset *= 2)
+      sum += __shfl_xor_sync(kAllLanes, sum, offset);
     sum += args.epsilon;
     weight = sum == 0.0f ? weight : __fdividef(weight, sum);
   }
   write_choice(args, t, lane, id, weight * args.scale);
 }
 
-// Adds the block's rows to the health counters, by one atomic: a batch of poisoned rows takes as long as a clean one.
+// Adds the block's rows to the health counters, by one atomic: a batch of poisoned rows takes as
+// long as a clean one.
 __device__ __forceinline__ void count_rows(const RouteArgs& args, int32_t real, bool sanitised) {
   if (!args.counters) return;
   int rows = __syncthreads_count(sanitised && threadIdx.x % 32 == 0);

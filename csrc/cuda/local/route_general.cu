@@ -1,5 +1,6 @@
-// route for any number of experts. The keys of a row lie in shared memory. Each choice is a reduction over the lanes'
-// best keys; the lane that wins removes the expert and searches its keys again.
+// route for any number of experts. The keys of a row lie in shared memory. Each choice is a
+// reduction over the lanes' best keys; the lane that wins removes the expert and searches its keys
+// again.
 #include "cuda/device/launch.cuh"
 #include "cuda/local/route.cuh"
 #include "cuda/stages.h"
@@ -36,8 +37,8 @@ __device__ __forceinline__ uint32_t take_best(uint32_t* keys, int n, int lane, B
   return id;
 }
 
-// The sum of the `count` best of these scores, best first. `score` makes a score of a key; equal keys have equal
-// scores.
+// The sum of the `count` best of these scores, best first. `score` makes a score of a key; equal
+// keys have equal scores.
 template <typename Score>
 __device__ float sum_of_best(const uint32_t* keys, int size, int count, Score score) {
   float sum = 0.0f;
@@ -60,7 +61,8 @@ __device__ float sum_of_best(const uint32_t* keys, int size, int count, Score sc
 
 // Sets the keys of all experts outside the best groups to 0. `score` is that of sum_of_best().
 template <typename Score>
-__device__ void drop_groups(const RouteArgs& args, uint32_t* keys, uint32_t* group_keys, int lane, Score score) {
+__device__ void drop_groups(const RouteArgs& args, uint32_t* keys, uint32_t* group_keys, int lane,
+                            Score score) {
   int size = args.E / args.num_groups;
   for (int g = lane; g < args.num_groups; g += 32) {
     uint32_t first = 0, second = 0;
@@ -84,7 +86,8 @@ __device__ void drop_groups(const RouteArgs& args, uint32_t* keys, uint32_t* gro
 
 template <typename Logit>
 __global__ void route_rows(const __grid_constant__ RouteArgs args, int32_t num_rows) {
-  extern __shared__ uint32_t shared[];  // a warp's part: the keys of the experts, then of the groups
+  extern __shared__ uint32_t
+      shared[];  // a warp's part: the keys of the experts, then of the groups
   wait_for_predecessor();
   let_successor_start();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -108,7 +111,8 @@ __global__ void route_rows(const __grid_constant__ RouteArgs args, int32_t num_r
     if (!args.sigmoid) {
       row.largest = warp_max(largest);
       double sum = 0.0;  // a lane adds up to 128 terms
-      for (int i = lane; i < args.E; i += 32) sum += exp_of_number(to_float(logits[i]) - row.largest);
+      for (int i = lane; i < args.E; i += 32)
+        sum += exp_of_number(to_float(logits[i]) - row.largest);
       row.sum = warp_sum(static_cast<float>(sum));
       row.defined = !sanitised && is_finite(row.largest);
       sanitised = !row.defined;
@@ -144,8 +148,8 @@ cudaError_t route_general(const RouteArgs& args, cudaStream_t stream) {
   int64_t row_bytes = (static_cast<int64_t>(args.E) + args.num_groups) * sizeof(uint32_t);
   int64_t warps = std::clamp<int64_t>((48 << 10) / row_bytes, 1, kRouteWarps);
   return visit(args.dtype, [&](auto type) {
-    return launch(route_rows<decltype(type)>, ceil_div(args.T, warps), static_cast<int>(warps * 32), warps * row_bytes,
-                  stream, args, clamped_rows(args));
+    return launch(route_rows<decltype(type)>, ceil_div(args.T, warps), static_cast<int>(warps * 32),
+                  warps * row_bytes, stream, args, clamped_rows(args));
   });
 }
 

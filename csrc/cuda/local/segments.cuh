@@ -21,15 +21,16 @@ __device__ __forceinline__ int64_t block_inclusive_sum(int64_t value) {
 }
 
 struct Segment {
-  int32_t begin, kept, end;  // rows [begin, begin + kept) belong to the expert, rows [begin + kept, end) are a gap
+  int32_t begin, kept,
+      end;  // rows [begin, begin + kept) belong to the expert, rows [begin + kept, end) are a gap
 };
 
-// Lays out the segments one after the other, with one thread an expert. `total(expert)` returns the number of its
-// pairs; `emit(expert, segment)` takes the result. If `writes_outputs`, it also writes expert_offsets,
-// tokens_per_expert, `needed` and the counter of dropped pairs.
+// Lays out the segments one after the other, with one thread an expert. `total(expert)` returns the
+// number of its pairs; `emit(expert, segment)` takes the result. If `writes_outputs`, it also
+// writes expert_offsets, tokens_per_expert, `needed` and the counter of dropped pairs.
 template <typename Total, typename Emit>
-__device__ __forceinline__ void lay_out_segments(const PermuteArgs& args, bool writes_outputs, Total&& total,
-                                                 Emit&& emit) {
+__device__ __forceinline__ void lay_out_segments(const PermuteArgs& args, bool writes_outputs,
+                                                 Total&& total, Emit&& emit) {
   __shared__ int64_t carry;
   int32_t experts = args.num_local_experts;
   int64_t begin_of_tile = 0;

@@ -1,4 +1,5 @@
-// Rows of fp8 with their scales behind them, as values again: what training makes of rows that have arrived.
+// Rows of fp8 with their scales behind them, as values again: what training makes of rows that have
+// arrived.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/local/real_rows.cuh"
@@ -11,9 +12,11 @@ namespace {
 constexpr int kThreads = 256, kBlocksPerSM = 4;
 constexpr int kInFlight = 4;  // vectors that a thread loads at once
 
-// A block has a row at a time. A thread loads the elements of a store of 16 bytes, which share a scale.
+// A block has a row at a time. A thread loads the elements of a store of 16 bytes, which share a
+// scale.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSM) unpack_rows(const __grid_constant__ UnpackArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM)
+    unpack_rows(const __grid_constant__ UnpackArgs args) {
   extern __shared__ int32_t table[];
   wait_for_predecessor();
   let_successor_start();

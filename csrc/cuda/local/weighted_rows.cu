@@ -1,4 +1,5 @@
-// The gradients of rows times their weights, on the GPU. Each element is read once. Rows of gaps are not read.
+// The gradients of rows times their weights, on the GPU. Each element is read once. Rows of gaps
+// are not read.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/local/real_rows.cuh"
@@ -10,8 +11,8 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 4;
 constexpr int kInFlight = 4;  // vectors of each matrix that a thread loads at once
 
-// A team, the whole block or a warp, has a row at a time, and each of its threads every kTeam-th vector. So the
-// gradient of the row's weight is a sum in an order that does not change.
+// A team, the whole block or a warp, has a row at a time, and each of its threads every kTeam-th
+// vector. So the gradient of the row's weight is a sum in an order that does not change.
 template <typename T, int kCount, int kTeam>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     weighted_rows_backward(const __grid_constant__ WeightedRowsArgs args) {
@@ -23,15 +24,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   using Part = Vector<T, kCount>;
   constexpr int kTeams = kThreads / kTeam, kStep = kTeam * kCount;
   int turn = 0;
-  for (uint32_t n = blockIdx.x * kTeams + threadIdx.x / kTeam; n < rows.count(); n += gridDim.x * kTeams, turn ^= 1) {
+  for (uint32_t n = blockIdx.x * kTeams + threadIdx.x / kTeam; n < rows.count();
+       n += gridDim.x * kTeams, turn ^= 1) {
     auto [expert, place] = rows[n];
     int64_t t = place;
     float sum = 0.0f;
-    if (!args.tokens_per_expert || place - args.segments.expert_offsets[expert] < args.tokens_per_expert[expert]) {
+    if (!args.tokens_per_expert ||
+        place - args.segments.expert_offsets[expert] < args.tokens_per_expert[expert]) {
       T* grad = static_cast<T*>(args.grad_ND) + t * args.D;
       auto* factors = static_cast<const T*>(args.rows_ND) + t * args.rows_stride;
       float weight = args.row_weights_N ? args.row_weights_N[t] : 1.0f;
-      for (int64_t first = threadIdx.x % kTeam * kCount; first < args.D; first += kInFlight * kStep) {
+      for (int64_t first = threadIdx.x % kTeam * kCount; first < args.D;
+           first += kInFlight * kStep) {
         Part grads[kInFlight], others[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
@@ -49,7 +53,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
           to_floats(others[i], factor);
           Part out;
 #pragma unroll
-          for (int j = 0; j < kCount; ++j) sum += by[j] * factor[j], out.at[j] = from_float<T>(by[j] * weight);
+          for (int j = 0; j < kCount; ++j)
+            sum += by[j] * factor[j], out.at[j] = from_float<T>(by[j] * weight);
           if (args.row_weights_N) *reinterpret_cast<Part*>(grad + at) = out;
         }
       }
@@ -74,7 +79,8 @@ cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t st
     constexpr int kWide = kPerVector<T>;
     bool wide = args.D % kWide == 0 && is_aligned(args.grad_ND, 0) &&
                 is_aligned(args.rows_ND, args.rows_stride * static_cast<int64_t>(sizeof(T)));
-    bool whole = wide && args.D >= kThreads * kWide;  // then every thread of a block has a vector of the row
+    bool whole =
+        wide && args.D >= kThreads * kWide;  // then every thread of a block has a vector of the row
     auto* kernel = whole  ? weighted_rows_backward<T, kWide, kThreads>
                    : wide ? weighted_rows_backward<T, kWide, 32>
                           : weighted_rows_backward<T, 1, 32>;

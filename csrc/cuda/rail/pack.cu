@@ -1,6 +1,7 @@
 // rail_pack on the GPU, in two kernels.
-//   assign_slots   One block for each node. It gives the tokens that need the node their slots, in token order.
-//   copy_tokens    One block for each token. It reads the row once and writes it to the token's slot in each slab. fp8
+//   assign_slots   One block for each node. It gives the tokens that need the node their slots, in
+//   token order. copy_tokens    One block for each token. It reads the row once and writes it to
+//   the token's slot in each slab. fp8
 //                  is made on the way. Then its warps empty the slots that no token uses.
 // Nothing depends on the order of atomics, except in counters, which are sums.
 #include "cuda/device/launch.cuh"
@@ -15,7 +16,8 @@ namespace {
 
 constexpr int kSlotThreads = 32 * kMaxWarps, kCopyThreads = 256;
 
-__device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t, const RoutedPair& pair) {
+__device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t,
+                                            const RoutedPair& pair) {
   return physical(pair, args.E, args.copies, [&](int32_t expert) {
     return copy_in_turn(args.copies_EC, args.copies_E, args.copies, args.rank, t, expert);
   });
@@ -38,7 +40,8 @@ __device__ __forceinline__ int32_t pairs_on(const RailPackArgs& args, int64_t t,
   return found;
 }
 
-__global__ void __launch_bounds__(kSlotThreads) assign_slots(const __grid_constant__ RailPackArgs args) {
+__global__ void __launch_bounds__(kSlotThreads)
+    assign_slots(const __grid_constant__ RailPackArgs args) {
   __shared__ int64_t more;
   wait_for_predecessor();
   let_successor_start();
@@ -50,13 +53,15 @@ __global__ void __launch_bounds__(kSlotThreads) assign_slots(const __grid_consta
     int32_t pairs = t < tokens ? pairs_on(args, t, node) : 0;
     int64_t sum = block_inclusive_sum(pairs > 0), slot = wanted + sum - 1;
     bool fits = pairs > 0 && slot < args.slab_rows;
-    if (t < args.T) args.slots_by_node[t * args.num_nodes + node] = fits ? static_cast<int32_t>(slot) : -1;
+    if (t < args.T)
+      args.slots_by_node[t * args.num_nodes + node] = fits ? static_cast<int32_t>(slot) : -1;
     if (!fits) dropped += pairs;
     if (threadIdx.x == kSlotThreads - 1) more = sum;
     __syncthreads();
     wanted += more;
   }
-  if (dropped) atomicAdd(reinterpret_cast<unsigned long long*>(args.counters) + kDroppedPairs, dropped);
+  if (dropped)
+    atomicAdd(reinterpret_cast<unsigned long long*>(args.counters) + kDroppedPairs, dropped);
   if (threadIdx.x) return;
   int64_t rows = min(wanted, args.slab_rows);
   args.rows_by_node[node] = static_cast<int32_t>(rows);
@@ -70,14 +75,16 @@ __device__ __forceinline__ char* slot_at(const RailPackArgs& args, int64_t node,
   return (node == args.node ? args.own : args.sent) + (first + slot) * args.slot.bytes;
 }
 
-__device__ __forceinline__ void write_pair(const RailPackArgs& args, char* slot, int32_t k, int32_t id, float weight) {
+__device__ __forceinline__ void write_pair(const RailPackArgs& args, char* slot, int32_t k,
+                                           int32_t id, float weight) {
   reinterpret_cast<int32_t*>(slot + args.slot.ids)[k] = id;
   reinterpret_cast<float*>(slot + args.slot.weights)[k] = weight;
 }
 
-// One warp, a pair a lane, writes the ids and weights of token t into its slots, and counts what is wrong with its
-// pairs. Returns how many slots the token has; `slots` are their addresses.
-__device__ __forceinline__ int32_t write_pairs(const RailPackArgs& args, int64_t t, bool real, char** slots) {
+// One warp, a pair a lane, writes the ids and weights of token t into its slots, and counts what is
+// wrong with its pairs. Returns how many slots the token has; `slots` are their addresses.
+__device__ __forceinline__ int32_t write_pairs(const RailPackArgs& args, int64_t t, bool real,
+                                               char** slots) {
   int32_t lane = threadIdx.x % 32;
   uint32_t lower = (1u << lane) - 1;
   RoutedPair pair(args, t, lane, lane < args.K);
@@ -85,21 +92,25 @@ __device__ __forceinline__ int32_t write_pairs(const RailPackArgs& args, int64_t
   int32_t p = physical(args, t, pair), node = p < 0 ? -1 : args.node_of_P[p];
   int32_t slot = node < 0 ? -1 : args.slots_by_node[t * args.num_nodes + node];
   char* at = slot < 0 || slot >= args.slab_rows ? nullptr : slot_at(args, node, slot);
-  uint32_t same = __match_any_sync(kAllLanes, node), first = __ballot_sync(kAllLanes, at && !(same & lower));
+  uint32_t same = __match_any_sync(kAllLanes, node),
+           first = __ballot_sync(kAllLanes, at && !(same & lower));
   if (at && !(same & lower)) slots[__popc(first & lower)] = at;
   __syncwarp();
   int32_t local = p < 0 ? -1 : args.node_local_P[p];
   for (uint32_t left = first, n = 0; left; left &= left - 1, ++n) {
     bool here = node == __shfl_sync(kAllLanes, node, __ffs(left) - 1);
-    if (lane < args.K) write_pair(args, slots[n], lane, here ? local : -1, here ? pair.weight : 0.0f);
+    if (lane < args.K)
+      write_pair(args, slots[n], lane, here ? local : -1, here ? pair.weight : 0.0f);
   }
   return __popc(first);
 }
 
 // The block copies a row as it is, 16 bytes a thread and access.
-__device__ __forceinline__ void copy_row(const RailPackArgs& args, int64_t t, char* const* slots, int32_t count) {
+__device__ __forceinline__ void copy_row(const RailPackArgs& args, int64_t t, char* const* slots,
+                                         int32_t count) {
   constexpr int kInFlight = 4;
-  auto* row = reinterpret_cast<const uint4*>(static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes);
+  auto* row =
+      reinterpret_cast<const uint4*>(static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes);
   auto vectors = static_cast<int32_t>(args.D * itemsize(args.dtype) / sizeof(uint4));
   for (int32_t begin = threadIdx.x; begin < vectors; begin += kInFlight * kCopyThreads) {
     uint4 held[kInFlight];
@@ -109,20 +120,25 @@ __device__ __forceinline__ void copy_row(const RailPackArgs& args, int64_t t, ch
     for (int32_t n = 0; n < count; ++n)
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j)
-        if (begin + j * kCopyThreads < vectors) reinterpret_cast<uint4*>(slots[n])[begin + j * kCopyThreads] = held[j];
+        if (begin + j * kCopyThreads < vectors)
+          reinterpret_cast<uint4*>(slots[n])[begin + j * kCopyThreads] = held[j];
   }
   auto blocks = args.scales_TB ? static_cast<int32_t>(wire_scales(args.format, args.D)) : 0;
   for (int32_t i = threadIdx.x; i < blocks; i += kCopyThreads) {
     float scale = args.scales_TB[t * args.scales_stride + i];
-    for (int32_t n = 0; n < count; ++n) reinterpret_cast<float*>(slots[n] + args.slot.scales)[i] = scale;
+    for (int32_t n = 0; n < count; ++n)
+      reinterpret_cast<float*>(slots[n] + args.slot.scales)[i] = scale;
   }
 }
 
 // The block quantizes a row. kLanes lanes of a warp share a scale.
 template <WireFormat kFormat, typename Source>
-__device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t, char* const* slots, int32_t count) {
-  auto* row = reinterpret_cast<const Source*>(static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes);
-  constexpr int kBlock = wire(kFormat).block, kPerLane = kBlock > 128 ? kBlock / 32 : 4, kLanes = kBlock / kPerLane;
+__device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t,
+                                             char* const* slots, int32_t count) {
+  auto* row = reinterpret_cast<const Source*>(static_cast<const char*>(args.x_TD) +
+                                              t * args.x_stride_bytes);
+  constexpr int kBlock = wire(kFormat).block, kPerLane = kBlock > 128 ? kBlock / 32 : 4,
+                kLanes = kBlock / kPerLane;
   constexpr int kScales = 32 / kLanes;  // of a warp
   auto parts = static_cast<int32_t>((args.D + (kScales - 1) * kBlock) / (kScales * kBlock));
   int32_t lane = threadIdx.x % 32;
@@ -131,10 +147,12 @@ __device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t
     bool inside = kScales == 1 || first < args.D;
     float value[kPerLane] = {};
     if (inside) to_floats(*reinterpret_cast<const Vector<Source, kPerLane>*>(row + first), value);
-    float scale = kLanes == 32 ? scale_for(warp_max(finite_amax(value))) : block_scale<kPerLane, kLanes>(value);
+    float scale = kLanes == 32 ? scale_for(warp_max(finite_amax(value)))
+                               : block_scale<kPerLane, kLanes>(value);
     WireRegisters<kFormat, kPerLane> packed = quantized<kFormat>(value, scale);
     for (int32_t n = 0; n < count && inside; ++n) {
-      *reinterpret_cast<WireRegisters<kFormat, kPerLane>*>(slots[n] + wire(kFormat).row_bytes(first, 0)) = packed;
+      *reinterpret_cast<WireRegisters<kFormat, kPerLane>*>(
+          slots[n] + wire(kFormat).row_bytes(first, 0)) = packed;
       if (lane % kLanes == 0)
         reinterpret_cast<float*>(slots[n] + args.slot.scales)[i * kScales + lane / kLanes] = scale;
     }
@@ -144,7 +162,8 @@ __device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t
 // Slots that no token uses have no experts, and the first slot says what the call is.
 __device__ __forceinline__ void complete_slabs(const RailPackArgs& args) {
   constexpr uint32_t kWarps = kCopyThreads / 32;
-  auto slab_rows = static_cast<uint32_t>(args.slab_rows), all = static_cast<uint32_t>(args.num_nodes) * slab_rows;
+  auto slab_rows = static_cast<uint32_t>(args.slab_rows),
+       all = static_cast<uint32_t>(args.num_nodes) * slab_rows;
   for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < all; i += gridDim.x * kWarps) {
     uint32_t node = i / slab_rows, slot = i % slab_rows, k = threadIdx.x % 32;
     if (slot >= static_cast<uint32_t>(args.rows_by_node[node]) && k < args.K)
@@ -153,12 +172,14 @@ __device__ __forceinline__ void complete_slabs(const RailPackArgs& args) {
   if (blockIdx.x) return;
   for (int64_t node = threadIdx.x; node < args.num_nodes; node += kCopyThreads)
     *reinterpret_cast<RailTag*>(slot_at(args, node, 0) + args.slot.tag) = {
-        static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
+        static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8,
+        args.epoch};
 }
 
 // Source: the dtype that becomes kFormat; void where rows travel as they are.
 template <WireFormat kFormat, typename Source>
-__global__ void __launch_bounds__(kCopyThreads) copy_tokens(const __grid_constant__ RailPackArgs args) {
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_tokens(const __grid_constant__ RailPackArgs args) {
   __shared__ char* slots[kMaxTopK];
   __shared__ int32_t count;
   wait_for_predecessor();
@@ -199,7 +220,8 @@ cudaError_t load_rail_pack() {
     for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3}) {
       RailPackArgs args{};
       args.dtype = dtype, args.format = format;
-      if (cudaError_t error = with_variant(args, [](auto* kernel) { return load(kernel); })) return error;
+      if (cudaError_t error = with_variant(args, [](auto* kernel) { return load(kernel); }))
+        return error;
     }
   return cudaSuccess;
 }
@@ -207,10 +229,12 @@ cudaError_t load_rail_pack() {
 cudaError_t rail_pack(const RailPackArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  if (cudaError_t error = launch(assign_slots, args.num_nodes, kSlotThreads, 0, stream, args)) return error;
+  if (cudaError_t error = launch(assign_slots, args.num_nodes, kSlotThreads, 0, stream, args))
+    return error;
   int64_t items = std::max(args.T, ceil_div(args.num_nodes * args.slab_rows, kCopyThreads / 32));
   int64_t blocks = std::clamp<int64_t>(items, 1, 16 * device.multiprocessors);
-  return with_variant(args, [&](auto* kernel) { return launch(kernel, blocks, kCopyThreads, 0, stream, args); });
+  return with_variant(
+      args, [&](auto* kernel) { return launch(kernel, blocks, kCopyThreads, 0, stream, args); });
 }
 
 }  // namespace epmoe::cuda

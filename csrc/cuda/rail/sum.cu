@@ -1,5 +1,6 @@
-// rail_sum on the GPU: a thread sums 16 bytes of one token over the nodes, in their order and in fp32; one element
-// where rows are not aligned to 16 bytes. It issues the loads of up to kInFlight rows before the first addition.
+// rail_sum on the GPU: a thread sums 16 bytes of one token over the nodes, in their order and in
+// fp32; one element where rows are not aligned to 16 bytes. It issues the loads of up to kInFlight
+// rows before the first addition.
 #include "cuda/device/launch.cuh"
 #include "cuda/rail/slabs.cuh"
 #include "cuda/stages.h"
@@ -21,7 +22,8 @@ __device__ __forceinline__ const T* partial_row(const RailSumArgs& args, int64_t
 
 template <typename T>
 __device__ __forceinline__ const T* shuffled(const T* pointer, int lane) {
-  return reinterpret_cast<const T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
+  return reinterpret_cast<const T*>(
+      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
 template <typename T, int kWidth>
@@ -35,9 +37,12 @@ __global__ void __launch_bounds__(kMaxThreads)
     failed |= static_cast<const volatile int64_t*>(args.missed_G)[g] != 0;
   for (int64_t m = threadIdx.x; args.latched && m < args.num_nodes; m += blockDim.x)
     if (m != args.node)
-      failed |= is_void(static_cast<const T*>(args.returned) + first_slot(args.slab_rows, args.node, m) * args.D);
+      failed |= is_void(static_cast<const T*>(args.returned) +
+                        first_slot(args.slab_rows, args.node, m) * args.D);
   failed = __syncthreads_or(failed);
-  if (failed && threadIdx.x == 0) {  // the host may know of no failure: a report of the node came behind all its waits
+  if (failed &&
+      threadIdx.x ==
+          0) {  // the host may know of no failure: a report of the node came behind all its waits
     *args.latched = 1;
     volatile int64_t& noticed = *args.noticed;
     if (!noticed) noticed = kZeroSums;
@@ -57,7 +62,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
         for (int j = 0; j < kInFlight; ++j) {
           row[j] = shuffled(mine, m + j);
-          if (active && row[j]) loaded[j] = load_past_l1(reinterpret_cast<const Values*>(row[j]) + index);
+          if (active && row[j])
+            loaded[j] = load_past_l1(reinterpret_cast<const Values*>(row[j]) + index);
         }
 #pragma unroll
         for (int j = 0; j < kInFlight; ++j) {
@@ -69,7 +75,8 @@ __global__ void __launch_bounds__(kMaxThreads)
         }
       }
     }
-    if (active) reinterpret_cast<Values*>(static_cast<T*>(args.y_TD) + t * args.D)[index] = rounded<T>(sum);
+    if (active)
+      reinterpret_cast<Values*>(static_cast<T*>(args.y_TD) + t * args.D)[index] = rounded<T>(sum);
   }
 }
 
@@ -77,11 +84,14 @@ template <typename T, int kWidth>
 cudaError_t launch_sum(const RailSumArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  int64_t vectors = args.D / kWidth, chunks = ceil_div(vectors, kMaxThreads), items = args.T * chunks;
-  if (items == 0 && !args.latched) return cudaSuccess;  // without a token, a rank learns of failures all the same
+  int64_t vectors = args.D / kWidth, chunks = ceil_div(vectors, kMaxThreads),
+          items = args.T * chunks;
+  if (items == 0 && !args.latched)
+    return cudaSuccess;  // without a token, a rank learns of failures all the same
   auto threads = static_cast<int>(ceil_div(ceil_div(vectors, chunks), 32) * 32);
   int64_t blocks = std::clamp<int64_t>(items, 1, 32 * device.multiprocessors);
-  return launch(sum_slabs<T, kWidth>, blocks, threads, 0, stream, args, static_cast<int32_t>(chunks), items);
+  return launch(sum_slabs<T, kWidth>, blocks, threads, 0, stream, args,
+                static_cast<int32_t>(chunks), items);
 }
 
 }  // namespace
@@ -101,8 +111,8 @@ cudaError_t load_rail_sum() {
 
 cudaError_t rail_sum(const RailSumArgs& args, cudaStream_t stream) {
   int64_t row_bytes = args.D * itemsize(args.dtype);
-  bool wide =
-      is_aligned(args.own, row_bytes) && is_aligned(args.returned, row_bytes) && is_aligned(args.y_TD, row_bytes);
+  bool wide = is_aligned(args.own, row_bytes) && is_aligned(args.returned, row_bytes) &&
+              is_aligned(args.y_TD, row_bytes);
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     return wide ? launch_sum<T, kPerVector<T>>(args, stream) : launch_sum<T, 1>(args, stream);

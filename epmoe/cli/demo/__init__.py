@@ -1,1 +1,3 @@
-"""`epmoe run --model`: models of transformers generate text over all ranks, compared with a single process."""
+"""`epmoe run --model`: models of transformers generate text over all ranks, compared with a single
+process.
+"""

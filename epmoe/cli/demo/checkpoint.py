@@ -1,4 +1,6 @@
-"""Local checkpoints for `epmoe run --model PATH`: whether they can run, before anything is loaded; their tokenizer."""
+"""Local checkpoints for `epmoe run --model PATH`: whether they can run, before anything is loaded;
+their tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ Decode = Callable[[list[int]], str]
 
 
 def check(folder: Path, config: EPConfig) -> None:
-    """Raise UserError, in one sentence, if the checkpoint in `folder` cannot run as `config` says; reads config.json.
+    """Raise UserError, in one sentence, if the checkpoint in `folder` cannot run as `config` says;
+    reads config.json.
 
-    Every rank holds its share of the weights, in fp32; or all of them where transformers cannot spread them.
+    Every rank holds its share of the weights, in fp32; or all of them where transformers cannot
+    spread them.
     """
     logging.set_verbosity_error()
     if not (folder / "config.json").is_file() or not [*folder.glob("*.safetensors")]:
@@ -32,30 +36,53 @@ def check(folder: Path, config: EPConfig) -> None:
             model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except Exception as error:  # transformers raises whatever a wrong value leads to
         text = " ".join(str(error).split())
-        raise UserError(f"`--model` {folder}: transformers cannot make the model: {text[:200]}") from None
-    ranks, architecture = config.topology.ep_size, type(model).__name__
-    numbers = {module.num_experts for name, module in model.named_modules() if _are_experts(name, module)}
+        raise UserError(
+            f"`--model` {folder}: transformers cannot make the model: {text[:200]}"
+        ) from None
+    ranks = config.topology.ep_size
+    architecture = type(model).__name__
+    numbers = {
+        module.num_experts for name, module in model.named_modules() if _are_experts(name, module)
+    }
     if not numbers:
-        raise UserError(f"`--model` {folder}: {architecture} has no experts that transformers can spread over ranks")
+        raise UserError(
+            f"`--model` {folder}: {architecture} has no experts that transformers can spread over "
+            "ranks"
+        )
     if len(numbers) > 1 or any(number % ranks for number in numbers):
-        raise UserError(f"`--model` {folder}: its experts must divide evenly over {ranks} ranks, got {sorted(numbers)}")
+        raise UserError(
+            f"`--model` {folder}: its experts must divide evenly over {ranks} ranks, got "
+            f"{sorted(numbers)}"
+        )
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
     needed *= 1 if getattr(model, "ep_plan", None) else ranks
     if config.exchange.transport != "nvlink" and needed > (available := available_memory_bytes()):
         raise UserError(
-            f"`--model` {folder}: {architecture} needs {human_bytes(needed)} in fp32, and this machine has "
+            f"`--model` {folder}: {architecture} needs {human_bytes(needed)} in fp32, and this "
+            "machine has "
             f"{human_bytes(available)} available"
         )
 
 
 def tokenizer_of(folder: Path, vocabulary: int) -> tuple[Encode, Decode]:
-    """The functions of the tokenizer in `folder`. Without one, ids are bytes of the text, and are shown as numbers."""
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    """The functions of the tokenizer in `folder`. Without one, ids are bytes of the text, and are
+    shown as numbers.
+    """
+    if any(
+        (folder / name).exists()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return tokenizer.encode, tokenizer.decode
-    return lambda text: [byte % vocabulary for byte in text.encode()], lambda ids: " ".join(map(str, ids))
+    return lambda text: [byte % vocabulary for byte in text.encode()], lambda ids: " ".join(
+        map(str, ids)
+    )
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
     """Whether transformers lets another function compute this module, as `epmoe` does."""
-    return name.rpartition(".")[2] == "experts" and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+    return (
+        name.rpartition(".")[2] == "experts"
+        and hasattr(module, "has_gate")
+        and hasattr(module, "num_experts")
+    )

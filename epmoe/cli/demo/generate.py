@@ -1,4 +1,5 @@
-"""A model of transformers whose experts are spread over the ranks, compared with the same model in a single process.
+"""A model of transformers whose experts are spread over the ranks, compared with the same model in
+a single process.
 
 Models are tiny ones with random weights, or local checkpoints.
 """
@@ -30,7 +31,8 @@ from epmoe.group.peers import Peers
 
 PROMPTS = (
     "The mixture of experts sends every token to",
-    "Once upon a time, in a village at the foot of the mountains, there lived an old clockmaker who",
+    "Once upon a time, in a village at the foot of the mountains, "
+    "there lived an old clockmaker who",
     "A fox",
     "To bake good bread you need flour, water, salt, yeast and above all",
     "When the train left the station the rain had already stopped, and over the river",
@@ -46,12 +48,14 @@ _RANDOM = "Weights are random and the model is tiny: the words have no meaning, 
 
 
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
-    """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
+    """Generate greedily from this rank's prompt, in a single process and with the experts spread
+    over all ranks.
 
-    `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process group calls it with the
-    same arguments; without torch.distributed, a single process does. Models are fp32, on GPUs if the group has NCCL,
-    otherwise on the CPU. The ranks take turns with the single process, so that one is in memory at a time. Every
-    `ExpertParallel` of the integration is closed before and after the run. Raises ValueError for an unknown `name`.
+    `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process
+    group calls it with the same arguments; without torch.distributed, a single process does. Models
+    are fp32, on GPUs if the group has NCCL, otherwise on the CPU. The ranks take turns with the
+    single process, so that one is in memory at a time. Every `ExpertParallel` of the integration is
+    closed before and after the run. Raises ValueError for an unknown `name`.
     """
     if name not in MODELS and not Path(name).is_dir():
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
@@ -61,7 +65,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
-    alone, clock = StageClock(device), StageClock(device)
+    alone = StageClock(device)
+    clock = StageClock(device)
     with saved_model(name, seed=seed) if name in MODELS else nullcontext(name) as path:
         encode, decode = _tokenizer(name, path)
         ids = torch.tensor([encode(prompt)], device=device)
@@ -74,7 +79,9 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
                 del single
             _ranks().all_gather(None)
         spread = _load_distributed(path, size, device)
-    _ranks().all_gather(None)  # otherwise the first stage would include waiting for the slowest to load
+    _ranks().all_gather(
+        None
+    )  # otherwise the first stage would include waiting for the slowest to load
     integration.configure(clock=clock.now)
     with clock.watch(spread):
         got, got_logits = generate(spread, ids, max_new_tokens, synced_gpus=size > 1)
@@ -99,7 +106,9 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     of_ranks = _ranks().all_gather(mine)
     by_rank: dict[str, list[Any]] = {key: [one[key] for one in of_ranks] for key in mine}
     error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
-    limit = LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
+    limit = (
+        LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
+    )
     same = all(by_rank["equal"])
     experts = config.model.num_experts
     placement = Placement.build(experts, size)
@@ -147,7 +156,10 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     printable = [chr(code) for code in range(33, 127)]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<pad>"], initial_alphabet=printable, show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>"],
+        initial_alphabet=printable,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(PROMPTS, trainer)
     return tokenizer
@@ -155,12 +167,18 @@ def make_tokenizer() -> Tokenizer:
 
 @contextmanager
 def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[str]:
-    """The folder of a new checkpoint of model `name`; all ranks, which must be on one machine, get the same folder."""
+    """The folder of a new checkpoint of model `name`; all ranks, which must be on one machine, get
+    the same folder.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(name, **MODELS[name]), dtype=dtype
+        )
         for key, tensor in model.state_dict().items():
-            if key.endswith("bias"):  # initialised to zeros, which would hide a bias that is left out
+            if key.endswith(
+                "bias"
+            ):  # initialised to zeros, which would hide a bias that is left out
                 tensor.normal_(std=0.1)
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = _ranks().all_gather(folder)[0]
@@ -171,30 +189,42 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
 
 
 def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
-    """The model in `path` on `device`, with its experts spread over `size` ranks; each rank brings its own batch.
+    """The model in `path` on `device`, with its experts spread over `size` ranks; each rank brings
+    its own batch.
 
-    A rank holds its share of the expert weights. It holds all of them where transformers has no EP implementations
-    yet, or would choose another device: with a DistributedConfig it takes the accelerator, if there is one.
+    A rank holds its share of the expert weights. It holds all of them where transformers has no EP
+    implementations yet, or would choose another device: with a DistributedConfig it takes the
+    accelerator, if there is one.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if size == 1 or device != (accelerator.type if accelerator else "cpu") or not hasattr(integration, "EpmoeEP"):
+    if (
+        size == 1
+        or device != (accelerator.type if accelerator else "cpu")
+        or not hasattr(integration, "EpmoeEP")
+    ):
         return _load(path, experts_implementation="epmoe").to(device)
     parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
     return _load(path, distributed_config=parallel)
 
 
 def _load(path: str, **options: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True, **options)
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, **options
+    )
 
 
 def generate(
     model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each step."""
+    """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each
+    step.
+    """
     # min_new_tokens: also past the end of a text, so that runs can be compared
     lengths = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     returned = {"output_logits": True, "return_dict_in_generate": True}
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths | returned | options)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths | returned | options
+    )
     return output.sequences[0, ids.shape[1] :], torch.cat(output.logits)
 
 

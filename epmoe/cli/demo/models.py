@@ -1,4 +1,6 @@
-"""`epmoe run --model`: real architectures of transformers generate text, compared with a single process."""
+"""`epmoe run --model`: real architectures of transformers generate text, compared with a single
+process.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,35 @@ NAMES = (*MODELS, "all")
 
 
 def check_models(config: EPConfig, names: Sequence[str]) -> None:
-    """Raise UserError unless each of `names` is one of `NAMES` or a folder with a checkpoint that fits this machine."""
+    """Raise UserError unless each of `names` is one of `NAMES` or a folder with a checkpoint that
+    fits this machine.
+    """
     require("transformers", "`--model`")
     for name in names:
         if name in NAMES:
             continue
         if not Path(name).is_dir():
-            raise UserError(f"`--model` {name!r} is not one of {', '.join(NAMES)}, nor a folder with a checkpoint")
+            raise UserError(
+                f"`--model` {name!r} is not one of {', '.join(NAMES)}, nor a folder with a "
+                "checkpoint"
+            )
         from epmoe.cli.demo import checkpoint
 
         checkpoint.check(Path(name), config)
 
 
 def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) -> list[Result]:
-    """Run each model over all ranks and print its result; the Results are the same on every rank."""
+    """Run each model over all ranks and print its result; the Results are the same on
+    every rank.
+    """
     require("transformers", "`--model`")
     try:
         from epmoe.cli.demo.generate import run_model
         from epmoe.integrations.transformers import configure
     except ImportError as error:
-        raise UserError(f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})") from None
+        raise UserError(
+            f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})"
+        ) from None
     chosen = [name for name in MODELS if name in names or "all" in names]
     checkpoints = [name for name in dict.fromkeys(names) if name not in NAMES]
     exchange = config.exchange
@@ -47,19 +58,25 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
     )
     console.print(
         "Each model generates text twice: in one process, then with its experts spread over "
-        f"{config.topology.ep_size} processes, which exchange tokens through epmoe. The check is that both runs "
+        f"{config.topology.ep_size} processes, which exchange tokens through epmoe. The check is "
+        "that both runs "
         "generate the same tokens."
     )
     if chosen:
         console.print(
-            f"[bold]{', '.join(chosen)}: the weights are random and the models tiny[/] (3 layers, hidden size 96, 24 "
+            f"[bold]{', '.join(chosen)}: the weights are random and the models tiny[/] (3 layers, "
+            "hidden size 96, 24 "
             "experts). The words mean nothing; --model FOLDER runs a checkpoint of your own."
         )
     console.print()
     results = []
     for number, name in enumerate([*chosen, *checkpoints], start=1):
-        console.rule(f"[bold]{Path(name).resolve().name}[/] ({number} of {len(chosen) + len(checkpoints)})")
-        with console.status(f"generating {steps} tokens in one process, then on {config.topology.ep_size} ranks"):
+        console.rule(
+            f"[bold]{Path(name).resolve().name}[/] ({number} of {len(chosen) + len(checkpoints)})"
+        )
+        with console.status(
+            f"generating {steps} tokens in one process, then on {config.topology.ep_size} ranks"
+        ):
             results.append(run_model(name, max_new_tokens=steps, seed=seed))
         show(results[-1])
     summarise(results)

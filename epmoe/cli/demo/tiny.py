@@ -22,7 +22,12 @@ _SHAPE = {
     "eos_token_id": None,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**_SHAPE, "num_experts": 24, "num_experts_per_tok": 8, "moe_intermediate_size": 48},
+    "qwen3_moe": {
+        **_SHAPE,
+        "num_experts": 24,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 48,
+    },
     "mixtral": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 2},
     "deepseek_v3": {
         **_SHAPE,

@@ -1,10 +1,12 @@
 """epmoe in SGLang: a plugin that carries tokens in place of DeepEP, in the backend `deepep_v2`.
 
-SGLang finds `register` by the entry point `sglang.srt.plugins`. The plugin acts only where EPMOE_SGLANG chooses it: 1
-for the exchange, "layer" for the exchange and `GroupedExperts` in place of SGLang's DeepGEMM runner, and {"live": {…}}
-for such experts that move, with keys of `Balancer` and of `placement`.
+SGLang finds `register` by the entry point `sglang.srt.plugins`. The plugin acts only where
+EPMOE_SGLANG chooses it: 1 for the exchange, "layer" for the exchange and `GroupedExperts` in place
+of SGLang's DeepGEMM runner, and {"live": {…}} for such experts that move, with keys of `Balancer`
+and of `placement`.
 
-    EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 --moe-a2a-backend deepep_v2
+    EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 --moe-a2a-backend
+    deepep_v2
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ def register() -> None:
     if chosen not in ("", "0", "1", "layer"):
         with suppress(ValueError):
             live = json.loads(chosen)
-        if not isinstance(live, dict) or live.keys() != {"live"} or not isinstance(live := live["live"], dict):
+        if (
+            not isinstance(live, dict)
+            or live.keys() != {"live"}
+            or not isinstance(live := live["live"], dict)
+        ):
             forms = '0, 1, layer or {"live": {"every": 1000}}'
             raise ValueError(f"environment variable {VARIABLE} must be {forms}, got {chosen!r}")
     if chosen not in ("", "0"):

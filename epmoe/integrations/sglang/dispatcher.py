@@ -1,9 +1,11 @@
 """SGLang's dispatcher of `--moe-a2a-backend deepep_v2`, in place of DeepEP's.
 
-    x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e] ─ SGLang's DeepGEMM runner ─▶ rows [n,D] ─ combine ─▶ y [T,D]
+    x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e] ─ SGLang's DeepGEMM runner ─▶ rows [n,D] ─
+    combine ─▶ y [T,D]
 
-SGLang makes a dispatcher for each MoE layer. All dispatchers with the same shapes share one `ExpertParallel`, which the
-first of them makes while the model is built: before memory is measured for the KV cache, and before any CUDA graph.
+SGLang makes a dispatcher for each MoE layer. All dispatchers with the same shapes share one
+`ExpertParallel`, which the first of them makes while the model is built: before memory is measured
+for the KV cache, and before any CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from epmoe.service import ExpertParallel
 
 try:
     import sglang.srt.layers.moe.fused_moe_triton.layer  # noqa: F401 - before its dispatchers, which import one another
-    from sglang.srt.eplb.expert_location import ExpertLocationMetadata, get_global_expert_location_metadata
+    from sglang.srt.eplb.expert_location import (
+        ExpertLocationMetadata,
+        get_global_expert_location_metadata,
+    )
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
     from sglang.srt.layers.moe.token_dispatcher import deepep_v2
     from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInput
@@ -37,7 +42,8 @@ try:
     from sglang.srt.runtime_context import get_exec, get_parallel
 except ImportError as error:
     raise ImportError(
-        f"epmoe.integrations.sglang needs SGLang 0.5.23, with its plugins and its DeepEP v2 backend: {error}"
+        "epmoe.integrations.sglang needs SGLang 0.5.23, with its plugins and its DeepEP v2 "
+        f"backend: {error}"
     ) from error
 
 __all__ = ["EpmoeDispatcher", "close", "create_dispatcher", "poll", "register_hooks"]
@@ -45,8 +51,9 @@ __all__ = ["EpmoeDispatcher", "close", "create_dispatcher", "poll", "register_ho
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128  # rows; of DeepGEMM's contiguous layout
-# SGLang may compile DeepGEMM's kernels in the first round, for up to 20 minutes, while other ranks wait in `combine`.
-# Later, a rank that is late is one that compiles a single kernel: SGLang's own watchdog gives it 300 s.
+# SGLang may compile DeepGEMM's kernels in the first round, for up to 20 minutes, while other ranks
+# wait in `combine`. Later, a rank that is late is one that compiles a single kernel: SGLang's own
+# watchdog gives it 300 s.
 _DEADLINES = {"warmup_timeout_s": 3600.0, "timeout_s": 300.0}
 _LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
@@ -59,8 +66,9 @@ _session: Session[Balancing] = Session()
 
 
 def register_hooks(own_experts: bool, live: dict[str, Any] | None) -> None:
-    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, `compute` for its experts, and
-    `load` for their weights."""
+    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, `compute` for
+    its experts, and `load` for their weights.
+    """
     HookRegistry.register(_FACTORY, partial(create_dispatcher, live=live), HookType.AROUND)
     if own_experts:
         HookRegistry.register(_EXPERTS, compute, HookType.AROUND)
@@ -72,33 +80,44 @@ def register_hooks(own_experts: bool, live: dict[str, Any] | None) -> None:
 def create_dispatcher(
     original: Any, moe_runner_config: Any, quant_method: Any, live: dict[str, Any] | None = None
 ) -> BaseDispatcher:
-    """Around SGLang's factory of dispatchers: ours where SGLang's own is that of DeepEP v2. Collective.
+    """Around SGLang's factory of dispatchers: ours where SGLang's own is that of DeepEP v2.
+    Collective.
 
-    With `live` experts move. Raises ValueError if the layer needs what epmoe does not have, and what `ExpertParallel`
-    raises.
+    With `live` experts move. Raises ValueError if the layer needs what epmoe does not have, and
+    what `ExpertParallel` raises.
     """
-    theirs = original(moe_runner_config, quant_method=quant_method)  # checks the layer, and holds no memory yet
+    theirs = original(
+        moe_runner_config, quant_method=quant_method
+    )  # checks the layer, and holds no memory yet
     if not isinstance(theirs, deepep_v2.DeepEPv2Dispatcher):
-        logger.warning("epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only")
+        logger.warning(
+            "epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only"
+        )
         return theirs
     return EpmoeDispatcher(_share(theirs, moe_runner_config, _payload(theirs), live))
 
 
 def _payload(theirs: deepep_v2.DeepEPv2Dispatcher) -> PayloadName:
-    """The format of rows that the experts take. Raises ValueError for one that epmoe does not have."""
+    """The format of rows that the experts take. Raises ValueError for one that epmoe
+    does not have.
+    """
     if not theirs.use_fp8_dispatch:
         return "auto"
     name = payload_of(FP8, theirs._impl.activation_scale_block_size)
     if name is None or get_deepep_v2_fp8_scale_format().ue8m0:
         raise ValueError(
-            "epmoe sends fp8 rows with one fp32 scale for 128 elements; this layer's experts take UE8M0 scales "
+            "epmoe sends fp8 rows with one fp32 scale for 128 elements; this layer's experts take "
+            "UE8M0 scales "
             "(MXFP8, or DeepGEMM on Blackwell): unset EPMOE_SGLANG"
         )
     return name
 
 
 def _share(
-    theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, payload: PayloadName, live: dict[str, Any] | None
+    theirs: deepep_v2.DeepEPv2Dispatcher,
+    layer: Any,
+    payload: PayloadName,
+    live: dict[str, Any] | None,
 ) -> Balancing:
     tp_group = get_parallel().tp_group
 
@@ -117,12 +136,22 @@ def _share(
 
 
 def _config(
-    theirs: deepep_v2.DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName, live: dict[str, Any] | None
+    theirs: deepep_v2.DeepEPv2Dispatcher,
+    layer: Any,
+    R: int,
+    payload: PayloadName,
+    live: dict[str, Any] | None,
 ) -> EPConfig:
-    E, K, e, M = layer.num_experts, layer.top_k, layer.num_local_experts, theirs.num_max_dispatch_tokens_per_rank
+    E = layer.num_experts
+    K = layer.top_k
+    e = layer.num_local_experts
+    M = theirs.num_max_dispatch_tokens_per_rank
     if R * e != E:
-        raise ValueError(f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks")
-    # Rows of gaps stay undefined: SGLang's GEMMs and the steps between them take each row by itself.
+        raise ValueError(
+            f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks"
+        )
+    # Rows of gaps stay undefined: SGLang's GEMMs and the steps between them take each row by
+    # itself.
     settled = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT}
     sections = {
         "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
@@ -132,33 +161,50 @@ def _config(
         location = _location(layer.layer)
         E = location.num_logical_experts
         sections["placement"] = section_of(live, location.num_layers, slots_per_rank=e)
-    config = make_config(E, K, layer.hidden_size, torch.bfloat16, R, sections, from_environment=True)
-    if config.exchange.payload != payload or config.capacity.model_copy(update=settled) != config.capacity:
+    config = make_config(
+        E, K, layer.hidden_size, torch.bfloat16, R, sections, from_environment=True
+    )
+    if (
+        config.exchange.payload != payload
+        or config.capacity.model_copy(update=settled) != config.capacity
+    ):
         raise ConfigError(
-            f"SGLang settles `exchange.payload` = {payload}, `capacity.alignment` = {_ALIGNMENT} and, by "
+            f"SGLang settles `exchange.payload` = {payload}, `capacity.alignment` = {_ALIGNMENT} "
+            "and, by "
             f"{_LIMIT}, `capacity.max_num_tokens_per_rank` = {M}: unset their variables EPMOE_…"
         )
     return config
 
 
 def _location(layer: Any) -> ExpertLocationMetadata:
-    """Where SGLang loads the experts, logical ones and, by --ep-num-redundant-experts, copies of the first ones: as
-    epmoe begins. Raises ValueError where experts cannot move."""
-    moe, location = get_exec().moe, get_global_expert_location_metadata()
+    """Where SGLang loads the experts, logical ones and, by --ep-num-redundant-experts, copies of
+    the first ones: as epmoe begins. Raises ValueError where experts cannot move.
+    """
+    moe = get_exec().moe
+    location = get_global_expert_location_metadata()
     settings = {
         "--enable-eplb": moe.enable_eplb,
-        "--ep-dispatch-algorithm": moe.ep_dispatch_algorithm is not None,  # --init-expert-location sets it, too
+        "--ep-dispatch-algorithm": moe.ep_dispatch_algorithm
+        is not None,  # --init-expert-location sets it, too
         "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
     }
-    if named := [flag for flag, is_set in settings.items() if is_set]:
-        raise ValueError(f"experts that epmoe moves do not go with {', '.join(named)}: leave out one or the other")
+    named = [flag for flag, is_set in settings.items() if is_set]
+    if named:
+        raise ValueError(
+            f"experts that epmoe moves do not go with {', '.join(named)}: leave out one or the "
+            "other"
+        )
     if location is None or not layer.uses_expert_location:
-        raise ValueError("SGLang knows of no experts that could move in this model: set EPMOE_SGLANG=layer")
+        raise ValueError(
+            "SGLang knows of no experts that could move in this model: set EPMOE_SGLANG=layer"
+        )
     return location
 
 
 class EpmoeDispatcher(BaseDispatcher):
-    """Dispatch and combine of one MoE layer of SGLang. The host waits for no device, so a CUDA graph can hold both."""
+    """Dispatch and combine of one MoE layer of SGLang. The host waits for no device, so a CUDA
+    graph can hold both.
+    """
 
     def __init__(self, balancing: Balancing) -> None:
         super().__init__()
@@ -167,21 +213,29 @@ class EpmoeDispatcher(BaseDispatcher):
         self._round: Dispatched | None = None
         self._experts: GroupedExperts | None = None
 
-    def dispatch(self, hidden_states: Tensor, topk_output: TopKOutput) -> deepep_v2.DeepEPv2DispatchOutput:
-        """Tokens bf16 [T, D] and their ids and weights [T, K], ids −1 for none → expert-major rows for DeepGEMM.
+    def dispatch(
+        self, hidden_states: Tensor, topk_output: TopKOutput
+    ) -> deepep_v2.DeepEPv2DispatchOutput:
+        """Tokens bf16 [T, D] and their ids and weights [T, K], ids −1 for none → expert-major rows
+        for DeepGEMM.
 
-        Rows and scales are views of the window, valid until `combine`. Weights are left to `combine`.
+        Rows and scales are views of the window, valid until `combine`. Weights are left to
+        `combine`.
 
-        Raises ValueError if T is larger than SGLang's limit for a rank, and what `ExpertParallel.dispatch` raises.
+        Raises ValueError if T is larger than SGLang's limit for a rank, and what
+        `ExpertParallel.dispatch` raises.
         """
-        T, most = hidden_states.shape[0], self._ep.config.capacity.max_num_tokens_per_rank
+        T = hidden_states.shape[0]
+        most = self._ep.config.capacity.max_num_tokens_per_rank
         together, longest = self._most_tokens(T)
         with self._ep.at_most(longest), self._ep.giving_up(self._tag):
             if most < T:
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
-            ids, weights = topk_output.topk_ids, topk_output.topk_weights
+            ids = topk_output.topk_ids
+            weights = topk_output.topk_weights
             self._round = d = self._ep.dispatch(hidden_states, ids, weights, tag=self._tag)
-        e, top_k = self._ep.num_local_experts, topk_output.topk_ids.shape[1]
+        e = self._ep.num_local_experts
+        top_k = topk_output.topk_ids.shape[1]
         n = min(_most_rows(max(together, 1) * min(top_k, e), e), d.rows.shape[0])
         # Slices, because SGLang empties the tensors that it is given once it has read them.
         scales = None if d.scales is None else d.scales[:n]
@@ -191,41 +245,57 @@ class EpmoeDispatcher(BaseDispatcher):
         )
 
     def compute(self, layer: Any, dispatched: deepep_v2.DeepEPv2DispatchOutput) -> CombineInput:
-        """Outputs [n, D] of the open round's rows by `GroupedExperts`, whose memory is that of the layer's weights.
+        """Outputs [n, D] of the open round's rows by `GroupedExperts`, whose memory is that of the
+        layer's weights.
 
         Raises ValueError in the first call if they are other experts than those.
         """
-        if self._experts is None or self._experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr():  # loaded again
+        if (
+            self._experts is None
+            or self._experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr()
+        ):  # loaded again
             self._experts = _grouped(layer)
             self._balancing.move(self._tag, self._experts)
         d = self._round
         assert d is not None
-        rows, scales = dispatched.hidden_states, dispatched.hidden_states_scale
-        return deepep_v2.DeepEPv2CombineInput(self._experts(rows, d.expert_offsets, scales, **d.segments), None)
+        rows = dispatched.hidden_states
+        scales = dispatched.hidden_states_scale
+        return deepep_v2.DeepEPv2CombineInput(
+            self._experts(rows, d.expert_offsets, scales, **d.segments), None
+        )
 
     def combine(self, combine_input: CombineInput) -> Tensor:
         """The weighted sums bf16 [T, D] of the experts' outputs.
 
-        Raises ValueError for a model that weights and sums routes by itself, RuntimeError without a dispatch before,
-        and what `ExpertParallel.combine` raises.
+        Raises ValueError for a model that weights and sums routes by itself, RuntimeError without a
+        dispatch before, and what `ExpertParallel.combine` raises.
         """
         d, self._round = self._round, None
         if d is None:
             raise RuntimeError("combine without a dispatch before")
         if combine_input.routewise_layout is not None:
-            raise ValueError("epmoe weights and sums the outputs itself; this model wants to: unset EPMOE_SGLANG")
+            raise ValueError(
+                "epmoe weights and sums the outputs itself; this model wants to: unset EPMOE_SGLANG"
+            )
         return self._ep.combine(combine_input.hidden_states, d)
 
     def slots(self) -> list[int] | None:
-        """The experts of this layer on this rank, as `Balancing.slots` says them. Collective in the first call."""
+        """The experts of this layer on this rank, as `Balancing.slots` says them. Collective in the
+        first call.
+        """
         return self._balancing.slots(self._tag)
 
     def _most_tokens(self, own: int) -> tuple[int, int | None]:
-        """Most tokens of all ranks together in this call, and of one rank, as far as SGLang's host knows; None: what
-        this rank brings tells it."""
-        R, M, parallel = self._ep.size, self._ep.config.capacity.max_num_tokens_per_rank, get_parallel()
+        """Most tokens of all ranks together in this call, and of one rank, as far as SGLang's host
+        knows; None: what this rank brings tells it.
+        """
+        R = self._ep.size
+        M = self._ep.config.capacity.max_num_tokens_per_rank
+        parallel = get_parallel()
         in_parts = parallel.attn_cp_size != 1
-        if parallel.attn_dp_size == 1:  # one batch: every rank has all of it, or parts that differ by at most a token
+        if (
+            parallel.attn_dp_size == 1
+        ):  # one batch: every rank has all of it, or parts that differ by at most a token
             return R * M if in_parts else min(own * R + R - 1, R * M), None
         counts = get_dp_global_num_tokens()  # of each replica, whose ranks have all of it or parts
         if in_parts or not counts or len(counts) != parallel.attn_dp_size or own > max(counts):
@@ -241,9 +311,17 @@ def compute(original: Any, layer: Any, dispatch_output: Any) -> CombineInput:
 
 
 def load(
-    original: Any, layer: Any, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int | None
+    original: Any,
+    layer: Any,
+    param: Any,
+    loaded_weight: Any,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int | None,
 ) -> None:
-    """Around SGLang's loader of an expert's weights: where experts move, into the slots that have this expert."""
+    """Around SGLang's loader of an expert's weights: where experts move, into the slots that have
+    this expert.
+    """
     dispatcher = getattr(layer, "dispatcher", None)
     slots = dispatcher.slots() if isinstance(dispatcher, EpmoeDispatcher) else None
     if slots is None:
@@ -256,9 +334,14 @@ def load(
 
 def _grouped(layer: Any) -> GroupedExperts:
     config = layer.moe_runner_config
-    odd = [name for name in _OTHERS if getattr(config, name, None)] + ["biases"] * hasattr(layer, "w13_weight_bias")
+    odd = [name for name in _OTHERS if getattr(config, name, None)] + ["biases"] * hasattr(
+        layer, "w13_weight_bias"
+    )
     if odd or config.activation != "silu" or not config.is_gated:
-        raise ValueError(f"EPMOE_SGLANG=layer takes plain SwiGLU, got {odd or config.activation}: set EPMOE_SGLANG=1")
+        raise ValueError(
+            f"EPMOE_SGLANG=layer takes plain SwiGLU, got {odd or config.activation}: set "
+            "EPMOE_SGLANG=1"
+        )
     return GroupedExperts(
         layer.w13_weight,
         layer.w2_weight,
@@ -269,13 +352,17 @@ def _grouped(layer: Any) -> GroupedExperts:
 
 
 def _most_rows(pairs: int, experts: int) -> int:
-    """Most rows of so many pairs over so many experts, each expert's in whole blocks of 128 rows."""
+    """Most rows of so many pairs over so many experts, each expert's in whole blocks
+    of 128 rows.
+    """
     used = min(pairs, experts)
     return _ALIGNMENT * (used + (pairs - used) // _ALIGNMENT)
 
 
 def poll(*_: object, **__: object) -> None:
-    """Before each step: raise what the kernels of earlier steps have reported. Replays of CUDA graphs cannot raise."""
+    """Before each step: raise what the kernels of earlier steps have reported. Replays of CUDA
+    graphs cannot raise.
+    """
     _session.poll()
 
 

@@ -18,25 +18,34 @@ from epmoe.integrations.transformers.settings import share
 
 
 class EpmoeEP(EPImplementation):
-    """Experts spread over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a slice of it."""
+    """Experts spread over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a
+    slice of it.
+    """
 
-    # Gradients are those of transformers' own implementations: an expert's is the sum over all ranks, each rank of
-    # `tp_mesh` has the whole gradients of x and of the weights, and FSDP divides.
+    # Gradients are those of transformers' own implementations: an expert's is the sum over all
+    # ranks, each rank of `tp_mesh` has the whole gradients of x and of the weights, and FSDP
+    # divides.
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._module = experts
         if can_group(experts) and fp8.is_quantized(experts):
             fp8.check(experts)
-            experts.requires_grad_(False)  # FSDP takes weights and scales of two dtypes only where they need no grad
+            experts.requires_grad_(
+                False
+            )  # FSDP takes weights and scales of two dtypes only where they need no grad
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted outputs [T,D]."""
+        """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted
+        outputs [T,D].
+        """
         parameters = parameters_of(self._module) if can_group(self._module) else []
         return call(self, EpmoeEP._forward, parameters, hidden_states, top_k_index, top_k_weights)
 
     def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
+        layers = share(
+            x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group()
+        )
         trained = trains(self._module, parameters, x, weights)
         if layers.static and not trained:
             if not parameters:
@@ -45,20 +54,30 @@ class EpmoeEP(EPImplementation):
                     '`experts_implementation="grouped_mm"`: other kernels need counts on the host'
                 )
             allow_in_graphs(self, EpmoeEP._forward)
-        num_tokens, sharers = x.shape[0], self.tp_mesh.size()
+        num_tokens = x.shape[0]
+        sharers = self.tp_mesh.size()
         slice_tokens = -(-num_tokens // sharers)
         ours = Computation(self._by_pairs, trains=trained)
         if parameters:
             ours = computation(self._module, parameters, slice(self.num_local_experts), trained)
         if sharers > 1:
-            x, ids, weights = (self._slice(tensor, slice_tokens, trained) for tensor in (x, ids, weights))
+            x, ids, weights = (
+                self._slice(tensor, slice_tokens, trained) for tensor in (x, ids, weights)
+            )
         output = layers.run(
-            x, ids, weights, ours, layers.tag_of(self), longest=slice_tokens if self.shares_batch else None
+            x,
+            ids,
+            weights,
+            ours,
+            layers.tag_of(self),
+            longest=slice_tokens if self.shares_batch else None,
         )
         return output if sharers == 1 else self._gather(output, num_tokens, slice_tokens, trained)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:
-        """Outputs by the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
+        """Outputs by the module's own forward, which takes pairs of a row and an expert, and needs
+        n on the host.
+        """
         rows = arrived.plain()
         offsets = arrived.segments.offsets
         n = int(offsets[-1])
@@ -66,12 +85,16 @@ class EpmoeEP(EPImplementation):
             return rows
         if n == 0:  # the output of a row of zeros keeps the parameters in autograd's graph
             zero = offsets.new_zeros(1, 1).long()
-            return self.experts_forward(rows.new_zeros(1, rows.shape[1]), zero, rows.new_ones(1, 1))[:0]
+            return self.experts_forward(
+                rows.new_zeros(1, rows.shape[1]), zero, rows.new_ones(1, 1)
+            )[:0]
         ids = torch.repeat_interleave(offsets.diff().long(), output_size=n)
         return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
 
     def _slice(self, tensor: Tensor, slice_tokens: int, trained: bool) -> Tensor:
-        """This rank's slice of a tensor that all ranks of `tp_mesh` have. The gradient is that of all slices."""
+        """This rank's slice of a tensor that all ranks of `tp_mesh` have. The gradient is that of
+        all slices.
+        """
         if trained:
             whole = DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
             return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
@@ -79,11 +102,15 @@ class EpmoeEP(EPImplementation):
         return tensor[start : start + slice_tokens]
 
     def _gather(self, output: Tensor, num_tokens: int, slice_tokens: int, trained: bool) -> Tensor:
-        """The slices of all ranks of `tp_mesh`, [num_tokens, D]. A slice gets its part of the gradient."""
+        """The slices of all ranks of `tp_mesh`, [num_tokens, D]. A slice gets its part of the
+        gradient.
+        """
         D = output.shape[1]
         if trained:
             options: dict[str, Any] = {"shape": torch.Size((num_tokens, D)), "stride": (D, 1)}
-            return DTensor.from_local(output.contiguous(), self.tp_mesh, [Shard(0)], **options).full_tensor()
+            return DTensor.from_local(
+                output.contiguous(), self.tp_mesh, [Shard(0)], **options
+            ).full_tensor()
         padded = nn.functional.pad(output, (0, 0, 0, slice_tokens - output.shape[0]))
         slices = padded.new_empty(self.tp_mesh.size(), *padded.shape)
         dist.all_gather(list(slices), padded, group=self.tp_mesh.get_group())

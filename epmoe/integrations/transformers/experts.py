@@ -1,10 +1,12 @@
-"""A module's experts over the rows of a round: epmoe's experts stage in the memory of the module's parameters.
+"""A module's experts over the rows of a round: epmoe's experts stage in the memory of the module's
+parameters.
 
-    can_group ─ parameters_of ─▶ parameters ─ computation ─▶ experts(rows of a round), with gradients or without
+    can_group ─ parameters_of ─▶ parameters ─ computation ─▶ experts(rows of a round), with
+    gradients or without
 
-It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts; here the rows are
-sorted already, and `expert_offsets` say where each expert's segment starts. On GPUs nothing looks at the host where the
-weights are bf16 or fp8.
+It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts;
+here the rows are sorted already, and `expert_offsets` say where each expert's segment starts. On
+GPUs nothing looks at the host where the weights are bf16 or fp8.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ from epmoe.native.arguments import FLOATS, wants_gradients
 
 _SILU: Gating = (False, math.inf, 1.0, 0.0)
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
-_stages: WeakKeyDictionary[Any, tuple[list[object], Stage]] = WeakKeyDictionary()  # by module, with what it depends on
+_stages: WeakKeyDictionary[Any, tuple[list[object], Stage]] = (
+    WeakKeyDictionary()
+)  # by module, with what it depends on
 
 
 def can_group(experts: Any) -> bool:
-    """Whether `computation` computes what the module's own forward would: plain or fp8 weights, no special kernel."""
+    """Whether `computation` computes what the module's own forward would: plain or fp8 weights, no
+    special kernel.
+    """
     config = getattr(experts, "config", None)
     return (
         hasattr(experts, "_apply_gate")
@@ -42,7 +48,9 @@ def can_group(experts: Any) -> bool:
 
 
 def parameters_of(experts: Any) -> list[Tensor]:
-    """The parameters that `computation` takes: the up and down projections, and scales or biases if there are any."""
+    """The parameters that `computation` takes: the up and down projections, and scales or biases if
+    there are any.
+    """
     if fp8.is_quantized(experts) and experts.has_gate:
         return [getattr(experts, name) for name in fp8.PARAMETERS]
     up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -53,30 +61,36 @@ def parameters_of(experts: Any) -> list[Tensor]:
 def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -> bool:
     """Whether autograd wants a backward pass. Ranks agree on it, since they run the same model.
 
-    `parameters` are those that the call takes of the module: a parametrization, such as PEFT's, makes tensors that
-    require grad of frozen parameters. Raises RuntimeError where the module is quantized.
+    `parameters` are those that the call takes of the module: a parametrization, such as PEFT's,
+    makes tensors that require grad of frozen parameters. Raises RuntimeError where the module is
+    quantized.
     """
     if not wants_gradients(chain((x, weights), parameters, experts.parameters())):
         return False
     if fp8.is_quantized(experts):
         raise RuntimeError(
-            "quantized experts have no gradients with epmoe: run under torch.inference_mode() or torch.no_grad(), or "
+            "quantized experts have no gradients with epmoe: run under torch.inference_mode() or "
+            "torch.no_grad(), or "
             "load the checkpoint with `FineGrainedFP8Config(dequantize=True)` to train it"
         )
     return True
 
 
-def computation(experts: Any, parameters: list[Tensor], held: slice, trains: bool = False) -> Computation:
-    """The function that computes the experts `held` of a module over rows of a round, with gradients if it `trains`.
+def computation(
+    experts: Any, parameters: list[Tensor], held: slice, trains: bool = False
+) -> Computation:
+    """The function that computes the experts `held` of a module over rows of a round, with
+    gradients if it `trains`.
 
-    The module's class has transformers' decorator `use_experts_implementation`, and `parameters` are those of
-    `parameters_of`. A rank without rows stays in the graph: its parameters get gradients of 0, for which FSDP and DDP
-    wait. Outputs of rows past the last segment are undefined. Raises ValueError for a module that is quantized in a way
-    that epmoe does not take.
+    The module's class has transformers' decorator `use_experts_implementation`, and `parameters`
+    are those of `parameters_of`. A rank without rows stays in the graph: its parameters get
+    gradients of 0, for which FSDP and DDP wait. Outputs of rows past the last segment are
+    undefined. Raises ValueError for a module that is quantized in a way that epmoe does not take.
     """
     up, down, *others = [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
     if experts.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
+        up = up.transpose(1, 2)
+        down = down.transpose(1, 2)
     gating = _gating(experts)
     stage = _stage(experts, up, down, gating is None)
     weights = Weights(up, down, None, None, None, None, gating or _SILU)
@@ -84,17 +98,26 @@ def computation(experts: Any, parameters: list[Tensor], held: slice, trains: boo
         weights = weights._replace(gate_up_bias=others[0], down_bias=others[1])
     elif others:
         up_scales, down_scales = others
-        up_scales, down_scales = fp8.by_block(up_scales, up), fp8.by_block(down_scales, down)
+        up_scales = fp8.by_block(up_scales, up)
+        down_scales = fp8.by_block(down_scales, down)
         weights = weights._replace(gate_up_scales=up_scales, down_scales=down_scales)
 
     def outputs(arrived: Arrived) -> Tensor:
-        rows, scales = arrived.rows, arrived.scales
+        rows = arrived.rows
+        scales = arrived.scales
         if gating is None:
-            out = _by_parts(experts, weights, arrived.plain(), arrived.segments.offsets, stage.trained)
+            out = _by_parts(
+                experts, weights, arrived.plain(), arrived.segments.offsets, stage.trained
+            )
         elif trains:
             out = stage.train(weights, rows.to(weights.dtype), None, arrived.segments)
         else:
-            out = stage.serve(weights, rows.to(weights.dtype) if scales is None else rows, scales, arrived.segments)
+            out = stage.serve(
+                weights,
+                rows.to(weights.dtype) if scales is None else rows,
+                scales,
+                arrived.segments,
+            )
         if getattr(experts, "has_post_expert_norm", False):
             out = experts.post_expert_norm(out)
         return out.to(arrived.dtype)
@@ -132,11 +155,15 @@ def _by_parts(experts: Any, weights: Weights, rows: Tensor, offsets: Tensor, gem
 def _stage(experts: Any, up: Tensor, down: Tensor, has_function: bool) -> Stage:
     """The GEMMs for a module's weights, which may move from call to call, as FSDP moves them.
 
-    Calls without gradients take that of calls with gradients in training mode, since reentrant checkpointing makes both
-    and needs the same bits; and where the module has a function of its own between the products.
+    Calls without gradients take that of calls with gradients in training mode, since reentrant
+    checkpointing makes both and needs the same bits; and where the module has a function of its own
+    between the products.
     """
     same_bits = has_function or experts.training and not fp8.is_quantized(experts)
-    layout = [same_bits, *((w.dtype, w.device, w.shape, w.stride(), w.data_ptr() % 16) for w in (up, down))]
+    layout = [
+        same_bits,
+        *((w.dtype, w.device, w.shape, w.stride(), w.data_ptr() % 16) for w in (up, down)),
+    ]
     if experts not in _stages or _stages[experts][0] != layout:
         if fp8.is_quantized(experts):
             fp8.check(experts)

@@ -1,4 +1,6 @@
-"""The experts function of transformers: each rank holds all weights and computes its share of the experts."""
+"""The experts function of transformers: each rank holds all weights and computes its share of the
+experts.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,28 @@ from epmoe.integrations.transformers.graphs import allow_in_graphs, call
 from epmoe.integrations.transformers.settings import share
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """This rank's tokens [T,D], expert ids and weights [T,K] → weighted outputs [T,D].
 
-    The group is that of `configure(group=…)`, by default the world. A single process is a group of one.
+    The group is that of `configure(group=…)`, by default the world. A single process is a group of
+    one.
     """
     if getattr(self, "_is_expert_parallel", False):  # transformers 5.17 does not set it
         raise ValueError(
-            '`experts_implementation="epmoe"` must be left out where the experts are already spread over ranks: '
+            '`experts_implementation="epmoe"` must be left out where the experts are already '
+            "spread over ranks: "
             'with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` alone does it'
         )
-    return call(self, _forward, experts.parameters_of(self), hidden_states, top_k_index, top_k_weights)
+    return call(
+        self, _forward, experts.parameters_of(self), hidden_states, top_k_index, top_k_weights
+    )
 
 
-def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _forward(
+    module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
     layers = share(x, ids, module.num_experts)
     trains = experts.trains(module, parameters, x, weights)
     if layers.static and not trains:
@@ -39,7 +49,9 @@ def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weig
 
 
 def warn_where_ignored() -> None:
-    """Make transformers warn of models whose code never looks at `experts_implementation`, such as Llama 4."""
+    """Make transformers warn of models whose code never looks at `experts_implementation`, such as
+    Llama 4.
+    """
     check = PreTrainedModel.get_correct_experts_implementation
 
     def warning_check(self: Any, requested: str | None) -> str:
@@ -47,8 +59,10 @@ def warn_where_ignored() -> None:
         ignored = chosen == "epmoe" and not self._can_set_experts_implementation()
         if ignored and any(map(self.config.to_dict().get, EXPERTS_KEYS)):
             warnings.warn(
-                f'`experts_implementation="epmoe"` does nothing for {self.config.model_type}: its code in transformers '
-                "calls its experts itself, so that every rank computes all of them. Put `MoELayer`s into the model, as "
+                f'`experts_implementation="epmoe"` does nothing for {self.config.model_type}: its '
+                "code in transformers "
+                "calls its experts itself, so that every rank computes all of them. Put "
+                "`MoELayer`s into the model, as "
                 "docs/models.md says",
                 stacklevel=2,
             )

@@ -1,4 +1,6 @@
-"""transformers' fp8 experts (`FP8Experts`): which of them epmoe takes, their gate and their scales."""
+"""transformers' fp8 experts (`FP8Experts`): which of them epmoe takes, their gate and
+their scales.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,16 @@ def is_quantized(experts: Any) -> bool:
 
 
 def check(experts: Any) -> None:
-    """Raises ValueError unless epmoe takes the quantized module. The message names what it does not take."""
-    if problem := _problem(experts):
+    """Raises ValueError unless epmoe takes the quantized module. The message names what it does not
+    take.
+    """
+    problem = _problem(experts)
+    if problem:
         raise ValueError(
-            f"epmoe takes fp8 experts with scales of blocks of {_BLOCK[0]} × {_BLOCK[1]} or of whole weights, "
-            f"dynamic activation scales and SwiGLU, but these have {problem}: load the checkpoint with "
+            f"epmoe takes fp8 experts with scales of blocks of {_BLOCK[0]} × {_BLOCK[1]} or of "
+            "whole weights, "
+            f"dynamic activation scales and SwiGLU, but these have {problem}: load the checkpoint "
+            "with "
             "`FineGrainedFP8Config(dequantize=True)`, or "
             'without epmoe, as by `ep_implementation="all_to_all"`'
         )
@@ -35,13 +42,20 @@ def check(experts: Any) -> None:
 
 def gating(experts: Any) -> Gating:
     """The SwiGLU of a quantized module that `check` takes."""
-    alpha, limit = experts.swiglu_alpha, experts.swiglu_limit
-    return False, math.inf if limit is None else limit, *((1.0, 0.0) if alpha is None else (alpha, 1.0))
+    alpha = experts.swiglu_alpha
+    limit = experts.swiglu_limit
+    return (
+        False,
+        math.inf if limit is None else limit,
+        *((1.0, 0.0) if alpha is None else (alpha, 1.0)),
+    )
 
 
 def by_block(scales: Tensor, weight: Tensor) -> Tensor:
-    """The scales of blocks of a weight [e, n, k], fp32 [e, a, b]: `scales` themselves if they are. Powers of two, and
-    scales [e, 2, 1] or [e, 1, 1] of whole weights, of gate and up, or of down, are copied."""
+    """The scales of blocks of a weight [e, n, k], fp32 [e, a, b]: `scales` themselves if they are.
+    Powers of two, and scales [e, 2, 1] or [e, 1, 1] of whole weights, of gate and up, or of down,
+    are copied.
+    """
     shape = _scales_for(weight)
     values = scales.detach().float()
     if list(values.shape) == shape:
@@ -67,14 +81,25 @@ def _problem(experts: Any) -> str | None:
     if scales not in (torch.float32, torch.float8_e8m0fnu):
         return f"scales in {dtype_name(scales)}"
     if not experts.has_gate or experts.has_bias or getattr(experts, "has_post_expert_norm", False):
-        return "no gate" if not experts.has_gate else "biases" if experts.has_bias else "a norm behind each expert"
+        return (
+            "no gate"
+            if not experts.has_gate
+            else "biases"
+            if experts.has_bias
+            else "a norm behind each expert"
+        )
     if getattr(experts, "gate_softcap", None) is not None:
         return "a soft cap on the gate"
     if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in SILU:
         return f"the activation {type(experts.act_fn).__name__}"
     if block is None and F % _BLOCK[0]:
         return f"F={F} and one scale for each of gate and up, whose rows share a block"
-    up, down = experts.gate_up_proj, weights
-    wanted = [[len(up), 2, 1], [len(down), 1, 1]] if block is None else [_scales_for(up), _scales_for(down)]
+    up = experts.gate_up_proj
+    down = weights
+    wanted = (
+        [[len(up), 2, 1], [len(down), 1, 1]]
+        if block is None
+        else [_scales_for(up), _scales_for(down)]
+    )
     got = [list(experts.gate_up_proj_scale_inv.shape), list(experts.down_proj_scale_inv.shape)]
     return None if got == wanted else f"scales of {got} in place of {wanted}"

@@ -14,8 +14,12 @@ from epmoe.native.opaque import Forward, ModuleLayer
 _layers: WeakSet[ModuleLayer] = WeakSet()
 
 
-def call(module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """`forward(module, parameters, x, ids, weights)`: one operator to a compiler, after `allow_in_graphs`."""
+def call(
+    module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """`forward(module, parameters, x, ids, weights)`: one operator to a compiler, after
+    `allow_in_graphs`.
+    """
     if not torch.compiler.is_compiling():
         return forward(module, parameters, x, ids, weights)
     layer = _layer_of(module)
@@ -44,8 +48,10 @@ def _layer_of(module: Any) -> ModuleLayer | None:
 
 
 @torch.compiler.disable(
-    reason="epmoe's experts run outside of compiled graphs in their first call, which makes the windows, and without "
-    "configure(static=True), since the host looks whether a round follows: call the model once before compiling it"
+    reason="epmoe's experts run outside of compiled graphs in their first call, which makes the "
+    "windows, and without "
+    "configure(static=True), since the host looks whether a round follows: call the model once "
+    "before compiling it"
 )
 def _outside_of_graphs(
     module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor

@@ -1,4 +1,6 @@
-"""The settings of a user of transformers, and the exchanges that the layers of models share by them."""
+"""The settings of a user of transformers, and the exchanges that the layers of models share by
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Settings:
     clock: Callable[[], float] = time.perf_counter
     keys: dict[str, Any] = field(default_factory=dict)
 
-    def config(self, num_experts: int, top_k: int, hidden_size: int, dtype: torch.dtype, ep_size: int) -> EPConfig:
+    def config(
+        self, num_experts: int, top_k: int, hidden_size: int, dtype: torch.dtype, ep_size: int
+    ) -> EPConfig:
         sections: dict[str, dict[str, Any]] = {"exchange": {}, "topology": {}, "capacity": {}}
         for key, value in self.keys.items():
             other = "topology" if key == "ranks_per_node" else "capacity"
@@ -45,21 +49,24 @@ def configure(
     clock: Callable[[], float] | None = None,
     **settings: Any,
 ) -> None:
-    """Change the settings of later calls. Call it on every rank with the same arguments, between forward passes.
+    """Change the settings of later calls. Call it on every rank with the same arguments, between
+    forward passes.
 
-    Settings that a call leaves out keep their values. Every `ExpertParallel` in use is closed; the next forward pass
-    makes new ones.
+    Settings that a call leaves out keep their values. Every `ExpertParallel` in use is closed; the
+    next forward pass makes new ones.
 
     Args:
-        group: the expert-parallel group of layers whose framework names no group; the world by default.
-        static: with True, a rank brings at most `max_num_tokens_per_rank` tokens to a call, and a longer batch is a
-            ValueError before anything is sent. Then ranks agree on nothing and the host waits for no kernel, so that a
-            forward pass can be compiled and captured into a CUDA graph. The first pass, which makes the windows, must
-            be neither. False is the default.
+        group: the expert-parallel group of layers whose framework names no group; the world by
+            default.
+        static: with True, a rank brings at most `max_num_tokens_per_rank` tokens to a call, and a
+            longer batch is a ValueError before anything is sent. Then ranks agree on nothing and
+            the host waits for no kernel, so that a forward pass can be compiled and captured into a
+            CUDA graph. The first pass, which makes the windows, must be neither. False is the
+            default.
         clock: gives seconds, for `SharedExpertParallel.seconds`; `time.perf_counter` by default.
-        settings: keys of the `capacity` and `exchange` sections of `EPConfig`, above all `max_num_tokens_per_rank`
-            (longer batches take several rounds, unless `static`) and `timeout_s`; and `ranks_per_node` of `topology`,
-            where the group spans machines.
+        settings: keys of the `capacity` and `exchange` sections of `EPConfig`, above all
+            `max_num_tokens_per_rank` (longer batches take several rounds, unless `static`) and
+            `timeout_s`; and `ranks_per_node` of `topology`, where the group spans machines.
 
     Raises:
         ConfigError: a key or its value is wrong; the message names the key.
@@ -68,7 +75,12 @@ def configure(
     if static is not None and not isinstance(static, bool):
         raise ConfigError(f"`static` must be True or False, got {static!r}")
     static = _settings.static if static is None else static
-    changed = Settings(group or _settings.group, static, clock or _settings.clock, keys={**_settings.keys, **settings})
+    changed = Settings(
+        group or _settings.group,
+        static,
+        clock or _settings.clock,
+        keys={**_settings.keys, **settings},
+    )
     changed.config(1, 1, 128, torch.float32, 1)
     close()
     _settings = changed
@@ -84,10 +96,11 @@ def close() -> None:
 
 
 def poll() -> None:
-    """`ExpertParallel.poll` of every `ExpertParallel` in use: raises what kernels have reported so far, never waits.
+    """`ExpertParallel.poll` of every `ExpertParallel` in use: raises what kernels have reported so
+    far, never waits.
 
-    A replay of a CUDA graph is no call and raises nothing, so poll once in each step, as a `BaseStreamer` of
-    transformers' generate can.
+    A replay of a CUDA graph is no call and raises nothing, so poll once in each step, as a
+    `BaseStreamer` of transformers' generate can.
     """
     _session.poll()
 
@@ -100,13 +113,17 @@ def shared() -> tuple[SharedExpertParallel, ...]:
 def share(
     x_TD: Tensor, ids_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None = None
 ) -> SharedExpertParallel:
-    """The `SharedExpertParallel` of these shapes and this group, by default that of `configure`: `Session.share`."""
+    """The `SharedExpertParallel` of these shapes and this group, by default that of `configure`:
+    `Session.share`.
+    """
     settings = _settings
     group = group or _settings.group
     device = x_TD.device
     shapes = (num_experts, ids_TK.shape[1], x_TD.shape[1], x_TD.dtype)
 
     def make(ep_size: int) -> SharedExpertParallel:
-        return SharedExpertParallel(settings.config(*shapes, ep_size), group, device, settings.static, settings.clock)
+        return SharedExpertParallel(
+            settings.config(*shapes, ep_size), group, device, settings.static, settings.clock
+        )
 
     return _session.share(shapes, group, device, make)

@@ -1,18 +1,21 @@
 """epmoe in vLLM: a plugin that replaces the exchange around vLLM's own experts, and nothing else.
 
-vLLM finds `register` by the entry point `vllm.general_plugins`. The plugin acts only where it is chosen:
+vLLM finds `register` by the entry point `vllm.general_plugins`. The plugin acts only where it is
+chosen:
 
-    vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel --additional-config '{"epmoe": "rank"}'
+    vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel --additional-config '{"epmoe":
+    "rank"}'
 
-or by the environment variable EPMOE_VLLM=rank, which `--additional-config` overrides. `all2all_backend` stays at its
-default. Nothing is patched: vLLM offers a class to replace its layer of experts, and an interface for the exchange.
+or by the environment variable EPMOE_VLLM=rank, which `--additional-config` overrides.
+`all2all_backend` stays at its default. Nothing is patched: vLLM offers a class to replace its layer
+of experts, and an interface for the exchange.
 
     release.py           the releases of vLLM whose layer of experts is the seat
     choice.py            what the user chose
-    layer.py             the layer of experts: puts the exchange into the kernel of vLLM's own method
-    prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
-    sizes.py             the windows: one ExpertParallel for each power of two of tokens, shared by all layers
-    sleep.py             the windows in vLLM's sleep mode
+    layer.py             the layer of experts: puts the exchange into the kernel of vLLM's own
+    method prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
+    sizes.py             the windows: one ExpertParallel for each power of two of tokens, shared by
+    all layers sleep.py             the windows in vLLM's sleep mode
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from contextlib import suppress
 def register() -> None:
     """Entry point of the plugin: vLLM calls it in each of its processes, possibly several times.
 
-    Where this vLLM has no seat for epmoe, a warning says so. Raises RuntimeError then if EPMOE_VLLM chooses epmoe.
+    Where this vLLM has no seat for epmoe, a warning says so. Raises RuntimeError then if EPMOE_VLLM
+    chooses epmoe.
     """
     import vllm
 
@@ -44,4 +48,6 @@ def register() -> None:
         elif not issubclass(taken, Seat):
             refuse(f"another plugin has replaced {layer.__name__} by {taken.__qualname__}")
     with suppress(ValueError):  # it has the name already
-        SleepModeBackendFactory.register_backend("epmoe", "epmoe.integrations.vllm.sleep", "SleepWithWindows")
+        SleepModeBackendFactory.register_backend(
+            "epmoe", "epmoe.integrations.vllm.sleep", "SleepWithWindows"
+        )

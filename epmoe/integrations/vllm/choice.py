@@ -22,15 +22,19 @@ class Choice:
     """The settings of `--additional-config '{"epmoe": …}'`.
 
     Attributes:
-        layout: what vLLM's experts get. "rank": each token once, with its ids and weights, for experts that sort and
-            reduce by themselves (Triton). "layer": one row for each pair, expert by expert, for epmoe's own
-            `GroupedExperts` in place of vLLM's experts.
+        layout: what vLLM's experts get. "rank": each token once, with its ids and weights, for
+            experts that sort and reduce by themselves (Triton). "layer": one row for each pair,
+            expert by expert, for epmoe's own `GroupedExperts` in place of vLLM's experts.
         exchange: keys of the section `exchange` of `EPConfig`, above all `timeout_s`.
-        live: with layout "layer", experts move: keys of `epmoe.Balancer` (`every`, `goal`, `max_moves`, `least_gain`),
-            and of the section `placement`, above all `slots_per_rank`. None: experts stay where they are.
-        metrics_port: each rank serves its metrics at this port plus its rank, for Prometheus; None: nowhere.
-        max_num_tokens_per_rank: most tokens of a rank in a round; longer steps take several. None: a step is one round.
-        batch_invariant: the bits of y of a token depend on no other token. By default as VLLM_BATCH_INVARIANT says.
+        live: with layout "layer", experts move: keys of `epmoe.Balancer` (`every`, `goal`,
+            `max_moves`, `least_gain`), and of the section `placement`, above all `slots_per_rank`.
+            None: experts stay where they are.
+        metrics_port: each rank serves its metrics at this port plus its rank, for Prometheus; None:
+            nowhere.
+        max_num_tokens_per_rank: most tokens of a rank in a round; longer steps take several. None:
+            a step is one round.
+        batch_invariant: the bits of y of a token depend on no other token. By default as
+            VLLM_BATCH_INVARIANT says.
     """
 
     layout: VllmLayout = "rank"
@@ -42,7 +46,8 @@ class Choice:
 
     @classmethod
     def of(cls, value: object) -> Choice | None:
-        """From `true`, the name of a layout, or a mapping with the attributes and keys of `exchange`; None: not chosen.
+        """From `true`, the name of a layout, or a mapping with the attributes and keys of
+        `exchange`; None: not chosen.
 
         Raises ConfigError for a wrong value, and where the attributes do not go together.
         """
@@ -59,10 +64,14 @@ class Choice:
         choice = cls(exchange=settings, **{"batch_invariant": envs.VLLM_BATCH_INVARIANT} | own)
         if choice.live is not None and choice.layout != "layer":
             raise ConfigError(
-                f'`epmoe.live` must come with `layout` "layer", whose experts can move, got {choice.layout!r}'
+                '`epmoe.live` must come with `layout` "layer", whose experts can move, got '
+                f"{choice.layout!r}"
             )
         if choice.live is not None and choice.batch_invariant:
-            raise ConfigError("`epmoe.live` must be left out with batch invariance: sums change where experts move")
+            raise ConfigError(
+                "`epmoe.live` must be left out with batch invariance: sums change where experts "
+                "move"
+            )
         return choice
 
 
@@ -73,7 +82,10 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a mapping with an integer `slots_per_rank`",
     ),
     "metrics_port": (lambda port: is_int(port) and 1 <= port < 2**16, "a port"),
-    "max_num_tokens_per_rank": (lambda tokens: is_int(tokens) and tokens >= 1, "a positive integer"),
+    "max_num_tokens_per_rank": (
+        lambda tokens: is_int(tokens) and tokens >= 1,
+        "a positive integer",
+    ),
     "batch_invariant": (lambda value: isinstance(value, bool), "true or false"),
 }
 

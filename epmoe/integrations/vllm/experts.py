@@ -26,25 +26,34 @@ GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
 
 def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> GroupedExperts:
-    """The experts of a layer as vLLM has loaded them, in the same memory, before it lays them out for a kernel of its
-    own. `quantized`: the method is not that of plain weights.
+    """The experts of a layer as vLLM has loaded them, in the same memory, before it lays them out
+    for a kernel of its own. `quantized`: the method is not that of plain weights.
 
     Raises ConfigError for what `GroupedExperts` do not take.
     """
     w13, w2 = (_part(layer, f"{name}_weight") for name in ("w13", "w2"))
-    scales = [_part(layer, f"{name}_weight_scale_inv", f"{name}_weight_scale") for name in ("w13", "w2")]
-    if problem := _problem(layer, w13, scales[0], quantized):
+    scales = [
+        _part(layer, f"{name}_weight_scale_inv", f"{name}_weight_scale") for name in ("w13", "w2")
+    ]
+    problem = _problem(layer, w13, scales[0], quantized)
+    if problem:
         raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank"')
     assert w13 is not None and w2 is not None
     if w2.dtype == torch.uint8:
-        w13, w2 = w13.view(MXFP4), w2.view(MXFP4)
+        w13 = w13.view(MXFP4)
+        w2 = w2.view(MXFP4)
         scales = [None if scale is None else scale.view(MXFP4_GROUPS.scale) for scale in scales]
     dtype = product_dtype(w2)
-    b13, b2 = (None if (bias := _part(layer, f"{name}_bias")) is None else bias.to(dtype) for name in ("w13", "w2"))
+    b13, b2 = (
+        None if (bias := _part(layer, f"{name}_bias")) is None else bias.to(dtype)
+        for name in ("w13", "w2")
+    )
     options: dict[str, Any] = {"gate_up_scales": scales[0], "down_scales": scales[1]}
     options |= GPT_OSS if layer.moe_config.activation is MoEActivation.SWIGLUOAI else {}
     try:
-        experts = GroupedExperts(w13, w2, gate_up_bias=b13, down_bias=b2, batch_invariant=invariant, **options)
+        experts = GroupedExperts(
+            w13, w2, gate_up_bias=b13, down_bias=b2, batch_invariant=invariant, **options
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(f'`epmoe` = "layer" does not take these experts: {error}') from error
     return experts.requires_grad_(False)
@@ -52,21 +61,31 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
 
 def _part(layer: RoutedExperts, *names: str) -> Tensor | None:
     """The first parameter of these names."""
-    return next((part.data for name in names if isinstance(part := getattr(layer, name, None), Tensor)), None)
+    return next(
+        (part.data for name in names if isinstance(part := getattr(layer, name, None), Tensor)),
+        None,
+    )
 
 
-def _problem(layer: RoutedExperts, weight: Tensor | None, scale: Tensor | None, quantized: bool) -> str | None:
+def _problem(
+    layer: RoutedExperts, weight: Tensor | None, scale: Tensor | None, quantized: bool
+) -> str | None:
     activation = layer.moe_config.activation
     if activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
         return f"the activation {activation.value}"
-    if any(getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")):
+    if any(
+        getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")
+    ):
         return "SwiGLU with a limit, an alpha or a beta of its own"
     if weight is None:
         return "experts without weights of their own"
     if not quantized and weight.dtype in (FLOATS if weight.is_cpu else (torch.bfloat16,)):
         return None
     of_scale = getattr(scale, "dtype", None)
-    if quantized and (weight.dtype, of_scale) in ((FP8, FP8_BLOCKS.scale), (torch.uint8, torch.uint8)):
+    if quantized and (weight.dtype, of_scale) in (
+        (FP8, FP8_BLOCKS.scale),
+        (torch.uint8, torch.uint8),
+    ):
         return None  # scales of another granularity have another shape
     return f"{weight.dtype} weights with scales in {of_scale}"
 
@@ -74,7 +93,9 @@ def _problem(layer: RoutedExperts, weight: Tensor | None, scale: Tensor | None, 
 class EpmoeExperts(mk.FusedMoEExpertsModular):
     """`GroupedExperts` over the open round of `exchange`, in place of vLLM's experts."""
 
-    def __init__(self, moe: FusedMoEConfig, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize) -> None:
+    def __init__(
+        self, moe: FusedMoEConfig, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize
+    ) -> None:
         super().__init__(moe, FusedMoEQuantConfig.make())  # scales, if any, are our experts' own
         self.experts, self.exchange = experts, exchange
 
@@ -89,20 +110,27 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
     def _never_selected(*_: Any) -> bool:  # by vLLM's oracle, which asks these
         return False
 
-    _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = staticmethod(_never_selected)
+    _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = staticmethod(
+        _never_selected
+    )
     _supports_activation = _supports_parallel_config = staticmethod(_never_selected)
 
     def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> tuple[tuple[int, ...], ...]:
-        """No workspaces, and no outputs: `finalize` takes them from the exchange. vLLM cannot make an empty workspace,
-        if it has made no other before."""
+        """No workspaces, and no outputs: `finalize` takes them from the exchange. vLLM cannot make
+        an empty workspace, if it has made no other before.
+        """
         return (1,), (0,), (0, K)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         """None: combine does it."""
         return TopKWeightAndReduceNoOP()
 
-    def apply(self, output: Tensor, hidden_states: Tensor, *_: Any, a1q_scale: Tensor | None, **__: Any) -> None:
+    def apply(
+        self, output: Tensor, hidden_states: Tensor, *_: Any, a1q_scale: Tensor | None, **__: Any
+    ) -> None:
         """The rows of the open round → outputs [N, D], for finalize; `output` is empty."""
         self.exchange.compute(
-            lambda round_: self.experts(hidden_states, round_.expert_offsets, a1q_scale, **round_.segments)
+            lambda round_: self.experts(
+                hidden_states, round_.expert_offsets, a1q_scale, **round_.segments
+            )
         )

@@ -14,7 +14,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from epmoe.config.config_file import ConfigError
@@ -29,31 +31,40 @@ from epmoe.native.opaque import ModuleLayer
 
 
 class Seat:
-    """In front of a layer of experts of vLLM's: where epmoe is chosen, their method takes its tokens from epmoe."""
+    """In front of a layer of experts of vLLM's: where epmoe is chosen, their method takes its
+    tokens from epmoe.
+    """
 
     quant_method: FusedMoEMethodBase
 
-    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
+    def _get_quant_method(
+        self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig
+    ) -> FusedMoEMethodBase:
         method: Any = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
         choice = chosen()
         if choice is None:
             return method
-        if reason := release.problem():
+        reason = release.problem()
+        if reason:
             raise ConfigError(f"{reason}: leave out `epmoe`, or install one of them")
-        if reason := _why_not(moe_config):
+        reason = _why_not(moe_config)
+        if reason:
             _warn(reason)
             return method
         _check(choice, moe_config)
         base: Any = type(method)
-        # Neither a wrapper nor a copy would do: vLLM's loaders ask for the class of the method and for its name, and a
-        # method that is a CustomOp of vLLM's has stored bound methods of this object.
+        # Neither a wrapper nor a copy would do: vLLM's loaders ask for the class of the method and
+        # for its name, and a method that is a CustomOp of vLLM's has stored bound methods of this
+        # object.
         method.__class__ = _with_epmoe(base)
         method.epmoe_choice = choice
         method.epmoe_layer = ModuleLayer(self, _forward, name=prefix)
         return method
 
     def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
-        """The slot of an expert that vLLM loads; −1: not here. Weights that are loaded again follow the experts."""
+        """The slot of an expert that vLLM loads; −1: not here. Weights that are loaded again follow
+        the experts.
+        """
         experts = getattr(self.quant_method, "epmoe_experts", lambda _: None)(self)
         if experts is None:
             local: int = super()._map_global_expert_id_to_local_expert_id(expert_id)  # type: ignore[misc]
@@ -66,16 +77,22 @@ class EpmoeRoutedExperts(Seat, RoutedExperts):
 
 
 def seats() -> dict[type[RoutedExperts], type[Seat]]:
-    """The seat for each layer of experts of vLLM's, which vLLM looks up by the name of the layer."""
+    """The seat for each layer of experts of vLLM's, which vLLM looks up by the name of
+    the layer.
+    """
     found: dict[type[RoutedExperts], type[Seat]] = {RoutedExperts: EpmoeRoutedExperts}
     with suppress(ImportError):  # before 0.32
         from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-        found[GptOssRoutedExperts] = type("EpmoeGptOssRoutedExperts", (Seat, GptOssRoutedExperts), {})
+        found[GptOssRoutedExperts] = type(
+            "EpmoeGptOssRoutedExperts", (Seat, GptOssRoutedExperts), {}
+        )
     return found
 
 
-def _forward(layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _forward(
+    layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
     y: Tensor = layer.quant_method.epmoe_apply(layer, x, weights, ids, None, None)
     return y.clone(memory_format=torch.contiguous_format)  # it may lie in vLLM's workspace
 
@@ -84,8 +101,8 @@ def _forward(layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Ten
 def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
     """A subclass of the model's own method, with epmoe in its kernel.
 
-    On CPUs its `apply` is one opaque operator: vLLM lets torch.compile trace the layer there, which cannot look into an
-    exchange. On GPUs the whole layer is an operator of vLLM's.
+    On CPUs its `apply` is one opaque operator: vLLM lets torch.compile trace the layer there, which
+    cannot look into an exchange. On GPUs the whole layer is an operator of vLLM's.
     """
 
     class Method(base):
@@ -95,7 +112,9 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         """elements of a slot that vLLM's loader fills, by parameter, where experts move"""
         moe_kernel: FusedMoEKernel | None
 
-        def create_weights(self, layer: RoutedExperts, num_experts: int, *shapes: Any, **named: Any) -> None:
+        def create_weights(
+            self, layer: RoutedExperts, num_experts: int, *shapes: Any, **named: Any
+        ) -> None:
             live = self.epmoe_choice.live
             slots = num_experts if live is None else live["slots_per_rank"]
             super().create_weights(layer, slots, *shapes, **named)
@@ -112,13 +131,18 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 getattr(layer, name).weight_loader_numel = numel * experts
 
         def epmoe_experts(self, layer: RoutedExperts) -> list[int] | None:
-            """The expert in each slot, −1 for none, where experts move and weights are loaded again; otherwise None.
+            """The expert in each slot, −1 for none, where experts move and weights are loaded
+            again; otherwise None.
 
             The first call of a load is collective: moves end before it.
             """
             kernel = self.moe_kernel
-            exchange: Any = kernel.prepare_finalize if kernel is not None and _is_ours(kernel) else None
-            slots: list[int] | None = None if exchange is None else exchange.sizes.balancing.slots(exchange.tag)
+            exchange: Any = (
+                kernel.prepare_finalize if kernel is not None and _is_ours(kernel) else None
+            )
+            slots: list[int] | None = (
+                None if exchange is None else exchange.sizes.balancing.slots(exchange.tag)
+            )
             if slots is not None:
                 self.epmoe_expect(layer, sum(expert != EMPTY for expert in slots))
             return slots
@@ -126,12 +150,20 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
             choice = self.epmoe_choice
             if choice.layout == "layer":
-                if not _is_ours(self.moe_kernel):  # else vLLM copies what it loads again into these experts' memory
-                    ours = loaded(layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant)
+                if not _is_ours(
+                    self.moe_kernel
+                ):  # else vLLM copies what it loads again into these experts' memory
+                    ours = loaded(
+                        layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant
+                    )
                     as_fp8 = ours.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
-                    exchange = _make_exchange(layer, "fp8" if as_fp8 else "auto", choice, ours.alignment > 1)
+                    exchange = _make_exchange(
+                        layer, "fp8" if as_fp8 else "auto", choice, ours.alignment > 1
+                    )
                     exchange.sizes.balancing.move(exchange.tag, ours)
-                    self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(layer.moe_config, ours, exchange))
+                    self.moe_kernel = FusedMoEKernel(
+                        exchange, EpmoeExperts(layer.moe_config, ours, exchange)
+                    )
                 return
             super().process_weights_after_loading(layer)
             kernel = self.moe_kernel
@@ -142,27 +174,53 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             elif not _is_ours(kernel):  # weights may be loaded again
                 experts = kernel.fused_experts
                 if choice.batch_invariant and not experts._supports_batch_invariance():
-                    raise ConfigError(f'{type(experts).__name__} have no batch invariance: choose `epmoe` = "layer"')
-                self.moe_kernel = FusedMoEKernel(_make_exchange(layer, _payload(experts), choice), experts)
+                    raise ConfigError(
+                        f"{type(experts).__name__} have no batch invariance: choose `epmoe` = "
+                        '"layer"'
+                    )
+                self.moe_kernel = FusedMoEKernel(
+                    _make_exchange(layer, _payload(experts), choice), experts
+                )
 
         def apply(
-            self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
+            self,
+            layer: RoutedExperts,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            *shared: Any,
+            **named: Any,
         ) -> Tensor:
             if x.device.type != "cpu":
                 return self.epmoe_apply(layer, x, topk_weights, topk_ids, *shared, **named)
             return self.epmoe_layer(x, topk_ids, topk_weights)
 
         def epmoe_apply(
-            self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
+            self,
+            layer: RoutedExperts,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            *shared: Any,
+            **named: Any,
         ) -> Tensor:
             """In one round, or in as many as the longest batch of any rank needs."""
             kernel = self.moe_kernel
-            if kernel is None or not _is_ours(kernel) or len(parts := kernel.prepare_finalize.sizes.parts()) == 1:
+            if (
+                kernel is None
+                or not _is_ours(kernel)
+                or len(parts := kernel.prepare_finalize.sizes.parts()) == 1
+            ):
                 return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
             y = torch.empty_like(x)
             for part in parts:
-                y[part] = super().apply(layer, x[part], topk_weights[part], topk_ids[part], *shared, **named)
-                shared, named = (None,) * len(shared), dict.fromkeys(named)  # shared experts compute once
+                y[part] = super().apply(
+                    layer, x[part], topk_weights[part], topk_ids[part], *shared, **named
+                )
+                shared, named = (
+                    (None,) * len(shared),
+                    dict.fromkeys(named),
+                )  # shared experts compute once
             return y
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
@@ -170,40 +228,58 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
 
 
 def _is_ours(kernel: FusedMoEKernel | None) -> bool:
-    return isinstance(kernel, FusedMoEKernel) and isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize)
+    return isinstance(kernel, FusedMoEKernel) and isinstance(
+        kernel.prepare_finalize, EpmoePrepareAndFinalize
+    )
 
 
 def _check(choice: Choice, moe: FusedMoEConfig) -> None:
     """Raise ConfigError where vLLM's settings, or its experts, do not go with the choice."""
-    config, live = get_current_vllm_config(), choice.live
+    config = get_current_vllm_config()
+    live = choice.live
     needs_still = "moves experts itself" if live is not None else "needs experts without copies"
     if config.parallel_config.enable_eplb and (live is not None or choice.batch_invariant):
         raise ConfigError(f"`epmoe` {needs_still}: leave out --enable-eplb")
     if live is not None and (slots := live["slots_per_rank"]) < moe.num_local_experts:
         least = moe.num_local_experts
-        raise ConfigError(f"`epmoe.live.slots_per_rank` must be at least {least}, the experts of a rank, got {slots}")
+        raise ConfigError(
+            f"`epmoe.live.slots_per_rank` must be at least {least}, the experts of a rank, got "
+            f"{slots}"
+        )
     if live is not None and _replays_whole_steps(config):
         logger.warning_once(
-            "epmoe moves experts only in steps with a prefill: model runner V2 replays the others as one CUDA graph, "
+            "epmoe moves experts only in steps with a prefill: model runner V2 replays the others "
+            "as one CUDA graph, "
             "before which it calls no plugin. With cudagraph_mode PIECEWISE they move in all steps"
         )
 
 
 def _replays_whole_steps(config: Any) -> bool:
-    """vLLM sets no forward context around some steps, so that none of the balancer's ticks comes before them."""
+    """vLLM sets no forward context around some steps, so that none of the balancer's ticks comes
+    before them.
+    """
     mode = config.compilation_config.cudagraph_mode
-    return getattr(config, "use_v2_model_runner", False) and mode is not None and mode.has_full_cudagraphs()
+    return (
+        getattr(config, "use_v2_model_runner", False)
+        and mode is not None
+        and mode.has_full_cudagraphs()
+    )
 
 
 def _warn(reason: str) -> None:
-    logger.warning_once("epmoe is chosen but not used, since %s: vLLM's own exchange serves", reason)
+    logger.warning_once(
+        "epmoe is chosen but not used, since %s: vLLM's own exchange serves", reason
+    )
 
 
 def _why_not(moe: FusedMoEConfig) -> str | None:
     """Why the exchange of a layer must be vLLM's own; None: epmoe can do it."""
     parallel = moe.moe_parallel_config
     if not parallel.use_all2all_kernels:
-        return "no experts are exchanged (data parallelism with --enable-expert-parallel exchanges them)"
+        return (
+            "no experts are exchanged (data parallelism with --enable-expert-parallel exchanges "
+            "them)"
+        )
     if parallel.all2all_backend != "allgather_reducescatter":
         return f"--all2all-backend is {parallel.all2all_backend}, not allgather_reducescatter"
     if moe.is_lora_enabled:
@@ -219,11 +295,18 @@ def _why_not(moe: FusedMoEConfig) -> str | None:
 
 def _why_not_around(kernel: FusedMoEKernel) -> str | None:
     """Why epmoe cannot serve these experts; None: it can."""
-    experts, quant = kernel.fused_experts, kernel.fused_experts.quant_config
+    experts = kernel.fused_experts
+    quant = kernel.fused_experts.quant_config
     if kernel.is_monolithic:
         return f"{type(experts).__name__} routes by itself"
-    one_scale = quant.block_shape is None and not quant.per_act_token_quant and quant.a1_scale is None
-    if isinstance(quant.quant_dtype, torch.dtype) and one_scale and not experts.expects_unquantized_inputs:
+    one_scale = (
+        quant.block_shape is None and not quant.per_act_token_quant and quant.a1_scale is None
+    )
+    if (
+        isinstance(quant.quant_dtype, torch.dtype)
+        and one_scale
+        and not experts.expects_unquantized_inputs
+    ):
         return "one scale for a whole batch would come from slots without a row too"
     return None
 
@@ -232,9 +315,13 @@ def _make_exchange(
     layer: RoutedExperts, payload: PayloadName, choice: Choice, aligned: bool = False
 ) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
-    moe, vllm_config = layer.moe_config, get_current_vllm_config()
+    moe = layer.moe_config
+    vllm_config = get_current_vllm_config()
     model = vllm_config.model_config
-    if (model.sleep_mode_backend, getattr(model, "sleep_mode_offload_cudagraph", False)) == ("cumem", False):
+    if (model.sleep_mode_backend, getattr(model, "sleep_mode_offload_cudagraph", False)) == (
+        "cumem",
+        False,
+    ):
         model.sleep_mode_backend = "epmoe"  # which is vLLM's own, and lets the windows sleep, too
     shape = Shape(
         num_experts=moe.num_experts,
@@ -246,12 +333,17 @@ def _make_exchange(
         payload=payload,
         layout="rank" if choice.layout == "rank" else "expert",
         aligned=aligned,
-        live_layers=0 if choice.live is None else len(vllm_config.compilation_config.static_all_moe_layers),
+        live_layers=0
+        if choice.live is None
+        else len(vllm_config.compilation_config.static_all_moe_layers),
     )
     group = get_ep_group()
     sizes = shared(shape, group.cpu_group, group.device, choice)
     ep = sizes.exchanges[0]
-    if layer.expert_map is not None and layer.expert_map.tolist() != shape.first(ep.size).expert_map(ep.rank).tolist():
+    if (
+        layer.expert_map is not None
+        and layer.expert_map.tolist() != shape.first(ep.size).expert_map(ep.rank).tolist()
+    ):
         raise ValueError("vLLM places the experts otherwise than epmoe")
     return EpmoePrepareAndFinalize(sizes, choice.layout, aligned)
 
@@ -259,7 +351,11 @@ def _make_exchange(
 def _payload(experts: FusedMoEExperts) -> PayloadName:
     """The format in which the experts take rows, if dispatch can make it on the way out."""
     quant = experts.quant_config
-    if experts.expects_unquantized_inputs or not isinstance(quant.quant_dtype, torch.dtype) or not quant.block_shape:
+    if (
+        experts.expects_unquantized_inputs
+        or not isinstance(quant.quant_dtype, torch.dtype)
+        or not quant.block_shape
+    ):
         return "auto"
     name = payload_of(quant.quant_dtype, quant.block_shape[-1])
     if name is None or not WIRE_FORMATS[name].takes(experts.moe_config.hidden_dim):

@@ -1,11 +1,13 @@
 """The exchange as vLLM's modular kernel wants it: `prepare` is dispatch, `finalize` is combine.
 
     layout   the experts get                                        combine
-    rank     rows [R·M, D] with all ids and weights of a token      adds the rows that the experts have summed
-    layer    one row for each pair, for `GroupedExperts`            applies the weights and sums
+    rank     rows [R·M, D] with all ids and weights of a token      adds the rows that the experts
+    have summed layer    one row for each pair, for `GroupedExperts`            applies the weights
+    and sums
 
-Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as −1. Rows that a
-block-scaled fp8 kernel takes are quantized before they travel; any other quantization happens on arrival.
+Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as
+−1. Rows that a block-scaled fp8 kernel takes are quantized before they travel; any other
+quantization happens on arrival.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
+    MoEPrepareAndFinalizeNoDPEPModular,
+)
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
@@ -52,7 +56,9 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._no_ids = torch.empty(1, 1, dtype=torch.int32, device=ep.device)
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """vLLM's experts for CPUs take local ids and no expert map; all others take global ids and the map."""
+        """vLLM's experts for CPUs take local ids and no expert map; all others take global ids and
+        the map.
+        """
         self._local_ids = type(fused_experts).__module__.rpartition(".")[2] == "cpu_moe"
 
     @property
@@ -82,16 +88,25 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> mk.PrepareResultType:
-        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
+        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and
+        weights.
+        """
         ep, longest = self.sizes.for_this_step()
-        # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts of a token.
+        # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts
+        # of a token.
         weigh = apply_router_weight_on_input and self.layout != "rank"
         layout: Layout = "rank" if self.layout == "rank" else "expert"
-        options: dict[str, Any] = {"layout": layout, "aligned": self.aligned, "apply_router_weight_on_input": weigh}
+        options: dict[str, Any] = {
+            "layout": layout,
+            "aligned": self.aligned,
+            "apply_router_weight_on_input": weigh,
+        }
         with ep.at_most(longest), ep.giving_up(self.tag):
             dispatched = ep.dispatch(a1, topk_ids, topk_weights, tag=self.tag, **options)
         self._open = _Round(ep, dispatched)
-        return self._received(dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)
+        return self._received(
+            dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
+        )
 
     def compute(self, experts: Callable[[Dispatched], Tensor]) -> None:
         """The outputs of `experts` for the open round, which finalize then takes as they lie."""
@@ -120,12 +135,22 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
             return dispatched.rows, dispatched.scales, counts, ids, ids
         received = dispatched.recv
-        rows, ids, weights = received.x.flatten(0, 1), received.ids.flatten(0, 1), received.weights.flatten(0, 1)
+        rows = received.x.flatten(0, 1)
+        ids = received.ids.flatten(0, 1)
+        weights = received.weights.flatten(0, 1)
         scales = None if received.scales is None else received.scales.flatten(0, 1)
         if scales is not None and apply_router_weight_on_input:
             scales = scales * weights  # K is 1
         elif scales is None:
-            arguments = weights, ids, 0, None, apply_router_weight_on_input, quant_config, defer_input_quant
+            arguments = (
+                weights,
+                ids,
+                0,
+                None,
+                apply_router_weight_on_input,
+                quant_config,
+                defer_input_quant,
+            )
             rows, scales = self._quantize.prepare(rows, *arguments)[:2]
         if self._local_ids:
             assert expert_map is not None
@@ -145,5 +170,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         reduce = weight_and_reduce_impl
         if isinstance(reduce, TopKWeightAndReduceDelegate):
             reduce = TopKWeightAndReduceContiguous()
-        rows = reduce.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+        rows = reduce.apply(
+            None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        )
         return rows.view(self._num_ranks, -1, rows.shape[-1])

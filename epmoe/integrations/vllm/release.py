@@ -1,6 +1,8 @@
-"""The releases of vLLM in which epmoe was tried. Their layer of experts, `RoutedExperts`, is its seat.
+"""The releases of vLLM in which epmoe was tried. Their layer of experts, `RoutedExperts`, is its
+seat.
 
-epmoe depends on private names of vLLM, which move: another release is refused by its number where epmoe is chosen.
+epmoe depends on private names of vLLM, which move: another release is refused by its number where
+epmoe is chosen.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import os
 import vllm
 from packaging.version import Version
 
-FIRST, LAST = "0.26", "0.33"
+FIRST = "0.26"
+LAST = "0.33"
 VARIABLE = "EPMOE_VLLM"
 
 logger = logging.getLogger("vllm.epmoe")
@@ -27,5 +30,7 @@ def problem() -> str | None:
 def refuse(reason: str) -> None:
     """Warn that epmoe cannot be chosen. Raises RuntimeError if it is, by the environment."""
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
-        raise RuntimeError(f"{VARIABLE} chooses epmoe, but {reason}: unset it, or install vLLM {FIRST} to {LAST}")
+        raise RuntimeError(
+            f"{VARIABLE} chooses epmoe, but {reason}: unset it, or install vLLM {FIRST} to {LAST}"
+        )
     logger.warning("epmoe cannot be chosen: %s", reason)

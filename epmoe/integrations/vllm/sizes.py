@@ -1,9 +1,10 @@
-"""The windows of a model in vLLM: one ExpertParallel for each power of two of tokens, shared by all layers.
+"""The windows of a model in vLLM: one ExpertParallel for each power of two of tokens, shared by all
+layers.
 
-vLLM's experts work on every slot of the slabs, used or not: R·M rows. With one M for prefill and decode, a decode step
-of 8 tokens would cost what a prefill of 8192 costs. A step therefore takes the smallest M that holds the longest batch
-of all ranks, which every rank knows from vLLM's own agreement before each step. All M together need at most twice the
-memory of the largest.
+vLLM's experts work on every slot of the slabs, used or not: R·M rows. With one M for prefill and
+decode, a decode step of 8 tokens would cost what a prefill of 8192 costs. A step therefore takes
+the smallest M that holds the longest batch of all ranks, which every rank knows from vLLM's own
+agreement before each step. All M together need at most twice the memory of the largest.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from epmoe.service import ExpertParallel
 logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
 
 TIMEOUT_S = 300.0
-"""vLLM waits this long for a step. A rank may compile its kernels meanwhile, which takes minutes."""
+"""vLLM waits this long for a step. A rank may compile its kernels meanwhile, which
+takes minutes.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ class Shape:
     payload: PayloadName
     layout: Layout
     aligned: bool = False
-    """Segments are aligned. vLLM's experts take every row of the worst case, which has gaps then: for
-    Qwen3-30B-A3B on two ranks, with one token each, 4096 rows instead of 16."""
+    """Segments are aligned. vLLM's experts take every row of the worst case, which has gaps then:
+    for Qwen3-30B-A3B on two ranks, with one token each, 4096 rows instead of 16.
+    """
     live_layers: int = 0
     """Layers whose experts move; 0: they stay where vLLM has put them."""
 
@@ -70,7 +74,9 @@ class Shape:
 
 @dataclass
 class Sizes:
-    """The exchanges of one shape, by ascending M. Where experts move there is one, since a table of slots has one."""
+    """The exchanges of one shape, by ascending M. Where experts move there is one, since a table of
+    slots has one.
+    """
 
     most: int
     """tokens that a rank brings to a step; more than the largest M, they take several rounds"""
@@ -79,13 +85,17 @@ class Sizes:
     balancing: Balancing = field(init=False)
 
     @classmethod
-    def make(cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
+    def make(
+        cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice
+    ) -> Sizes:
         """Collective, with the same arguments on every rank of `group`."""
         sizes = cls(shape.max_tokens)
         tokens = min(shape.max_tokens, choice.max_num_tokens_per_rank or shape.max_tokens)
         section: AbstractContextManager[dict[str, Any]] = nullcontext({"strategy": shape.placement})
         if choice.live is not None:
-            section = section_with_slots(choice.live, shape.first(group.size()), shape.live_layers, group)
+            section = section_with_slots(
+                choice.live, shape.first(group.size()), shape.live_layers, group
+            )
         with section as placement:
             while True:
                 config = _config(shape, tokens, group.size(), choice.exchange, placement)
@@ -100,22 +110,31 @@ class Sizes:
         return sizes
 
     def for_this_step(self) -> tuple[ExpertParallel, int]:
-        """The exchange of the step that vLLM is running, and the most tokens that a rank brings to a round of it: the
-        same on every rank."""
+        """The exchange of the step that vLLM is running, and the most tokens that a rank brings to
+        a round of it: the same on every rank.
+        """
         longest = min(self._longest(), self.tokens[-1])
         return self.exchanges[bisect_left(self.tokens, longest)], longest
 
     def parts(self) -> list[slice]:
-        """The tokens of each round of this step, as many rounds as the longest batch of any rank needs."""
+        """The tokens of each round of this step, as many rounds as the longest batch of any rank
+        needs.
+        """
         M = self.tokens[-1]
         longest = M if self.most == M else max(1, self._longest())
         return [slice(first, first + M) for first in range(0, longest, M)]
 
     def _longest(self) -> int:
         """The most tokens that a rank brings to this step, by vLLM's own agreement."""
-        if is_forward_context_available() and (metadata := get_forward_context().dp_metadata) is not None:
-            # Within a layer vLLM says it for each rank, which has its replica's tokens or a part of them.
-            return min(self.most, max(metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist()))
+        if (
+            is_forward_context_available()
+            and (metadata := get_forward_context().dp_metadata) is not None
+        ):
+            # Within a layer vLLM says it for each rank, which has its replica's tokens or a part of
+            # them.
+            return min(
+                self.most, max(metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist())
+            )
         return self.most
 
     def window_bytes(self) -> int:
@@ -123,7 +142,9 @@ class Sizes:
         return sum(ep.memory_plan().window_bytes for ep in self.exchanges)
 
     def poll(self) -> None:
-        """Raise the failures after which no round works, of every size. Any thread may call it, also during a round."""
+        """Raise the failures after which no round works, of every size. Any thread may call it,
+        also during a round.
+        """
         for ep in self.exchanges:
             try:
                 exchange = ep.exchange
@@ -145,12 +166,14 @@ _session: Session[Sizes] = Session()
 def _before_step(*arguments: Any, **named: Any) -> dict[str, Any]:
     """In place of `Platform.set_additional_forward_context`, where experts move.
 
-    vLLM calls it before each step, also before the empty steps of an idle rank, and not before steps that model runner
-    V2 replays as one CUDA graph.
+    vLLM calls it before each step, also before the empty steps of an idle rank, and not before
+    steps that model runner V2 replays as one CUDA graph.
     """
     for sizes in _session.entries():
         sizes.balancing.poll()
-    additional: dict[str, Any] = type(current_platform).set_additional_forward_context(*arguments, **named)
+    additional: dict[str, Any] = type(current_platform).set_additional_forward_context(
+        *arguments, **named
+    )
     return additional
 
 
@@ -161,11 +184,17 @@ def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice:
         sizes = Sizes.make(shape, group, device, choice)
         ep = sizes.exchanges[-1]
         logger.info(
-            "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
+            "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f "
+            "MiB for up to %d "
             "tokens a round, in %d sizes; the seat is RoutedExperts of vLLM %s",
-            choice.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, sizes.tokens[-1], len(sizes.exchanges),
+            choice.layout,
+            ep.rank,
+            ep_size,
+            sizes.window_bytes() / 2**20,
+            sizes.tokens[-1],
+            len(sizes.exchanges),
             vllm.__version__,
-        )  # fmt: skip
+        )
         if choice.metrics_port is not None:
             _serve_metrics(choice.metrics_port + ep.rank)
         if device.type == "cuda":
@@ -183,9 +212,15 @@ def _serve_metrics(port: int) -> None:
 
 
 def named_exchanges() -> dict[str, ExpertParallel]:
-    """Every exchange of this process, by the number of its shape and the most tokens that a rank brings to it."""
+    """Every exchange of this process, by the number of its shape and the most tokens that a rank
+    brings to it.
+    """
     named = enumerate(_session.entries())
-    return {f"{i}-{M}": ep for i, sizes in named for M, ep in zip(sizes.tokens, sizes.exchanges, strict=True)}
+    return {
+        f"{i}-{M}": ep
+        for i, sizes in named
+        for M, ep in zip(sizes.tokens, sizes.exchanges, strict=True)
+    }
 
 
 def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
@@ -206,7 +241,9 @@ def _config(
     shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any], placement: dict[str, Any]
 ) -> EPConfig:
     # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.
-    rows: dict[str, Any] = {"max_expert_rows": 1, "on_overflow": "drop"} if shape.layout == "rank" else {}
+    rows: dict[str, Any] = (
+        {"max_expert_rows": 1, "on_overflow": "drop"} if shape.layout == "rank" else {}
+    )
     if not shape.aligned:
         rows["alignment"] = 1
     sections: dict[str, dict[str, Any]] = {
@@ -214,4 +251,6 @@ def _config(
         "capacity": {"max_num_tokens_per_rank": max_tokens, **rows},
         "exchange": {"payload": shape.payload, "timeout_s": TIMEOUT_S, **settings},
     }
-    return make_config(shape.num_experts, shape.top_k, shape.hidden_size, shape.dtype, ep_size, sections)
+    return make_config(
+        shape.num_experts, shape.top_k, shape.hidden_size, shape.dtype, ep_size, sections
+    )

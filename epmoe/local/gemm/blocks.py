@@ -1,7 +1,7 @@
 """Products on CPUs in which the bits of a row depend on the row only.
 
-Libraries choose the order of a sum by the shape of the product. Here they see one shape: blocks of `ROWS` rows. The
-last block is filled up with rows whose products nobody reads.
+Libraries choose the order of a sum by the shape of the product. Here they see one shape: blocks of
+`ROWS` rows. The last block is filled up with rows whose products nobody reads.
 """
 
 from __future__ import annotations
@@ -15,23 +15,33 @@ from epmoe.local.gemm.loop import Loop
 from epmoe.local.weight_formats import plain_shape, product_dtype
 
 ROWS = 16
-"""Of a block. Fewer rows read the weights more often, more rows compute more for an expert with one row."""
+"""Of a block. Fewer rows read the weights more often, more rows compute more for an expert with one
+row.
+"""
 _DRAWS = 4  # rows by which `place_matters` finds out
 
 
 class Blocks(Loop):
-    """Blocks of one shape, expert by expert, on CPUs. Rows of a block that are not needed cost time only."""
+    """Blocks of one shape, expert by expert, on CPUs. Rows of a block that are not needed cost time
+    only.
+    """
 
     name = "blocks"
     batch_invariant = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        if (kind := down.device.type) not in ("cpu", "meta"):
-            return ValueError(f"torch's GEMMs on {kind} choose the order of sums by the number of rows")
+        kind = down.device.type
+        if kind not in ("cpu", "meta"):
+            return ValueError(
+                f"torch's GEMMs on {kind} choose the order of sums by the number of rows"
+            )
         if down.dtype == torch.float64:
-            return ValueError("torch's activation in float64 has other bits in vectors than in their remainders")
+            return ValueError(
+                "torch's activation in float64 has other bits in vectors than in their remainders"
+            )
         for weights in (gate_up, down):
-            if (problem := place_matters(product_dtype(weights), *plain_shape(weights)[1:])) is not None:
+            problem = place_matters(product_dtype(weights), *plain_shape(weights)[1:])
+            if problem is not None:
                 return problem
         return None
 
@@ -54,9 +64,10 @@ def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
 
 @functools.cache
 def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
-    """Why the bits of a row [k] times weights [n, k]ᵀ, or of its gradient, a row [n] times weights [n, k], depend on
-    its place in a block; None if they do not. It multiplies blocks of equal rows: no library documents the property, so
-    the CPU's own is asked."""
+    """Why the bits of a row [k] times weights [n, k]ᵀ, or of its gradient, a row [n] times weights
+    [n, k], depend on its place in a block; None if they do not. It multiplies blocks of equal rows:
+    no library documents the property, so the CPU's own is asked.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)
     for factor in (weights.T, weights):
@@ -64,5 +75,7 @@ def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
             product = row.expand(ROWS, -1).contiguous() @ factor
             if not torch.equal(product, product[:1].expand_as(product)):
                 shapes = f"[{ROWS}, {len(factor)}] and {list(factor.shape)}"
-                return ValueError(f"torch's product of {shapes} in {dtype} has other bits in other rows")
+                return ValueError(
+                    f"torch's product of {shapes} in {dtype} has other bits in other rows"
+                )
     return None

@@ -1,8 +1,9 @@
 """DeepGEMM, whose grouped GEMMs take fp8 and bf16: whether it can be used here, and its calls.
 
-Its kernels compile when they are first called, and lie in a folder of the user from then on. Segments lie in its
-cumulative layout: it is told where each ends, and counts on the next to start at a multiple of its block of rows. So it
-works through rows of segments only, however many rows there are. https://github.com/deepseek-ai/DeepGEMM
+Its kernels compile when they are first called, and lie in a folder of the user from then on.
+Segments lie in its cumulative layout: it is told where each ends, and counts on the next to start
+at a multiple of its block of rows. So it works through rows of segments only, however many rows
+there are. https://github.com/deepseek-ai/DeepGEMM
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DeepGemm(Gemm):
         if importlib.util.find_spec("deep_gemm") is None:
             return ModuleNotFoundError("DeepGEMM is not installed: `pip install epmoe[deep_gemm]`")
         # On later GPUs fp8 rounds the scales to powers of two, and bf16 is not measured.
-        if (problem := problem_on_hopper("DeepGEMM", gate_up, down, _STEPS)) is not None:
+        problem = problem_on_hopper("DeepGEMM", gate_up, down, _STEPS)
+        if problem is not None:
             return problem
         if not (gate_up.is_contiguous() and down.is_contiguous()):
             return ValueError("DeepGEMM takes contiguous weights")
@@ -55,21 +57,34 @@ class DeepGemm(Gemm):
             if values.dtype == FP8:
                 library.m_grouped_fp8_gemm_nt_contiguous(rows, weights, out, ends, **options)
             else:
-                library.m_grouped_bf16_gemm_nt_contiguous(plain_rows(rows, out.dtype), values, out, ends, **options)
+                library.m_grouped_bf16_gemm_nt_contiguous(
+                    plain_rows(rows, out.dtype), values, out, ends, **options
+                )
         return out
 
 
 @functools.cache
 def _problem_with_version(fp8: bool, device: int) -> Exception | None:
     """Whether the installed version works with this torch: a tiny product is right."""
-    e, n, rows = 2, 256, 2 * DeepGemm.block
+    e = 2
+    n = 256
+    rows = 2 * DeepGemm.block
     generator = torch.Generator().manual_seed(0)
     shapes = (rows, n), (e, n, n)
-    x, w = (torch.randint(-2, 3, shape, generator=generator, device="cpu").float() for shape in shapes)
-    wanted = torch.cat([part @ expert.T for part, expert in zip(x.split(DeepGemm.block), w, strict=True)])
-    dtype, place = FP8 if fp8 else torch.bfloat16, torch.device("cuda", device)
+    x, w = (
+        torch.randint(-2, 3, shape, generator=generator, device="cpu").float() for shape in shapes
+    )
+    wanted = torch.cat(
+        [part @ expert.T for part, expert in zip(x.split(DeepGemm.block), w, strict=True)]
+    )
+    dtype = FP8 if fp8 else torch.bfloat16
+    place = torch.device("cuda", device)
     ends = torch.tensor([DeepGemm.block, rows], dtype=torch.int32, device=place)
-    scales = (torch.ones(2, rows, device=place).t(), torch.ones(e, 2, 2, device=place)) if fp8 else (None, None)
+    scales = (
+        (torch.ones(2, rows, device=place).t(), torch.ones(e, 2, 2, device=place))
+        if fp8
+        else (None, None)
+    )
     try:
         with torch.inference_mode(), torch.cuda.device(place):
             given = (x.to(place, dtype), scales[0]), (w.to(place, dtype), scales[1])
@@ -82,14 +97,17 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
     if error is None:
         return None
     return ImportError(
-        f"the installed DeepGEMM does not work with torch {torch.__version__} ({error}): torch 2.11 takes "
+        f"the installed DeepGEMM does not work with torch {torch.__version__} ({error}): torch "
+        "2.11 takes "
         "sgl-deep-gemm 0.1.5; with later versions of torch try the newest"
     )
 
 
 @contextmanager
 def _block(library: ModuleType, rows: int) -> Iterator[None]:
-    """Let DeepGEMM's blocks have so many rows within it; other users of the library keep what they have set."""
+    """Let DeepGEMM's blocks have so many rows within it; other users of the library keep what they
+    have set.
+    """
     layout = library.utils.layout
     before = layout.get_mk_alignment_for_contiguous_layout()
     if before == rows:

@@ -1,7 +1,9 @@
-"""The experts stage for calls in which an expert has a row or two, as in decoding: two kernels of our own.
+"""The experts stage for calls in which an expert has a row or two, as in decoding: two kernels of
+our own.
 
-No library on Hopper reads the weights at the speed of memory there: their blocks have 64 rows or more, of which an
-expert fills one or two. How they work stands with the kernels, `few_rows` of csrc/cuda/local.
+No library on Hopper reads the weights at the speed of memory there: their blocks have 64 rows or
+more, of which an expert fills one or two. How they work stands with the kernels, `few_rows` of
+csrc/cuda/local.
 """
 
 from __future__ import annotations
@@ -19,17 +21,24 @@ from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4
 
-# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
-_ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; MXFP4 has four
+# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few
+# rows".
+_ONE_TILE, _TWO_TILES = (
+    4.0,
+    12.0,
+)  # up to so many rows, one tile of 8 tokens is the fastest, or two; MXFP4 has four
 MOST_ROWS_OF_MXFP4 = 24.0
-"""The kernels take calls with at most so many, where our GEMM takes more; where all weights are dequantized for more,
-`MOST_BEFORE_ALL`."""
+"""The kernels take calls with at most so many, where our GEMM takes more; where all weights are
+dequantized for more, `MOST_BEFORE_ALL`.
+"""
 MOST_BEFORE_ALL = 96.0
 _COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
 _H100_GB_PER_S = 3352.0  # its peak
 _FAST_GB_PER_S = 27.0  # of memory for a multiprocessor, between H100 (22) and H200 (32)
-_SHORT_US = 150.0  # with fast memory, TMA wins where fp8 weights take less time to read: they are widened too slowly
-_SOON_US = 130.0  # with slow memory, TMA wins where a call reads for longer: it begins later, and reads 5 % faster
+# with fast memory, TMA wins where fp8 weights take less time to read: they are widened too slowly
+_SHORT_US = 150.0
+# with slow memory, TMA wins where a call reads for longer: it begins later, and reads 5 % faster
+_SOON_US = 130.0
 _FEWEST = 0.5  # rows of an expert: with more, TMA wins in both these cases
 _MOST_EXPERTS = 8192  # whose table fits into the shared memory of a block, in all kernels
 
@@ -45,21 +54,30 @@ class Reading(NamedTuple):
     @classmethod
     def of(cls, weight_bytes: float, copy_gb_per_s: float, multiprocessors: int) -> Reading:
         """`copy_gb_per_s`: bytes read plus bytes written by a copy."""
-        return cls(weight_bytes / 1000 / copy_gb_per_s, copy_gb_per_s > _FAST_GB_PER_S * multiprocessors)
+        return cls(
+            weight_bytes / 1000 / copy_gb_per_s, copy_gb_per_s > _FAST_GB_PER_S * multiprocessors
+        )
 
     @classmethod
     def on_gpu(cls, gate_up: Tensor, down: Tensor) -> Reading:
         """By what the driver says of their GPU, or as on H100 where it says 0."""
         found = torch.cuda.get_device_properties(down.device)
-        peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6 or _H100_GB_PER_S  # 2 bits a clock
-        return cls.of(gate_up.nbytes + down.nbytes, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count)
+        peak_gb_per_s = (
+            2 * found.memory_clock_rate * found.memory_bus_width / 8e6 or _H100_GB_PER_S
+        )  # 2 bits a clock
+        return cls.of(
+            gate_up.nbytes + down.nbytes, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count
+        )
 
 
 def most_rows(dtype: torch.dtype, reading: Reading) -> float:
-    """Rows of an expert, on average, up to which kernels by TMA are no faster. `dtype` of weights: bf16 or fp8."""
+    """Rows of an expert, on average, up to which kernels by TMA are no faster. `dtype` of weights:
+    bf16 or fp8.
+    """
     if reading.fast:
         return _FEWEST if dtype == FP8 and reading.us < _SHORT_US else _ONE_TILE
-    # With n rows an expert, the share 1 − e⁻ⁿ of the experts is read, in this share of `reading.us`.
+    # With n rows an expert, the share 1 − e⁻ⁿ of the experts is read, in this share of
+    # `reading.us`.
     return min(_FEWEST, -math.log1p(-min(_SOON_US / max(reading.us, 1e-9), 0.9)))
 
 
@@ -75,10 +93,17 @@ class FewRows(Gemm):
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
-        if problem is None and any(not each.is_contiguous() or each.data_ptr() % 16 for each in (gate_up, down)):
-            return ValueError("the kernel for few rows takes contiguous weights that start at multiples of 16 bytes")
+        if problem is None and any(
+            not each.is_contiguous() or each.data_ptr() % 16 for each in (gate_up, down)
+        ):
+            return ValueError(
+                "the kernel for few rows takes contiguous weights that start at multiples of 16 "
+                "bytes"
+            )
         if problem is None and len(down) > _MOST_EXPERTS:
-            return ValueError(f"the kernel for few rows takes at most {_MOST_EXPERTS} experts, got {len(down)}")
+            return ValueError(
+                f"the kernel for few rows takes at most {_MOST_EXPERTS} experts, got {len(down)}"
+            )
         return problem
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
@@ -89,12 +114,17 @@ class FewRows(Gemm):
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
         return segments.rows_per_expert is not None and segments.rows_per_expert <= most_rows
 
-    def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
-        """Two kernels compute the outputs. fp8 rows stay fp8 between them, with a power of two for every 16 columns."""
+    def experts(
+        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+    ) -> Tensor:
+        """Two kernels compute the outputs. fp8 rows stay fp8 between them, with a power of two for
+        every 16 columns.
+        """
         if weights.down.dtype == FP8 and scales is None:
             rows, scales = quantize_fp8(rows, num_tokens=segments.offsets[-1])
         elif weights.down.dtype != FP8:
-            rows, scales = plain_rows((rows, scales), product_dtype(weights.down)), None
+            rows = plain_rows((rows, scales), product_dtype(weights.down))
+            scales = None
         assert segments.rows_per_expert is not None
         gate_up, down, *scales_and_biases = weights[:6]
         # Weights are contiguous, or `problem_with` refuses them.
@@ -103,9 +133,19 @@ class FewRows(Gemm):
         )
         token_tiles = self._token_tiles(down.dtype, segments.rows_per_expert)
         out: Tensor = ops.few_rows(
-            rows.contiguous(), scales, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias,
-            segments.offsets, segments.tokens, *weights.gating, token_tiles,
-        )  # fmt: skip
+            rows.contiguous(),
+            scales,
+            gate_up,
+            gate_up_scales,
+            gate_up_bias,
+            down,
+            down_scales,
+            down_bias,
+            segments.offsets,
+            segments.tokens,
+            *weights.gating,
+            token_tiles,
+        )
         return out
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
@@ -121,7 +161,9 @@ class FewRowsOfMxfp4(FewRows):
     steps: ClassVar = {MXFP4: MXFP4_GROUPS.block[1]}
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        return MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else MOST_BEFORE_ALL
+        return (
+            MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else MOST_BEFORE_ALL
+        )
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         return 1 if rows_per_expert <= _ONE_TILE else 2 if rows_per_expert <= _TWO_TILES else 4

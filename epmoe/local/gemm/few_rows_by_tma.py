@@ -1,8 +1,9 @@
-"""Calls in which an expert has some rows: kernels of our own, which read weights by TMA and multiply by wgmma.
+"""Calls in which an expert has some rows: kernels of our own, which read weights by TMA and
+multiply by wgmma.
 
-They take the calls between those of `FewRows` and those of a GEMM. Sums have the order of the GEMM for many rows, so
-`batch_invariant` experts take them for all calls below its own. How they work stands with the kernels,
-`few_rows_by_tma` of csrc/cuda/hopper.
+They take the calls between those of `FewRows` and those of a GEMM. Sums have the order of the GEMM
+for many rows, so `batch_invariant` experts take them for all calls below its own. How they work
+stands with the kernels, `few_rows_by_tma` of csrc/cuda/hopper.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
 
-# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
-# By dtype and whether memory is fast, in three parts: rows up to which the kernels are faster than a GEMM where weights
-# are many; µs · rows, which over the µs of reading add rows where they are few, since a GEMM begins later; the most.
+# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few
+# rows". By dtype and whether memory is fast, in three parts: rows up to which the kernels are
+# faster than a GEMM where weights are many; µs · rows, which over the µs of reading add rows where
+# they are few, since a GEMM begins later; the most.
 _BORDERS = {
     (torch.bfloat16, False): (39.0, 10_000.0, 64.0),
     (torch.bfloat16, True): (39.0, 10_000.0, 48.0),
@@ -31,25 +33,38 @@ _BORDERS = {
 _HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}  # up to so many rows tiles have 32 rows, then 64
 _MOST_OF_FP8 = 1024, 27_264, 128_768
 """Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory."""
-_MANY: dict[torch.dtype, Gemm] = {torch.bfloat16: Hopper(), FP8: DeepGemm()}  # the GEMM of calls with more
+_MANY: dict[torch.dtype, Gemm] = {
+    torch.bfloat16: Hopper(),
+    FP8: DeepGemm(),
+}  # the GEMM of calls with more
 
 
 def most_rows_by_tma(dtype: torch.dtype, reading: Reading) -> float:
-    """Rows of an expert, on average, up to which a GEMM is slower. `dtype` of weights: bf16 or fp8."""
+    """Rows of an expert, on average, up to which a GEMM is slower. `dtype` of weights:
+    bf16 or fp8.
+    """
     most, lead, of_all = _BORDERS[dtype, reading.fast]
     return min(most + lead / max(reading.us, 1e-9), of_all)
 
 
 class FewRowsByTma(FewRows):
-    """Kernels for few rows on GPUs of compute capability 9.0, almost as fast with 16 rows of an expert as with one."""
+    """Kernels for few rows on GPUs of compute capability 9.0, almost as fast with 16 rows of an
+    expert as with one.
+    """
 
     name = "few_rows_by_tma"
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        if (problem := super().problem_with(gate_up, down)) is not None:
+        problem = super().problem_with(gate_up, down)
+        if problem is not None:
             return problem
-        if down.dtype == FP8 and any(size > most for size, most in zip(down.shape, _MOST_OF_FP8, strict=True)):
-            return ValueError(f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got {(*down.shape,)}")
+        if down.dtype == FP8 and any(
+            size > most for size, most in zip(down.shape, _MOST_OF_FP8, strict=True)
+        ):
+            return ValueError(
+                f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got "
+                f"{(*down.shape,)}"
+            )
         return problem_of_build(down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
@@ -69,7 +84,8 @@ class InvariantFewRows(FewRowsByTma):
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         """Rows of both ways of computing show whether the installed DeepGEMM adds in this order."""
-        if (problem := super().problem_with(gate_up, down)) is not None:
+        problem = super().problem_with(gate_up, down)
+        if problem is not None:
             return problem
         return _MANY[down.dtype].problem_with(gate_up, down) or _other_bits(down.dtype, down.device)
 
@@ -96,7 +112,20 @@ def _other_bits(dtype: torch.dtype, device: torch.device) -> Exception | None:
         given = Weights(gate_up, down, gate_up_scales, down_scales, None, None, SWIGLU)
         numbers = (0, block, 2 * block), (few, more)
         offsets, tokens = (torch.tensor(each, dtype=torch.int32, device=device) for each in numbers)
-        call = given, drawn(2 * block, size), None, Segments(offsets, tokens, block, rows_per_expert=1.0)
-        got, wanted = (gemm.experts(*call).view(torch.int16) for gemm in (InvariantFewRows(), _MANY[dtype]))
-        differing = sum(int((got[i : i + n] != wanted[i : i + n]).sum()) for i, n in ((0, few), (block, more)))
-    return ValueError(f"few rows have other bits than many, in {differing} elements") if differing else None
+        call = (
+            given,
+            drawn(2 * block, size),
+            None,
+            Segments(offsets, tokens, block, rows_per_expert=1.0),
+        )
+        got, wanted = (
+            gemm.experts(*call).view(torch.int16) for gemm in (InvariantFewRows(), _MANY[dtype])
+        )
+        differing = sum(
+            int((got[i : i + n] != wanted[i : i + n]).sum()) for i, n in ((0, few), (block, more))
+        )
+    return (
+        ValueError(f"few rows have other bits than many, in {differing} elements")
+        if differing
+        else None
+    )

@@ -2,7 +2,8 @@
 
     rows [N,D] ─ gate and up ─▶ [N,2F] ─ gated activation ─▶ [N,F] ─ down ─▶ outputs [N,D]
 
-Rows lie expert by expert. Rows of gaps and past the last segment may hold anything, and so may their products.
+Rows lie expert by expert. Rows of gaps and past the last segment may hold anything, and so may
+their products.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Scaled = tuple[Tensor, Tensor | None]
 
 
 Gating = tuple[bool, float, float, float]
-"""`interleaved`, `limit`, `alpha` and `up_offset` of `GroupedExperts`; the limit is infinite for none"""
+"""`interleaved`, `limit`, `alpha` and `up_offset` of `GroupedExperts`; the limit is infinite for
+none
+"""
 SWIGLU: Gating = False, math.inf, 1.0, 0.0
 """silu(gate) · up, all gates before all ups"""
 
@@ -35,18 +38,25 @@ class Segments(NamedTuple):
     """Where the rows of each expert lie in a call."""
 
     offsets: Tensor  # int32 [e + 1], contiguous
-    tokens: Tensor | None  # int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps
+    tokens: (
+        Tensor | None
+    )  # int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps
     alignment: int  # in rows: all segments start at its multiples
-    rows_per_expert: float | None = None  # of an expert on average, as far as this rank can tell; None: not known
+    rows_per_expert: float | None = (
+        None  # of an expert on average, as far as this rank can tell; None: not known
+    )
 
 
 class Added(NamedTuple):
-    """What is added to both products of a call: products with weights a, then b, of which each row has some columns."""
+    """What is added to both products of a call: products with weights a, then b, of which each row
+    has some columns.
+    """
 
     gemm: Gemm  # multiplies by a and b, whatever the segments are
     gate_up: tuple[Tensor, Tensor]  # a [e, C, D] and b [e, 2F, C]
     down: tuple[Tensor, Tensor]  # a [e, C, F] and b [e, D, C]
-    masked_columns: Tensor  # bool [N, C]: those that do not count for a row; the stage may leave out rows at the end
+    # bool [N, C]: those that do not count for a row; the stage may leave out rows at the end
+    masked_columns: Tensor
 
     def to(self, out: Tensor, rows: Scaled, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         """`out` [N, n], to which the products with rows [N, k] are added in place."""
@@ -60,13 +70,17 @@ class Weights(NamedTuple):
 
     gate_up: Tensor  # [e, 2F, D]; [e, 2F, D/2] in MXFP4
     down: Tensor  # [e, D, F]; [e, D, F/2] in MXFP4
-    gate_up_scales: Tensor | None  # of `WeightFormat.scales_shape`, or None where the format has none
+    gate_up_scales: (
+        Tensor | None
+    )  # of `WeightFormat.scales_shape`, or None where the format has none
     down_scales: Tensor | None
     gate_up_bias: Tensor | None  # [e, 2F]
     down_bias: Tensor | None  # [e, D]
     gating: Gating
     added: Added | None = None
-    """what adapters add in this call; GEMMs for some calls only, such as those for few rows, do not get it"""
+    """what adapters add in this call; GEMMs for some calls only, such as those for few rows, do not
+    get it
+    """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,39 +89,55 @@ class Weights(NamedTuple):
 
 
 class Gemm(ABC):
-    """A grouped GEMM. It has no state; `table.choose` asks it once for given weights, and each call asks `takes`."""
+    """A grouped GEMM. It has no state; `table.choose` asks it once for given weights, and each call
+    asks `takes`.
+    """
 
     name: ClassVar[str]  # `GroupedExperts(gemm=…)` and operators use it
     needs_gpu: ClassVar[bool] = False  # users can choose it by its name, for GPUs
     block: ClassVar[int] = 1
-    """Segments must start at multiples of this number of rows, which divides `epmoe.config.config.ROW_BLOCKS`."""
+    """Segments must start at multiples of this number of rows, which divides
+    `epmoe.config.config.ROW_BLOCKS`.
+    """
     batch_invariant: ClassVar[bool] = False
-    """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only (see `takes`) has the
-    bits of the GEMM that takes the others, or says False."""
+    """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only
+    (see `takes`) has the bits of the GEMM that takes the others, or says False.
+    """
     takes_all_calls: ClassVar[bool] = True
     """`takes` asks for the alignment only, so users can choose it by its name."""
     takes_fp8: ClassVar[bool] = False
-    """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantizes them."""
+    """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantizes
+    them.
+    """
 
     @abstractmethod
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """Why it cannot take these weights on their device, or None. ImportError is of a library that does not work,
-        and its kind ModuleNotFoundError of one that is not installed."""
+        """Why it cannot take these weights on their device, or None. ImportError is of a library
+        that does not work, and its kind ModuleNotFoundError of one that is not installed.
+        """
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        """Rows of an expert, on average, up to which it is the GEMM for these weights on their device."""
+        """Rows of an expert, on average, up to which it is the GEMM for these weights on their
+        device.
+        """
         return math.inf
 
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
-        """Whether it takes a call with such segments, by its `most_rows`. Nothing looks at the device."""
+        """Whether it takes a call with such segments, by its `most_rows`. Nothing looks at the
+        device.
+        """
         return segments.alignment % self.block == 0
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
-        """Whether it multiplies by these weights in both directions, and has `multiply_for_weights`."""
+        """Whether it multiplies by these weights in both directions, and has
+        `multiply_for_weights`.
+        """
         return False
 
     def is_capturable(self, weights: Tensor) -> bool:
-        """Whether a CUDA graph can capture products with these weights: the host waits for nothing."""
+        """Whether a CUDA graph can capture products with these weights: the host waits
+        for nothing.
+        """
         return True
 
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
@@ -117,36 +147,50 @@ class Gemm(ABC):
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Callers take `product`.
 
-        `rows` are in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8 weights these lie
-        block by block: their columns are contiguous. `weights` are in a dtype that `problem_with` takes; fp8 and MXFP4
-        have scales, as in `Weights`. `ends` is int32 [e], the row behind each segment. Segments start at multiples of
-        `alignment` rows, which is one of `block`. Products are bf16 where the weights have scales, else in the weights'
-        dtype. A GEMM that fuses the stage in `experts` has no such method.
+        `rows` are in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8
+        weights these lie block by block: their columns are contiguous. `weights` are in a dtype
+        that `problem_with` takes; fp8 and MXFP4 have scales, as in `Weights`. `ends` is int32 [e],
+        the row behind each segment. Segments start at multiples of `alignment` rows, which is one
+        of `block`. Products are bf16 where the weights have scales, else in the weights' dtype. A
+        GEMM that fuses the stage in `experts` has no such method.
         """
         raise NotImplementedError
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See `trains`."""
+        """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See
+        `trains`.
+        """
         raise NotImplementedError
 
     def product(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int = 1) -> Tensor:
         """`multiply`, which torch.compile sees as one operator where it cannot trace it."""
         if torch.compiler.is_compiling() and not self.is_traceable(rows[0], weights[0]):
-            product: Tensor = torch.ops.epmoe.grouped_gemm(self.name, *rows, *weights, ends, alignment)
+            product: Tensor = torch.ops.epmoe.grouped_gemm(
+                self.name, *rows, *weights, ends, alignment
+            )
             return product
         return self.multiply(rows, weights, ends, alignment)
 
-    def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
-        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N, D]. A GEMM that fuses
-        the parts of the stage has a method of its own, opaque to torch.compile."""
-        given, added = (rows, scales), weights.added
-        ends, n, alignment = segments.offsets[1:], rows.shape[0], segments.alignment
+    def experts(
+        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+    ) -> Tensor:
+        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N,
+        D]. A GEMM that fuses the parts of the stage has a method of its own, opaque to
+        torch.compile.
+        """
+        given = (rows, scales)
+        added = weights.added
+        ends = segments.offsets[1:]
+        n = rows.shape[0]
+        alignment = segments.alignment
         fp8 = self.takes_fp8 and weights.down.dtype == FP8
         if fp8:
             if scales is None:
                 rows, scales = quantize_fp8(rows, num_tokens=ends[-1])
             scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
-        gate_up = self.product((rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment)
+        gate_up = self.product(
+            (rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment
+        )
         if added is not None:
             gate_up = added.to(gate_up, given, *added.gate_up, ends)
         activated = _activation(gate_up, weights, segments, fp8)
@@ -157,18 +201,26 @@ class Gemm(ABC):
 
 
 def on_hopper(device: torch.device | str) -> bool:
-    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
+    return (
+        torch.device(device).type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == _HOPPER
+    )
 
 
-def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor, steps: dict[torch.dtype, int]) -> ValueError | None:
-    """Why a library called `name`, for compute capability 9, does not take these weights, or None. `steps`: by dtype,
-    of what all sizes must be multiples."""
+def problem_on_hopper(
+    name: str, gate_up: Tensor, down: Tensor, steps: dict[torch.dtype, int]
+) -> ValueError | None:
+    """Why a library called `name`, for compute capability 9, does not take these weights, or None.
+    `steps`: by dtype, of what all sizes must be multiples.
+    """
     if down.dtype not in steps:
         names = " or ".join(map(dtype_name, steps))
         return ValueError(f"{name} takes weights in {names}, got {down.dtype}")
     major, _ = torch.cuda.get_device_capability(down.device)
     if major != _HOPPER:
-        return ValueError(f"{name} takes these weights on GPUs of compute capability {_HOPPER}, got {major}")
+        return ValueError(
+            f"{name} takes these weights on GPUs of compute capability {_HOPPER}, got {major}"
+        )
     sizes = (*plain_shape(gate_up)[1:], *plain_shape(down)[1:])
     step = steps[down.dtype]
     if any(size % step for size in sizes):
@@ -197,8 +249,9 @@ def plain_weights(weights: Scaled) -> Tensor:
 
 
 def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """[N, n]: for each row the bias [e, n] of its expert, by the ends of segments, int32 [e]. Rows past the last one
-    have that of the first expert."""
+    """[N, n]: for each row the bias [e, n] of its expert, by the ends of segments, int32 [e]. Rows
+    past the last one have that of the first expert.
+    """
     numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
     experts = torch.searchsorted(ends, numbers, right=True, out_int32=True)
     return bias.index_select(0, experts.masked_fill_(numbers >= ends[-1], 0))
@@ -216,5 +269,8 @@ def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize:
     if bias is not None:
         gate_up = gate_up + bias_of_rows(bias, segments.offsets[1:], len(gate_up))
     gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else gate_up.chunk(2, dim=1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)  # which changes nothing if there is no limit: infinity
+    gate, up = (
+        gate.clamp(max=limit),
+        up.clamp(-limit, limit),
+    )  # which changes nothing if there is no limit: infinity
     return gate * torch.sigmoid(alpha * gate) * (up + up_offset), None

@@ -1,8 +1,11 @@
-"""The grouped GEMM with gradients, and a bias for each expert, as operators: torch.compile and checkpoints know them.
+"""The grouped GEMM with gradients, and a bias for each expert, as operators: torch.compile and
+checkpoints know them.
 
-    rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]          bias [e,n] ─ epmoe::train_bias ─▶ [N,n]
+    rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]          bias [e,n] ─
+    epmoe::train_bias ─▶ [N,n]
 
-Rows lie expert by expert, as in gemm.py. Sums have one order, so gradients have the same bits on every run.
+Rows lie expert by expert, as in gemm.py. Sums have one order, so gradients have the same bits on
+every run.
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ from epmoe.local.gemm.table import GEMMS
 _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
 
 
-def choose_trained(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> str:
-    """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F]. If `wanted` is "torch", it
-    is none that needs a GPU. With `batch_invariant` it is an invariant one if any of these trains the weights."""
+def choose_trained(
+    wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
+) -> str:
+    """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F]. If
+    `wanted` is "torch", it is none that needs a GPU. With `batch_invariant` it is an invariant one
+    if any of these trains the weights.
+    """
     gemms = [gemm for gemm in GEMMS.values() if wanted != "torch" or not gemm.needs_gpu]
     gemms.sort(key=lambda gemm: batch_invariant and not gemm.batch_invariant)
     return next(gemm.name for gemm in gemms if gemm.trains(gate_up, down))
@@ -28,11 +35,12 @@ def choose_trained(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invarian
 
 @torch.library.custom_op("epmoe::train_gemm", mutates_args=())
 def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
-    """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert, by a GEMM of `choose_trained`. All are fp32, fp16 or bf16.
-    Opaque, since compilers trace torch's in bf16 only.
+    """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert, by a GEMM of `choose_trained`. All are
+    fp32, fp16 or bf16. Opaque, since compilers trace torch's in bf16 only.
 
-    `offsets` is int32 [e + 1], contiguous: expert i has rows[offsets[i] : offsets[i + 1]]. Rows past the last segment
-    are not read, and their products are undefined. An expert without rows gets gradients of 0.
+    `offsets` is int32 [e + 1], contiguous: expert i has rows[offsets[i] : offsets[i + 1]]. Rows
+    past the last segment are not read, and their products are undefined. An expert without rows
+    gets gradients of 0.
     """
     if not len(rows) or not len(weights):
         return rows.new_empty(len(rows), weights.shape[1])
@@ -46,7 +54,9 @@ def _(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
 
 @torch.library.custom_op("epmoe::train_gemm_weights", mutates_args=())
 def train_gemm_weights(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
-    """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert: gradients of weights, 0 for an expert without rows."""
+    """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert: gradients of weights, 0 for an expert
+    without rows.
+    """
     e = len(offsets) - 1
     if not len(rows) or not e:
         return rows.new_zeros(e, grad.shape[1], rows.shape[1])
@@ -59,7 +69,9 @@ def _(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
 
 
 def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: str) -> Tensor:
-    """[e, n]: the sum over each expert's rows of grad [N, n], times the factor of the row, fp32 [N], or 1."""
+    """[e, n]: the sum over each expert's rows of grad [N, n], times the factor of the row, fp32
+    [N], or 1.
+    """
     column = torch.ones_like(grad[:, 0]) if factors is None else factors.to(grad.dtype)
     columns = column[:, None].expand(-1, _COLUMNS).contiguous()
     return train_gemm_weights(grad, columns, offsets, gemm)[..., 0].contiguous()
@@ -68,7 +80,11 @@ def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: 
 @torch.library.custom_op("epmoe::train_bias", mutates_args=())
 def train_bias(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tensor:
     """`bias_of_rows` with gradients."""
-    return bias_of_rows(bias, offsets[1:], num_rows) if len(bias) else bias.new_empty(num_rows, bias.shape[1])
+    return (
+        bias_of_rows(bias, offsets[1:], num_rows)
+        if len(bias)
+        else bias.new_empty(num_rows, bias.shape[1])
+    )
 
 
 @train_bias.register_fake
@@ -85,7 +101,9 @@ def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gemm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, offsets = ctx.saved_tensors
     grad = grad.contiguous()
-    by_rows = None if weights is None else train_gemm(grad, weights.transpose(1, 2), offsets, ctx.gemm)
+    by_rows = (
+        None if weights is None else train_gemm(grad, weights.transpose(1, 2), offsets, ctx.gemm)
+    )
     by_weights = None if rows is None else train_gemm_weights(grad, rows, offsets, ctx.gemm)
     return by_rows, by_weights, None, None
 

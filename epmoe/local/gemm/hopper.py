@@ -1,7 +1,8 @@
-"""Grouped GEMMs of our own on Hopper: for bf16 in both directions, and gradients of weights, and for weights in MXFP4.
+"""Grouped GEMMs of our own on Hopper: for bf16 in both directions, and gradients of weights, and
+for weights in MXFP4.
 
-A tile adapts to the rows of an expert, which other libraries round up to blocks of 64 or 128. How they work stands with
-the kernels, `grouped_gemm` of csrc/cuda/hopper.
+A tile adapts to the rows of an expert, which other libraries round up to blocks of 64 or 128. How
+they work stands with the kernels, `grouped_gemm` of csrc/cuda/hopper.
 """
 
 from __future__ import annotations
@@ -22,23 +23,37 @@ _MOST_EXPERTS = 512  # of one rank; their table is in shared memory
 
 
 class Hopper(Gemm):
-    """Our kernels on GPUs of compute capability 9.0, whatever the segments are: bf16, and MXFP4, which only serves."""
+    """Our kernels on GPUs of compute capability 9.0, whatever the segments are: bf16, and MXFP4,
+    which only serves.
+    """
 
     name = "hopper"
     needs_gpu = True
     batch_invariant = True  # an element has one order of sums, whatever tile it is in
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        if (problem := problem_on_hopper("Hopper's kernel", gate_up, down, _STEPS)) is not None:
+        problem = problem_on_hopper("Hopper's kernel", gate_up, down, _STEPS)
+        if problem is not None:
             return problem
         if len(down) > _MOST_EXPERTS:
-            return ValueError(f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}")
-        if not all(_is_whole(w) or down.dtype != MXFP4 and _is_whole(w.mT) for w in (gate_up, down)):
-            return ValueError("Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of 16 bytes")
+            return ValueError(
+                f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}"
+            )
+        if not all(
+            _is_whole(w) or down.dtype != MXFP4 and _is_whole(w.mT) for w in (gate_up, down)
+        ):
+            return ValueError(
+                "Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of 16 "
+                "bytes"
+            )
         return problem_of_build(down.device)
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
-        return down.is_cuda and down.dtype == torch.bfloat16 and self.problem_with(gate_up, down) is None
+        return (
+            down.is_cuda
+            and down.dtype == torch.bfloat16
+            and self.problem_with(gate_up, down) is None
+        )
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         values, scales = weights
@@ -65,9 +80,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def problem_of_build(device: torch.device) -> Exception | None:
-    """Why our kernels do not run there, as if compiled for other GPUs. A lack of memory is no reason, and is raised."""
+    """Why our kernels do not run there, as if compiled for other GPUs. A lack of memory is no
+    reason, and is raised.
+    """
     ends = torch.tensor([8], dtype=torch.int32, device=device)
-    rows, weights = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((8, 8), (1, 8, 8)))
+    rows, weights = (
+        torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((8, 8), (1, 8, 8))
+    )
     try:
         ops.hopper_gemm(rows, weights, ends)
     except torch.OutOfMemoryError:

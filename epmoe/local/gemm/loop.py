@@ -31,7 +31,11 @@ class Loop(Gemm):
         plain = plain_rows(rows, out.dtype)
         for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
             if start < end:
-                expert = values[i] if scales is None else dequantize_weights(values[i], scales[i], out.dtype)
+                expert = (
+                    values[i]
+                    if scales is None
+                    else dequantize_weights(values[i], scales[i], out.dtype)
+                )
                 self._multiply_by(expert, plain[start:end], out[start:end])
         return out
 

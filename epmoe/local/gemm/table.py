@@ -32,8 +32,9 @@ GEMMS: dict[str, Gemm] = {
         Blocks(),
     )
 }
-"""The GEMMs by their names, the fastest first. The loop takes all weights and all calls, so what follows it serves with
-`batch_invariant` only."""
+"""The GEMMs by their names, the fastest first. The loop takes all weights and all calls, so what
+follows it serves with `batch_invariant` only.
+"""
 
 CHOICES = (
     "auto",
@@ -42,14 +43,18 @@ CHOICES = (
 )
 
 
-def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> tuple[str, ...]:
-    """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
+def choose(
+    wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
+) -> tuple[str, ...]:
+    """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the
+    fastest first.
 
-    A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
-    no GPU, and any other is that one on GPUs. With `batch_invariant` all have the bits of one: where it can, the one
-    that trains the weights, so that calls with gradients have the bits of serving. Warns of a library that is installed
-    but does not work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the wanted one,
-    and ValueError where `batch_invariant` finds none.
+    A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all,
+    "torch" is all that need no GPU, and any other is that one on GPUs. With `batch_invariant` all
+    have the bits of one: where it can, the one that trains the weights, so that calls with
+    gradients have the bits of serving. Warns of a library that is installed but does not work, and
+    where fp8 weights are dequantized in every call. Raises the `problem_with` the wanted one, and
+    ValueError where `batch_invariant` finds none.
     """
     chosen: list[str] = []
     problems: list[tuple[Gemm, Exception]] = []
@@ -60,7 +65,9 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
     for gemm in sorted(GEMMS.values(), key=later):
         if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
             continue
-        if batch_invariant != gemm.batch_invariant and (batch_invariant or not gemm.takes_all_calls):
+        if batch_invariant != gemm.batch_invariant and (
+            batch_invariant or not gemm.takes_all_calls
+        ):
             continue
         problem = gemm.problem_with(gate_up, down)
         if problem is not None:
@@ -74,10 +81,15 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
     if not chosen:
         reasons = "; ".join(str(problem) for gemm, problem in problems if gemm.takes_all_calls)
         raise ValueError(f"`batch_invariant` must be False for these experts: {reasons}")
-    of_libraries = [problem for gemm, problem in problems if gemm.needs_gpu and gemm.takes_all_calls]
+    of_libraries = [
+        problem for gemm, problem in problems if gemm.needs_gpu and gemm.takes_all_calls
+    ]
     takes_fp8 = any(GEMMS[name].takes_fp8 and GEMMS[name].takes_all_calls for name in chosen)
     if of_libraries and down.dtype == FP8 and not takes_fp8:
-        warnings.warn(f"fp8 weights are dequantized in every call, which is slow: {of_libraries[0]}", stacklevel=3)
+        warnings.warn(
+            f"fp8 weights are dequantized in every call, which is slow: {of_libraries[0]}",
+            stacklevel=3,
+        )
     elif broken := [problem for problem in of_libraries if type(problem) is ImportError]:
         warnings.warn(f"a slower grouped GEMM is used: {broken[0]}", stacklevel=3)
     return tuple(chosen)
@@ -85,9 +97,14 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
 
 @torch.library.custom_op("epmoe::grouped_gemm", mutates_args=())
 def _opaque(
-    gemm: str, rows: Tensor, row_scales: Tensor | None, weights: Tensor, weight_scales: Tensor | None, ends: Tensor,
+    gemm: str,
+    rows: Tensor,
+    row_scales: Tensor | None,
+    weights: Tensor,
+    weight_scales: Tensor | None,
+    ends: Tensor,
     alignment: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return GEMMS[gemm].multiply((rows, row_scales), (weights, weight_scales), ends, alignment)
 
 

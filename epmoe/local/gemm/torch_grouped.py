@@ -13,7 +13,9 @@ _STRIDE_BYTES = 16  # strides must be multiples of it; in a backward pass rows b
 
 
 class TorchGrouped(Gemm):
-    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 and MXFP4 are dequantized in every call."""
+    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 and MXFP4 are dequantized in
+    every call.
+    """
 
     name = "torch"
 
@@ -22,8 +24,12 @@ class TorchGrouped(Gemm):
         none = torch.zeros(down.shape[0], dtype=torch.int32, device=down.device)
         try:
             for weights in (gate_up, down):
-                if product_dtype(weights) != weights.dtype:  # becomes contiguous as it is dequantized
-                    weights = torch.empty(plain_shape(weights), dtype=product_dtype(weights), device="meta")
+                if (
+                    product_dtype(weights) != weights.dtype
+                ):  # becomes contiguous as it is dequantized
+                    weights = torch.empty(
+                        plain_shape(weights), dtype=product_dtype(weights), device="meta"
+                    )
                 row = weights.new_zeros(1, weights.shape[2])
                 F.grouped_mm(row, weights.transpose(1, 2), offs=none.to(weights.device))
         except (RuntimeError, ValueError) as error:
@@ -32,7 +38,10 @@ class TorchGrouped(Gemm):
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
         sizes = (size * w.element_size() for w in (gate_up, down) for size in w.shape[1:])
-        return all(size % _STRIDE_BYTES == 0 for size in sizes) and self.problem_with(gate_up, down) is None
+        return (
+            all(size % _STRIDE_BYTES == 0 for size in sizes)
+            and self.problem_with(gate_up, down) is None
+        )
 
     def is_capturable(self, weights: Tensor) -> bool:
         return product_dtype(weights) == torch.bfloat16  # of others torch makes a loop

@@ -7,7 +7,7 @@ import re
 import pytest
 import tried
 from helpers import ROOT
-from where import PAGE, STACKS, TABLE, Cell, render
+from where import PAGE, README, STACKS, TABLE, Cell, in_readme, render
 
 from epmoe.native.build import TRIED_TORCH
 
@@ -20,12 +20,12 @@ CELLS = [
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_cell_names_what_exists(cell: Cell) -> None:
-    if cell.kind == "yes":
+    if cell.sign == "yes":
         path, _, name = cell.says.partition("::")
         assert re.search(
             rf"^def {name}\(", (ROOT / "tests" / path).read_text(encoding="utf-8"), re.MULTILINE
         )
-    elif cell.kind == "no":
+    elif cell.file:
         source = (ROOT / "epmoe" / cell.file).read_text(encoding="utf-8")
         assert cell.says in re.sub(r'"\s+f?"', "", source)  # strings of several lines
     else:
@@ -41,3 +41,9 @@ def test_the_newest_torch_that_was_tried_is_the_one_that_users_are_told() -> Non
 
 def test_the_page_is_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(), "python tests/where.py writes it"
+
+
+def test_readme_shows_the_same_cells() -> None:
+    readme = README.read_text(encoding="utf-8")
+    assert readme == in_readme(readme), "python tests/where.py writes it"
+    assert "| serves | yes | yes |" in readme

@@ -74,7 +74,8 @@ def test_the_functions_of_a_round_are_where_the_page_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["CONTRIBUTING.md", "docs/design.md", "docs/kernels.md", "docs/protocol.md"]
+    "name",
+    ["CONTRIBUTING.md", "docs/design.md", "docs/house.md", "docs/kernels.md", "docs/protocol.md"],
 )
 def test_names_of_the_code_exist(name: str) -> None:
     """Words in backticks that can only be names of the code: with an underscore or a capital."""

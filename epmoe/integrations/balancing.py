@@ -59,11 +59,13 @@ class Balancing:
     def __init__(
         self, ep: ExpertParallel, live: dict[str, Any] | None, logger: logging.Logger
     ) -> None:
-        self.ep, self._logger = ep, logger
+        self.ep = ep
+        self._logger = logger
         self._balancer: Balancer | None = None
         if live is not None:
             self._balancer = Balancer(ep, **{key: live[key] for key in _OF_BALANCER if key in live})
-        self._logged, self._settled = 0, True
+        self._logged = 0  # steps of the balancer's history that the log has
+        self._settled = True  # no move is under way
 
     def poll(self) -> None:
         """Before each step of the framework, on its thread and stream: it raises what kernels have
@@ -75,17 +77,19 @@ class Balancing:
         self._settled = False
         self._balancer.tick()
         history = self._balancer.history
-        if len(history) != self._logged:
-            self._logged = len(history)
-            if history and (step := history[-1]).before and step.moves:  # rank 0 knows the loads
-                self._logger.info(
-                    "epmoe moves %d experts: the busiest rank has %.2f of the mean load on average "
-                    "over the layers, "
-                    "and is to have %.2f",
-                    step.moves,
-                    fmean(step.before),
-                    fmean(step.after),
-                )
+        if len(history) == self._logged:
+            return
+        self._logged = len(history)
+        step = history[-1] if history else None
+        if step is None or not step.moves or not step.before:  # rank 0 alone knows the loads
+            return
+        self._logger.info(
+            "epmoe moves %d experts: the busiest rank has %.2f of the mean load on average over "
+            "the layers, and is to have %.2f",
+            step.moves,
+            fmean(step.before),
+            fmean(step.after),
+        )
 
     def move(self, tag: int, experts: GroupedExperts) -> None:
         """These experts are those of the layer with this tag: they move, where experts do."""
@@ -100,7 +104,8 @@ class Balancing:
 
         The first call after a step is collective: it ends the moves.
         """
-        if self._balancer is None or (live := self.ep.live) is None:
+        live = self.ep.live
+        if self._balancer is None or live is None:
             return None
         if not self._settled:
             self._balancer.finish()

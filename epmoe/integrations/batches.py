@@ -1,8 +1,7 @@
 """Batches of any length through an `ExpertParallel`, in as many rounds as the longest batch of any
 rank needs.
 
-x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D] that arrived) ─▶ combine ─▶ y
-[T,D]
+    x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ rows [n,D] ─ experts ─▶ combine ─▶ y [T,D]
 """
 
 from __future__ import annotations
@@ -44,11 +43,9 @@ class Arrived(NamedTuple):
 
     def plain(self) -> Tensor:
         """The rows in `dtype`."""
-        return (
-            self.rows
-            if self.scales is None
-            else dequantize_rows(self.rows, self.scales, self.dtype)
-        )
+        if self.scales is None:
+            return self.rows
+        return dequantize_rows(self.rows, self.scales, self.dtype)
 
 
 class Computation(NamedTuple):
@@ -76,8 +73,8 @@ def _hint(error: BaseException) -> None:
     if isinstance(error, EPTimeoutError):
         error.args = (
             f"{error}. If the missing ranks have ended `generate` sooner: give it "
-            "`synced_gpus=True` on all ranks, so "
-            "that they keep stepping, and with a static cache the same `max_new_tokens`",
+            "`synced_gpus=True` on all ranks, so that they keep stepping, and with a static cache "
+            "the same `max_new_tokens`",
         )
 
 
@@ -129,8 +126,7 @@ class SharedExpertParallel:
         if self.static:
             raise ValueError(
                 "static mode serves and does not train: train with `configure(static=False)`, or "
-                "call the model under "
-                "torch.no_grad()"
+                "call the model under torch.no_grad()"
             )
         if self._exchange is None:
             self._exchange = TrainingExchange(self.ep)
@@ -181,34 +177,32 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
-        known = (
-            call.longest if self.static else longest
-        )  # static mode otherwise has a limit only, M
-        call = call._replace(
-            longest=min(longest, M) if self.static and longest is not None else longest
-        )
-        batch = (x_TD, ids_TK, weights_TK)
+        known = longest
+        too_long = None
+        if self.static:
+            known = call.longest  # static mode otherwise has a limit only, M
+            if longest is not None and longest > M:
+                too_long = longest
+                longest = M
+        call = call._replace(longest=longest)
+        batch: tuple[Tensor, ...] = (x_TD, ids_TK, weights_TK)
         own = self._rounds(T)
         rounds_before = self.ep.exchange.rounds.count
         outputs = list[Tensor]()
         try:
-            if self.static and longest is not None and longest > M:
+            if too_long is not None:
                 raise ValueError(
-                    f"a rank brings {longest} tokens, but static mode takes at most "
-                    f"max_num_tokens_per_rank = {M} a "
-                    "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of "
-                    "transformers' generate)"
+                    f"a rank brings {too_long} tokens, but static mode takes at most "
+                    f"max_num_tokens_per_rank = {M} a call: configure more, or send a prompt in "
+                    "chunks (`prefill_chunk_size` of transformers' generate)"
                 )
             with self.ep.at_most(known):
                 while not outputs or self._has_more_rounds(len(outputs), call.longest):
                     taken = len(outputs)
-                    whole = own == 1 and not outputs  # three slices cost the host 5 µs
-                    x, ids, weights = (
-                        batch
-                        if whole
-                        else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                    )
-                    outputs.append(self._round(x, ids, weights, call, taken + 1 < own))
+                    part = batch
+                    if own > 1 or outputs:  # else no slices, three of which cost the host 5 µs
+                        part = tuple(tensor[taken * M : (taken + 1) * M] for tensor in batch)
+                    outputs.append(self._round(*part, call, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException as error:
@@ -270,29 +264,26 @@ class SharedExpertParallel:
         most = self._most_tokens(call.longest)
         with ep.exchange.giving_up():
             began = now()
-            sends: Callable[..., Dispatched | Routed] = (
-                self.exchange.dispatch if trains else ep.dispatch
-            )
+            sends: Callable[..., Dispatched | Routed] = ep.dispatch
+            if trains:
+                sends = self.exchange.dispatch
             if call.longest is None:
                 dispatch = partial(sends, x, ids, weights, tag=call.tag, aligned=aligned)
                 routed = ep.exchange.sending(more, dispatch)
             else:  # a partial would cost the host 0.1 µs
                 routed = sends(x, ids, weights, tag=call.tag, aligned=aligned)
             arrived = now()
-            outputs = experts(
-                self._arrived(routed, ((ep.size - 1) * most + x.shape[0]) * ids.shape[1])
-            )
+            most_tokens = (ep.size - 1) * most + x.shape[0]
+            outputs = experts(self._arrived(routed, most_tokens * ids.shape[1]))
             if not trains:
                 check_forward_only(outputs)
             computed = now()
-            y = (
-                self.exchange.combine(outputs, routed)
-                if isinstance(routed, Routed)
-                else ep.combine(outputs, routed)
-            )
-        self.seconds["dispatch"] += (
-            arrived - began
-        )  # in place: three context managers cost a layer 5 µs
+            if isinstance(routed, Routed):
+                y = self.exchange.combine(outputs, routed)
+            else:
+                y = ep.combine(outputs, routed)
+        # In place: three context managers cost a layer 5 µs.
+        self.seconds["dispatch"] += arrived - began
         self.seconds["experts"] += computed - arrived
         self.seconds["combine"] += now() - computed
         return y
@@ -341,9 +332,8 @@ class SharedExpertParallel:
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:
-            alignment = (
-                1 if d.alignment == 1 else ep.config.alignment
-            )  # of whatever the other ranks bring
+            # Of whatever the other ranks bring.
+            alignment = 1 if d.alignment == 1 else ep.config.alignment
             most = most_pairs + ep.num_local_experts * (alignment - 1)
             n = min(d.rows.shape[0], -(-most // alignment) * alignment)
         scales = None if d.scales is None else d.scales[:n]

@@ -5,8 +5,8 @@ EPMOE_SGLANG chooses it: 1 for the exchange, "layer" for the exchange and `Group
 of SGLang's DeepGEMM runner, and {"live": {…}} for such experts that move, with keys of `Balancer`
 and of `placement`.
 
-    EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 --moe-a2a-backend
-    deepep_v2
+    EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 \\
+        --moe-a2a-backend deepep_v2
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from typing import Any
 
 VARIABLE = "EPMOE_SGLANG"
 
@@ -24,18 +25,23 @@ def register() -> None:
     Raises ValueError for a value of none of these forms, nor 0 nor the empty string.
     """
     chosen = os.environ.get(VARIABLE, "")
-    live = None
-    if chosen not in ("", "0", "1", "layer"):
-        with suppress(ValueError):
-            live = json.loads(chosen)
-        if (
-            not isinstance(live, dict)
-            or live.keys() != {"live"}
-            or not isinstance(live := live["live"], dict)
-        ):
-            forms = '0, 1, layer or {"live": {"every": 1000}}'
-            raise ValueError(f"environment variable {VARIABLE} must be {forms}, got {chosen!r}")
-    if chosen not in ("", "0"):
-        from epmoe.integrations.sglang.dispatcher import register_hooks
+    if chosen in ("", "0"):
+        return
+    live = None if chosen in ("1", "layer") else _live_of(chosen)
 
-        register_hooks(own_experts=chosen != "1", live=live)
+    from epmoe.integrations.sglang.dispatcher import register_hooks
+
+    register_hooks(own_experts=chosen != "1", live=live)
+
+
+def _live_of(chosen: str) -> dict[str, Any]:
+    """The mapping LIVE of {"live": LIVE}, in JSON."""
+    parsed = None
+    with suppress(ValueError):
+        parsed = json.loads(chosen)
+    if isinstance(parsed, dict) and parsed.keys() == {"live"}:
+        live = parsed["live"]
+        if isinstance(live, dict):
+            return live
+    forms = '0, 1, layer or {"live": {"every": 1000}}'
+    raise ValueError(f"environment variable {VARIABLE} must be {forms}, got {chosen!r}")

@@ -1,7 +1,7 @@
 """SGLang's dispatcher of `--moe-a2a-backend deepep_v2`, in place of DeepEP's.
 
-    x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e] ─ SGLang's DeepGEMM runner ─▶ rows [n,D] ─
-    combine ─▶ y [T,D]
+    x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e] ─ SGLang's DeepGEMM runner ─▶ rows [n,D]
+    rows [n,D] ─ combine ─▶ y [T,D]
 
 SGLang makes a dispatcher for each MoE layer. All dispatchers with the same shapes share one
 `ExpertParallel`, which the first of them makes while the model is built: before memory is measured
@@ -28,7 +28,8 @@ from epmoe.native.package import __version__
 from epmoe.service import ExpertParallel
 
 try:
-    import sglang.srt.layers.moe.fused_moe_triton.layer  # noqa: F401 - before its dispatchers, which import one another
+    # Before its dispatchers: these modules import one another.
+    import sglang.srt.layers.moe.fused_moe_triton.layer  # noqa: F401
     from sglang.srt.eplb.expert_location import (
         ExpertLocationMetadata,
         get_global_expert_location_metadata,
@@ -86,9 +87,8 @@ def create_dispatcher(
     With `live` experts move. Raises ValueError if the layer needs what epmoe does not have, and
     what `ExpertParallel` raises.
     """
-    theirs = original(
-        moe_runner_config, quant_method=quant_method
-    )  # checks the layer, and holds no memory yet
+    # SGLang's own dispatcher checks the layer, and holds no memory yet.
+    theirs = original(moe_runner_config, quant_method=quant_method)
     if not isinstance(theirs, deepep_v2.DeepEPv2Dispatcher):
         logger.warning(
             "epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only"
@@ -107,8 +107,7 @@ def _payload(theirs: deepep_v2.DeepEPv2Dispatcher) -> PayloadName:
     if name is None or get_deepep_v2_fp8_scale_format().ue8m0:
         raise ValueError(
             "epmoe sends fp8 rows with one fp32 scale for 128 elements; this layer's experts take "
-            "UE8M0 scales "
-            "(MXFP8, or DeepGEMM on Blackwell): unset EPMOE_SGLANG"
+            "UE8M0 scales (MXFP8, or DeepGEMM on Blackwell): unset EPMOE_SGLANG"
         )
     return name
 
@@ -164,14 +163,13 @@ def _config(
     config = make_config(
         E, K, layer.hidden_size, torch.bfloat16, R, sections, from_environment=True
     )
-    if (
-        config.exchange.payload != payload
-        or config.capacity.model_copy(update=settled) != config.capacity
-    ):
+    # Variables of the environment may have overridden what is SGLang's to choose.
+    capacity_is_settled = config.capacity.model_copy(update=settled) == config.capacity
+    if config.exchange.payload != payload or not capacity_is_settled:
         raise ConfigError(
             f"SGLang settles `exchange.payload` = {payload}, `capacity.alignment` = {_ALIGNMENT} "
-            "and, by "
-            f"{_LIMIT}, `capacity.max_num_tokens_per_rank` = {M}: unset their variables EPMOE_…"
+            f"and, by {_LIMIT}, `capacity.max_num_tokens_per_rank` = {M}: unset their variables "
+            "EPMOE_…"
         )
     return config
 
@@ -184,8 +182,8 @@ def _location(layer: Any) -> ExpertLocationMetadata:
     location = get_global_expert_location_metadata()
     settings = {
         "--enable-eplb": moe.enable_eplb,
-        "--ep-dispatch-algorithm": moe.ep_dispatch_algorithm
-        is not None,  # --init-expert-location sets it, too
+        # --init-expert-location sets it, too
+        "--ep-dispatch-algorithm": moe.ep_dispatch_algorithm is not None,
         "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
     }
     named = [flag for flag, is_set in settings.items() if is_set]
@@ -208,7 +206,8 @@ class EpmoeDispatcher(BaseDispatcher):
 
     def __init__(self, balancing: Balancing) -> None:
         super().__init__()
-        self._balancing, self._ep = balancing, balancing.ep
+        self._balancing = balancing
+        self._ep = balancing.ep
         self._tag = self._ep.new_tag()
         self._round: Dispatched | None = None
         self._experts: GroupedExperts | None = None
@@ -233,7 +232,9 @@ class EpmoeDispatcher(BaseDispatcher):
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
             ids = topk_output.topk_ids
             weights = topk_output.topk_weights
-            self._round = d = self._ep.dispatch(hidden_states, ids, weights, tag=self._tag)
+            d = self._ep.dispatch(hidden_states, ids, weights, tag=self._tag)
+        self._round = d
+        # The host does not know how many rows arrive: n is what it must expect.
         e = self._ep.num_local_experts
         top_k = topk_output.topk_ids.shape[1]
         n = min(_most_rows(max(together, 1) * min(top_k, e), e), d.rows.shape[0])
@@ -250,19 +251,18 @@ class EpmoeDispatcher(BaseDispatcher):
 
         Raises ValueError in the first call if they are other experts than those.
         """
-        if (
-            self._experts is None
-            or self._experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr()
-        ):  # loaded again
-            self._experts = _grouped(layer)
-            self._balancing.move(self._tag, self._experts)
+        experts = self._experts
+        if experts is None or experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr():
+            # The first call, or weights that were loaded again.
+            experts = _grouped(layer)
+            self._experts = experts
+            self._balancing.move(self._tag, experts)
         d = self._round
         assert d is not None
         rows = dispatched.hidden_states
         scales = dispatched.hidden_states_scale
-        return deepep_v2.DeepEPv2CombineInput(
-            self._experts(rows, d.expert_offsets, scales, **d.segments), None
-        )
+        outputs = experts(rows, d.expert_offsets, scales, **d.segments)
+        return deepep_v2.DeepEPv2CombineInput(outputs, None)
 
     def combine(self, combine_input: CombineInput) -> Tensor:
         """The weighted sums bf16 [T, D] of the experts' outputs.
@@ -270,7 +270,8 @@ class EpmoeDispatcher(BaseDispatcher):
         Raises ValueError for a model that weights and sums routes by itself, RuntimeError without a
         dispatch before, and what `ExpertParallel.combine` raises.
         """
-        d, self._round = self._round, None
+        d = self._round
+        self._round = None
         if d is None:
             raise RuntimeError("combine without a dispatch before")
         if combine_input.routewise_layout is not None:
@@ -293,12 +294,14 @@ class EpmoeDispatcher(BaseDispatcher):
         M = self._ep.config.capacity.max_num_tokens_per_rank
         parallel = get_parallel()
         in_parts = parallel.attn_cp_size != 1
-        if (
-            parallel.attn_dp_size == 1
-        ):  # one batch: every rank has all of it, or parts that differ by at most a token
-            return R * M if in_parts else min(own * R + R - 1, R * M), None
-        counts = get_dp_global_num_tokens()  # of each replica, whose ranks have all of it or parts
-        if in_parts or not counts or len(counts) != parallel.attn_dp_size or own > max(counts):
+        if parallel.attn_dp_size == 1:
+            # One batch: every rank has all of it, or parts that differ by at most a token.
+            together = R * M if in_parts else min(own * R + R - 1, R * M)
+            return together, None
+        # Of each replica, whose ranks have all of it or parts.
+        counts = get_dp_global_num_tokens()
+        is_known = not in_parts and counts and len(counts) == parallel.attn_dp_size
+        if not is_known or own > max(counts):
             return R * M, M
         return min(sum(counts) * (R // len(counts)), R * M), min(max(counts), M)
 

@@ -56,12 +56,17 @@ class Choice:
         if value in (True, "1"):
             value = {}
         settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {"layout": value}
-        own = {key: given for key in _ATTRIBUTES if (given := settings.pop(key, None)) is not None}
-        for key, given in own.items():
-            takes, what = _ATTRIBUTES[key]
-            if not takes(given):
-                raise ConfigError(f"`epmoe.{key}` must be {what}, got {given!r}")
-        choice = cls(exchange=settings, **{"batch_invariant": envs.VLLM_BATCH_INVARIANT} | own)
+        # The attributes, each checked; what is left are keys of `exchange`.
+        own: dict[str, Any] = {"batch_invariant": envs.VLLM_BATCH_INVARIANT}
+        for key, (takes, must_be) in _ATTRIBUTES.items():
+            value_of_key = settings.pop(key, None)
+            if value_of_key is None:
+                continue
+            if not takes(value_of_key):
+                raise ConfigError(f"`epmoe.{key}` must be {must_be}, got {value_of_key!r}")
+            own[key] = value_of_key
+        choice = cls(exchange=settings, **own)
+        # What does not go together.
         if choice.live is not None and choice.layout != "layer":
             raise ConfigError(
                 '`epmoe.live` must come with `layout` "layer", whose experts can move, got '

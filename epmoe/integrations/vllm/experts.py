@@ -23,6 +23,11 @@ from epmoe.native.arguments import FLOATS, FP8, MXFP4
 
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 """vLLM's activation "swigluoai", whose numbers stand in vLLM's kernels"""
+_QUANTIZED = (
+    (FP8, FP8_BLOCKS.scale),
+    (torch.uint8, torch.uint8),  # MXFP4: vLLM has codes and scales as bytes
+)
+"""Dtypes of weights and of their scales that `GroupedExperts` take."""
 
 
 def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> GroupedExperts:
@@ -31,7 +36,8 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
 
     Raises ConfigError for what `GroupedExperts` do not take.
     """
-    w13, w2 = (_part(layer, f"{name}_weight") for name in ("w13", "w2"))
+    w13 = _part(layer, "w13_weight")
+    w2 = _part(layer, "w2_weight")
     scales = [
         _part(layer, f"{name}_weight_scale_inv", f"{name}_weight_scale") for name in ("w13", "w2")
     ]
@@ -43,17 +49,19 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
         w13 = w13.view(MXFP4)
         w2 = w2.view(MXFP4)
         scales = [None if scale is None else scale.view(MXFP4_GROUPS.scale) for scale in scales]
-    dtype = product_dtype(w2)
-    b13, b2 = (
-        None if (bias := _part(layer, f"{name}_bias")) is None else bias.to(dtype)
-        for name in ("w13", "w2")
-    )
-    options: dict[str, Any] = {"gate_up_scales": scales[0], "down_scales": scales[1]}
-    options |= GPT_OSS if layer.moe_config.activation is MoEActivation.SWIGLUOAI else {}
+    options: dict[str, Any] = {
+        "gate_up_scales": scales[0],
+        "down_scales": scales[1],
+        "gate_up_bias": _part(layer, "w13_bias"),
+        "down_bias": _part(layer, "w2_bias"),
+    }
+    for name in ("gate_up_bias", "down_bias"):
+        if options[name] is not None:
+            options[name] = options[name].to(product_dtype(w2))
+    if layer.moe_config.activation is MoEActivation.SWIGLUOAI:
+        options |= GPT_OSS
     try:
-        experts = GroupedExperts(
-            w13, w2, gate_up_bias=b13, down_bias=b2, batch_invariant=invariant, **options
-        )
+        experts = GroupedExperts(w13, w2, batch_invariant=invariant, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f'`epmoe` = "layer" does not take these experts: {error}') from error
     return experts.requires_grad_(False)
@@ -61,33 +69,34 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
 
 def _part(layer: RoutedExperts, *names: str) -> Tensor | None:
     """The first parameter of these names."""
-    return next(
-        (part.data for name in names if isinstance(part := getattr(layer, name, None), Tensor)),
-        None,
-    )
+    for name in names:
+        part = getattr(layer, name, None)
+        if isinstance(part, Tensor):
+            return part.data
+    return None
 
 
 def _problem(
     layer: RoutedExperts, weight: Tensor | None, scale: Tensor | None, quantized: bool
 ) -> str | None:
+    """What `GroupedExperts` do not take of this layer; None: they take it.
+
+    Scales of another granularity have another shape, which `GroupedExperts` refuse.
+    """
     activation = layer.moe_config.activation
     if activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
         return f"the activation {activation.value}"
-    if any(
-        getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")
-    ):
+    constants = (f"swiglu_{name}" for name in ("limit", "alpha", "beta"))
+    if any(getattr(layer, name, None) is not None for name in constants):
         return "SwiGLU with a limit, an alpha or a beta of its own"
     if weight is None:
         return "experts without weights of their own"
-    if not quantized and weight.dtype in (FLOATS if weight.is_cpu else (torch.bfloat16,)):
-        return None
-    of_scale = getattr(scale, "dtype", None)
-    if quantized and (weight.dtype, of_scale) in (
-        (FP8, FP8_BLOCKS.scale),
-        (torch.uint8, torch.uint8),
-    ):
-        return None  # scales of another granularity have another shape
-    return f"{weight.dtype} weights with scales in {of_scale}"
+    scale_dtype = getattr(scale, "dtype", None)
+    if quantized:
+        taken = (weight.dtype, scale_dtype) in _QUANTIZED
+    else:
+        taken = weight.dtype in (FLOATS if weight.is_cpu else (torch.bfloat16,))
+    return None if taken else f"{weight.dtype} weights with scales in {scale_dtype}"
 
 
 class EpmoeExperts(mk.FusedMoEExpertsModular):
@@ -97,7 +106,8 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
         self, moe: FusedMoEConfig, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize
     ) -> None:
         super().__init__(moe, FusedMoEQuantConfig.make())  # scales, if any, are our experts' own
-        self.experts, self.exchange = experts, exchange
+        self.experts = experts
+        self.exchange = exchange
 
     @property
     def expects_unquantized_inputs(self) -> bool:

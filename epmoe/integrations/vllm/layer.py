@@ -137,50 +137,55 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             The first call of a load is collective: moves end before it.
             """
             kernel = self.moe_kernel
-            exchange: Any = (
-                kernel.prepare_finalize if kernel is not None and _is_ours(kernel) else None
-            )
-            slots: list[int] | None = (
-                None if exchange is None else exchange.sizes.balancing.slots(exchange.tag)
-            )
+            if kernel is None or not _is_ours(kernel):
+                return None  # the first load: experts lie as vLLM places them
+            exchange: Any = kernel.prepare_finalize
+            slots: list[int] | None = exchange.sizes.balancing.slots(exchange.tag)
             if slots is not None:
                 self.epmoe_expect(layer, sum(expert != EMPTY for expert in slots))
             return slots
 
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+            if self.epmoe_choice.layout != "layer":
+                super().process_weights_after_loading(layer)
+                self.epmoe_put_around(layer)
+            elif not _is_ours(self.moe_kernel):
+                # Weights that are loaded again need nothing: vLLM copies them into the memory of
+                # these experts.
+                self.epmoe_replace_experts(layer)
+
+        def epmoe_replace_experts(self, layer: RoutedExperts) -> None:
+            """Layout "layer": epmoe's experts compute, in the memory that vLLM has loaded."""
             choice = self.epmoe_choice
-            if choice.layout == "layer":
-                if not _is_ours(
-                    self.moe_kernel
-                ):  # else vLLM copies what it loads again into these experts' memory
-                    ours = loaded(
-                        layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant
-                    )
-                    as_fp8 = ours.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
-                    exchange = _make_exchange(
-                        layer, "fp8" if as_fp8 else "auto", choice, ours.alignment > 1
-                    )
-                    exchange.sizes.balancing.move(exchange.tag, ours)
-                    self.moe_kernel = FusedMoEKernel(
-                        exchange, EpmoeExperts(layer.moe_config, ours, exchange)
-                    )
-                return
-            super().process_weights_after_loading(layer)
+            quantized = base is not UnquantizedFusedMoEMethod
+            experts = loaded(layer, quantized, choice.batch_invariant)
+            as_fp8 = experts.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
+            payload: PayloadName = "fp8" if as_fp8 else "auto"
+            exchange = _make_exchange(layer, payload, choice, aligned=experts.alignment > 1)
+            exchange.sizes.balancing.move(exchange.tag, experts)
+            computes = EpmoeExperts(layer.moe_config, experts, exchange)
+            self.moe_kernel = FusedMoEKernel(exchange, computes)
+
+        def epmoe_put_around(self, layer: RoutedExperts) -> None:
+            """Layout "rank": epmoe's exchange stands around the experts that vLLM has chosen."""
+            choice = self.epmoe_choice
             kernel = self.moe_kernel
             if kernel is None:
                 _warn(f"{base.__name__} has no modular kernel")
-            elif reason := _why_not_around(kernel):
+                return
+            reason = _why_not_around(kernel)
+            if reason:
                 _warn(reason)
-            elif not _is_ours(kernel):  # weights may be loaded again
-                experts = kernel.fused_experts
-                if choice.batch_invariant and not experts._supports_batch_invariance():
-                    raise ConfigError(
-                        f"{type(experts).__name__} have no batch invariance: choose `epmoe` = "
-                        '"layer"'
-                    )
-                self.moe_kernel = FusedMoEKernel(
-                    _make_exchange(layer, _payload(experts), choice), experts
+                return
+            if _is_ours(kernel):
+                return  # weights have been loaded again
+            experts = kernel.fused_experts
+            if choice.batch_invariant and not experts._supports_batch_invariance():
+                raise ConfigError(
+                    f'{type(experts).__name__} have no batch invariance: choose `epmoe` = "layer"'
                 )
+            exchange = _make_exchange(layer, _payload(experts), choice)
+            self.moe_kernel = FusedMoEKernel(exchange, experts)
 
         def apply(
             self,
@@ -206,21 +211,19 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         ) -> Tensor:
             """In one round, or in as many as the longest batch of any rank needs."""
             kernel = self.moe_kernel
-            if (
-                kernel is None
-                or not _is_ours(kernel)
-                or len(parts := kernel.prepare_finalize.sizes.parts()) == 1
-            ):
+            parts: list[slice] = []
+            if kernel is not None and _is_ours(kernel):
+                parts = kernel.prepare_finalize.sizes.parts()
+            if len(parts) <= 1:
                 return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
             y = torch.empty_like(x)
             for part in parts:
                 y[part] = super().apply(
                     layer, x[part], topk_weights[part], topk_ids[part], *shared, **named
                 )
-                shared, named = (
-                    (None,) * len(shared),
-                    dict.fromkeys(named),
-                )  # shared experts compute once
+                # Shared experts compute once, with the first part.
+                shared = (None,) * len(shared)
+                named = dict.fromkeys(named)
             return y
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
@@ -237,20 +240,25 @@ def _check(choice: Choice, moe: FusedMoEConfig) -> None:
     """Raise ConfigError where vLLM's settings, or its experts, do not go with the choice."""
     config = get_current_vllm_config()
     live = choice.live
-    needs_still = "moves experts itself" if live is not None else "needs experts without copies"
-    if config.parallel_config.enable_eplb and (live is not None or choice.batch_invariant):
-        raise ConfigError(f"`epmoe` {needs_still}: leave out --enable-eplb")
-    if live is not None and (slots := live["slots_per_rank"]) < moe.num_local_experts:
-        least = moe.num_local_experts
+    if config.parallel_config.enable_eplb:
+        if live is not None:
+            raise ConfigError("`epmoe` moves experts itself: leave out --enable-eplb")
+        if choice.batch_invariant:
+            raise ConfigError("`epmoe` needs experts without copies: leave out --enable-eplb")
+    if live is None:
+        return
+    slots = live["slots_per_rank"]
+    least = moe.num_local_experts
+    if slots < least:
         raise ConfigError(
             f"`epmoe.live.slots_per_rank` must be at least {least}, the experts of a rank, got "
             f"{slots}"
         )
-    if live is not None and _replays_whole_steps(config):
+    if _replays_whole_steps(config):
         logger.warning_once(
             "epmoe moves experts only in steps with a prefill: model runner V2 replays the others "
-            "as one CUDA graph, "
-            "before which it calls no plugin. With cudagraph_mode PIECEWISE they move in all steps"
+            "as one CUDA graph, before which it calls no plugin. With cudagraph_mode PIECEWISE "
+            "they move in all steps"
         )
 
 
@@ -258,12 +266,10 @@ def _replays_whole_steps(config: Any) -> bool:
     """vLLM sets no forward context around some steps, so that none of the balancer's ticks comes
     before them.
     """
+    if not getattr(config, "use_v2_model_runner", False):
+        return False
     mode = config.compilation_config.cudagraph_mode
-    return (
-        getattr(config, "use_v2_model_runner", False)
-        and mode is not None
-        and mode.has_full_cudagraphs()
-    )
+    return mode is not None and mode.has_full_cudagraphs()
 
 
 def _warn(reason: str) -> None:
@@ -296,17 +302,16 @@ def _why_not(moe: FusedMoEConfig) -> str | None:
 def _why_not_around(kernel: FusedMoEKernel) -> str | None:
     """Why epmoe cannot serve these experts; None: it can."""
     experts = kernel.fused_experts
-    quant = kernel.fused_experts.quant_config
     if kernel.is_monolithic:
         return f"{type(experts).__name__} routes by itself"
+    quant = experts.quant_config
+    takes_quantized = (
+        isinstance(quant.quant_dtype, torch.dtype) and not experts.expects_unquantized_inputs
+    )
     one_scale = (
         quant.block_shape is None and not quant.per_act_token_quant and quant.a1_scale is None
     )
-    if (
-        isinstance(quant.quant_dtype, torch.dtype)
-        and one_scale
-        and not experts.expects_unquantized_inputs
-    ):
+    if takes_quantized and one_scale:
         return "one scale for a whole batch would come from slots without a row too"
     return None
 
@@ -317,12 +322,10 @@ def _make_exchange(
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
     moe = layer.moe_config
     vllm_config = get_current_vllm_config()
-    model = vllm_config.model_config
-    if (model.sleep_mode_backend, getattr(model, "sleep_mode_offload_cudagraph", False)) == (
-        "cumem",
-        False,
-    ):
-        model.sleep_mode_backend = "epmoe"  # which is vLLM's own, and lets the windows sleep, too
+    _let_windows_sleep(vllm_config.model_config)
+    live_layers = 0
+    if choice.live is not None:
+        live_layers = len(vllm_config.compilation_config.static_all_moe_layers)
     shape = Shape(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -333,29 +336,30 @@ def _make_exchange(
         payload=payload,
         layout="rank" if choice.layout == "rank" else "expert",
         aligned=aligned,
-        live_layers=0
-        if choice.live is None
-        else len(vllm_config.compilation_config.static_all_moe_layers),
+        live_layers=live_layers,
     )
     group = get_ep_group()
     sizes = shared(shape, group.cpu_group, group.device, choice)
+    # Both must mean the same rank by an expert.
     ep = sizes.exchanges[0]
-    if (
-        layer.expert_map is not None
-        and layer.expert_map.tolist() != shape.first(ep.size).expert_map(ep.rank).tolist()
-    ):
+    expert_map = shape.first(ep.size).expert_map(ep.rank)
+    if layer.expert_map is not None and layer.expert_map.tolist() != expert_map.tolist():
         raise ValueError("vLLM places the experts otherwise than epmoe")
     return EpmoePrepareAndFinalize(sizes, choice.layout, aligned)
+
+
+def _let_windows_sleep(model_config: Any) -> None:
+    """Change vLLM's settings: its own sleep mode, in the form that lets the windows sleep, too."""
+    keeps_graphs = not getattr(model_config, "sleep_mode_offload_cudagraph", False)
+    if model_config.sleep_mode_backend == "cumem" and keeps_graphs:
+        model_config.sleep_mode_backend = "epmoe"
 
 
 def _payload(experts: FusedMoEExperts) -> PayloadName:
     """The format in which the experts take rows, if dispatch can make it on the way out."""
     quant = experts.quant_config
-    if (
-        experts.expects_unquantized_inputs
-        or not isinstance(quant.quant_dtype, torch.dtype)
-        or not quant.block_shape
-    ):
+    by_block = isinstance(quant.quant_dtype, torch.dtype) and quant.block_shape
+    if experts.expects_unquantized_inputs or not by_block:
         return "auto"
     name = payload_of(quant.quant_dtype, quant.block_shape[-1])
     if name is None or not WIRE_FORMATS[name].takes(experts.moe_config.hidden_dim):

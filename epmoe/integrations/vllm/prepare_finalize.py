@@ -1,9 +1,8 @@
 """The exchange as vLLM's modular kernel wants it: `prepare` is dispatch, `finalize` is combine.
 
-    layout   the experts get                                        combine
-    rank     rows [R·M, D] with all ids and weights of a token      adds the rows that the experts
-    have summed layer    one row for each pair, for `GroupedExperts`            applies the weights
-    and sums
+    layout   the experts get                                     combine
+    rank     rows [R·M, D] with all ids and weights of a token   adds rows that experts have summed
+    layer    one row for each pair, for `GroupedExperts`         applies the weights and sums
 
 Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as
 −1. Rows that a block-scaled fp8 kernel takes are quantized before they travel; any other
@@ -47,12 +46,15 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     def __init__(self, sizes: Sizes, layout: VllmLayout, aligned: bool = False) -> None:
         super().__init__()
-        self.sizes, self.layout, self.aligned = sizes, layout, aligned
+        self.sizes = sizes
+        self.layout = layout
+        self.aligned = aligned
         self._open: _Round | None = None
         self._local_ids = False
         self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
         ep = sizes.exchanges[0]
-        self._num_ranks, self.tag = ep.size, ep.new_tag()
+        self._num_ranks = ep.size
+        self.tag = ep.new_tag()
         self._no_ids = torch.empty(1, 1, dtype=torch.int32, device=ep.device)
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
@@ -116,7 +118,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def finalize(self, output: Tensor, *arguments: Any, **named: Any) -> None:
         """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens."""
         assert self._open is not None, "finalize needs a prepare before it"
-        (ep, dispatched, outputs), self._open = self._open, None
+        ep, dispatched, outputs = self._open
+        self._open = None
         if outputs is None:
             ep.combine_partial(self._reduced(*arguments, **named), dispatched, out=output)
         else:
@@ -134,6 +137,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             ids = self._no_ids.expand(len(dispatched.rows), 1)  # nobody reads them
             counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
             return dispatched.rows, dispatched.scales, counts, ids, ids
+        # Layout "rank": a slot for each token of each source.
         received = dispatched.recv
         rows = received.x.flatten(0, 1)
         ids = received.ids.flatten(0, 1)
@@ -142,7 +146,9 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         if scales is not None and apply_router_weight_on_input:
             scales = scales * weights  # K is 1
         elif scales is None:
-            arguments = (
+            # Rows have travelled as they are: vLLM applies weights and quantizes, where it would.
+            rows, scales, *_ = self._quantize.prepare(
+                rows,
                 weights,
                 ids,
                 0,
@@ -151,11 +157,12 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 quant_config,
                 defer_input_quant,
             )
-            rows, scales = self._quantize.prepare(rows, *arguments)[:2]
         if self._local_ids:
+            # A pair of another rank becomes one of the first expert, with the weight 0.
             assert expert_map is not None
-            ids = expert_map[ids]
-            ids, weights = ids.clamp(min=0), weights * (ids >= 0)
+            local_ids = expert_map[ids]
+            weights = weights * (local_ids >= 0)
+            ids = local_ids.clamp(min=0)
         return rows, scales, None, ids, weights
 
     def _reduced(

@@ -97,6 +97,7 @@ class Sizes:
                 choice.live, shape.first(group.size()), shape.live_layers, group
             )
         with section as placement:
+            # From the largest M down to 1, by halves.
             while True:
                 config = _config(shape, tokens, group.size(), choice.exchange, placement)
                 sizes.tokens.insert(0, tokens)
@@ -126,16 +127,15 @@ class Sizes:
 
     def _longest(self) -> int:
         """The most tokens that a rank brings to this step, by vLLM's own agreement."""
-        if (
-            is_forward_context_available()
-            and (metadata := get_forward_context().dp_metadata) is not None
-        ):
-            # Within a layer vLLM says it for each rank, which has its replica's tokens or a part of
-            # them.
-            return min(
-                self.most, max(metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist())
-            )
-        return self.most
+        if not is_forward_context_available():
+            return self.most
+        metadata = get_forward_context().dp_metadata
+        if metadata is None:
+            return self.most
+        # Within a layer vLLM says it for each rank, which has its replica's tokens or a part of
+        # them.
+        tokens = metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist()
+        return min(self.most, max(tokens))
 
     def window_bytes(self) -> int:
         """Bytes of all windows of this rank."""
@@ -185,8 +185,7 @@ def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice:
         ep = sizes.exchanges[-1]
         logger.info(
             "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f "
-            "MiB for up to %d "
-            "tokens a round, in %d sizes; the seat is RoutedExperts of vLLM %s",
+            "MiB for up to %d tokens a round, in %d sizes; the seat is RoutedExperts of vLLM %s",
             choice.layout,
             ep.rank,
             ep_size,
@@ -240,10 +239,10 @@ def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
 def _config(
     shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any], placement: dict[str, Any]
 ) -> EPConfig:
-    # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.
-    rows: dict[str, Any] = (
-        {"max_expert_rows": 1, "on_overflow": "drop"} if shape.layout == "rank" else {}
-    )
+    rows: dict[str, Any] = {}
+    if shape.layout == "rank":
+        # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.
+        rows = {"max_expert_rows": 1, "on_overflow": "drop"}
     if not shape.aligned:
         rows["alignment"] = 1
     sections: dict[str, dict[str, Any]] = {

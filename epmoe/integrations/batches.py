@@ -185,7 +185,7 @@ class SharedExpertParallel:
                 too_long = longest
                 longest = M
         call = call._replace(longest=longest)
-        batch: tuple[Tensor, ...] = (x_TD, ids_TK, weights_TK)
+        batch = (x_TD, ids_TK, weights_TK)
         own = self._rounds(T)
         rounds_before = self.ep.exchange.rounds.count
         outputs = list[Tensor]()
@@ -199,10 +199,10 @@ class SharedExpertParallel:
             with self.ep.at_most(known):
                 while not outputs or self._has_more_rounds(len(outputs), call.longest):
                     taken = len(outputs)
-                    part = batch
+                    x, ids, weights = batch
                     if own > 1 or outputs:  # else no slices, three of which cost the host 5 µs
-                        part = tuple(tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                    outputs.append(self._round(*part, call, taken + 1 < own))
+                        x, ids, weights = (tensor[taken * M : (taken + 1) * M] for tensor in batch)
+                    outputs.append(self._round(x, ids, weights, call, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException as error:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from epmoe.checkpoint import state_dicts
 from epmoe.checkpoint.adapters import StoredAdapter, read_adapter
-from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
+from epmoe.checkpoint.safetensors_folder import GateBias, SafetensorsFolder
 from epmoe.config.config import EPConfig
 from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import RoundShape
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
         bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores
             for the choice of experts only. `routing.selection_bias` asks for it.
         logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as
-            gpt-oss's router does. `routing.logit_bias` asks for it.
+            gpt-oss's router does. `routing.logit_bias` asks for it, and without that it is refused.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a
             GPU a call without gradients runs it on a stream of its own, at the same time as the
             exchange and the routed experts.
@@ -250,7 +250,8 @@ class MoELayer(nn.Module):
             The layer on the device of `ep`, in the dtypes of the checkpoint, or as asked for.
         """
         router: dict[str, Any] = {
-            name: _on(ep.device, value) for name, value in folder.router(block).items()
+            name: _on(ep.device, value)
+            for name, value in folder.router(block, _gate_bias(ep.config)).items()
         }
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and router[name] is not None:
@@ -855,6 +856,18 @@ def _check_router(
         raise ValueError(
             "`logit_bias` must be given, since `routing.logit_bias` says that the logits have one"
         )
+    if logit_bias is not None and not config.routing.logit_bias:
+        raise ValueError(
+            "`logit_bias` must be None, unless `routing.logit_bias` says that the logits have one: "
+            "a bias of the choice is `bias`"
+        )
+
+
+def _gate_bias(config: EPConfig) -> GateBias:
+    """What a checkpoint's `gate.bias` is, whose name does not say it."""
+    if config.routing.logit_bias:
+        return "logits"
+    return "choice" if config.routing.selection_bias else None
 
 
 def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: Tensor) -> None:

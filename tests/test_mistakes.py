@@ -341,6 +341,10 @@ MISTAKES: dict[str, list[tuple]] = {
         ),
         ({"router_weight": torch.zeros(64)}, r"`router_weight` must be \[12, 64\], got \[64\]"),
         ({"shared": 1}, TypeError, "`shared` must be callable on x"),
+        (
+            {"logit_bias": torch.zeros(12)},
+            "`logit_bias` must be None, unless `routing.logit_bias` says",
+        ),
     ],
     "with a bias of the logits": [
         (

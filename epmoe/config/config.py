@@ -486,8 +486,9 @@ class EPConfig(Strict):
 
         Args:
             source: a model of transformers, its configuration, a dict of its keys, or the path of a
-                config.json or of the folder that has it. Of a model with several parts,
-                `text_config` counts.
+                config.json or of the folder that has it. Of a model with several parts, the one
+                with experts counts: `text_config`, `thinker_config`, `llm_config` or
+                `language_config`.
             ep_size: R.
             sections: further sections, and keys that replace those of the model, as in
                 `model={"dtype": "float32"}`.
@@ -499,7 +500,8 @@ class EPConfig(Strict):
             TypeError: `source` is none of these.
             ConfigError: the model type is not known, or `epmoe.route` cannot be its router, or
                 `GroupedExperts` its experts; the message says what to set by hand, and which types
-                are known. Or a key is missing, or its value does not fit.
+                are known. Or a key is missing, its value does not fit, it says something else than
+                the type does, or two names of a key have different values.
         """
         found, where = sections_of(source, sections)
         topology = found.get("topology", {})

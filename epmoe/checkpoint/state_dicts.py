@@ -27,6 +27,7 @@ from epmoe.service import ExpertParallel
 from epmoe.training.models import eps_of, expert_parallels
 
 _MOST_NAMED = 16  # experts in a message
+_PART_OF_THE_WORLD = "where only a part of all ranks calls, these give their `group`"
 _OPTIMIZER = "optimizer."  # in front of the keys of an optimizer's state
 
 
@@ -201,7 +202,8 @@ def save(
             they have written.
     """
     eps = expert_parallels(module)
-    with naming("save", eps), all_ranks(eps, group) as peers:
+    remedy = _PART_OF_THE_WORLD if group is None else ""
+    with naming("save", eps, remedy=remedy), all_ranks(eps, group) as peers:
         with peers.together():
             state = sharded_state_dict(module, optimizer)
         folders.save(state, folder, peers)
@@ -230,7 +232,8 @@ def load(
     )
 
     eps = expert_parallels(module)
-    with naming("load", eps), all_ranks(eps, group) as peers:
+    remedy = _PART_OF_THE_WORLD if group is None else ""
+    with naming("load", eps, remedy=remedy), all_ranks(eps, group) as peers:
         with peers.together():
             state, named = _state_of(module, optimizer)
         folders.load(state, folder, peers)

@@ -77,7 +77,7 @@ def diagnose(config: EPConfig | None) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX") or "c++"
     advice = (
         "install g++ 11 or newer (Debian, Ubuntu: apt-get install g++), or point CXX to a compiler"
     )

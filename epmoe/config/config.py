@@ -24,7 +24,7 @@ from epmoe.config.config_file import (
 from epmoe.config.deadlines import INSIDE_NODE_S
 from epmoe.config.from_hf import sections_of
 from epmoe.config.placement import Placement
-from epmoe.config.strict import Strict
+from epmoe.config.strict import Float32, Strict
 from epmoe.native.formats import WIRE_FORMATS, PayloadName
 
 __all__ = ["ConfigError", "EPConfig"]
@@ -77,7 +77,7 @@ class RoutingConfig(Strict):
     but outputs have a wrong scale. `EPConfig.from_hf` sets it, and docs/models.md lists which
     models need it.
     """
-    renormalize_epsilon: float = Field(default=0.0, ge=0, le=1)
+    renormalize_epsilon: Float32 = Field(default=0.0, ge=0, le=1)
     """Is added to the sum by which `renormalize` divides, as a model's own code does (1e-20 in
     DeepSeek's). A token whose K scores are far below it then has weights near 0. By default its
     weights have their full scale.
@@ -98,9 +98,9 @@ class RoutingConfig(Strict):
     """A group is rated by the sum of this many of its best scores; by default two with a `bias`,
     and one without.
     """
-    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    routed_scaling_factor: Float32 = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
-    jitter_noise: float = Field(default=0.0, ge=0, lt=1)
+    jitter_noise: Float32 = Field(default=0.0, ge=0, lt=1)
     """A `MoELayer` in `train()` mode multiplies x by uniform noise from 1 − this to 1 + this, as
     Mixtral's code does; not under `torch.inference_mode()`.
     """
@@ -125,15 +125,15 @@ class ExpertsConfig(Strict):
     """Gate and up rows alternate in `w_gate_up` and its bias; otherwise all gate rows
     come first.
     """
-    limit: float | None = Field(default=None, gt=0)
+    limit: Float32 | None = Field(default=None, gt=0)
     """Before the activation, gate is at most this, and up lies within ± this; by default there is
     no limit.
     """
-    alpha: float = Field(default=1.0, gt=0)
+    alpha: Float32 = Field(default=1.0, gt=0)
     """In the activation gate · sigmoid(alpha · gate): 1 is SiLU, 1.702 is an
     approximation of GELU.
     """
-    up_offset: float = 0.0
+    up_offset: Float32 = 0.0
     """Is added to up."""
     biases: bool = False
     """Experts have biases: [2F] of gate and up, and [D] of down."""

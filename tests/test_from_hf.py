@@ -226,12 +226,17 @@ def test_parts_are_those_of_transformers() -> None:
             keys = made().to_dict()
         except Exception:  # noqa: BLE001, S112  # needs arguments, or a file of timm
             continue
-        for part in (keys[key] for key in keys if isinstance(keys[key], dict)):
-            if part.get("model_type") in MODEL_TYPES and part.get("num_experts_per_tok"):
+        for name in keys.keys() & set(PARTS):
+            part = keys[name]
+            if part.get("model_type") in MODEL_TYPES:
                 found.add(model_type)
-                want = EPConfig.from_hf(part, ep_size=1, model={"dtype": "bfloat16"})
-                assert EPConfig.from_hf(keys, ep_size=1, model={"dtype": "bfloat16"}) == want
-    assert {"qwen3_vl_moe", "llama4", "step3p7"} <= found
+                given = {"dtype": "bfloat16", "num_experts_per_tok": 4}
+                want = EPConfig.from_hf(part, ep_size=1, model=given)
+                assert EPConfig.from_hf(keys, ep_size=1, model=given) == want
+                for other in ({}, {"model_type": "of their authors' code"}):
+                    shipped = keys | {name: part | {"model_type": None} | other}
+                    assert EPConfig.from_hf(shipped, ep_size=1, model=given) == want
+    assert {"qwen3_vl_moe", "llama4", "step3p7", "kimi_k25"} <= found
 
 
 LING = {
@@ -329,6 +334,9 @@ def test_config_json_as_its_authors_ship_it(
     assert got == want
     for key in PARTS:
         assert read_from(tmp_path, {"model_type": "of several parts", key: keys}) == config
+    if keys["model_type"] == "step3p5":
+        part = {key: value for key, value in keys.items() if key != "model_type"}
+        assert read_from(tmp_path, {"model_type": "step3p7", "text_config": part}) == config
 
 
 def test_every_model_type_with_experts_is_known() -> None:

@@ -142,7 +142,7 @@ def print_whole(item: str | Table) -> None:
             widths = [cell.maximum if column.no_wrap else cell.minimum for cell in cells]
             column.min_width = max(widths)
         needed = console.measure(item, options=wide).minimum
-        if needed > console.width:
+        if needed > (item.width or console.width):
             item.width = needed
     console.print(item, crop=False)
 

@@ -9,7 +9,7 @@ types that are not here. This module needs no transformers, and nothing is downl
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,12 @@ side by side must agree.
 _ACTIVATION = ("hidden_act", "activation_function")
 PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys of a model of several parts, with the part that has experts."""
+_PART_TYPES = {
+    "kimi_k25": "deepseek_v3",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
+    "step3p7": "step3p5",
+}
+"""Types of models, with that of their part with experts where it is not called `TYPE_text`."""
 _ALPHAS = {"silu": 1.0, "swish": 1.0, "quick_gelu": 1.702}
 """The activations x · sigmoid(alpha · x), as transformers names them."""
 _OF_EXPERTS = {
@@ -416,13 +422,26 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a model whose type is known; without one, the innermost part."""
-    config = whole
-    while config.get("model_type") not in MODEL_TYPES:
+    config = around = whole
+    while not _is_type(config.get("model_type"), MODEL_TYPES):
         parts = [config[key] for key in PARTS if isinstance(config.get(key), Mapping)]
         if not parts:
             break
+        around = config
         config = parts[0]
+    # A part may have no type, or one of its authors' own code: then the whole says which it is.
+    known = (*MODEL_TYPES, *REFUSED)
+    if config is not whole and not _is_type(config.get("model_type"), known):
+        of_whole = around.get("model_type")
+        usual = f"{of_whole}_text"
+        part_type = _PART_TYPES.get(of_whole, usual) if isinstance(of_whole, str) else usual
+        if part_type in known:
+            return {**config, "model_type": part_type}
     return config
+
+
+def _is_type(model_type: object, of: Iterable[str]) -> bool:
+    return isinstance(model_type, str) and model_type in of
 
 
 def _values(

@@ -501,10 +501,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                         raise self._refusal(
                             header, f"but {first}: all experts must have one format"
                         )
+        # To read what is not there is an error, later.
         if headers.keys() != tensors.keys():
-            return Stored(
-                {}, tensors, set(), E, False, None, 0, 0
-            )  # to read what is not there is an error
+            return Stored({}, tensors, set(), E, transposed=False, native=None, D=0, F=0)
+        # One dtype, and one row of a fused tensor for each row of the router.
         gate_up = headers["w_gate_up"]
         down = headers["w_down"]
         packed = down.dtype in _PACKED and "down_scales" in headers
@@ -516,22 +516,21 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
-        up, (*_, n, k) = (
-            gate_up.of_expert(fused, packed),
-            (0, 0, *down.of_expert(fused, packed)),
-        )  # of any dimensions
+        # The shapes of an expert, of which a header may say any number of dimensions.
+        up = gate_up.of_expert(fused, packed)
+        *_, n, k = (0, 0, *down.of_expert(fused, packed))
         in_one = fused and len(tensors["w_gate_up"]) == 1
         transposed = in_one and "down_scales" not in headers and up == [k, 2 * n]
         D, F = (k, n) if transposed else (n, k)
         if not transposed and up != [2 * F // len(tensors["w_gate_up"]), D]:
             raise self._refusal(gate_up, f"and {down}, which do not fit each other")
-        native = {
+        # Both parts are taken as they are, or none is.
+        natives = {
             self._native(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed)
             for part in _PARTS
         }
-        return Stored(
-            {}, tensors, set(), E, transposed, native.pop() if len(native) == 1 else None, D, F
-        )
+        native = natives.pop() if len(natives) == 1 else None
+        return Stored({}, tensors, set(), E, transposed, native, D, F)
 
     def _native(
         self, weight: _Header, scales: _Header | None, fused: bool, packed: bool
@@ -564,7 +563,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"{each}"
             )
             raise self._refusal(scales, why)
-        return MXFP4 if packed else FP8 if shared == FP8_BLOCKS.block else None
+        if packed:
+            return MXFP4
+        return FP8 if shared == FP8_BLOCKS.block else None
 
     def _refusal(self, header: _Header, why: str) -> ValueError:
         return ValueError(f"{self._path(header.name)}: {header}, {why}")

@@ -537,8 +537,10 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
             f"{type(source).__name__}"
         )
     keys = dict(config.to_dict())
-    if config is not source and isinstance(dtype := getattr(source, "dtype", None), torch.dtype):
-        keys["dtype"] = str(dtype).removeprefix("torch.")  # which may have been cast
+    # A model may have been cast since it was made.
+    dtype = getattr(source, "dtype", None)
+    if config is not source and isinstance(dtype, torch.dtype):
+        keys["dtype"] = str(dtype).removeprefix("torch.")
     return keys, f"{type(config).__name__}: "
 
 

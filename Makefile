@@ -182,9 +182,14 @@ bench: setup  ## the exchange against gloo's all_to_all, on this machine
 
 # By way of the sdist. The library inside needs torch's libtorch_cpu.so, which torch brings. A wheel is for any GPU.
 wheel first-hour cuda-compile: export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0
-wheel: setup  ## dist/: a wheel with the native library inside, with CUDA kernels where nvcc is (TORCH_CUDA_ARCH_LIST), and the sdist
+# Without $(VENV), the packages of $(PYTHON) make it where it has all of them: nothing is installed then.
+MAKES_WHEELS = [ ! -e $(VENV) ] && $(PYTHON) -c 'import importlib.util, shutil, sys; \
+  found = map(importlib.util.find_spec, ("torch", "ninja", "setuptools", "build", "auditwheel")); \
+  sys.exit(None in [*found, shutil.which("patchelf")])'
+wheel:  ## dist/: a wheel with the native library inside, with CUDA kernels where nvcc is (TORCH_CUDA_ARCH_LIST), and the sdist
+	@$(MAKES_WHEELS) || $(MAKE) --no-print-directory setup
 	@rm -rf dist build/wheel
-	python -m build --quiet --no-isolation --outdir build/wheel
+	$(PYTHON) -m build --quiet --no-isolation --outdir build/wheel
 	auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	@mv build/wheel/*.tar.gz dist; ls dist
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from epmoe.checkpoint import state_dicts
 from epmoe.checkpoint.adapters import StoredAdapter, read_adapter
-from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
+from epmoe.checkpoint.safetensors_folder import GateBias, SafetensorsFolder
 from epmoe.config.config import EPConfig
 from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import RoundShape
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
         bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores
             for the choice of experts only. `routing.selection_bias` asks for it.
         logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as
-            gpt-oss's router does. `routing.logit_bias` asks for it.
+            gpt-oss's router does. `routing.logit_bias` asks for it, and without that it is refused.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a
             GPU a call without gradients runs it on a stream of its own, at the same time as the
             exchange and the routed experts.
@@ -250,7 +250,8 @@ class MoELayer(nn.Module):
             The layer on the device of `ep`, in the dtypes of the checkpoint, or as asked for.
         """
         router: dict[str, Any] = {
-            name: _on(ep.device, value) for name, value in folder.router(block).items()
+            name: _on(ep.device, value)
+            for name, value in folder.router(block, _gate_bias(ep.config)).items()
         }
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and router[name] is not None:
@@ -429,6 +430,12 @@ class MoELayer(nn.Module):
         (`exchange.on_abort`), and none of them waits.
         """
         compiles = torch.compiler.is_compiling()
+        exports = compiles and torch.compiler.is_exporting()
+        if exports and self.contexts:
+            raise RuntimeError(
+                "torch.export takes no call within contexts such as `replay`, whose program would "
+                "keep what they give"
+            )
         if compiles and return_routing:
             raise ValueError(
                 "`return_routing` needs an eager call: an operator of a graph returns y only"
@@ -440,9 +447,13 @@ class MoELayer(nn.Module):
                 self.forward, x, num_tokens, routing=routing, adapter_ids=adapter_ids
             )
         if torch.is_grad_enabled() and self._has_gradients(x):
-            if compiles and (
-                self.num_rows == "exact" or not fits_graphs()
-            ):  # whose rows inductor could not count
+            # Rows that inductor could not count.
+            if compiles and (self.num_rows == "exact" or not fits_graphs()):
+                if exports:
+                    raise RuntimeError(
+                        "torch.export takes a call with gradients only where `num_rows` is a "
+                        "number: export under torch.no_grad() or torch.inference_mode()"
+                    )
                 from epmoe.training.between_graphs import between_graphs
 
                 y, routes = between_graphs(self._with_gradients, x, num_tokens, routing)
@@ -571,7 +582,8 @@ class MoELayer(nn.Module):
                     "the choice of "
                     "experts needs its precision; `epmoe.training.fully_shard` leaves it as it is"
                 )
-            x_TD = self._checked(x)
+            scored_TD = self._checked(x)
+            x_TD = self._as_experts_take(scored_TD)
             logits_TE: Tensor | None = None
             if self.contexts:
                 routing, _ = self._given(x, routing, None)
@@ -579,7 +591,7 @@ class MoELayer(nn.Module):
             if routing is None or weights_TK is None:
                 with without_autocast(x.device):
                     logits_TE = router_logits(
-                        x_TD, self.router_weight, self.logit_bias, invariant=self._invariant
+                        scored_TD, self.router_weight, self.logit_bias, invariant=self._invariant
                     )
                 ids_TK, weights_TK = counted(
                     exchange.number,
@@ -693,17 +705,19 @@ class MoELayer(nn.Module):
         self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] and its logits [T, E], or the given routing."""
-        x_TD = self._checked(x)
+        scored_TD = self._checked(x)
+        x_TD = self._as_experts_take(scored_TD)
         if routing is None:
-            return x_TD, self.logits(x_TD), None
+            return x_TD, self.logits(scored_TD), None
         ids, weights = routing
         if weights is None:
-            ids, weights = counted(0, self.logits(x_TD), ids=ids, bias=self.bias, **self._routing)
+            logits_TE = self.logits(scored_TD)
+            ids, weights = counted(0, logits_TE, ids=ids, bias=self.bias, **self._routing)
         return x_TD, ids, weights
 
     def _checked(self, x: Tensor) -> Tensor:
-        """x as [T, D] in the dtype of the experts. Raises what `forward` does before anything is
-        sent.
+        """x as [T, D], as the router takes it: under autocast perhaps in a dtype that the experts
+        do not take. Raises what `forward` does before anything is sent.
         """
         model = self.ep.config.model
         device = self.ep.device
@@ -745,11 +759,18 @@ class MoELayer(nn.Module):
                 "`.to_empty`"
             )
         x_TD = x.flatten(0, -2)
-        if casts:
-            x_TD = x_TD.to(dtypes[0])
-        self._dtype = x_TD.dtype
         if self._jitter and self.training and not torch.is_inference_mode_enabled():
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self._jitter, 1 + self._jitter)
+        return x_TD
+
+    def _as_experts_take(self, x_TD: Tensor) -> Tensor:
+        """Tokens that `_checked` has returned, which autocast casts where the experts take another
+        dtype.
+        """
+        dtypes = self._dtypes()
+        if x_TD.dtype not in dtypes:
+            x_TD = x_TD.to(dtypes[0])
+        self._dtype = x_TD.dtype
         return x_TD
 
     def _dtypes(self) -> list[torch.dtype]:
@@ -855,6 +876,18 @@ def _check_router(
         raise ValueError(
             "`logit_bias` must be given, since `routing.logit_bias` says that the logits have one"
         )
+    if logit_bias is not None and not config.routing.logit_bias:
+        raise ValueError(
+            "`logit_bias` must be None, unless `routing.logit_bias` says that the logits have one: "
+            "a bias of the choice is `bias`"
+        )
+
+
+def _gate_bias(config: EPConfig) -> GateBias:
+    """What a checkpoint's `gate.bias` is, whose name does not say it."""
+    if config.routing.logit_bias:
+        return "logits"
+    return "choice" if config.routing.selection_bias else None
 
 
 def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: Tensor) -> None:

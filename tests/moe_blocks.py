@@ -71,6 +71,10 @@ _FOLDERS = {"sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe"}
 """Where transformers has the code of a type whose folder has none."""
 
 
+_CONVERSIONS = {"step3p5": "step3p7"}
+"""Where transformers has the names of a checkpoint's tensors under another type."""
+
+
 def tiny(model_type: str, **keys: Any) -> Any:
     """A configuration of transformers, in which the width of the experts is F and other widths are
     not.
@@ -190,7 +194,7 @@ def as_saved(block: nn.Module, model_type: str) -> dict[str, Tensor]:
     """The block's tensors by the names that a checkpoint has, which transformers turns into those
     of its modules.
     """
-    rules = get_checkpoint_conversion_mapping(model_type) or []
+    rules = get_checkpoint_conversion_mapping(_CONVERSIONS.get(model_type, model_type)) or []
     targets = " ".join(rule.target_patterns[0] for rule in rules)
     place = next(
         (place for place in ("feed_forward.", "block_sparse_moe.") if place in targets), "mlp."
@@ -210,6 +214,9 @@ def as_saved(block: nn.Module, model_type: str) -> dict[str, Tensor]:
                 saved[name.replace(plain, theirs[0].replace("\\", ""))] = tensor
                 continue
             for source, part in zip(theirs, tensor.chunk(len(theirs), 1), strict=True):
+                if "*" not in source:
+                    saved[name.replace(plain, source.replace("\\", ""))] = part
+                    continue
                 for number, of_one in enumerate(part):
                     saved[
                         name.replace(plain, source.replace("\\", "").replace("*", str(number)))

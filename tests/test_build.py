@@ -320,6 +320,13 @@ def test_an_architecture_list_that_cannot_be_used_is_named(
         build.build(tmp_path, portable=True)
 
 
+def test_an_empty_variable_names_no_compiler(toolchain, tmp_path, monkeypatch):
+    """The library is that of an environment without it, also the part that nvcc compiles."""
+    library = build.build(tmp_path, portable=True)
+    monkeypatch.setenv("CXX", "")
+    assert build.build(tmp_path, portable=True) == library
+
+
 def test_without_a_compiler_the_message_names_one(toolchain, tmp_path):
     for tool in ("c++", "nvcc"):
         (toolchain.bin / tool).unlink()

@@ -113,4 +113,5 @@ def test_a_rank_that_stays_away_is_named(tmp_path, what, how):
             assert not isinstance(results[rank], str), results
             took_s, missing, message = results[rank]
             assert missing == [2] and "waited for rank(s) [2] of the group" in message, message
+            assert ("give their `group`" in message) == (what in ("save", "load")), message
             assert took_s < SOON_S

@@ -70,6 +70,13 @@ def test_the_command_line_has_its_commands_a_schema_and_a_version() -> None:
     assert epmoe("--version").output == f"epmoe {__version__}\n"
 
 
+@pytest.mark.parametrize("command", [[], ["run"], ["plan"], ["balance"], ["doctor"], ["bench"]])
+def test_the_help_shows_flags_as_flags(command: list[str]) -> None:
+    """They take no value."""
+    shown = epmoe(*command, "--help").output
+    assert "--help" in shown and "bool" not in shown
+
+
 def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
     result = epmoe("plan", DEMO)
     plan = MemoryPlan.build(EPConfig.load(DEMO))

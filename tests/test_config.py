@@ -109,6 +109,23 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"experts": {"limit": 0}}, "`experts.limit` must be greater than 0, got 0"),
         ({"experts": {"alpha": -1.0}}, "`experts.alpha` must be greater than 0, got -1.0"),
         ({"experts": {"up_offset": float("nan")}}, "`experts.up_offset` must be a finite number"),
+        *(
+            (
+                {section: {key: value}},
+                f"`{section}.{key}` must be 0 or a number that fp32 holds, from .*, got 1e",
+            )
+            for section, key in (
+                ("experts", "limit"),
+                ("experts", "alpha"),
+                ("experts", "up_offset"),
+                ("routing", "routed_scaling_factor"),
+            )
+            for value in (1e60, 1e-60)
+        ),
+        (
+            {"routing": {"renormalize_epsilon": 1e-60}},
+            "`routing.renormalize_epsilon` must be 0 or a number that fp32 holds",
+        ),
         ({"experts": {"activation": "gelu"}}, "`experts.activation` is not a known key"),
         (
             {"routing": {"scoring": "relu"}},
@@ -199,6 +216,33 @@ def test_a_wrong_value_is_named(sections, message):
         make(**sections)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("64", 64),
+        ("-3", -3),
+        ("0", 0),
+        ("1_000", 1000),
+        ("0x40", 64),
+        ("0b11", 3),
+        ("0.5", 0.5),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("1e-20", 1e-20),
+        ("2.5E+3", 2500.0),
+        (".inf", float("inf")),
+        ("1:04", "1:04"),
+        ("1:04.5", "1:04.5"),
+        ("010", "010"),
+        ("1e", "1e"),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_numbers_of_yaml_are_those_that_people_write(tmp_path, text, value):
+    """YAML 1.1 takes 1:04 for 64 and 010 for 8."""
+    assert config_file.read_config(write(tmp_path, f"model: {text}")) == {"model": value}
+
+
 def test_every_wrong_key_is_listed():
     with pytest.raises(ConfigError) as caught:
         EPConfig(model={"num_experts": 0, "num_experts_per_tok": 1}, topology=None)
@@ -219,7 +263,7 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
         "EPMOE_CACHE",
         "EPMOE_CACHE_DIR",
         "EPMOE_LIBRARY",
-        "EPMOE_MODEL",
+        "EPMOE_MODELS",
         "EPMOE_HOME",
     ):
         monkeypatch.setenv(variable, "no override")
@@ -253,6 +297,12 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
             "EPMOE_EXCHANGE_TIMEOUTS",
             "2",
             "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores",
+        ),
+        ("EPMOE_MODEL", "1", "EPMOE_MODEL: has no effect, .* section; .* EPMOE_MODEL__NUM_EXPERTS"),
+        (
+            "EPMOE_TOPOLOGY__EP_SIZE",
+            "1:04",
+            "`topology.ep_size` must be a valid integer, got '1:04'",
         ),
         ("EPMOE_TIMEOUT_S", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
     ],

@@ -114,3 +114,24 @@ def test_deepcopy_and_pickle():
     for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert other.w_down.data_ptr() != experts.w_down.data_ptr()
         assert torch.equal(other(rows, ends), experts(rows, ends))
+
+
+@pytest.mark.parametrize(
+    ("turned", "message"),
+    [
+        (["w_gate_up"], r"^`w_gate_up` must be \[4, 64, 16\], got \[4, 16, 64\], which is transp"),
+        (
+            ["w_down"],
+            r"^`w_down` must be \[4, 16, 32\], got \[4, 32, 16\], which is transposed: giv",
+        ),
+        (
+            ["w_gate_up", "w_down"],
+            r"^`w_gate_up` must be .* and `w_down` must be \[4, 16, 32\], got .* and \[4, 32, 16\], ",
+        ),
+    ],
+)
+def test_transposed_weights_are_named(turned, message):
+    right = {"w_gate_up": torch.zeros(4, 64, 16), "w_down": torch.zeros(4, 16, 32)}
+    GroupedExperts(**right)
+    with pytest.raises(ValueError, match=message):
+        GroupedExperts(**right | {name: right[name].mT for name in turned})

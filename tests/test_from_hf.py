@@ -16,12 +16,13 @@ from torch import Tensor
 
 import epmoe
 from epmoe import ConfigError, EPConfig
-from epmoe.config.from_hf import _ROWS, MODEL_TYPES, REFUSED
+from epmoe.config.from_hf import _NAMES, _ROWS, MODEL_TYPES, PARTS, REFUSED
 
 pytest.importorskip("transformers")
 
 import moe_blocks
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from moe_blocks import (
     D,
     E,
@@ -128,7 +129,7 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
             assert_equals(whole(layer(x)), outputs(block, x))
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "minimax"])
+@pytest.mark.parametrize("model_type", ["mixtral", "minimax", "minimax_m2"])
 def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
     """Also in the first pass of a reentrant checkpoint; none in `eval()`."""
     hf = tiny(model_type, router_jitter_noise=0.3)
@@ -156,6 +157,186 @@ def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: P
     for got in results[1:]:
         for ours, theirs in zip(got, results[0], strict=True):
             assert_equals(ours, theirs)
+
+
+def renamed(keys: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The same values under other names."""
+    return {names.get(key, key): value for key, value in keys.items()}
+
+
+def read_from(folder: Path, keys: dict[str, Any]) -> EPConfig:
+    (folder / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    return EPConfig.from_hf(folder, ep_size=2)
+
+
+def taken_by(made: type, keys: dict[str, Any]) -> Any:
+    """What transformers makes of these keys, None where its class refuses them."""
+    try:
+        return made(**keys)
+    except StrictDataclassError:
+        return None
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_names_of_keys_are_those_of_the_class(model_type: str, tmp_path: Path) -> None:
+    """config.json with any name that the class in transformers takes, and as `to_dict` gives it."""
+    for hf in variants(model_type):
+        made = type(hf)
+        keys = hf.to_dict()
+        want = EPConfig.from_hf(hf, ep_size=2)
+        assert read_from(tmp_path, keys) == want
+        aliases = {ours: alias for alias, ours in made.attribute_map.items() if ours in keys}
+        for names in (aliases, *({ours: alias} for ours, alias in aliases.items())):
+            assert read_from(tmp_path, renamed(keys, names)) == want
+            assert EPConfig.from_hf(made(**renamed(keys, names)), ep_size=2) == want
+        # Names beyond its attribute_map that the class takes, as by an argument of its constructor.
+        for group in _NAMES.values():
+            for own in keys.keys() & set(group):
+                for other in set(group) - keys.keys():
+                    shipped = renamed(keys, {own: other})
+                    taken = taken_by(made, shipped)
+                    if keys[own] is not None and getattr(taken, own, None) == keys[own]:
+                        assert read_from(tmp_path, shipped) == want
+        # Keys that config.json lacks: what the class has, or an error that names the key.
+        for group in _NAMES.values():
+            for own in keys.keys() & set(group):
+                lacks = {own}
+                if group == _NAMES["num_expert_groups"]:
+                    lacks.add("topk_group")  # which would not fit another number of groups
+                shipped = {key: value for key, value in keys.items() if key not in lacks}
+                taken = taken_by(made, shipped)
+                if taken is None:
+                    continue
+                try:
+                    got = read_from(tmp_path, shipped)
+                except ConfigError as error:
+                    assert f"a {keys['model_type']} must have the keys `{group[0]}`" in str(error)
+                else:
+                    assert got == EPConfig.from_hf(taken, ep_size=2)
+
+
+@pytest.mark.slow
+def test_parts_are_those_of_transformers() -> None:
+    """Of a model of several parts, the one with the experts is found."""
+    found = set()
+    for model_type, made in CONFIG_MAPPING.items():
+        if model_type in MODEL_TYPES:
+            continue
+        try:
+            keys = made().to_dict()
+        except Exception:  # noqa: BLE001, S112  # needs arguments, or a file of timm
+            continue
+        for name in keys.keys() & set(PARTS):
+            part = keys[name]
+            if part.get("model_type") in MODEL_TYPES:
+                found.add(model_type)
+                given = {"dtype": "bfloat16", "num_experts_per_tok": 4}
+                want = EPConfig.from_hf(part, ep_size=1, model=given)
+                assert EPConfig.from_hf(keys, ep_size=1, model=given) == want
+                for other in ({}, {"model_type": "of their authors' code"}):
+                    shipped = keys | {name: part | {"model_type": None} | other}
+                    assert EPConfig.from_hf(shipped, ep_size=1, model=given) == want
+    assert {"qwen3_vl_moe", "llama4", "step3p7", "kimi_k25"} <= found
+
+
+LING = {
+    "model_type": "bailing_hybrid",
+    "num_experts": 512,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2560,
+    "moe_intermediate_size": 512,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+STEP = {
+    "model_type": "step3p5",
+    "moe_num_experts": 288,
+    "moe_top_k": 8,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1280,
+    "moe_router_scaling_factor": 3.0,
+    "moe_router_activation": "sigmoid",
+    "use_moe_router_bias": True,
+    "norm_expert_weight": True,
+}
+MINIMAX = {
+    "model_type": "minimax_m2",
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
+AFMOE = {
+    "model_type": "afmoe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 1024,
+    "score_func": "sigmoid",
+    "route_norm": True,
+    "route_scale": 2.826,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DOTS = {
+    "model_type": "dots1",
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "noaux_tc",
+    "topk_method": "noaux_tc",
+}
+"""What config.json of Ling 3.0, Step 3.5, MiniMax-M2, Trinity and dots.llm1 has of these keys."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "want"),
+    [
+        (LING, (512, 8, 512, "sigmoid", True, True, 8, 4, 2.5)),
+        (STEP, (288, 8, 1280, "sigmoid", True, True, 1, 1, 3.0)),
+        (STEP | {"swiglu_limits": [0.0] * 45}, (288, 8, 1280, "sigmoid", True, True, 1, 1, 3.0)),
+        (MINIMAX, (256, 8, 1536, "sigmoid", True, True, 1, 1, 1.0)),
+        (AFMOE, (128, 8, 1024, "sigmoid", True, True, 1, 1, 2.826)),
+        (DOTS, (128, 6, 1408, "sigmoid", True, True, 1, 1, 2.5)),
+        (QWEN3 | {"swiglu_limits": [0, None]}, (128, 8, 768, "softmax", True, False, 1, 1, 1.0)),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_config_json_as_its_authors_ship_it(
+    keys: dict[str, Any], want: tuple, tmp_path: Path
+) -> None:
+    """Also as a part of a model."""
+    config = read_from(tmp_path, keys)
+    model = config.model
+    routing = config.routing
+    got = (
+        model.num_experts,
+        model.num_experts_per_tok,
+        model.intermediate_size,
+        routing.scoring,
+        routing.renormalize,
+        routing.selection_bias,
+        routing.num_expert_groups,
+        routing.top_groups,
+        routing.routed_scaling_factor,
+    )
+    assert got == want
+    for key in PARTS:
+        assert read_from(tmp_path, {"model_type": "of several parts", key: keys}) == config
+    if keys["model_type"] == "step3p5":
+        part = {key: value for key, value in keys.items() if key != "model_type"}
+        assert read_from(tmp_path, {"model_type": "step3p7", "text_config": part}) == config
 
 
 def test_every_model_type_with_experts_is_known() -> None:
@@ -240,6 +421,10 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
         "float32",
         128,
     )
+    router = {"scoring": "sigmoid", "selection_bias": True}
+    says = {"score_function": "sigmoid", "use_routing_bias": True}
+    got = EPConfig.from_hf(QWEN3 | says, ep_size=8, routing=router).routing
+    assert (got.scoring, got.selection_bias) == ("sigmoid", True)
     assert (config.topology.ep_size, config.topology.ranks_per_node, config.capacity.alignment) == (
         8,
         4,
@@ -277,6 +462,31 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
             "`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E",
         ),
         ({"hidden_act": ["silu"]}, r"`hidden_act` must be one of .*got \['silu'\]"),
+        ({"hidden_act": {}}, r"`hidden_act` must be one of .*got {}"),
+        ({"hidden_act": ""}, "`hidden_act` must be one of .*got ''"),
+        ({"activation_function": "gelu", "hidden_act": "silu"}, "`hidden_act` must be one func"),
+        ({"model_type": ["qwen3_moe"]}, r"model_type \['qwen3_moe'\] is not known"),
+        ({"model_type": {}}, "model_type {} is not known"),
+        (
+            {"num_local_experts": 64},
+            "`model.num_experts` must be one number, got `num_experts` 128 and .*_experts` 64",
+        ),
+        ({"moe_topk": [4, 4]}, "`model.num_experts_per_tok` must be one number, got .* 8 and .* 4"),
+        ({"route_norm": False}, "`routing.renormalize` must be one number, got .* True and"),
+        (
+            {"score_function": "sigmoid"},
+            "must have `score_function` 'softmax', got `score_function` 'sigmoid': .*routing={'sco",
+        ),
+        ({"scoring_func": ["softmax"]}, r"must have `scoring_func` 'softmax', got .* \['softmax'"),
+        ({"moe_router_use_sigmoid": True}, "must have `moe_router_use_sigmoid` False, got"),
+        ({"use_routing_bias": True}, "must have `use_routing_bias` False, got"),
+        ({"topk_method": "noaux_tc"}, "must have `topk_method` 'greedy', got"),
+        ({"n_group": 8}, "must have `n_group` 1, got `n_group` 8"),
+        ({"route_scale": 2.5}, "must have `route_scale` 1.0, got `route_scale` 2.5"),
+        (MINIMAX | {"use_routing_bias": False}, "must have `use_routing_bias` True, got"),
+        (AFMOE | {"route_norm": False}, "a afmoe must have `route_norm` True, got"),
+        (LING | {"score_function": "softmax"}, "must have `score_function` 'sigmoid', got"),
+        (STEP | {"swiglu_limits": [0.0, 16.0]}, "a step3p5 must have `swiglu_limits` None, got"),
         (
             {"swiglu_limit": 7.0},
             r"`swiglu_limit` 7.0 does not say .* experts of a qwen3_moe: .*experts={'limit': …}",

@@ -133,6 +133,10 @@ MISTAKES: dict[str, list[tuple]] = {
             r"`scores_per_group` must .* 2 .*, got 3",
         ),
         ({"renormalize_epsilon": -1e-20}, r"`renormalize_epsilon` must be from 0 to 1, got -1e-20"),
+        *(
+            ({"routed_scaling_factor": value}, "`routed_scaling_factor` must be a number that fp32")
+            for value in (1e60, 1e-60, torch.inf, torch.nan)
+        ),
         ({"renormalize_epsilon": torch.nan}, r"`renormalize_epsilon` must be from 0 to 1, got nan"),
         (
             {"id_dtype": torch.int16},
@@ -192,7 +196,11 @@ MISTAKES: dict[str, list[tuple]] = {
         ),
     ],
     f"experts of {BF16}": [
-        ({"gate_up_scales": torch.ones(4, 2, 2)}, "must be None where the weights are bfloat16")
+        ({"limit": 1e60}, "`limit` must be a number that fp32 holds, got 1e\\+60"),
+        ({"limit": torch.nan}, "`limit` must be a number that fp32 holds, got nan"),
+        ({"alpha": 1e-60}, "`alpha` must be a number that fp32 holds, got 1e-60"),
+        ({"up_offset": torch.inf}, "`up_offset` must be a number that fp32 holds, got inf"),
+        ({"gate_up_scales": torch.ones(4, 2, 2)}, "must be None where the weights are bfloat16"),
     ],
     f"experts of {FP8}": [
         (
@@ -341,6 +349,10 @@ MISTAKES: dict[str, list[tuple]] = {
         ),
         ({"router_weight": torch.zeros(64)}, r"`router_weight` must be \[12, 64\], got \[64\]"),
         ({"shared": 1}, TypeError, "`shared` must be callable on x"),
+        (
+            {"logit_bias": torch.zeros(12)},
+            "`logit_bias` must be None, unless `routing.logit_bias` says",
+        ),
     ],
     "with a bias of the logits": [
         (

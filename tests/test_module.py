@@ -164,6 +164,25 @@ def test_autocast_changes_no_choice_of_experts(ep, dtype, grouped):
     assert_close(y, want(layer, x), slack=4)
 
 
+def test_logits_under_autocast_are_those_of_the_layer(ep):
+    """The router takes x as it is given, not as autocast casts it for the experts."""
+    layer = make_layer(ep).bfloat16()
+    x = randn(M, D, seed=3).to(ep.device)
+    for trains in (False, True):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(trains),
+            torch.autocast(ep.device.type, torch.bfloat16),
+        ):
+            given = x.clone().requires_grad_(trains)
+            y, routes = layer(given, return_routing=True)
+            assert y.dtype == torch.float32 and y.requires_grad == trains
+            assert torch.equal(routes.logits, layer.logits(given))
+            if trains:
+                y.sum().backward()
+    assert given.grad.dtype == torch.float32 and given.grad.any()
+
+
 def test_a_frozen_layer_needs_no_no_grad(ep):
     layer = make_layer(ep).requires_grad_(False)
     with torch.enable_grad():

@@ -127,3 +127,14 @@ def test_opcheck(ep):
         for num_tokens in (None, real):
             args = (x, *routing, num_tokens, 6, ep.order, layer.layer_id)
             torch.library.opcheck(torch.ops.epmoe.moe.default, args)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_with_gradients_says_what_to_do(ep, strict):
+    """Rows that inductor cannot count are no part of a program."""
+    layer = make_layer(ep)
+    with (
+        torch.enable_grad(),
+        pytest.raises(Exception, match=r"torch.export takes .* export under torch.no_grad"),
+    ):
+        torch.export.export(layer, (randn(5, D).to(ep.device),), strict=strict)

@@ -136,6 +136,43 @@ def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> Non
     assert run.stdout.split() == [epmoe.__version__, "96"]
 
 
+@pytest.mark.parametrize("lacks", ["nothing", "auditwheel"])
+def test_a_wheel_is_made_with_the_packages_at_hand(lacks: str, tmp_path: Path) -> None:
+    """`make wheel` sets up an environment, with a torch of its own, only where a package lacks."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    says = f"""#!{sys.executable}
+import importlib.util, sys
+from pathlib import Path
+with open({str(tmp_path / "log")!r}, "a") as log:
+    print(*sys.argv[1:3], file=log)
+if sys.argv[1] == "-c":
+    importlib.util.find_spec = lambda name: None if name == {lacks!r} else name
+    exec(sys.argv[2])
+if sys.argv[1:3] == ["-m", "build"]:
+    Path("build/wheel").mkdir(parents=True)
+    Path("build/wheel/epmoe.tar.gz").touch()
+    Path("dist").mkdir()
+"""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("python3", "auditwheel", "patchelf"):
+        (tools / name).write_text(says)
+        (tools / name).chmod(0o755)
+    run = subprocess.run(
+        ["make", "wheel"],
+        cwd=tmp_path,
+        env={"PATH": f"{tools}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    log = (tmp_path / "log").read_text()
+    assert ("-m venv" in log) == (lacks != "nothing"), run.stdout + run.stderr
+    assert ("-m build" in log) == (lacks == "nothing"), run.stdout + run.stderr
+    assert (run.returncode == 0) == (lacks == "nothing"), run.stdout + run.stderr
+
+
 def test_an_import_brings_no_compiler() -> None:
     """torch._dynamo takes longer than all of epmoe."""
     run = run_fresh("import sys, epmoe; print('torch._dynamo' in sys.modules)")

@@ -53,6 +53,19 @@ def test_the_plan_fits_80_columns_and_cuts_no_name(path):
         assert f" {buffer.nbytes:,} " in shown
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("columns", ["20", "40"])
+def test_the_plan_cuts_no_number_on_a_narrow_terminal(path, columns):
+    shown = plan(path, COLUMNS=columns)
+    assert "…" not in shown
+    largest = MemoryPlan.build(EPConfig.load(path))
+    for buffer in largest.buffers:
+        if buffer.nbytes:
+            assert f" {buffer.name} " in shown and f" {buffer.nbytes:,} " in shown
+            assert all(f" {size} " in shown for size in buffer.shape)
+    assert f" {largest.total_bytes:,} " in shown
+
+
 def test_the_plan_of_a_hugging_face_checkpoint(tmp_path, monkeypatch):
     """Its folder is a configuration once the number of ranks is given; one named like a ready
     configuration is none.

@@ -183,6 +183,15 @@ def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))
 
 
+def test_every_part_of_a_model_loses_its_quantization():
+    """Also the parts that hold the experts in models of other authors."""
+    says = {"quantization_config": {}, "torch_dtype": "float8_e4m3fn"}
+    config = says | {"llm_config": dict(says), "thinker_config": {"text_config": dict(says)}}
+    written = epmoe.checkpoint.pretrained.without_quantization(config, "bfloat16")
+    part = {"torch_dtype": "bfloat16"}
+    assert written == part | {"llm_config": part, "thinker_config": {"text_config": part}}
+
+
 def narrow(experts: epmoe.GroupedExperts) -> None:
     experts.w_gate_up = nn.Parameter(experts.w_gate_up[:, :32].detach().clone())
     experts.w_down = nn.Parameter(experts.w_down[..., :16].detach().clone())

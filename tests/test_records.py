@@ -159,6 +159,39 @@ def test_the_smallest_dtype_that_can_say_none(experts, top_k, dtype):
     assert torch.equal(read[0, :2], ids[:2]) and (read[0, 2] == epmoe.local.route.OWN_CHOICE).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint16])
+def test_dtypes_of_other_engines(ep, dtype):
+    """Those that `pad_routes` takes, also as arrays."""
+    model = model_of(ep)
+    other = model_of(ep, seed=1)
+    tokens, routes = written(model)
+    want = ids_of(other, tokens, pad_routes(routes, tokens.shape[1], 1))
+    padded = pad_routes(routes.to(dtype), tokens.shape[1], 1)
+    assert padded.dtype == dtype
+    for given in (padded, padded.numpy()):
+        got = ids_of(other, tokens, given)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_int8_cannot_name_all_of_129_experts():
+    for experts, error in ((128, None), (129, TypeError)):
+        routes = torch.arange(6, dtype=torch.int8).view(3, 1, 2)
+        if error is None:
+            epmoe.local.records.unpack_routes(routes, 1, experts, 2, torch.device("cpu"))
+            continue
+        with pytest.raises(error, match="`routes` must be uint8 or int16 or uint16 or int32 or"):
+            epmoe.local.records.unpack_routes(routes, 1, experts, 2, torch.device("cpu"))
+
+
+def test_a_row_with_an_expert_twice_is_no_record():
+    rows = [[3, 5, 3], [5, 3, 3], [3, 3, 5], [4, 5, 3]]
+    ids = torch.tensor(rows, dtype=torch.int32)
+    packed = pack_routes({"a": [epmoe.Routes(ids, randn(4, 3), None, None)]}, 8)
+    for routes in (packed, ids[None, :, None]):
+        [got] = epmoe.local.records.unpack_routes(routes, 1, 8, 3, torch.device("cpu"))
+        assert got[0].tolist() == [[epmoe.local.route.OWN_CHOICE] * 3] * 3 + [[4, 5, 3]]
+
+
 def test_what_is_refused(ep):
     model = model_of(ep)
     tokens, routes = written(model)

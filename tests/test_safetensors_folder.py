@@ -549,7 +549,8 @@ def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
 def test_a_router_in_another_dtype(tmp_path, bias):
     tensors = {name: tensor.bfloat16() for name, tensor in each().items()}
     model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"}
-    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
+    routing = {"logit_bias": bool(bias)}
+    config = epmoe.EPConfig(model=model, topology={"ep_size": 1}, routing=routing)
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         folder = saved(tmp_path, tensors | bias)
         layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, router_dtype=torch.float32)
@@ -557,6 +558,115 @@ def test_a_router_in_another_dtype(tmp_path, bias):
     assert (layer.logit_bias is not None) == bool(bias) and layer.logits(
         randn(2, D)
     ).dtype == torch.float32
+
+
+@pytest.mark.parametrize("given", [False, True])
+@torch.no_grad()
+def test_what_a_bias_of_the_gate_is_says_the_config(tmp_path, given):
+    """DeepSeek's own files have the bias of the choice there, also where a caller gives it."""
+    bias = 3 * randn(E, seed=7)
+    folder = saved(tmp_path, each() | {f"{BLOCK}.gate.bias": bias})
+    x = randn(9, D)
+    plain = x @ folder[f"{BLOCK}.gate.weight"].T
+    model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"}
+    refusal = rf"`{BLOCK}.gate.bias` must be said to be .*`routing.logit_bias`.*selection_bias`$"
+    for routing, biases in (
+        ({"selection_bias": True}, ["bias"]),
+        ({"logit_bias": True}, ["logit_bias"]),
+        ({}, None),
+    ):
+        config = epmoe.EPConfig(model=model, topology={"ep_size": 1}, routing=routing)
+        options = {name: bias for name in biases or ["bias"] if given}
+        with epmoe.ExpertParallel(config, device="cpu") as ep:
+            if biases is None:
+                with pytest.raises(ValueError, match=refusal):
+                    epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **options)
+                continue
+            layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **options)
+            got = [name for name in ("bias", "logit_bias") if getattr(layer, name) is not None]
+            assert got == biases
+            assert_close(layer.logits(x), (plain + bias * ("bias" not in got)).double(), slack=4)
+            epmoe.checkpoint.save_pretrained(
+                torch.nn.ModuleDict({"model": nested(layer)}), tmp_path / got[0], folder
+            )
+        again = epmoe.SafetensorsFolder(tmp_path / got[0])
+        assert {name: tensor.tolist() for name, tensor in again.items()} == {
+            name: tensor.tolist() for name, tensor in folder.items()
+        }
+
+
+def nested(layer: epmoe.MoELayer) -> torch.nn.Module:
+    """The module `model` of a model that has the layer as BLOCK."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    model.layers[1].mlp = layer
+    return model
+
+
+def test_both_biases_under_names_of_the_choice_are_refused(tmp_path):
+    tensors = added(each(), "gate.bias", "gate.e_score_correction_bias", like=randn(E))
+    folder = saved(tmp_path, tensors)
+    assert folder.router(BLOCK).keys() == {"router_weight", "bias", "logit_bias"}
+    with pytest.raises(ValueError, match="one bias of the choice, got also .*gate.e_score_corr"):
+        folder.router(BLOCK, "choice")
+
+
+STEP = BLOCK.replace("mlp", "moe")
+
+
+def of_step(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of Step 3.5."""
+    gate, up = weights["w_gate_up"].chunk(2, 1)
+    return {
+        f"{STEP}.gate.weight": randn(E, D, seed=2),
+        f"{STEP}.router_bias": randn(E, seed=3),
+        f"{STEP}.gate_proj.weight": gate.contiguous(),
+        f"{STEP}.up_proj.weight": up.contiguous(),
+        f"{STEP}.down_proj.weight": weights["w_down"],
+    }
+
+
+def test_experts_of_step_are_read_from_three_tensors(tmp_path, read):
+    """Also fp8 with scales of blocks, and saved under the same names."""
+    weights = weights_of_experts()
+    folder = saved(tmp_path, of_step(weights))
+    assert read == []
+    assert_same(folder.experts(BLOCK, [5, 0]), weights, [5, 0])
+    names = ("gate_proj", "up_proj", "down_proj")
+    assert sorted(read) == sorted(f"{STEP}.{name}.weight[{x}]" for x in (5, 0) for name in names)
+    assert torch.equal(folder.router(BLOCK)["bias"], folder[f"{STEP}.router_bias"])
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": 1},
+        routing={"selection_bias": True},
+    )
+    with epmoe.ExpertParallel(config, device="cpu") as ep:
+        layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
+        model = torch.nn.ModuleDict({"model": nested(layer)})
+        epmoe.checkpoint.save_pretrained(model, tmp_path / "end", folder)
+    again = epmoe.SafetensorsFolder(tmp_path / "end")
+    assert again.keys() == folder.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in folder.items())
+
+    quantized = dict(folder)
+    for name in (f"{STEP}.{name}.weight" for name in names):
+        n, k = (-(-size // 128) for size in folder[name].shape[1:])
+        quantized[name] = folder[name].to(FP8)
+        quantized[f"{name}_scale_inv"] = torch.full((E, n, k), 0.5)
+    (tmp_path / "fp8").mkdir()
+    experts = saved(tmp_path / "fp8", quantized).experts(BLOCK, [4])
+    assert experts["w_gate_up"].dtype == FP8
+    want = {name: weight.to(FP8).float() * 0.5 for name, weight in weights.items()}
+    for part in ("gate_up", "down"):
+        got = dequantize_weights(experts[f"w_{part}"], experts[f"{part}_scales"], torch.float32)
+        assert torch.equal(got, want[f"w_{part}"][[4]])
+
+
+def test_tensors_of_a_shared_expert_are_not_those_of_experts(tmp_path):
+    """Where a block has both, those of Step's names are the block's own."""
+    shared = {f"{BLOCK}.{name}": randn(4, 4) for name in ("gate_proj.weight", "up_proj.weight")}
+    folder = saved(tmp_path, each() | shared)
+    assert folder.stored(BLOCK).others == shared.keys()
 
 
 def test_what_a_checkpoint_lacks_is_named(tmp_path):

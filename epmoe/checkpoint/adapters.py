@@ -299,30 +299,41 @@ def _of_single(
 ) -> StoredAdapter:
     """The adapter of modules of single experts. Factors of gate and of up stand side by side."""
     E, D, wide, F = sizes
-    gate, up = (
-        (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, F), slice(F, None))
-    )
+    # The rows of gate and of up in `w_gate_up`.
+    gate = slice(0, F)
+    up = slice(F, None)
+    if interleaved:
+        gate = slice(0, None, 2)
+        up = slice(1, None, 2)
+    # Of each projection: the GEMM that it is a part of, its rows there, and its shape.
     places = {"gate": (0, gate, (F, D)), "up": (0, up, (F, D)), "down": (1, slice(None), (D, F))}
-    found: tuple[dict[int, dict[str, _Factors]], ...] = {}, {}
+    # The factors that the folder has, by GEMM, expert and projection.
+    found: tuple[dict[int, dict[str, _Factors]], ...] = ({}, {})
     for module, ends in modules.items():
         match = re.fullmatch(rf"\.(\d+)\.({'|'.join(_PROJECTIONS)})", names[module])
-        if match is None or (x := int(match[1])) >= E:
+        if match is None or int(match[1]) >= E:
             raise ValueError(f"`{module}` is none of {E} experts' {', '.join(_PROJECTIONS)}")
-        part, _, shape = places[projection := _PROJECTIONS[match[2]]]
-        r, by = config.of(module)
+        x = int(match[1])
+        projection = _PROJECTIONS[match[2]]
+        part, _, shape = places[projection]
+        r, scale = config.of(module)
         a, b = _pair(module, ends, [shape], 1, r)
-        if projection in (of_expert := found[part].setdefault(x, {})):
+        of_expert = found[part].setdefault(x, {})
+        if projection in of_expert:
             raise ValueError(f"expert {x} has two adapters of {projection}")
-        of_expert[projection] = a, b.float() * by
+        of_expert[projection] = (a, b.float() * scale)
+    # Side by side, with zeros where an expert has fewer of them.
     parts: list[_Factors | None] = []
     for experts, (n, k) in zip(found, ((wide, D), (D, F)), strict=True):
-        r = max((sum(len(a) for a, _ in each.values()) for each in experts.values()), default=0)
+        ranks = [sum(len(a) for a, _ in each.values()) for each in experts.values()]
+        r = max(ranks, default=0)
         a_all = torch.zeros(E, r, k)
         b_all = torch.zeros(E, n, r)
-        for x, each in experts.items():
+        for x, of_expert in experts.items():
             start = 0
-            for projection, (a, b) in each.items():
-                columns = slice(start, start := start + len(a))
+            for projection, (a, b) in of_expert.items():
+                columns = slice(start, start + len(a))
+                start += len(a)
                 a_all[x, columns] = a
                 b_all[x, places[projection][1], columns] = b
         parts.append((a_all, b_all) if experts else None)

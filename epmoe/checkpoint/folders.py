@@ -150,13 +150,15 @@ def _publish(shards: Path) -> None:
 
 def _clean(path: Path) -> None:
     """Remove files of checkpoints that are not this one: of one before, or of saves that died."""
-    if not (path / _METADATA).is_file():
-        kept = None
-    elif not (kept := _shards(path)):
-        return
+    kept = None
+    if (path / _METADATA).is_file():
+        kept = _shards(path)
+        if not kept:
+            return
     for shards in path.glob(f"{_SHARDS}*"):
         if shards.name != kept:
             shutil.rmtree(shards, ignore_errors=True)
-    for file in path.glob("__*_*.distcp") if kept else ():  # of torch itself
+    # Files that torch itself has saved beside the metadata.
+    for file in path.glob("__*_*.distcp") if kept else ():
         with suppress(OSError):
             file.unlink()

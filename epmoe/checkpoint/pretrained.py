@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.checkpoint.folders import appearing, sync
-from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, SafetensorsFolder, Stored
+from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, GateBias, SafetensorsFolder, Stored
 from epmoe.checkpoint.state_dicts import gather
+from epmoe.config.from_hf import PARTS
 from epmoe.group.collective import all_ranks, naming, peers_of
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import local_view
@@ -143,7 +144,9 @@ def _tensors(
                 "with "
                 f"`from_safetensors(…, dtype=…)`, got {layer.experts}"
             )
-        stored = source.stored(prefix, prefix.rpartition(".")[0])
+        only_of_choice = layer.bias is not None and layer.logit_bias is None
+        gate_bias: GateBias = "choice" if only_of_choice else "logits"
+        stored = source.stored(prefix, prefix.rpartition(".")[0], gate_bias=gate_bias)
         found = *sorted(stored.dequantized), stored.D, stored.F
         parameters = [name for name, _ in layer.experts.named_parameters()]
         wanted = *sorted(parameters), *layer.experts.w_down.shape[1:]
@@ -214,9 +217,9 @@ def _of_experts(
         if stored.fused:
             transposed = stored.dequantized_transposed and argument.startswith("w_")
             shape = [stored.num, *(shape[::-1] if transposed else shape)]
-            yield _Saved(
-                names[0], local.dtype, shape, partial(_all_experts, local, layer, transposed)
-            )
+            for part, name in enumerate(names):
+                read = partial(_all_experts, local, layer, transposed, part, len(names))
+                yield _Saved(name, local.dtype, shape, read)
             continue
         for x in range(stored.num):
             rank, index = layer.ep.holder(x, layer.tag)
@@ -225,8 +228,11 @@ def _of_experts(
                 yield _Saved(name.replace("*", str(x)), local.dtype, shape, read, (number, rank))
 
 
-def _all_experts(local: Tensor, layer: Any, transposed: bool) -> Tensor:
+def _all_experts(local: Tensor, layer: Any, transposed: bool, part: int, parts: int) -> Tensor:
+    """One of the tensors, each with a part of the rows, that have these weights of all experts."""
     whole = gather(local, layer.ep, layer.tag, cpu_offload=True)
+    if parts > 1:
+        whole = whole.chunk(parts, 1)[part]
     return whole.mT if transposed else whole
 
 
@@ -310,13 +316,22 @@ def _begin(
     described = source.path / "config.json"
     if described.is_file():
         config = json.loads(described.read_text(encoding="utf-8"))
-        for part in (config, config.get("text_config")):
-            for key in _QUANTIZATION if isinstance(part, dict) else ():
-                part.pop(key, None)
-            for key in ("dtype", "torch_dtype"):
-                if isinstance(part, dict) and part.get(key) is not None:
-                    part[key] = dtype
+        config = without_quantization(config, dtype)
         (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def without_quantization(config: Any, dtype: str) -> Any:
+    """A model's configuration without a quantization and with this dtype, also in its parts."""
+    if not isinstance(config, dict):
+        return config
+    kept = {key: value for key, value in config.items() if key not in _QUANTIZATION}
+    for key in ("dtype", "torch_dtype"):
+        if kept.get(key) is not None:
+            kept[key] = dtype
+    for key in PARTS:
+        if key in kept:
+            kept[key] = without_quantization(kept[key], dtype)
+    return kept
 
 
 def _gathered(tensors: list[_Saved], kept: bool = True) -> dict[str, Tensor]:

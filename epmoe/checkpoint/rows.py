@@ -36,7 +36,8 @@ class Rows(Tensor):
         made: Self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device
         )
-        made.local, made.held = local, held
+        made.local = local
+        made.held = held
         return made
 
     @classmethod
@@ -71,7 +72,8 @@ class Rows(Tensor):
         an expert apart.
         """
         assert index.offset is not None
-        (x, *_), number = index.offset, index.index
+        x = index.offset[0]
+        number = index.index
         numbered = [i for i, held in enumerate(self.held) if held >= 0]
         row = self.held.index(x)
         if number is not None and number < len(numbered) and self.held[numbered[number]] == x:

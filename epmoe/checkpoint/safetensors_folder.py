@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ _CHOICE_BIASES = (
     "e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
     "expert_bias",
+    "router_bias",
 )
 _EACH = "experts.*."
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -84,8 +85,19 @@ _FORMATS: tuple[dict[str, list[str]], ...] = (
     _format(["experts.gate_up_proj"], "experts.down_proj", "_blocks", "_scales", "_bias"),
     _format(["input_linear"], "output_linear", ".weight"),
     _format(["experts.fc1"], "experts.fc2", ".weight"),
+    _format(["gate_proj", "up_proj"], "down_proj", ".weight", ".weight_scale_inv"),
 )
-_OF_EXPERTS = ("experts.", "input_linear.", "output_linear.")
+_OF_EXPERTS = (
+    ("experts.", "input_linear.", "output_linear."),
+    ("gate_proj.", "up_proj.", "down_proj."),
+)
+"""How names of experts begin below a block. Those of the second row are of experts where a block
+has none of the first: Step 3.5's, elsewhere perhaps of a shared expert.
+"""
+GateBias = Literal["logits", "choice"] | None
+"""What a router's `gate.bias` is added to: the logits, as in gpt-oss, or the scores for the choice,
+as in DeepSeek's own files. None: a checkpoint with one is refused.
+"""
 _MOST_NAMES = 6  # of a message
 _PARTS = ("gate_up", "down")
 _WEIGHTS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
@@ -165,12 +177,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     downloaded.
 
     A MoE block is named as in the model, like "model.layers.3.mlp"; the `block_sparse_moe` of
-    Mixtral's checkpoints is found by that name, too. Its experts have tensors each, such as
-    `BLOCK.experts.7.gate_proj.weight`, or one for all, such as `BLOCK.experts.gate_up_proj` [E, 2F,
-    D] or transposed, with scales and biases if there are any: the page on checkpoints has the
-    formats. All experts of a block have the same tensors, dtypes and shapes, one expert for each
-    row of the router. Anything else below `BLOCK.experts` or the router is refused, since a model
-    without it is another function.
+    Mixtral's checkpoints and the `moe` of Step's are found by that name, too. Its experts have
+    tensors each, such as `BLOCK.experts.7.gate_proj.weight`, or one for all, such as
+    `BLOCK.experts.gate_up_proj` [E, 2F, D] or transposed, with scales and biases if there are any:
+    the page on checkpoints has the formats. All experts of a block have the same tensors, dtypes
+    and shapes, one expert for each row of the router. Anything else below `BLOCK.experts` or the
+    router is refused, since a model without it is another function.
 
     Args:
         path: of the folder. Its files are those that transformers reads: `model.safetensors` alone
@@ -221,15 +233,26 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._file_of)
 
-    def router(self, block: str) -> dict[str, Tensor | None]:
+    def router(self, block: str, gate_bias: GateBias = "logits") -> dict[str, Tensor | None]:
         """The router of a MoE block, by its name: arguments of `MoELayer`.
 
         These are `router_weight` [E, D], and `bias` and `logit_bias` [E] or None. With a `bias`
         both are fp32, because models that have one compute their scores in fp32; otherwise the
-        weight has the checkpoint's dtype. Raises ValueError where there is no such block, or its
-        router has tensors of another format.
+        weight has the checkpoint's dtype.
+
+        Args:
+            block: its name.
+            gate_bias: which bias a tensor `BLOCK.gate.bias` is, which its name does not say:
+                "logits", the `logit_bias`, or "choice", the `bias`. None: such a tensor is refused.
+
+        Returns:
+            The three arguments.
+
+        Raises:
+            ValueError: there is no such block, or its router has tensors of another format, or a
+                `gate.bias` that is neither.
         """
-        names = self._router(*self._find(block))
+        names = self._router(*self._find(block), gate_bias)
         router = {
             name: self.get(names.get(name, "")) for name in ("router_weight", "bias", "logit_bias")
         }
@@ -303,12 +326,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 dtype = torch.bfloat16
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
-    def stored(self, *blocks: str) -> Stored:
+    def stored(self, *blocks: str, gate_bias: GateBias = "logits") -> Stored:
         """How the first of these MoE blocks is stored. Raises the ValueErrors of `router` and
         `experts`.
         """
         block, router = self._find(*blocks)
-        names = self._router(block, router)
+        names = self._router(block, router, gate_bias)
         E = self.shape(names["router_weight"])[0]
         stored = self._stored(block, E)
         ours = {
@@ -322,20 +345,28 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         shape: list[int] = self._slice(name).get_shape()
         return shape
 
-    def _router(self, block: str, router: str) -> dict[str, str]:
+    def _router(self, block: str, router: str, gate_bias: GateBias) -> dict[str, str]:
         """Arguments of `MoELayer` with the names of their tensors. Raises ValueError where the
         router has others.
         """
-        names = {
-            "router_weight": f"{block}.{router}.weight",
-            "logit_bias": f"{block}.{router}.bias",
-        }
+        names = {"router_weight": f"{block}.{router}.weight"}
         choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
+        # The name of this one does not say what it is added to.
+        plain = f"{block}.{router}.bias"
+        if gate_bias == "logits":
+            names["logit_bias"] = plain
+        elif plain in self and gate_bias == "choice":
+            choice.add(plain)
+        elif plain in self:
+            raise ValueError(
+                f"{self._path(plain)}: `{plain}` must be said to be the bias of the logits, by "
+                "`routing.logit_bias`, or that of the choice, by `routing.selection_bias`"
+            )
         if choice:
             names["bias"] = min(choice)
-        unread = (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - set(
-            names.values()
-        )
+        # Anything else that the router has would make it another function.
+        unread = choice | self._under(f"{block}.{router.partition('.')[0]}.")
+        unread -= set(names.values())
         if unread:
             raise ValueError(
                 f"{self._path(min(unread))}: the router of `{block}` must have a "
@@ -398,7 +429,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         its router's.
         """
         for block in blocks:
-            for name in (block, f"{block.rpartition('.')[0]}.block_sparse_moe"):
+            parent = block.rpartition(".")[0]
+            for name in (block, f"{parent}.block_sparse_moe", f"{parent}.moe"):
                 for router in _ROUTERS:
                     if f"{name}.{router}.weight" in self:
                         return name, router
@@ -412,8 +444,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         full names. Raises ValueError unless each of E experts has its tensors, and the experts have
         no others.
         """
-        held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
-        held -= {f"{block}.{bias}" for bias in _CHOICE_BIASES}
+        biases = {f"{block}.{bias}" for bias in _CHOICE_BIASES}
+        found_at = [
+            self._under(*(f"{block}.{place}" for place in places)) - biases
+            for places in _OF_EXPERTS
+        ]
+        held = next(filter(None, found_at), set())
         patterns = {
             re.sub(r"^experts\.\d+\.", _EACH, name.removeprefix(f"{block}.")) for name in held
         }
@@ -465,10 +501,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                         raise self._refusal(
                             header, f"but {first}: all experts must have one format"
                         )
+        # To read what is not there is an error, later.
         if headers.keys() != tensors.keys():
-            return Stored(
-                {}, tensors, set(), E, False, None, 0, 0
-            )  # to read what is not there is an error
+            return Stored({}, tensors, set(), E, transposed=False, native=None, D=0, F=0)
+        # One dtype, and one row of a fused tensor for each row of the router.
         gate_up = headers["w_gate_up"]
         down = headers["w_down"]
         packed = down.dtype in _PACKED and "down_scales" in headers
@@ -480,21 +516,21 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
-        up, (*_, n, k) = (
-            gate_up.of_expert(fused, packed),
-            (0, 0, *down.of_expert(fused, packed)),
-        )  # of any dimensions
-        transposed = fused and "down_scales" not in headers and up == [k, 2 * n]
+        # The shapes of an expert, of which a header may say any number of dimensions.
+        up = gate_up.of_expert(fused, packed)
+        *_, n, k = (0, 0, *down.of_expert(fused, packed))
+        in_one = fused and len(tensors["w_gate_up"]) == 1
+        transposed = in_one and "down_scales" not in headers and up == [k, 2 * n]
         D, F = (k, n) if transposed else (n, k)
-        if not transposed and up != [2 * F if fused else F, D]:
+        if not transposed and up != [2 * F // len(tensors["w_gate_up"]), D]:
             raise self._refusal(gate_up, f"and {down}, which do not fit each other")
-        native = {
+        # Both parts are taken as they are, or none is.
+        natives = {
             self._native(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed)
             for part in _PARTS
         }
-        return Stored(
-            {}, tensors, set(), E, transposed, native.pop() if len(native) == 1 else None, D, F
-        )
+        native = natives.pop() if len(natives) == 1 else None
+        return Stored({}, tensors, set(), E, transposed, native, D, F)
 
     def _native(
         self, weight: _Header, scales: _Header | None, fused: bool, packed: bool
@@ -527,7 +563,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"{each}"
             )
             raise self._refusal(scales, why)
-        return MXFP4 if packed else FP8 if shared == FP8_BLOCKS.block else None
+        if packed:
+            return MXFP4
+        return FP8 if shared == FP8_BLOCKS.block else None
 
     def _refusal(self, header: _Header, why: str) -> ValueError:
         return ValueError(f"{self._path(header.name)}: {header}, {why}")

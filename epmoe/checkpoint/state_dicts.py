@@ -27,6 +27,7 @@ from epmoe.service import ExpertParallel
 from epmoe.training.models import eps_of, expert_parallels
 
 _MOST_NAMED = 16  # experts in a message
+_PART_OF_THE_WORLD = "where only a part of all ranks calls, these give their `group`"
 _OPTIMIZER = "optimizer."  # in front of the keys of an optimizer's state
 
 
@@ -36,30 +37,32 @@ class _Named:
     """
 
     def __init__(self) -> None:
-        self.rows = dict[
-            int, tuple[ExpertParallel, int]
-        ]()  # by the id of `Rows`; and the tag of the layer
-        self.lists = dict[int, Tensor]()  # by the id of a list of all experts, the rank's own
-        self.experts = set[
-            nn.Module
-        ]()  # whose ExpertParallel is known: that of the nearest module around them
+        self.rows: dict[int, tuple[ExpertParallel, int]] = {}
+        """By the id of `Rows`, with the tag of the layer."""
+        self.lists: dict[int, Tensor] = {}
+        """By the id of a list of all experts, the rank's own."""
+        self.experts: set[nn.Module] = set()
+        """Whose ExpertParallel is known: that of the nearest module around them."""
 
     def __call__(self, owner: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-        [ep, *_], tag = eps_of(owner), getattr(owner, "tag", 0)
+        ep = eps_of(owner)[0]
+        tag = getattr(owner, "tag", 0)
         held = ep.logical_experts(tag)
         E = ep.placement.num_experts
         if hasattr(owner, "router_weight"):
             key = f"{prefix}_extra_state"
             experts = torch.arange(E, dtype=torch.int32)
-            self.lists[id(experts)], state[key] = state[key], experts
+            self.lists[id(experts)] = state[key]
+            state[key] = experts
         for path, module in owner.named_modules():
             if module in self.experts or not (
                 isinstance(module, GroupedExperts) or path == "experts"
             ):
                 continue
             self.experts.update(module.modules())
-            for name, _value in module.named_parameters():
-                value = state[key := f"{prefix}{path}.{name}"]
+            for name, _ in module.named_parameters():
+                key = f"{prefix}{path}.{name}"
+                value = state[key]
                 if is_spread(value) or ep.size == 1 and held == list(range(E)):
                     continue
                 if value.shape[:1] != (len(held),):
@@ -70,8 +73,9 @@ class _Named:
                     )
                 from epmoe.checkpoint.rows import Rows  # takes most of a second
 
-                state[key] = rows = Rows(value, held, E)
-                self.rows[id(rows)] = ep, tag
+                rows = Rows(value, held, E)
+                state[key] = rows
+                self.rows[id(rows)] = (ep, tag)
 
 
 def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -201,7 +205,8 @@ def save(
             they have written.
     """
     eps = expert_parallels(module)
-    with naming("save", eps), all_ranks(eps, group) as peers:
+    remedy = _PART_OF_THE_WORLD if group is None else ""
+    with naming("save", eps, remedy=remedy), all_ranks(eps, group) as peers:
         with peers.together():
             state = sharded_state_dict(module, optimizer)
         folders.save(state, folder, peers)
@@ -230,7 +235,8 @@ def load(
     )
 
     eps = expert_parallels(module)
-    with naming("load", eps), all_ranks(eps, group) as peers:
+    remedy = _PART_OF_THE_WORLD if group is None else ""
+    with naming("load", eps, remedy=remedy), all_ranks(eps, group) as peers:
         with peers.together():
             state, named = _state_of(module, optimizer)
         folders.load(state, folder, peers)

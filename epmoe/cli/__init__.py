@@ -10,7 +10,7 @@ import signal
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from epmoe.cli import balance, bench, doctor, plan, run
 from epmoe.cli.console import (
@@ -27,7 +27,23 @@ from epmoe.native.build import BuildError
 from epmoe.native.package import __version__, explain
 
 
+def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
+    """The same, of which flags take no value, so that the help shows none."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
 class _Commands(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep what was typed, for the ranks that a command starts. Under torchrun only rank 0
         prints the usage.
@@ -108,4 +124,4 @@ def schema() -> None:
 
 
 for command in (run.run, plan.plan, balance.balance, doctor.doctor, schema, bench.bench):
-    app.command()(command)
+    app.command(cls=_Command)(command)

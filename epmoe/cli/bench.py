@@ -114,7 +114,9 @@ def bench(
     _check_options(given, on_gpus)
     model = parsed.model
     limit = parsed.capacity.max_num_tokens_per_rank
-    usual = cpu if not on_gpus else layer if whole_layer or passes else gpu
+    usual = cpu
+    if on_gpus:
+        usual = layer if whole_layer or passes else gpu
     counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))
     if max(counts) > limit:
         raise UserError(

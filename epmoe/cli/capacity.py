@@ -89,11 +89,11 @@ def suggestions(config: EPConfig) -> list[Suggestion]:
     """
     capacity = Capacity.of(config)
     whole = _node_bytes(config, None)
-    found = [
-        Suggestion(load, rows, whole - _node_bytes(config, rows))
-        for load in LOADS
-        if (rows := capacity.rows(load)) < capacity.worst
-    ]
+    found = []
+    for load in LOADS:
+        rows = capacity.rows(load)
+        if rows < capacity.worst:
+            found.append(Suggestion(load, rows, whole - _node_bytes(config, rows)))
     return found if found and found[0].saved_bytes >= WORTH_BYTES else []
 
 

@@ -152,7 +152,8 @@ def balance(balancing: Balancing) -> Markup:
     top = max(map(max, over))
 
     def cell(rank: int, n: int) -> Cell:
-        text, (begin, end) = f"{over[n][rank]:.2f}", spans[n]
+        text = f"{over[n][rank]:.2f}"
+        begin, end = spans[n]
         title = f"rank {rank}, rounds {begin + 1} to {end}: {text}× the mean"
         return Cell(text, title, (over[n][rank] - low) / (top - low or 1))
 
@@ -225,7 +226,11 @@ def _scale(low: str, what: str, top: str, *key: Markup) -> Markup:
 
 def _number(rank: int, ranks: int) -> str:
     """A rank at the edge of a heat map; of many ranks every fourth or eighth."""
-    step = 1 if ranks <= MOST_LABELLED else 4 if ranks <= 32 else 8
+    step = 8
+    if ranks <= MOST_LABELLED:
+        step = 1
+    elif ranks <= 32:
+        step = 4
     return f"{rank}" if rank % step == 0 else ""
 
 
@@ -253,7 +258,12 @@ def loads(result: Result) -> Markup:
     for rank, experts in enumerate(by_rank(placement, range(len(result.load)))):
         width = f"flex:{len(experts)}"
         groups.append(element("div", *(bar(rank, expert) for expert in experts), style=width))
-        name = f"rank {rank}" if R <= 6 else f"{rank}" if R <= 16 or rank % 8 == 0 else ""
+        # As much of the name as there is room for.
+        name = ""
+        if R <= 6:
+            name = f"rank {rank}"
+        elif R <= 16 or rank % 8 == 0:
+            name = f"{rank}"
         below.append(element("span", name, style=width))
     axis_labels = (element("span", label, style=f"top:{100 - at}%") for at, label in ticks)
     lines = (element("i", class_="grid", style=f"top:{100 - at}%") for at, _ in ticks)

@@ -128,7 +128,23 @@ def print_table(table: Table) -> None:
         table.width = console.measure(
             table, options=console.options.update(max_width=_WIDEST)
         ).maximum
-    console.print(table, crop=False)
+    print_whole(table)
+
+
+def print_whole(item: str | Table) -> None:
+    """Print a paragraph, or a table of which no word and no figure is cut: on a terminal that is
+    too narrow for them its lines wrap.
+    """
+    if isinstance(item, Table):
+        wide = console.options.update(max_width=_WIDEST)
+        for column in item.columns:
+            cells = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
+            widths = [cell.maximum if column.no_wrap else cell.minimum for cell in cells]
+            column.min_width = max(widths)
+        needed = console.measure(item, options=wide).minimum
+        if needed > (item.width or console.width):
+            item.width = needed
+    console.print(item, crop=False)
 
 
 def human_bytes(count: float) -> str:

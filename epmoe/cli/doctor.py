@@ -77,7 +77,7 @@ def diagnose(config: EPConfig | None) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX") or "c++"
     advice = (
         "install g++ 11 or newer (Debian, Ubuntu: apt-get install g++), or point CXX to a compiler"
     )
@@ -224,8 +224,12 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     else:
         fits = sum(sizes) <= available
         detail = f"{human_bytes(sum(sizes))} planned for {ranks} ranks; {detail}"
-        if ranks > (cores := len(os.sched_getaffinity(0))):
+        cores = len(os.sched_getaffinity(0))
+        if ranks > cores:
             yield Finding(
                 "warn", "cores", f"{ranks} ranks on {cores} cores: works, but they take turns"
             )
-    yield Finding("ok", "memory", detail) if fits else Finding("fail", "memory", detail, advice)
+    if fits:
+        yield Finding("ok", "memory", detail)
+    else:
+        yield Finding("fail", "memory", detail, advice)

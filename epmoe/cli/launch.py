@@ -81,6 +81,21 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
         raise ConfigError(f"{config} with `--nproc` {nproc}: {error}") from None
 
 
+def _other_number(config: EPConfig, started: int, here: int) -> str:
+    """What to say where a launcher has started another number of processes."""
+    where = "--standalone"
+    if config.topology.num_nodes > 1:
+        nodes = config.topology.num_nodes
+        where = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    typed = shlex.join(sys.argv[1:])
+    # torchrun has options that begin like this one.
+    own = "-- " if "--nproc" in shlex.join(sys.argv) else ""
+    return (
+        f"`topology.ep_size` is {config.topology.ep_size}, but torchrun started {started} "
+        f"processes:\n  torchrun {where} --nproc-per-node {here} -m {own}epmoe {typed}"
+    )
+
+
 def check_ranks(config: EPConfig) -> None:
     """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a
     launcher's variables.
@@ -90,26 +105,20 @@ def check_ranks(config: EPConfig) -> None:
     on_gpus = config.exchange.transport == "nvlink"
     launched = "RANK" in os.environ
     here = size // nodes if launched else size
-    if launched and (started := _started_ranks()) != size:
-        where = (
-            "--standalone"
-            if nodes == 1
-            else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-        )
-        own = (
-            "-- " if "--nproc" in shlex.join(sys.argv) else ""
-        )  # torchrun has options that begin like this one
-        raise UserError(
-            f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  "
-            f"torchrun {where} --nproc-per-node {here} -m {own}epmoe {shlex.join(sys.argv[1:])}"
-        )
-    if on_gpus and (found := torch.cuda.device_count()) < here:
-        raise UserError(
-            f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees "
-            f"{found}; "
-            "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on "
-            "the CPU"
-        )
+    # As many processes as the configuration has ranks.
+    if launched:
+        started = _started_ranks()
+        if started != size:
+            raise UserError(_other_number(config, started, here))
+    # A GPU for each of those on this machine.
+    if on_gpus:
+        found = torch.cuda.device_count()
+        if found < here:
+            raise UserError(
+                f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees "
+                f"{found}; EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this "
+                "configuration on the CPU"
+            )
     if (
         not dist.is_available()
         or not dist.is_gloo_available()

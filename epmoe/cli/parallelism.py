@@ -67,13 +67,13 @@ def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Ta
             f"{human_bytes(int(first['replicas'].held_bytes))} with replicas. With EP experts take "
             f"{few}a grouped GEMM."
         )
-        better = {
-            T: name for T, costs in by_tokens.items() if (name := better_than_ep(costs)) is not None
-        }
-        wrong = (
-            f"{T:,} ({by_tokens[T][name].us:,.0f} µs with {name})" for T, name in better.items()
-        )
-        if better:
+        # The numbers of tokens for which something else is faster.
+        wrong = []
+        for T, costs in by_tokens.items():
+            better = better_than_ep(costs)
+            if better is not None:
+                wrong.append(f"{T:,} ({costs[better].us:,.0f} µs with {better})")
+        if wrong:
             yield f"[yellow]EP is the wrong choice at T = {', '.join(wrong)}.[/]"
     yield f"[dim]{_ASSUMED.format(gpu=gpu.upper())}[/]"
 

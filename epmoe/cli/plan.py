@@ -15,7 +15,7 @@ from rich.table import Table
 from epmoe.bench.report import write_json
 from epmoe.cli import parallelism
 from epmoe.cli.capacity import Capacity, advice, experts, network, rank_plans, suggestions
-from epmoe.cli.console import UserError, check_output, console, human_bytes
+from epmoe.cli.console import UserError, check_output, console, human_bytes, print_whole
 from epmoe.cli.launch import CONFIG, NPROC, load
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
@@ -70,7 +70,7 @@ def plan(
             write_json(as_json, parallelism.as_dict(parsed, gpu, imbalance))
             return
         for paragraph in parallelism.paragraphs(parsed, gpu, imbalance):
-            console.print(paragraph)
+            print_whole(paragraph)
         return
     plans = rank_plans(parsed)
     on_gpus = parsed.exchange.transport == "nvlink"
@@ -86,16 +86,16 @@ def plan(
         "layers of a model"
     )
     console.print(title, soft_wrap=True)
-    console.print(_memory_table(largest, _totals(parsed, plans)))
+    print_whole(_memory_table(largest, _totals(parsed, plans)))
     console.print(
         "[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]"
     )
     for paragraph in (*network(parsed), *advice(parsed), *experts(parsed)):
         console.print()
-        console.print(paragraph)
+        print_whole(paragraph)
     if on_gpus:
         try:
-            console.print(
+            print_whole(
                 _launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors)
             )
         except (BuildError, OSError) as error:

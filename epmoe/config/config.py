@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -24,7 +24,7 @@ from epmoe.config.config_file import (
 from epmoe.config.deadlines import INSIDE_NODE_S
 from epmoe.config.from_hf import sections_of
 from epmoe.config.placement import Placement
-from epmoe.config.strict import Strict
+from epmoe.config.strict import Float32, Strict
 from epmoe.native.formats import WIRE_FORMATS, PayloadName
 
 __all__ = ["ConfigError", "EPConfig"]
@@ -39,9 +39,16 @@ _MOST_ELEMENTS = 65536  # of a row
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
-_Rule = tuple[
-    str, bool, str, object
-]  # dotted key, whether its value is allowed, what the value must be, the value
+
+
+class _Rule(NamedTuple):
+    """What the value of a key must be, given those of others."""
+
+    key: str
+    """with dots"""
+    holds: bool
+    must_be: str
+    got: object
 
 
 class ModelConfig(Strict):
@@ -77,7 +84,7 @@ class RoutingConfig(Strict):
     but outputs have a wrong scale. `EPConfig.from_hf` sets it, and docs/models.md lists which
     models need it.
     """
-    renormalize_epsilon: float = Field(default=0.0, ge=0, le=1)
+    renormalize_epsilon: Float32 = Field(default=0.0, ge=0, le=1)
     """Is added to the sum by which `renormalize` divides, as a model's own code does (1e-20 in
     DeepSeek's). A token whose K scores are far below it then has weights near 0. By default its
     weights have their full scale.
@@ -98,9 +105,9 @@ class RoutingConfig(Strict):
     """A group is rated by the sum of this many of its best scores; by default two with a `bias`,
     and one without.
     """
-    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    routed_scaling_factor: Float32 = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
-    jitter_noise: float = Field(default=0.0, ge=0, lt=1)
+    jitter_noise: Float32 = Field(default=0.0, ge=0, lt=1)
     """A `MoELayer` in `train()` mode multiplies x by uniform noise from 1 − this to 1 + this, as
     Mixtral's code does; not under `torch.inference_mode()`.
     """
@@ -125,15 +132,15 @@ class ExpertsConfig(Strict):
     """Gate and up rows alternate in `w_gate_up` and its bias; otherwise all gate rows
     come first.
     """
-    limit: float | None = Field(default=None, gt=0)
+    limit: Float32 | None = Field(default=None, gt=0)
     """Before the activation, gate is at most this, and up lies within ± this; by default there is
     no limit.
     """
-    alpha: float = Field(default=1.0, gt=0)
+    alpha: Float32 = Field(default=1.0, gt=0)
     """In the activation gate · sigmoid(alpha · gate): 1 is SiLU, 1.702 is an
     approximation of GELU.
     """
-    up_offset: float = 0.0
+    up_offset: Float32 = 0.0
     """Is added to up."""
     biases: bool = False
     """Experts have biases: [2F] of gate and up, and [D] of down."""
@@ -486,8 +493,9 @@ class EPConfig(Strict):
 
         Args:
             source: a model of transformers, its configuration, a dict of its keys, or the path of a
-                config.json or of the folder that has it. Of a model with several parts,
-                `text_config` counts.
+                config.json or of the folder that has it. Of a model with several parts, the one
+                with experts counts: `text_config`, `thinker_config`, `llm_config` or
+                `language_config`.
             ep_size: R.
             sections: further sections, and keys that replace those of the model, as in
                 `model={"dtype": "float32"}`.
@@ -499,7 +507,8 @@ class EPConfig(Strict):
             TypeError: `source` is none of these.
             ConfigError: the model type is not known, or `epmoe.route` cannot be its router, or
                 `GroupedExperts` its experts; the message says what to set by hand, and which types
-                are known. Or a key is missing, or its value does not fit.
+                are known. Or a key is missing, its value does not fit, it says something else than
+                the type does, or two names of a key have different values.
         """
         found, where = sections_of(source, sections)
         topology = found.get("topology", {})
@@ -528,24 +537,23 @@ class EPConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Check the rules that involve more than one key."""
-        for key, ok, what, got in self._rules():
-            if not ok:
-                raise ValueError(f"`{key}` must be {what}, got {got}")
+        for rule in self._rules():
+            if not rule.holds:
+                raise ValueError(f"`{rule.key}` must be {rule.must_be}, got {rule.got}")
         return self
 
     def _rules(self) -> Iterator[_Rule]:
         yield from self._model_rules()
         yield from self._live_rules()
         yield from self._placement_rules()
-        copies = (
-            self.placement.live or self.placement.num_redundant_experts > 0
-        )  # tokens take them in turn
+        # Tokens take the copies of an expert in turn, so that its batch differs.
+        has_copies = self.placement.live or self.placement.num_redundant_experts > 0
         invariant = self.experts.batch_invariant
-        yield (
-            "experts.batch_invariant",
-            not (invariant and copies),
-            "false where experts have copies",
-            invariant,
+        yield _Rule(
+            key="experts.batch_invariant",
+            holds=not (invariant and has_copies),
+            must_be="false where experts have copies",
+            got=invariant,
         )
         yield from self._capacity_rules()
 
@@ -554,130 +562,197 @@ class EPConfig(Strict):
         ranks = self.topology.ep_size
         seats = self.topology.max_ranks
         experts = self.model.num_experts
+        # Without `live`, its keys would have no effect.
         if not section.live:
-            yield "topology.max_ranks", seats is None, "unset without `placement.live`", seats
+            yield _Rule(
+                key="topology.max_ranks",
+                holds=seats is None,
+                must_be="unset without `placement.live`",
+                got=seats,
+            )
             for key in ("slots_per_rank", "most_copies", "layers", "staging_mb", "slots"):
                 value = getattr(section, key)
                 default = PlacementConfig.model_fields[key].default
-                yield f"placement.{key}", value == default, "unset without `live`", value
+                yield _Rule(
+                    key=f"placement.{key}",
+                    holds=value == default,
+                    must_be="unset without `live`",
+                    got=value,
+                )
             return
-        yield (
-            "placement.strategy",
-            section.strategy == "linear",
-            "linear with `live`",
-            section.strategy,
+        # With it, a plain placement on one node is where experts begin.
+        yield _Rule(
+            key="placement.strategy",
+            holds=section.strategy == "linear",
+            must_be="linear with `live`",
+            got=section.strategy,
         )
         redundant = section.num_redundant_experts
-        yield "placement.num_redundant_experts", redundant == 0, "0 with `live`", redundant
-        yield (
-            "topology.ranks_per_node",
-            self.topology.num_nodes == 1,
-            "all ranks with `placement.live`",
-            "fewer",
+        yield _Rule(
+            key="placement.num_redundant_experts",
+            holds=redundant == 0,
+            must_be="0 with `live`",
+            got=redundant,
         )
+        yield _Rule(
+            key="topology.ranks_per_node",
+            holds=self.topology.num_nodes == 1,
+            must_be="all ranks with `placement.live`",
+            got="fewer",
+        )
+        # The slots hold all experts, and their numbers fit into 16 bits.
         slots = section.slots_per_rank
         least = -(-experts // ranks)
-        most = min(_LIVE_SLOTS // least, _MOST_ON_NODE)
-        what = (
-            f"from `topology.ep_size` = {ranks} to {most}, since all seats have {_LIVE_SLOTS:,} "
-            "slots at most"
+        most_seats = min(_LIVE_SLOTS // least, _MOST_ON_NODE)
+        yield _Rule(
+            key="topology.max_ranks",
+            holds=seats is None or ranks <= seats <= most_seats,
+            must_be=(
+                f"from `topology.ep_size` = {ranks} to {most_seats}, since all seats have "
+                f"{_LIVE_SLOTS:,} slots at most"
+            ),
+            got=seats,
         )
-        yield "topology.max_ranks", seats is None or ranks <= seats <= most, what, seats
         most = min(experts, _LIVE_SLOTS // self.topology.seats)
-        ok = slots is not None and least <= slots <= most
-        yield "placement.slots_per_rank", ok, f"from {least} to {most} with `live`", slots
+        yield _Rule(
+            key="placement.slots_per_rank",
+            holds=slots is not None and least <= slots <= most,
+            must_be=f"from {least} to {most} with `live`",
+            got=slots,
+        )
 
     def _model_rules(self) -> Iterator[_Rule]:
         model = self.model
         routing = self.routing
         experts = model.num_experts
         top_k = model.num_experts_per_tok
-        yield (
-            "model.num_experts_per_tok",
-            top_k <= experts,
-            f"at most `model.num_experts` = {experts}",
-            top_k,
+        yield _Rule(
+            key="model.num_experts_per_tok",
+            holds=top_k <= experts,
+            must_be=f"at most `model.num_experts` = {experts}",
+            got=top_k,
         )
+        # Kernels copy rows in words of 16 bytes.
         step = 16 // model.torch_dtype.itemsize
-        what = f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes"
-        yield "model.hidden_size", model.hidden_size % step == 0, what, model.hidden_size
+        yield _Rule(
+            key="model.hidden_size",
+            holds=model.hidden_size % step == 0,
+            must_be=(
+                f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes"
+            ),
+            got=model.hidden_size,
+        )
+        # A token finds K experts in the groups that it chooses.
         groups = routing.num_expert_groups
         chosen = routing.top_groups
-        what = f"a divisor of `model.num_experts` = {experts}"
-        yield "routing.num_expert_groups", experts % groups == 0, what, groups
-        least = -(-top_k // max(experts // groups, 1))
-        what = f"from {least} to {groups}, so that the chosen groups hold {top_k} experts"
-        yield "routing.top_groups", least <= chosen <= groups, what, chosen
-        rated = routing.scores_per_group
         size = experts // groups
-        yield (
-            "routing.scores_per_group",
-            (rated or 1) <= size,
-            f"at most the {size} experts of a group",
-            rated,
+        yield _Rule(
+            key="routing.num_expert_groups",
+            holds=experts % groups == 0,
+            must_be=f"a divisor of `model.num_experts` = {experts}",
+            got=groups,
+        )
+        least = -(-top_k // max(size, 1))
+        yield _Rule(
+            key="routing.top_groups",
+            holds=least <= chosen <= groups,
+            must_be=f"from {least} to {groups}, so that the chosen groups hold {top_k} experts",
+            got=chosen,
+        )
+        rated = routing.scores_per_group
+        yield _Rule(
+            key="routing.scores_per_group",
+            holds=(rated or 1) <= size,
+            must_be=f"at most the {size} experts of a group",
+            got=rated,
         )
 
     def _placement_rules(self) -> Iterator[_Rule]:
         size = self.topology.ep_size
         node = self.topology.ranks_here
-        what = f"a divisor of `topology.ep_size` = {size}"
-        yield "topology.ranks_per_node", size % node == 0, what, node
+        yield _Rule(
+            key="topology.ranks_per_node",
+            holds=size % node == 0,
+            must_be=f"a divisor of `topology.ep_size` = {size}",
+            got=node,
+        )
         key = "ep_size" if self.topology.ranks_per_node is None else "ranks_per_node"
-        what = f"at most {_MOST_ON_NODE} on one node"
-        yield f"topology.{key}", node <= _MOST_ON_NODE, what, node
+        yield _Rule(
+            key=f"topology.{key}",
+            holds=node <= _MOST_ON_NODE,
+            must_be=f"at most {_MOST_ON_NODE} on one node",
+            got=node,
+        )
+        # The other rules of the section are those of `Placement`.
         try:
             owners = self.place_experts().owners
         except ValueError as error:
             raise ValueError(str(error).replace("`", "`placement.", 1)) from None
-        what = "such that every node owns an expert"
-        yield (
-            "topology.ranks_per_node",
-            len({rank // node for rank in owners}) == size // node,
-            what,
-            node,
+        owning_nodes = {rank // node for rank in owners}
+        yield _Rule(
+            key="topology.ranks_per_node",
+            holds=len(owning_nodes) == size // node,
+            must_be="such that every node owns an expert",
+            got=node,
         )
 
     def _capacity_rules(self) -> Iterator[_Rule]:
         model = self.model
         exchange = self.exchange
         tokens = self.capacity.max_num_tokens_per_rank
+        # A row, with what it brings, has a format for the wire.
         for key in ("payload", "combine_payload"):
             wire = WIRE_FORMATS[getattr(exchange, key)]
-            what = (
-                f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of "
-                f"{wire.block}"
+            yield _Rule(
+                key=f"exchange.{key}",
+                holds=wire.takes(model.hidden_size),
+                must_be=(
+                    f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of "
+                    f"{wire.block}"
+                ),
+                got=wire.name,
             )
-            yield f"exchange.{key}", wire.takes(model.hidden_size), what, wire.name
         extra = self.capacity.extra_bytes
         width = WIRE_FORMATS[exchange.payload].width(model.hidden_size, extra, torch.float16)
-        what = f"such that it makes a row of {_MOST_ELEMENTS} elements at most"
-        yield "capacity.extra_bytes", not extra or width <= _MOST_ELEMENTS, what, extra
+        yield _Rule(
+            key="capacity.extra_bytes",
+            holds=not extra or width <= _MOST_ELEMENTS,
+            must_be=f"such that it makes a row of {_MOST_ELEMENTS} elements at most",
+            got=extra,
+        )
         first = exchange.warmup_timeout_s
         later = exchange.timeout_s
-        yield (
-            "exchange.warmup_timeout_s",
-            first >= later,
-            f"at least `exchange.timeout_s` = {later}",
-            first,
+        yield _Rule(
+            key="exchange.warmup_timeout_s",
+            holds=first >= later,
+            must_be=f"at least `exchange.timeout_s` = {later}",
+            got=first,
         )
+        # Rows are numbered in int32, with the gaps between segments and behind the last one.
         alignment = self.alignment
         rows = self.capacity.max_expert_rows
         largest = _INT32_MAX // alignment * alignment
-        what = f"at most {largest}, the largest int32 multiple of the alignment {alignment}"
-        yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows
-        per_node = self.rows_per_node
-        yield (
-            "capacity.max_rows_per_node",
-            per_node <= tokens,
-            f"at most M = {tokens} rows",
-            per_node,
+        yield _Rule(
+            key="capacity.max_expert_rows",
+            holds=rows is None or rows <= largest,
+            must_be=(f"at most {largest}, the largest int32 multiple of the alignment {alignment}"),
+            got=rows,
         )
-        gaps = (
-            self.seated.num_physical_experts + 1
-        ) * alignment  # between segments, and behind the last
+        per_node = self.rows_per_node
+        yield _Rule(
+            key="capacity.max_rows_per_node",
+            holds=per_node <= tokens,
+            must_be=f"at most M = {tokens} rows",
+            got=per_node,
+        )
+        gaps = (self.seated.num_physical_experts + 1) * alignment
         most = (_INT32_MAX - gaps) // (self.topology.seats * model.num_experts_per_tok)
-        what = f"at most {most}, as R·M·K rows are numbered in int32"
-        yield "capacity.max_num_tokens_per_rank", tokens <= most, what, tokens
+        yield _Rule(
+            key="capacity.max_num_tokens_per_rank",
+            holds=tokens <= most,
+            must_be=f"at most {most}, as R·M·K rows are numbered in int32",
+            got=tokens,
+        )
 
 
 _KEYS = {

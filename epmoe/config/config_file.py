@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import reprlib
 import tomllib
 from collections import Counter
@@ -27,8 +28,22 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key and says what to set."""
 
 
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)",
+    "tag:yaml.org,2002:float": (
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
+}
+"""Numbers as people write them, by YAML's tags: of YAML 1.1 without 1:04, which is 64 there, and
+010, which is 8; and with 1e-20, which is a text there.
+"""
+
+
 class _Loader(yaml.SafeLoader):
-    """The safe loader, made to refuse keys given twice, which plain YAML takes silently."""
+    """The safe loader, made to refuse keys given twice, which plain YAML takes silently, and to
+    read numbers as `_NUMBERS` says.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -40,6 +55,14 @@ class _Loader(yaml.SafeLoader):
                     raise ConfigError(f"key `{key.value}` is given twice, {where}: keep one")
                 seen[key.value] = line
         return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0] not in _NUMBERS]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), [*"-+.0123456789"])
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,8 +179,8 @@ def environment_overrides(
     """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}, values in YAML.
 
     Variables without the double underscore are not configuration. A variable that names no key of
-    `sections`, or that has one underscore where it needs two, is an error, because a misspelt
-    override would silently do nothing.
+    `sections`, or a section alone, or that has one underscore where it needs two, is an error,
+    because a misspelt override would silently do nothing.
     """
     overrides = {}
     for variable in sorted(environ):
@@ -166,6 +189,12 @@ def environment_overrides(
             continue
         where = f"environment variable {variable}"
         if not found:
+            if section in sections:
+                key = next(iter(sections[section]))
+                raise ConfigError(
+                    f"{where}: has no effect, since it names a section; one of its keys is "
+                    f"{variable}__{key.upper()}"
+                )
             meant = _meant(section, sections)
             if meant:
                 raise ConfigError(

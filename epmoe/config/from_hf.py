@@ -9,7 +9,7 @@ types that are not here. This module needs no transformers, and nothing is downl
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,41 +19,119 @@ import torch
 from epmoe.config.config_file import ConfigError, read_config
 from epmoe.config.strict import Strict
 
-EXPERTS_KEYS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-)  # a model has one of them
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NAMES = {
+    "num_experts": EXPERTS_KEYS,
+    "num_experts_per_tok": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_k",
+        "moe_topk",
+        "moe_top_k",
+    ),
+    "hidden_size": ("hidden_size",),
+    "renormalize": ("norm_topk_prob", "moe_renormalize", "route_norm", "norm_expert_weight"),
+    "selection_bias": (
+        "use_expert_bias",
+        "use_routing_bias",
+        "use_moe_router_bias",
+        "moe_router_enable_expert_bias",
+    ),
+    "num_expert_groups": ("n_group", "num_expert_group"),
+    "top_groups": ("topk_group",),
+    "routed_scaling_factor": (
+        "routed_scaling_factor",
+        "router_scaling_factor",
+        "route_scale",
+        "moe_routed_scaling_factor",
+        "moe_router_scaling_factor",
+    ),
+}
+"""Keys of our sections, with the names that models have for them, whatever their type: the same
+model may be shipped with one name and be saved by transformers with another. Names that a model has
+side by side must agree.
+"""
 _ACTIVATION = ("hidden_act", "activation_function")
-_PARTS = ("text_config", "thinker_config")
+PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys of a model of several parts, with the part that has experts."""
+_PART_TYPES = {
+    "kimi_k25": "deepseek_v3",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
+    "step3p7": "step3p5",
+}
+"""Types of models, with that of their part with experts where it is not called `TYPE_text`."""
 _ALPHAS = {"silu": 1.0, "swish": 1.0, "quick_gelu": 1.702}
 """The activations x · sigmoid(alpha · x), as transformers names them."""
 _OF_EXPERTS = {
-    **{"swiglu_limit": "limit", "swiglu_limits": "limit", "swiglu_alpha": "alpha"},
-    **{"mlp_bias": "biases", "use_bias": "biases"},
+    "swiglu_limit": "limit",
+    "swiglu_limits": "limit",
+    "swiglu_alpha": "alpha",
+    "mlp_bias": "biases",
+    "use_bias": "biases",
 }
 """Keys of models that may say what their experts compute, with the key of our section `experts`."""
 _BY_HAND = (
     "set E, K, D and F by hand, EPConfig(model={'num_experts': …, 'num_experts_per_tok': …, "
-    "'hidden_size': …, "
-    "'intermediate_size': …}, …)"
+    "'hidden_size': …, 'intermediate_size': …}, …)"
 )
 
+_SCORINGS = {"softmax": "softmax", "sigmoid": "sigmoid", "noaux_tc": "sigmoid"}
+_YES_OR_NO = {True: True, False: False}
+_SAYS: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
+    **dict.fromkeys(
+        (
+            "scoring_func",
+            "score_func",
+            "score_function",
+            "expert_selection_fn",
+            "moe_router_activation",
+            "moe_router_activation_func",
+            "moe_router_score_function",
+        ),
+        ("scoring", _SCORINGS),
+    ),
+    "moe_router_use_sigmoid": ("scoring", {True: "sigmoid", False: "softmax"}),
+    "topk_method": (
+        "selection_bias",
+        {"noaux_tc": True, "greedy": False, "group_limited_greedy": False},
+    ),
+    **dict.fromkeys(_NAMES["selection_bias"], ("selection_bias", _YES_OR_NO)),
+    **dict.fromkeys(_NAMES["renormalize"], ("renormalize", _YES_OR_NO)),
+    **dict.fromkeys(_NAMES["num_expert_groups"], ("num_expert_groups", {1: 1})),
+    **dict.fromkeys(_NAMES["routed_scaling_factor"], ("routed_scaling_factor", {1.0: 1.0})),
+}
+"""What else models say about their routers: names of keys, with the key of our section `routing`,
+and its values by theirs. Where a row sets our key, the model must say the same.
+"""
+_USUAL = {
+    "renormalize": False,
+    "selection_bias": False,
+    "num_expert_groups": 1,
+    "routed_scaling_factor": 1.0,
+}
+"""Our keys of `_SAYS` where a row has none."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class _Row:
     """Model types whose routers and experts work alike."""
 
-    model_types: tuple[str, ...]
+    types: str
+    """Model types, with spaces between them."""
     width: str
     """The key of F."""
     routing: Mapping[str, Any]
     """Keys of our section `routing`, with their values."""
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of our section `routing`, with the keys of the model that have their values."""
+    reads: tuple[str, ...] = ()
+    """Keys of our section `routing` whose values the model has, by `_NAMES`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `reads` where the model has no such key: those of its class in transformers. The
+    classes of several types differ, so that their rows have none.
+    """
+    ignores: tuple[str, ...] = ()
+    """Keys of our section `routing` that the model may have, although its code does not read
+    them.
+    """
     only: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the model with the values for which the row holds; a model without such a key, or
     with null, has them.
@@ -65,6 +143,10 @@ class _Row:
     jitters: bool = False
     """Whether `router_jitter_noise` is that of the MoE blocks."""
 
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return tuple(self.types.split())
+
 
 _SOFTMAX = {"scoring": "softmax"}
 _SIGMOID = {"scoring": "sigmoid"}
@@ -73,189 +155,214 @@ _NEVER = {"renormalize": False}
 _BIASED = {"selection_bias": True}
 _GUARDED = {"renormalize_epsilon": 1e-20}  # of DeepSeek's code
 _DEEPSEEK = _SIGMOID | _BIASED | _GUARDED
-_AS_CONFIGURED = {"renormalize": "norm_topk_prob"}
-_SCALED = {"routed_scaling_factor": "routed_scaling_factor"}
-_GROUPED = {"num_expert_groups": "n_group", "top_groups": "topk_group"}
-_PLAIN = {
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-}  # with True, DeepSeek's code and transformers differ
-_OF_KIMI = {
-    "renormalize": "moe_renormalize",
-    "num_expert_groups": "num_expert_group",
-    "top_groups": "topk_group",
-}
+_PAIRS = {"scores_per_group": 2}
+
+_NORM = ("renormalize",)
+_FACTOR = ("routed_scaling_factor",)
+_GROUPS = ("num_expert_groups", "top_groups")
+_ONE_GROUP = {"num_expert_groups": 1, "top_groups": 1}
+
 _WIDTH = "intermediate_size"
 _MOE_WIDTH = "moe_intermediate_size"
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 _CLAMPED_KEYS = {"limit": "swiglu_limit", "alpha": "swiglu_alpha"}
 _SILU = {"alpha": 1.0}  # whatever `hidden_act` is
 
+# A softmax over the K chosen logits, which some of these take, equals the renormalised softmax over
+# all.
 _ROWS = (
     _Row(
-        (
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_next",
-            "qwen3_omni_moe_text",
-            "qwen3_omni_moe_talker_text",
-            "qwen4_exp_text",
-            "lara_mini",
-            "mellum",
-        ),
-        _MOE_WIDTH,
-        _SOFTMAX,
-        _AS_CONFIGURED,
+        types="qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe_text qwen3_omni_moe_talker_text "
+        "qwen4_exp_text lara_mini mellum",
+        width=_MOE_WIDTH,
+        routing=_SOFTMAX,
+        reads=_NORM,
     ),
-    _Row(("qwen3_vl_moe_text", "qwen3_5_moe_text"), _MOE_WIDTH, _SOFTMAX | _ALWAYS),
-    _Row(("olmoe", "flex_olmo"), _WIDTH, _SOFTMAX, _AS_CONFIGURED),
-    # A softmax over the K chosen logits, which some of these take, equals the renormalised softmax
-    # over all.
-    _Row(("mixtral", "minimax"), _WIDTH, _SOFTMAX | _ALWAYS, jitters=True),
+    _Row(types="qwen3_vl_moe_text qwen3_5_moe_text", width=_MOE_WIDTH, routing=_SOFTMAX | _ALWAYS),
+    _Row(types="olmoe flex_olmo", width=_WIDTH, routing=_SOFTMAX, reads=_NORM),
+    _Row(types="mixtral minimax", width=_WIDTH, routing=_SOFTMAX | _ALWAYS, jitters=True),
     _Row(
-        (
-            "granitemoe",
-            "granitemoeshared",
-            "granitemoehybrid",
-            "granitemoe_swa",
-            "hunyuan_v1_moe",
-            "jetmoe",
-        ),
-        _WIDTH,
-        _SOFTMAX | _ALWAYS,
+        types="granitemoe granitemoeshared granitemoehybrid granitemoe_swa hunyuan_v1_moe jetmoe",
+        width=_WIDTH,
+        routing=_SOFTMAX | _ALWAYS,
     ),
-    _Row(("aria_text",), _WIDTH, _SOFTMAX | _ALWAYS, experts=_SILU),
+    _Row(types="aria_text", width=_WIDTH, routing=_SOFTMAX | _ALWAYS, experts=_SILU),
     _Row(
-        ("gpt_oss",),
-        _WIDTH,
-        _SOFTMAX | _ALWAYS | {"logit_bias": True},
+        types="gpt_oss",
+        width=_WIDTH,
+        routing=_SOFTMAX | _ALWAYS | {"logit_bias": True},
         experts=_CLAMPED | {"interleaved": True, "biases": True},
         experts_keys=_CLAMPED_KEYS,
     ),
-    _Row(  # divides weights by K and multiplies outputs by K
-        ("openai_privacy_filter",),
-        _WIDTH,
-        _SOFTMAX | _ALWAYS | {"logit_bias": True},
+    # It divides weights by K and multiplies outputs by K.
+    _Row(
+        types="openai_privacy_filter",
+        width=_WIDTH,
+        routing=_SOFTMAX | _ALWAYS | {"logit_bias": True},
         experts=_CLAMPED | {"biases": True},
         experts_keys=_CLAMPED_KEYS,
     ),
-    _Row(("jamba",), _WIDTH, _SOFTMAX | _NEVER),
-    _Row(  # divides by max(sum, 1e-12), which differs where the sum is not far above
-        ("ernie4_5_moe",),
-        _MOE_WIDTH,
-        _SOFTMAX | _ALWAYS | _BIASED | {"renormalize_epsilon": 1e-12},
+    _Row(types="jamba", width=_WIDTH, routing=_SOFTMAX | _NEVER),
+    # It divides by max(sum, 1e-12), which differs where the sum is not far above.
+    _Row(
+        types="ernie4_5_moe",
+        width=_MOE_WIDTH,
+        routing=_SOFTMAX | _ALWAYS | _BIASED | {"renormalize_epsilon": 1e-12},
         only={"moe_norm_min": 1e-12},
     ),
     *(
-        _Row(("cohere2_moe",), _WIDTH, routing, keys, chosen | sharing)
-        for routing, keys, chosen in (
-            (_SOFTMAX | _ALWAYS, {}, {"expert_selection_fn": "softmax"}),
-            (_SIGMOID, _AS_CONFIGURED, {"expert_selection_fn": "sigmoid"}),
-        )
+        row
         for sharing in ({"num_shared_experts": 0}, {"shared_expert_combination_strategy": "sum"})
-    ),
-    *(
-        _Row(
-            ("deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text"),
-            _MOE_WIDTH,
-            _SOFTMAX | _NEVER,
-            keys | _SCALED,
-            _PLAIN | {"topk_method": method},
+        for row in (
+            _Row(
+                types="cohere2_moe",
+                width=_WIDTH,
+                routing=_SOFTMAX | _ALWAYS,
+                ignores=_NORM,
+                only={"expert_selection_fn": "softmax"} | sharing,
+            ),
+            _Row(
+                types="cohere2_moe",
+                width=_WIDTH,
+                routing=_SIGMOID,
+                reads=_NORM,
+                defaults=_ALWAYS,
+                only={"expert_selection_fn": "sigmoid"} | sharing,
+            ),
         )
-        for method, keys in (("greedy", {}), ("group_limited_greedy", _GROUPED))
+    ),
+    # With `norm_topk_prob`, DeepSeek's code and transformers differ.
+    _Row(
+        types="deepseek_v2 deepseek_ocr2_text unlimited_ocr_text",
+        width=_MOE_WIDTH,
+        routing=_SOFTMAX | _NEVER,
+        reads=_FACTOR,
+        ignores=_GROUPS,
+        only={"topk_method": "greedy"},
     ),
     _Row(
-        ("deepseek_v3", "deepseek_v32", "kimi_k2", "sarvam_mla"),
-        _MOE_WIDTH,
-        _DEEPSEEK,
-        _AS_CONFIGURED | _GROUPED | _SCALED,
-        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        types="deepseek_v2 deepseek_ocr2_text unlimited_ocr_text",
+        width=_MOE_WIDTH,
+        routing=_SOFTMAX | _NEVER,
+        reads=_GROUPS + _FACTOR,
+        only={"topk_method": "group_limited_greedy"},
     ),
     _Row(
-        (
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm4v_moe_text",
-            "glm_moe_dsa",
-            "dots1",
-            "dots3_note_text",
-            "exaone_moe",
-            "mimo_v2_flash",
-            "solar_open",
-            "axk1",
-            "beam",
-            "sarvam_moe",
-        ),
-        _MOE_WIDTH,
-        _DEEPSEEK,
-        _AS_CONFIGURED | _GROUPED | _SCALED,
+        types="deepseek_v3 deepseek_v32 kimi_k2 sarvam_mla",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK,
+        reads=_NORM + _GROUPS + _FACTOR,
+    ),
+    _Row(
+        types="glm4_moe glm4_moe_lite glm4v_moe_text glm_moe_dsa dots1 dots3_note_text exaone_moe "
+        "mimo_v2_flash solar_open axk1 beam sarvam_moe",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK,
+        reads=_NORM + _GROUPS + _FACTOR,
     ),
     # With groups, experts of all groups stay in the choice, with a score of 0 in place of −Inf.
-    _Row(("axk2",), _MOE_WIDTH, _DEEPSEEK, _AS_CONFIGURED | _SCALED, {"n_group": 1}),
     _Row(
-        ("hy_v4", "hy_v4_vl_text", "glm5_next_text"),
-        _MOE_WIDTH,
-        _DEEPSEEK,
-        _AS_CONFIGURED | _GROUPED | _SCALED,
+        types="axk2",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK,
+        reads=_NORM + _FACTOR,
+        defaults=_ALWAYS | {"routed_scaling_factor": 2.5},
+    ),
+    _Row(
+        types="hy_v4 hy_v4_vl_text glm5_next_text",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK,
+        reads=_NORM + _GROUPS + _FACTOR,
         experts=_SILU | {"limit": 10.0},
         experts_keys={"limit": "swiglu_limit"},
     ),
     _Row(
-        ("mistral4",),
-        _MOE_WIDTH,
-        _SOFTMAX | _GUARDED | {"scores_per_group": 2},
-        _AS_CONFIGURED | _GROUPED | _SCALED,
+        types="mistral4",
+        width=_MOE_WIDTH,
+        routing=_SOFTMAX | _GUARDED | _PAIRS,
+        reads=_NORM + _GROUPS + _FACTOR,
+        defaults=_ALWAYS | _ONE_GROUP | {"routed_scaling_factor": 1.0},
     ),
     _Row(
-        ("mistral_large4_text",),
-        _MOE_WIDTH,
-        _SOFTMAX | _ALWAYS | _GUARDED | {"scores_per_group": 2},
-        _GROUPED | _SCALED,
+        types="mistral_large4_text",
+        width=_MOE_WIDTH,
+        routing=_SOFTMAX | _ALWAYS | _GUARDED | _PAIRS,
+        reads=_GROUPS + _FACTOR,
+        defaults=_ONE_GROUP | {"routed_scaling_factor": 1.0},
     ),
-    _Row(("kimi_linear", "bailing_hybrid"), _MOE_WIDTH, _DEEPSEEK, _OF_KIMI | _SCALED),
-    _Row(("afmoe",), _MOE_WIDTH, _DEEPSEEK | _ALWAYS, {"routed_scaling_factor": "route_scale"}),
     _Row(
-        ("hy_v3",),
-        _MOE_WIDTH,
-        _DEEPSEEK | _ALWAYS,
-        {"routed_scaling_factor": "router_scaling_factor"},
+        types="kimi_linear",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK,
+        reads=_NORM + _GROUPS + _FACTOR,
+        defaults=_ALWAYS | _ONE_GROUP | {"routed_scaling_factor": 2.446},
     ),
-    _Row(("minimax_m2",), _WIDTH, _SIGMOID | _ALWAYS | _BIASED),
     _Row(
-        ("minimax_m3_vl_text",),
-        _WIDTH,
-        _SIGMOID | _ALWAYS | _BIASED,
-        _SCALED,
+        types="bailing_hybrid",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK,
+        reads=_NORM + _GROUPS + _FACTOR,
+        defaults=_ALWAYS | {"num_expert_groups": 8, "top_groups": 4, "routed_scaling_factor": 2.5},
+    ),
+    _Row(
+        types="afmoe",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK | _ALWAYS,
+        reads=_FACTOR,
+        defaults={"routed_scaling_factor": 1.0},
+    ),
+    _Row(
+        types="hy_v3",
+        width=_MOE_WIDTH,
+        routing=_DEEPSEEK | _ALWAYS,
+        reads=_FACTOR,
+        defaults={"routed_scaling_factor": 2.826},
+    ),
+    _Row(types="minimax_m2", width=_WIDTH, routing=_SIGMOID | _ALWAYS | _BIASED, jitters=True),
+    _Row(
+        types="minimax_m3_vl_text",
+        width=_WIDTH,
+        routing=_SIGMOID | _ALWAYS | _BIASED,
+        reads=_FACTOR,
+        defaults={"routed_scaling_factor": 2.0},
         experts=_CLAMPED,
         experts_keys=_CLAMPED_KEYS,
     ),
     _Row(
-        ("laguna",),
-        _MOE_WIDTH,
-        _SIGMOID | _ALWAYS | _BIASED,
-        {"routed_scaling_factor": "moe_routed_scaling_factor"},
-        {"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False},
+        types="laguna",
+        width=_MOE_WIDTH,
+        routing=_SIGMOID | _ALWAYS | _BIASED,
+        reads=_FACTOR,
+        defaults={"routed_scaling_factor": 1.0},
+        only={"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False},
     ),
     _Row(
-        ("step3p5",),
-        _MOE_WIDTH,
-        _SIGMOID | _ALWAYS | _BIASED,
-        {"routed_scaling_factor": "moe_router_scaling_factor"},
-        {"swiglu_limits": None},
+        types="step3p5",
+        width=_MOE_WIDTH,
+        routing=_SIGMOID | _ALWAYS | _BIASED,
+        reads=_FACTOR,
+        defaults={"routed_scaling_factor": 1.0},
+        only={"swiglu_limits": None},
     ),
-    _Row(("flint",), _MOE_WIDTH, _SIGMOID, _AS_CONFIGURED),
+    _Row(types="flint", width=_MOE_WIDTH, routing=_SIGMOID, reads=_NORM, defaults=_ALWAYS),
     _Row(
-        ("lfm2_moe",),
-        _MOE_WIDTH,
-        _SIGMOID | {"renormalize_epsilon": 1e-6},
-        _AS_CONFIGURED | _SCALED | {"selection_bias": "use_expert_bias"},
+        types="lfm2_moe",
+        width=_MOE_WIDTH,
+        routing=_SIGMOID | {"renormalize_epsilon": 1e-6},
+        reads=_NORM + _FACTOR + ("selection_bias",),
+        defaults=_ALWAYS | _BIASED | {"routed_scaling_factor": 1.0},
     ),
-    _Row(("llama4_text",), _WIDTH, _SIGMOID | _NEVER, experts={"weights_on_input": True}),
+    _Row(
+        types="llama4_text",
+        width=_WIDTH,
+        routing=_SIGMOID | _NEVER,
+        experts={"weights_on_input": True},
+    ),
 )
 
 MODEL_TYPES = tuple(dict.fromkeys(name for row in _ROWS for name in row.model_types))
-"""The values of `model_type` that are known. A model of several parts has one of them in its
-`text_config`.
+"""The values of `model_type` that are known. A model of several parts has one of them in one of
+`PARTS`.
 """
 
 REFUSED = {
@@ -294,47 +401,14 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     replace those of the model.
     """
     whole, where = _read(source)
-    config = whole
-    while config.get("model_type") not in MODEL_TYPES:
-        parts = [config[key] for key in _PARTS if isinstance(config.get(key), Mapping)]
-        if not parts:
-            break
-        config = parts[0]
+    config = _part_with_experts(whole)
     row = _row_of(config, where)
-    keys: dict[str, dict[str, tuple[str, ...]]] = {
-        "model": {
-            "num_experts": EXPERTS_KEYS,
-            "num_experts_per_tok": _TOP_K,
-            "hidden_size": ("hidden_size",),
-            "intermediate_size": (row.width,),
-        },
-        "routing": {ours: (theirs,) for ours, theirs in row.keys.items()},
-    }
-    sections: dict[str, dict[str, Any]] = {"model": {}, "routing": dict(row.routing)}
-    missing = []
-    for section, wanted in keys.items():
-        for ours, names in wanted.items():
-            values = [config[name] for name in names if name in config]
-            for value in values:
-                if isinstance(value, list) and value:  # one for each layer
-                    if any(each != value[0] for each in value):
-                        raise ConfigError(
-                            f"{where}`{section}.{ours}` must be one number for all layers, got "
-                            f"{value}"
-                        )
-                    value = value[0]
-                if value is not None:  # null is our default: no groups, factor 1
-                    sections[section][ours] = value
-            if not values and ours not in _mapping(given.get(section)):
-                missing.append(f"`{' or '.join(names)}` (our `{section}.{ours}`)")
-    if missing:
-        raise ConfigError(
-            f"{where}a {config['model_type']} must have the keys {', '.join(missing)}"
-        )
-    if row.jitters and (noise := config.get("router_jitter_noise")):
-        sections["routing"]["jitter_noise"] = noise
+    _check_says(row, config, where, _mapping(given.get("routing")))
+    sections = _values(row, config, where, given)
+    if row.jitters and config.get("router_jitter_noise"):
+        sections["routing"]["jitter_noise"] = config["router_jitter_noise"]
     sections["experts"] = _experts(row, config, where, _mapping(given.get("experts")))
-    dtypes = (part.get(key) for part in (whole, config) for key in ("dtype", "torch_dtype"))
+    dtypes = [part.get(key) for part in (whole, config) for key in ("dtype", "torch_dtype")]
     dtype = next(filter(None, dtypes), None)
     if dtype:
         sections["model"]["dtype"] = dtype
@@ -344,6 +418,103 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         else:
             sections[section] = values  # EPConfig refuses it, by its name
     return sections, where
+
+
+def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a model whose type is known; without one, the innermost part."""
+    config = around = whole
+    while not _is_type(config.get("model_type"), MODEL_TYPES):
+        parts = [config[key] for key in PARTS if isinstance(config.get(key), Mapping)]
+        if not parts:
+            break
+        around = config
+        config = parts[0]
+    # A part may have no type, or one of its authors' own code: then the whole says which it is.
+    known = (*MODEL_TYPES, *REFUSED)
+    if config is not whole and not _is_type(config.get("model_type"), known):
+        of_whole = around.get("model_type")
+        usual = f"{of_whole}_text"
+        part_type = _PART_TYPES.get(of_whole, usual) if isinstance(of_whole, str) else usual
+        if part_type in known:
+            return {**config, "model_type": part_type}
+    return config
+
+
+def _is_type(model_type: object, of: Iterable[str]) -> bool:
+    return isinstance(model_type, str) and model_type in of
+
+
+def _values(
+    row: _Row, config: Mapping[str, Any], where: str, given: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Our sections `model` and `routing`. Raises ConfigError where a key is missing that is not
+    `given` either.
+    """
+    sections: dict[str, dict[str, Any]] = {"model": {}, "routing": dict(row.routing)}
+    wanted = [("model", key) for key in ("num_experts", "num_experts_per_tok", "hidden_size")]
+    wanted += [("model", "intermediate_size")]
+    wanted += [("routing", key) for key in row.reads]
+    missing = []
+    for section, ours in wanted:
+        if ours in _mapping(given.get(section)):
+            continue
+        names = _NAMES.get(ours, (row.width,))
+        held = [name for name in names if name in config]
+        if held:
+            value = _agreed(config, held, where, f"{section}.{ours}")
+            if value is not None:  # null is our default: no groups, factor 1
+                sections[section][ours] = value
+        elif ours in row.defaults:
+            sections[section][ours] = row.defaults[ours]
+        else:
+            missing.append(f"`{names[0]}` (our `{section}.{ours}`)")
+    if missing:
+        raise ConfigError(
+            f"{where}a {config['model_type']} must have the keys {', '.join(missing)}"
+        )
+    return sections
+
+
+def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: str) -> Any:
+    """The one value that a model has under these names, None without any. Raises ConfigError where
+    names or layers differ.
+    """
+    values: dict[str, Any] = {}
+    for name in names:
+        value = config[name]
+        if isinstance(value, list) and value:  # one for each layer
+            if any(each != value[0] for each in value):
+                raise ConfigError(f"{where}`{ours}` must be one number for all layers, got {value}")
+            value = value[0]
+        if value is not None:
+            values[name] = value
+    first, *others = values or {"": None}
+    for other in others:
+        if values[other] != values[first]:
+            raise ConfigError(
+                f"{where}`{ours}` must be one number, got `{first}` {values[first]!r} and "
+                f"`{other}` {values[other]!r}"
+            )
+    return values.get(first)
+
+
+def _check_says(row: _Row, config: Mapping[str, Any], where: str, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a key of the model says something else about its router than the
+    row, unless our key is `given`.
+    """
+    for theirs, (ours, meanings) in _SAYS.items():
+        value = config.get(theirs)
+        if value is None or ours in (*row.reads, *row.ignores, *given):
+            continue
+        wanted = row.routing.get(ours, _USUAL.get(ours))
+        meant = [each for word, each in meanings.items() if word == value]
+        if meant != [wanted]:
+            word = next(word for word, each in meanings.items() if each == wanted)
+            raise ConfigError(
+                f"{where}a {config['model_type']} must have `{theirs}` {word!r}, got `{theirs}` "
+                f"{value!r}: give what holds, routing={{{ours!r}: …}}, or {_BY_HAND}, and give ids "
+                "and weights"
+            )
 
 
 def _read(source: Any) -> tuple[dict[str, Any], str]:
@@ -366,8 +537,10 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
             f"{type(source).__name__}"
         )
     keys = dict(config.to_dict())
-    if config is not source and isinstance(dtype := getattr(source, "dtype", None), torch.dtype):
-        keys["dtype"] = str(dtype).removeprefix("torch.")  # which may have been cast
+    # A model may have been cast since it was made.
+    dtype = getattr(source, "dtype", None)
+    if config is not source and isinstance(dtype, torch.dtype):
+        keys["dtype"] = str(dtype).removeprefix("torch.")
     return keys, f"{type(config).__name__}: "
 
 
@@ -381,13 +554,18 @@ def _experts(
         ours: config[theirs] for ours, theirs in row.experts_keys.items() if theirs in config
     }
     for theirs, ours in _OF_EXPERTS.items():
-        if config.get(theirs) and theirs not in row.experts_keys.values() and ours not in given:
+        value = config.get(theirs)
+        says_nothing = not value or _is_unset(value) or theirs in row.experts_keys.values()
+        if not says_nothing and ours not in given:
             raise ConfigError(
-                f"{where}`{theirs}` {config[theirs]!r} does not say whether it holds for the "
+                f"{where}`{theirs}` {value!r} does not say whether it holds for the "
                 "experts of a "
                 f"{config['model_type']}: give what does, experts={{{ours!r}: …}}"
             )
-    act = next(filter(None, map(config.get, _ACTIVATION)), "silu")
+    acts = [config[name] for name in _ACTIVATION if config.get(name) is not None]
+    act = acts[0] if acts else "silu"
+    if any(other != act for other in acts):
+        raise ConfigError(f"{where}`hidden_act` must be one function, got {acts}")
     if act in list(_ALPHAS):
         return {"alpha": _ALPHAS[act]} | found
     if "alpha" not in {**found, **given}:
@@ -404,7 +582,9 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
     model_type = config.get("model_type")
     rows = [row for row in _ROWS if model_type in row.model_types]
     for row in rows:
-        if all(config.get(key) in (None, value) for key, value in row.only.items()):
+        if all(
+            _is_unset(config.get(key)) or config[key] == value for key, value in row.only.items()
+        ):
             return row
     if rows:
         got = ", ".join(f"`{key}` {config[key]!r}" for key in rows[0].only if key in config)
@@ -415,7 +595,7 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
             f"{where}a {model_type} must have {known}, got {got}: else {_BY_HAND}, and give ids "
             "and weights"
         )
-    if model_type in REFUSED:
+    if isinstance(model_type, str) and model_type in REFUSED:
         raise ConfigError(
             f"{where}a {model_type} is not read, since {REFUSED[model_type]}: {_BY_HAND}, and give "
             "ids and weights of "
@@ -428,6 +608,11 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
         "'routed_scaling_factor'. Known are "
         f"{', '.join(MODEL_TYPES)}"
     )
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether a value of a model is none: null, or for each layer null or 0."""
+    return value is None or isinstance(value, list) and not any(value)
 
 
 def _mapping(section: Any) -> dict[str, Any]:

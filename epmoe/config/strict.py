@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+from epmoe.native.arguments import FP32
+
+
+def _in_fp32(value: float) -> float:
+    if value and not FP32.tiny <= abs(value) <= FP32.max:
+        raise PydanticCustomError(
+            "fp32",
+            "Input should be 0 or a number that fp32 holds, from 1.2e-38 to 3.4e38",
+        )
+    return value
+
+
+Float32 = Annotated[float, AfterValidator(_in_fp32)]
+"""A number that kernels take in fp32, where others would become infinite or 0."""
 
 
 class Strict(BaseModel):

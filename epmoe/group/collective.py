@@ -59,9 +59,9 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
 
 
 @contextmanager
-def naming(what: str, eps: Sequence[Member]) -> Iterator[None]:
+def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[None]:
     """Raises EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the
-    call.
+    call, and `remedy` says at the end what a caller may have to do.
     """
     try:
         yield
@@ -82,6 +82,8 @@ def naming(what: str, eps: Sequence[Member]) -> Iterator[None]:
             "did not come within "
             f"exchange.warmup_timeout_s: {error}"
         )
+        if remedy:
+            why += f"; {remedy}"
         rounds = max([ep.exchange.rounds.count for ep in opened], default=0)
         then = "rounds go on, but the process group can do nothing more"
         raise EPTimeoutError(f"{what}, after dispatch", rounds, missing, names, why, then) from None

@@ -5,7 +5,7 @@ a library's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 import torch
@@ -19,6 +19,7 @@ from epmoe.local.weight_formats import FORMATS, bits_of, plain_shape, product_dt
 from epmoe.native.arguments import (
     FLOATS,
     FP8,
+    check_number,
     check_tensor,
     dtype_name,
     refuse_tangents,
@@ -33,6 +34,29 @@ _KEEP_DTYPE = (
     "gate_up_scales",
     "down_scales",
 )  # under casts, if the weights have scales
+
+
+def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:
+    """Raises ValueError, which names the weights to transpose, where they would fit transposed."""
+    if not isinstance(w_gate_up, Tensor) or w_gate_up.dim() != 3 or w_gate_up.dtype != w_down.dtype:
+        return
+    given = {"w_gate_up": w_gate_up, "w_down": w_down}
+    if _fit(given) or w_down.dtype in FORMATS:
+        return
+    for names in (["w_gate_up"], ["w_down"], ["w_gate_up", "w_down"]):
+        turned = given | {name: given[name].mT for name in names}
+        if _fit(turned):
+            wants = [f"`{name}` must be {list(turned[name].shape)}" for name in names]
+            got = [f"{list(given[name].shape)}" for name in names]
+            raise ValueError(
+                f"{' and '.join(wants)}, got {' and '.join(got)}, which is transposed: give its .mT"
+            )
+
+
+def _fit(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these are [e, 2F, D] and [e, D, F] of one D and F."""
+    e, two_f, d = weights["w_gate_up"].shape
+    return weights["w_down"].shape == (e, d, two_f // 2) and two_f % 2 == 0
 
 
 def parameter(value: Tensor) -> nn.Parameter:
@@ -150,7 +174,12 @@ class GroupedExperts(nn.Module):
             raise ValueError(
                 f"D and F of {given.name} must be multiples of {given.block[1]}, got {D} and {f}"
             )
+        _check_not_transposed(w_gate_up, w_down)
         check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D // packed), device)
+        if limit is not None and limit != math.inf:
+            check_number("limit", limit)
+        check_number("alpha", alpha)
+        check_number("up_offset", up_offset)
         if gemm not in CHOICES:
             *names, last = map(repr, CHOICES)
             raise ValueError(f"`gemm` must be {', '.join(names)} or {last}, got {gemm!r}")

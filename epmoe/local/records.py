@@ -3,10 +3,11 @@
     recording(model) ─ pack_routes ─▶ [B, tokens, layers, K] ─ pad_routes ─▶ [B, length, layers, K]
     ─ replay(model, …)
 
-Rollout engines and trainers carry the same: logical ids in uint8 where these suffice, else in
-int16. A token has no record where its K ids are not K experts: the experts of a token differ from
-one another, so K equal ids are none. So zeros mean no record, as engines fill in for tokens that
-they have not computed, and so does −1, 255 in uint8.
+Rollout engines and trainers carry the same: logical ids in a small integer dtype, ours in uint8
+where that suffices, else in int16. A token has no record where its K ids are not K experts: the
+experts of a token differ from one another, so a row with an id twice is none. So zeros mean no
+record, as engines fill in for tokens that they have not computed, and so does −1, which is the
+largest value of an unsigned dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from epmoe.native.arguments import INTS, check_tensor, describe
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DTYPES = (torch.uint8, torch.int16, *INTS)
+BYTES = {torch.uint8: 256, torch.int8: 128}
+"""Dtypes of records of few experts, with the most experts that they can name."""
+WIDE = (torch.int16, torch.uint16, *INTS)
+"""Dtypes of records of any number of experts."""
 
 
 def pack_routes(
@@ -83,8 +87,9 @@ def pad_routes(
             "`records` must be tensors of one dtype, got "
             f"{', '.join(map(describe, tensors)) or 'none'}"
         )
-    fill = 255 if tensors[0].dtype == torch.uint8 else -1
-    padded = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)
+    padded = tensors[0].new_full(
+        (len(tensors), length, *tensors[0].shape[1:]), _no_record(tensors[0].dtype)
+    )
     if len({each.shape[1:] for each in tensors}) > 1:
         raise ValueError(
             f"`records` must have the same layers and K, got {', '.join(map(describe, tensors))}"
@@ -106,14 +111,20 @@ def unpack_routes(
     """
     if routes.dim() == 3:
         routes = routes[None]
-    check_tensor(
-        "routes", routes, DTYPES[num_experts > 256 :], ("B", "tokens", num_layers, top_k)
-    )  # not uint8
+    dtypes = [dtype for dtype, most in BYTES.items() if num_experts <= most]
+    check_tensor("routes", routes, (*dtypes, *WIDE), ("B", "tokens", num_layers, top_k))
     ids = routes.to(device, torch.int32)
     return list(ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE).unbind(2))
 
 
+def _no_record(dtype: torch.dtype) -> int:
+    """−1 in a dtype of records."""
+    return -1 if dtype.is_signed or dtype.is_floating_point else torch.iinfo(dtype).max
+
+
 def _unrecorded(ids: Tensor, num_experts: int) -> Tensor:
-    """bool [..., 1]"""
-    odd = ((ids < 0) | (ids >= num_experts)).any(-1, keepdim=True)
-    return odd if ids.shape[-1] == 1 else odd | (ids[..., :1] == ids[..., 1:2])
+    """bool [..., 1], whether the K ids of a token are not K experts."""
+    unknown = ((ids < 0) | (ids >= num_experts)).any(-1, keepdim=True)
+    in_order = ids.sort(-1).values
+    is_twice = (in_order[..., 1:] == in_order[..., :-1]).any(-1, keepdim=True)
+    return unknown | is_twice

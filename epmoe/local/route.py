@@ -14,6 +14,7 @@ from epmoe.native.arguments import (
     FLOATS,
     INTS,
     check_forward_only,
+    check_number,
     check_tensor,
     contiguous_rows,
     describe_fields,
@@ -119,6 +120,7 @@ def route(
         )
     if not 0 <= renormalize_epsilon <= 1:
         raise ValueError(f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}")
+    check_number("routed_scaling_factor", routed_scaling_factor)
     if id_dtype not in INTS:
         raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
     if bias is not None:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
 FP8 = torch.float8_e4m3fn
+FP32 = torch.finfo(torch.float32)
 MXFP4 = torch.float4_e2m1fn_x2
 """The dtype of weights in MXFP4: a byte has two codes e2m1, the low four bits first."""
 
@@ -56,6 +57,12 @@ def check_tensor(
         raise ValueError(_must_be(name, dtypes, shape, value))
     if device is not None and value.device != device:
         raise ValueError(f"`{name}` must be on {device}, got {value.device}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Check for a number that kernels can take in fp32. Raises ValueError for another."""
+    if value and not FP32.tiny <= abs(value) <= FP32.max:
+        raise ValueError(f"`{name}` must be a number that fp32 holds, got {value}")
 
 
 def _must_be(

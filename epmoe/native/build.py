@@ -193,7 +193,7 @@ def _rules(gpus: tuple[str, ...], portable: bool) -> str:
     checkout. The folder of torch is in the environment, since it differs by virtual environment.
     """
     cxx = shlex.quote(_compiler())
-    host = f"-ccbin={shlex.quote(os.environ['CXX'])}" if "CXX" in os.environ else ""
+    host = f"-ccbin={cxx}" if os.environ.get("CXX") else ""
     native = "" if portable else "-march=native"
     codes = ""
     for gpu in gpus:
@@ -243,7 +243,7 @@ def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...
 
 
 def _compiler() -> str:
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         raise BuildError(
             f"no C++ compiler: `{compiler}` is not on the PATH; install g++ ≥ 11 or set CXX"

@@ -41,11 +41,14 @@ def ep_over(rank: int, size: int) -> Iterator[Callable[..., ExpertParallel]]:
     """
     made = []
 
-    def make(ranks: int, **options: object) -> ExpertParallel:
+    def make(ranks: int, kind: str = "plain", **options: object) -> ExpertParallel:
         firsts = range(0, size, ranks)
         groups = [dist.new_group(list(range(first, min(first + ranks, size)))) for first in firsts]
         group = groups[rank // ranks]
-        config = make_config(dist.get_world_size(group), experts=E, top_k=K, hidden=D, **options)
+        routing = {"logit_bias": kind == "gpt_oss"}
+        config = make_config(
+            dist.get_world_size(group), experts=E, top_k=K, hidden=D, routing=routing, **options
+        )
         made.append(ExpertParallel(config, group, device="cpu"))
         return made[-1]
 
@@ -145,7 +148,7 @@ def assert_holds(layer: MoELayer, kind: str = "plain", seed: int = 0) -> None:
 def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(
     ep_over, rank, size, placement, kind
 ):
-    layer = MoELayer.from_full(ep_over(size, placement=placement), **full(kind))
+    layer = MoELayer.from_full(ep_over(size, kind, placement=placement), **full(kind))
     assert_holds(layer, kind)
     assert layer.experts.interleaved == (kind == "gpt_oss")
     assert_same_bits(layer.full_state_dict(), expected(kind))
@@ -160,12 +163,14 @@ def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(
     ("ranks", "kind"), [(1, "plain"), *((2, kind) for kind in ("plain", "fp8", "mxfp4", "gpt_oss"))]
 )
 def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, kind):
-    saved = MoELayer.from_full(ep_over(size, placement=COPIES), **full(kind)).full_state_dict()
-    ep = ep_over(ranks, placement={"num_redundant_experts": 1})
+    saved = MoELayer.from_full(
+        ep_over(size, kind, placement=COPIES), **full(kind)
+    ).full_state_dict()
+    ep = ep_over(ranks, kind, placement={"num_redundant_experts": 1})
     layer = MoELayer.from_full(ep, **full(kind, seed=50))
     layer.load_full_state_dict(saved)
     assert_holds(layer, kind)
-    alone = MoELayer.from_full(ep_over(1), **full(kind, seed=50))
+    alone = MoELayer.from_full(ep_over(1, kind), **full(kind, seed=50))
     alone.load_state_dict(saved)  # that of a group of one rank
     assert_holds(alone, kind)
 
@@ -183,10 +188,12 @@ def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, ki
 def test_torchs_checkpoint_loads_on_any_number_of_ranks(
     ep_over, folder, size, saved_with, loaded_with, kind
 ):
-    saved = MoELayer.from_full(ep_over(size, placement=saved_with), **full(kind))
+    saved = MoELayer.from_full(ep_over(size, kind, placement=saved_with), **full(kind))
     checkpoint.save(saved, folder / "saved")
     for ranks in (size, 2, 1):
-        layer = MoELayer.from_full(ep_over(ranks, placement=loaded_with), **full(kind, seed=50))
+        layer = MoELayer.from_full(
+            ep_over(ranks, kind, placement=loaded_with), **full(kind, seed=50)
+        )
         checkpoint.load(layer, folder / "saved")
         assert_holds(layer, kind)
 

@@ -374,7 +374,8 @@ CASTS = {
 @pytest.mark.parametrize("of_a_model", [False, True])
 def test_casts_reach_the_experts_only(bench, cast, of_a_model):
     """As serving stacks do: the choice of experts needs fp32."""
-    layer = bench.layer(bias=randn(E, seed=1), logit_bias=randn(E, seed=2))
+    ep = bench.open(routing={"logit_bias": True})
+    layer = bench.layer(ep, bias=randn(E, seed=1), logit_bias=randn(E, seed=2))
     router_weight = layer.router_weight.detach().clone()
     make, dtype = CASTS[cast]
     assert (make(nn.Sequential(layer))[0] if of_a_model else make(layer)) is layer

@@ -56,7 +56,8 @@ def check(folder: Path, config: EPConfig) -> None:
         )
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
     needed *= 1 if getattr(model, "ep_plan", None) else ranks
-    if config.exchange.transport != "nvlink" and needed > (available := available_memory_bytes()):
+    available = available_memory_bytes()
+    if config.exchange.transport != "nvlink" and needed > available:
         raise UserError(
             f"`--model` {folder}: {architecture} needs {human_bytes(needed)} in fp32, and this "
             "machine has "

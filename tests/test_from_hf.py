@@ -297,7 +297,20 @@ DOTS = {
     "scoring_func": "noaux_tc",
     "topk_method": "noaux_tc",
 }
-"""What config.json of Ling 3.0, Step 3.5, MiniMax-M2, Trinity and dots.llm1 has of these keys."""
+HUNYUAN = {
+    "model_type": "hunyuan_v1_moe",
+    "num_experts": 64,
+    "moe_topk": [8] * 32,
+    "hidden_size": 4096,
+    "intermediate_size": 3072,
+    "norm_topk_prob": True,
+    "n_group": False,
+    "topk_group": False,
+    "routed_scaling_factor": False,
+}
+"""What config.json of Ling 3.0, Step 3.5, MiniMax-M2, Trinity, dots.llm1 and Hunyuan-A13B has of
+these keys.
+"""
 
 
 @pytest.mark.parametrize(
@@ -308,6 +321,7 @@ DOTS = {
         (STEP | {"swiglu_limits": [0.0] * 45}, (288, 8, 1280, "sigmoid", True, True, 1, 1, 3.0)),
         (MINIMAX, (256, 8, 1536, "sigmoid", True, True, 1, 1, 1.0)),
         (AFMOE, (128, 8, 1024, "sigmoid", True, True, 1, 1, 2.826)),
+        (HUNYUAN, (64, 8, 3072, "softmax", True, False, 1, 1, 1.0)),
         (DOTS, (128, 6, 1408, "sigmoid", True, True, 1, 1, 2.5)),
         (QWEN3 | {"swiglu_limits": [0, None]}, (128, 8, 768, "softmax", True, False, 1, 1, 1.0)),
     ],

@@ -36,6 +36,7 @@ _NAMES = {
         "use_routing_bias",
         "use_moe_router_bias",
         "moe_router_enable_expert_bias",
+        "moe_use_aux_free",
     ),
     "num_expert_groups": ("n_group", "num_expert_group"),
     "top_groups": ("topk_group",),
@@ -77,6 +78,8 @@ _BY_HAND = (
 
 _SCORINGS = {"softmax": "softmax", "sigmoid": "sigmoid", "noaux_tc": "sigmoid"}
 _YES_OR_NO = {True: True, False: False}
+_ONE_GROUP_OR_FALSE = {1: 1, False: 1}  # Hunyuan writes false for none
+_ONE_OR_FALSE = {1.0: 1.0, False: 1.0}
 _SAYS: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     **dict.fromkeys(
         (
@@ -97,8 +100,8 @@ _SAYS: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     ),
     **dict.fromkeys(_NAMES["selection_bias"], ("selection_bias", _YES_OR_NO)),
     **dict.fromkeys(_NAMES["renormalize"], ("renormalize", _YES_OR_NO)),
-    **dict.fromkeys(_NAMES["num_expert_groups"], ("num_expert_groups", {1: 1})),
-    **dict.fromkeys(_NAMES["routed_scaling_factor"], ("routed_scaling_factor", {1.0: 1.0})),
+    **dict.fromkeys(_NAMES["num_expert_groups"], ("num_expert_groups", _ONE_GROUP_OR_FALSE)),
+    **dict.fromkeys(_NAMES["routed_scaling_factor"], ("routed_scaling_factor", _ONE_OR_FALSE)),
 }
 """What else models say about their routers: names of keys, with the key of our section `routing`,
 and its values by theirs. Where a row sets our key, the model must say the same.

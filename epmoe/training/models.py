@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from epmoe.config.placement import EP
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.spread import add_hooks, check_same_rank, is_spread
+from epmoe.local.spread import add_hooks, check_same_rank, is_spread, unspread_rows
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import MOVES, TrainingExchange
 from epmoe.training.scalars import refuse_scalars_of_a_rank
@@ -332,6 +332,7 @@ def _average(module: nn.Module, ranks: list[int]) -> None:
             raise ValueError(
                 problem_with(ep) or "the experts must be spread: call `epmoe.training.spread` once"
             )
+        _check_own_experts(owner)
         for name, value in owner._parameters.items():
             if not is_spread(value):
                 continue
@@ -347,6 +348,21 @@ def _average(module: nn.Module, ranks: list[int]) -> None:
                 )
             by_fsdp = mesh.size() // mesh[EP].size() if isinstance(owner, FSDPModule) else 1
             owner.averages_over = len(ranks) // by_fsdp  # type: ignore[assignment]
+
+
+def _check_own_experts(owner: nn.Module) -> None:
+    """Raises ValueError where a module with a `TrainingExchange` has experts that are not spread,
+    which DDP and FSDP would take for alike on all ranks.
+    """
+    for value in vars(owner).values():
+        if not isinstance(value, TrainingExchange) or value.ep.size == 1:
+            continue
+        names = unspread_rows(owner, value.ep.num_local_experts)
+        if names:
+            raise ValueError(
+                f"`{names[0]}` has a row for each expert of this rank, and must be spread: call "
+                "`epmoe.training.spread(experts, ep)` once"
+            )
 
 
 def _norm(

@@ -33,10 +33,10 @@ def refuse_scalars_of_a_rank() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = _read_scalar
 
 
-def _read_scalar(operator: Any, arguments: tuple[Any, ...], _: dict[str, Any]) -> object:
+def _read_scalar(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """The value that a DTensor of one element has on this rank."""
-    value = arguments[0]
+    value = args[0]
     is_whole = all(placement.is_replicate() for placement in value.placements)
     if is_spread(value) and not is_whole:
         raise RuntimeError(f"a DTensor with the placements {value.placements} {_REMEDY}")
-    return operator(value._local_tensor)
+    return op_call(value._local_tensor)

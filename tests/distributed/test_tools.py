@@ -25,11 +25,13 @@ from tool_models import (
     K,
     Kind,
     Model,
+    OwnExperts,
     assert_same,
     loss_of,
     tokens,
     train,
     train_alone,
+    weights_of,
     whole,
 )
 from torch import Tensor, nn
@@ -50,7 +52,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from epmoe import ExpertParallel, checkpoint, pack_routes, recording, replay
 from epmoe.local.spread import is_spread
-from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts, spread_adapters
+from epmoe.training import (
+    TrainingExchange,
+    clip_grad_norm_,
+    fully_shard,
+    ignore_experts,
+    spread,
+    spread_adapters,
+)
 
 RATE = 1e-2
 MAX_NORM = 0.05
@@ -571,7 +580,7 @@ def full(case: Case) -> None:
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """One of a user, which goes parameter by parameter."""
+    """One of a user, which computes all updates before it applies any."""
 
     def __init__(
         self, parameters: Any, update: Callable[[nn.Parameter, dict[str, Tensor]], Tensor]
@@ -581,8 +590,10 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(self.update(p, self.state[p]), alpha=-RATE)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        updates = [self.update(p, self.state[p]) for p in parameters]
+        for p, update in zip(parameters, updates, strict=True):
+            p.add_(update, alpha=-RATE)
 
 
 def like_sm3(p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
@@ -806,6 +817,39 @@ def test_placements_that_no_dtensor_has_only_serve(size, placement):
         for prepare in (ignore_experts, fully_shard):
             with pytest.raises(ValueError, match=why):
                 prepare(block)
+
+
+class OwnLayer(nn.Module):
+    """A router and experts of a user, around a `TrainingExchange`."""
+
+    def __init__(self, ep: ExpertParallel) -> None:
+        super().__init__()
+        self.exchange = TrainingExchange(ep)
+        router, up, down = weights_of(0, "own")
+        held = ep.logical_experts()
+        self.router = nn.Parameter(router)
+        self.experts = OwnExperts(up[held], down[held])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = nn.functional.linear(x, self.router).softmax(1).topk(K, 1)
+        routed = self.exchange.dispatch(x, ids, weights)
+        rows = self.experts(routed.rows, routed.expert_offsets)
+        return self.exchange.combine(rows, routed)
+
+
+def test_an_exchange_among_own_experts_that_are_not_spread(ep):
+    """DDP gives rank 0's experts to all ranks, and averages their gradients."""
+    x = tokens(0, ep.rank)
+    for prepare in (ignore_experts, fully_shard):
+        with pytest.raises(ValueError, match=r"`experts\.up` has a row for each .* be spread"):
+            prepare(OwnLayer(ep))
+    with pytest.raises(RuntimeError, match=r"`experts\.up` .* DDP has given all ranks those"):
+        DistributedDataParallel(OwnLayer(ep))(x)
+    layer = OwnLayer(ep)
+    spread(layer.experts, ep)
+    DistributedDataParallel(ignore_experts(layer))(x).sum().backward()
+    assert layer.experts.up.grad.to_local().isfinite().all()
+    ep.check()
 
 
 def test_own_experts_that_are_not_spread_are_refused(ep):

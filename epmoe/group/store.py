@@ -37,6 +37,9 @@ def folder_store(folder: str | os.PathLike[str]) -> dist.Store:
         folder: all ranks see it. It is made where it is not there. The ranks of a run need one of
             their own, in which no earlier run has left words.
 
+    Returns:
+        The store; `recover` takes the folder itself.
+
     Raises:
         PermissionError: other users own the folder or can write into it.
     """

@@ -133,7 +133,8 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
     """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any
     size.
 
-    `state_dict` may also be another one with the same keys and shapes. No rank waits for another.
+    `state_dict` may also be another one with the same keys and shapes; one made by hand needs no
+    `_extra_state`. No rank waits for another.
     Every rank needs the whole dict: `torch.load(file, mmap=True)` reads of a file what the rank
     takes.
 
@@ -142,6 +143,10 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
     """
     own, named = _state_of(module)
     local = dict(state_dict)
+    # A dict made by hand lists no experts: its tensors [E, …] are of all of them.
+    for key, value in own.items():
+        if id(value) in named.lists:
+            local.setdefault(key, value)
     for key in own.keys() & local.keys():
         value = own[key]
         given = local[key]

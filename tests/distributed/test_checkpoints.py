@@ -172,6 +172,10 @@ def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, ki
     layer = MoELayer.from_full(ep, **full(kind, seed=50))
     layer.load_full_state_dict(saved)
     assert_holds(layer, kind)
+    by_hand = {key: value for key, value in saved.items() if "_extra_state" not in key}
+    other = MoELayer.from_full(ep, **full(kind, seed=51))
+    other.load_full_state_dict(by_hand)
+    assert_holds(other, kind)
     alone = MoELayer.from_full(ep_over(1, kind), **full(kind, seed=50))
     alone.load_state_dict(saved)  # that of a group of one rank
     assert_holds(alone, kind)

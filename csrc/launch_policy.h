@@ -105,8 +105,8 @@ struct Thresholds {
   Share combine_lines{700, 700, 420, 128, 500}, combine_phase{560, 560, 500, 128, 620};
   Share combine_one{560, 680, 500, 16, 400};
   // Expert-major with own sums (see CombineLaunch): two fifths, since senders look at empty slots,
-  // too. Two H100, Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks
-  // take 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two fifths take 24.7 at 64 tokens
+  // too. Two H100, Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks take
+  // 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two fifths take 24.7 at 64 tokens
   // (26.2 with half).
   int64_t combine_own = 400;
   // Simple protocol, combine, two ranks: 7/8 expert-major, 3/4 rank-major with a warp for each 4
@@ -279,9 +279,9 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
 
 struct CombineLaunch {
   int64_t send_lines;  // lines of a row that a sending lane moves at once (LL); 0: Simple protocol
-  bool coarse;  // receivers also sum send_lines lines at once, otherwise one; senders have four
-                // pairs in flight
-  bool own;     // receivers make the sums for tokens of this rank, so that these do not travel
+  // Receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight.
+  bool coarse;
+  bool own;  // receivers make the sums for tokens of this rank, so that these do not travel
   int64_t blocks, threads, send_blocks;  // threads of a block
   int64_t team;                          // warps that send a row together (Simple)
   int64_t shared_bytes;                  // dynamic, of a block

@@ -19,6 +19,5 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _commands() -> str:
     command = [sys.executable, "-m", "typer", "epmoe.cli", "utils", "docs", "--name", "epmoe"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return text[
-        text.index("## ") :
-    ]  # from the first command on: the page itself says what comes before
+    # From the first command on: the page itself says what comes before.
+    return text[text.index("## ") :]

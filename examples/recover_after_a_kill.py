@@ -56,9 +56,8 @@ def run(seat, folder, port):
         play(ep, 10)
         if seat == 1:
             signal.raise_signal(signal.SIGKILL)
-        with contextlib.suppress(
-            epmoe.EPTimeoutError
-        ):  # go on outside: the exception holds the old windows
+        # Recover outside this block: the exception holds the old windows.
+        with contextlib.suppress(epmoe.EPTimeoutError):
             play(ep, 1_000_000)
         epmoe.recover(ep, folder, load)
         play(ep, 10)

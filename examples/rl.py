@@ -106,9 +106,9 @@ def roll_out(ep, folder, steps):
         ep, model, folder, dense=lambda dense: model.load_state_dict(dense, strict=False)
     )
     for step in range(steps):
-        receiver.load(
-            step
-        )  # weights of the step before; a server that goes on meanwhile calls `tick`
+        # Wait for the weights of the step before. A server that serves meanwhile calls `tick`
+        # instead.
+        receiver.load(step)
         for tensor in write(model, step):
             dist.send(tensor.contiguous(), dist.get_rank() + ep.size)
         if ep.rank == 0:

@@ -27,9 +27,8 @@ def main():
         x = torch.full((T, D), 1.0 + ep.rank)
         ids = torch.arange(T * K).view(T, K) % E
         d = ep.dispatch(x, ids, torch.full((T, K), 1 / K))
-        assert torch.equal(
-            ep.combine(d.rows, d), x
-        )  # experts that return their input; weights sum to 1
+        # The experts return their input, and weights sum to 1: y is x.
+        assert torch.equal(ep.combine(d.rows, d), x)
         if ep.rank == 0:
             print(
                 f"{config.topology.num_nodes} nodes of {config.topology.ranks_here} ranks: y is x"

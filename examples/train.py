@@ -33,11 +33,10 @@ WIDTH = 32
 HEADS = 4
 BLOCKS = 2
 VOCABULARY = 64
-MICRO_BATCHES, SEQUENCES, LENGTH = (
-    2,
-    8,
-    16,
-)  # micro-batches of a step, their sequences over all ranks, tokens of each
+# Micro-batches of a step, sequences of a micro-batch over all ranks, tokens of a sequence.
+MICRO_BATCHES = 2
+SEQUENCES = 8
+LENGTH = 16
 LEARNING_RATE = 5e-3
 MAX_NORM = 0.3
 BALANCE = 1e-2
@@ -57,9 +56,8 @@ class Block(nn.Module):
         router = drawn(E, D)
         gate_up = drawn(E, 2 * WIDTH, D)
         down = drawn(E, D, WIDTH)
-        self.moe = epmoe.MoELayer.from_full(
-            ep, router, gate_up, down, bias=torch.zeros(E)
-        )  # keeps this rank's experts
+        # `from_full` keeps this rank's experts.
+        self.moe = epmoe.MoELayer.from_full(ep, router, gate_up, down, bias=torch.zeros(E))
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -103,9 +101,8 @@ def built(ep, from_hf):
         model.config.use_cache = False  # which a block that is computed again would fill twice
     else:
         model = Transformer(ep).to(ep.device)
-    model.register_buffer(
-        "steps", torch.zeros((), dtype=torch.int64, device=ep.device)
-    )  # goes into checkpoints
+    # The number of steps goes into checkpoints.
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=ep.device))
     return model
 
 
@@ -175,9 +172,8 @@ def train_step(model, optimizer, layers, step):
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + auxiliary_loss(
                 routes, counts
             )
-            loss = (
-                loss * len(tokens) * dist.get_world_size() / SEQUENCES
-            )  # the mean over ranks is that of all tokens
+            # Scale the loss so that its mean over ranks is that of all tokens.
+            loss = loss * len(tokens) * dist.get_world_size() / SEQUENCES
             (loss / MICRO_BATCHES).backward()
         loss_sum = loss_sum + loss.detach()
         counts_sum = counts_sum + counts
@@ -185,9 +181,8 @@ def train_step(model, optimizer, layers, step):
     optimizer.step()
     optimizer.zero_grad()
     for layer, tokens in zip(layers, counts_sum, strict=True):
-        if (
-            layer.bias is not None
-        ):  # balance without a loss: experts with few tokens are chosen more often
+        # Balance without a loss: experts with few tokens are chosen more often.
+        if layer.bias is not None:
             layer.bias += BIAS_RATE * (tokens.mean() - tokens).sign()
     dist.all_reduce(loss_sum)
     return loss_sum.item() / MICRO_BATCHES / dist.get_world_size(), norm.item()

@@ -89,10 +89,8 @@ def test_a_checkpoint_computes_what_its_dequantized_weights_do(scale_fmt):
         got = ours(x, ids, weights)
         assert_near(got, want)
         assert ours(x[:0], ids[:0], weights[:0]).shape == (0, D)
-    with (
-        torch.no_grad(),
-        fp8_models.calls_of_experts() as calls,
-    ):  # also where the first call was in inference mode
+    # Also where the first call was in inference mode.
+    with torch.no_grad(), fp8_models.calls_of_experts() as calls:
         assert torch.equal(ours(x, ids, weights), got)
     ((used, *_),) = calls
     parameters = [getattr(ours, name) for name in fp8.PARAMETERS]

@@ -187,9 +187,8 @@ class Places:
 def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
     if os.getpid() != owner:
         return
-    with suppress(
-        RuntimeError, TimeoutError
-    ):  # of a GPU that has failed, or that may still read it
+    # The GPU may have failed, or may still read the memory.
+    with suppress(RuntimeError, TimeoutError):
         _unmap(memory, mapped)
         memory.free(begin, nbytes)
 

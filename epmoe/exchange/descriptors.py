@@ -97,9 +97,8 @@ class Descriptors:
                 "zero_gaps": zero_gaps,
             }
             plan = self._plan.as_ints(**{} if aligned else {"alignment": 1, "small_alignment": 1})
-            fields = words(
-                "ExchangeDescriptor", defaultdict(int, self._of_all | of_round)
-            )  # nothing of training
+            # Fields of training are 0.
+            fields = words("ExchangeDescriptor", defaultdict(int, self._of_all | of_round))
             values = [*plan, *fields, *self._windows]
             self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._made[flags]

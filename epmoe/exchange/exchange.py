@@ -309,10 +309,8 @@ class Exchange(ABC):
                 and not self.failed
                 and not rounds.is_of_another()
             ):
-                with (
-                    suppress(RuntimeError),
-                    temporarily_clear_interpreter_stack(),
-                ):  # see `refuse_tangents`
+                # The reason is in `refuse_tangents`.
+                with suppress(RuntimeError), temporarily_clear_interpreter_stack():
                     skip()
             raise
 

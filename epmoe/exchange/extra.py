@@ -63,9 +63,8 @@ class Extra(NamedTuple):
             T, lines, EXTRA_IN_LINE
         )
         tail = F.pad(padded, (0, LINE_BYTES - EXTRA_IN_LINE)).view(T, lines * LINE_BYTES)
-        rows = torch.cat(
-            [part.view(torch.int64) for part in (aligned_rows(x), tail)], 1
-        )  # bits, in few elements
+        # Copy bits, in as few elements as possible.
+        rows = torch.cat([part.view(torch.int64) for part in (aligned_rows(x), tail)], 1)
         return rows.view(x.dtype), scales
 
     def read(self, rows: Tensor, D: int) -> Tensor:

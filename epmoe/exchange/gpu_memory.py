@@ -101,9 +101,8 @@ class GpuMemory:
             )
         finally:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
-        os.set_inheritable(
-            descriptor.value, False
-        )  # a program that is started would keep the memory
+        # A program that is started would otherwise keep the memory.
+        os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
@@ -124,9 +123,8 @@ class GpuMemory:
                     undo.callback(self._call, "cuMemUnmap", begin, nbytes)
             finally:
                 self._call("cuMemRelease", handle)  # the mappings keep the memory
-            self._call(
-                "cuMemSetAccess", address, times * nbytes, byref(self._access), 1
-            )  # once: it takes long
+            # This call takes long, so there is one for all pieces.
+            self._call("cuMemSetAccess", address, times * nbytes, byref(self._access), 1)
             undo.pop_all()
 
     def unmap(self, address: int, nbytes: int) -> None:

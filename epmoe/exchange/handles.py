@@ -133,9 +133,9 @@ class RoundTemplate:
     shape: RoundShape
     descriptor: Tensor | None  # of `Descriptors.of`; None over several nodes
     values: tuple[Any, ...]  # of `Dispatched`: layout, dtype, hidden_size, recv
-    rows: tuple[
-        Any, ...
-    ]  # of `Dispatched`, with layout="expert": rows, scales, offsets, counts, and reads `extra`
+    # Fields of `Dispatched` with layout="expert": rows, scales, offsets, counts, and what reads
+    # `extra`.
+    rows: tuple[Any, ...]
     small_alignment_tokens: int  # of the memory plan
     alignment: int  # of the round, where the call brings more tokens
     small_alignment: int  # and where it brings at most so many, whatever the other ranks bring

@@ -33,10 +33,8 @@ TOTALS = (
     "health.aborted_rounds",
 )
 _ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
-_EPOCHS = {
-    "cpu": 1 << 32,
-    "cuda": (1 << 32) - 4,
-}  # by device: how many there are; see `next_epoch` in csrc/cuda
+# How many epochs there are on each device; see `next_epoch` in csrc/cuda.
+_EPOCHS = {"cpu": 1 << 32, "cuda": (1 << 32) - 4}
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,8 @@ def raise_on_failure(
     assert code == constant("kTimeout"), f"unknown status code {code}"
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
-    if (
-        ranks == [originator] and len(global_ranks) > 1
-    ):  # no deadline makes a rank report itself missing
+    # No deadline makes a rank report itself missing: it has left the round.
+    if ranks == [originator] and len(global_ranks) > 1:
         why = (
             f"ended early: {named} left the group by an exception or with a round open, or had "
             "an EPOrderError"

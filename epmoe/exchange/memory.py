@@ -275,19 +275,11 @@ class MemoryPlan:
         i64 = torch.int64
         rail = _laid_out(
             [
-                (
-                    "rail",
-                    "rail.received",
-                    (N, S, slot.bytes),
-                    u8,
-                ),  # of the own node first, then by node
+                # From the own node first, then by node.
+                ("rail", "rail.received", (N, S, slot.bytes), u8),
                 ("rail", "rail.sent", (N - 1, S, slot.bytes), u8),
-                (
-                    "rail",
-                    "rail.returned",
-                    (N - 1, S + 1, row),
-                    u8,
-                ),  # the last row: see `Slabs.back`
+                # One row more than a slab has: see `Slabs.back`.
+                ("rail", "rail.returned", (N - 1, S + 1, row), u8),
                 ("rail", "rail.slots", (config.capacity.max_num_tokens_per_rank, N), i32),
                 ("rail", "rail.counts", (N,), i32),
                 ("rail", "rail.total.needed", (1,), i32),

@@ -101,9 +101,8 @@ class NodeExchange(Exchange):
         inside = (buffer for buffer in plan.buffers if buffer.region in regions)
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
         self._clear(placement)
-        if (
-            device.type == "cpu" or not config.placement.live
-        ):  # otherwise `LiveExperts` has tables to write
+        # Otherwise `LiveExperts` writes the tables.
+        if device.type == "cpu" or not config.placement.live:
             self.begin()
         # Every call reads these words, at a hundredth of the host time that reading a tensor's
         # element takes.
@@ -160,9 +159,8 @@ class NodeExchange(Exchange):
     def combine(
         self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None
     ) -> Tensor:
-        if (
-            self.status.code
-        ):  # `check_open` alone would cost each round two calls more, as elsewhere here
+        # Asked here first, since `check_open` alone would cost each round two calls more.
+        if self.status.code:
             self.check_open(dispatched)
         self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
         if dispatched.layout != layout:
@@ -322,9 +320,8 @@ class NodeExchange(Exchange):
 
     def end_waits(self) -> None:
         if len(self.global_ranks) > 1 and not self.failed:
-            with suppress(
-                RuntimeError
-            ):  # of a GPU that has failed: the others run into their deadline
+            # Where the GPU has failed, the other ranks run into their deadline.
+            with suppress(RuntimeError):
                 self.report("signal.error", 1 << self.seat)
 
     def streams(self) -> list[torch.cuda.Stream]:
@@ -373,9 +370,8 @@ class NodeExchange(Exchange):
         self._released = True
         self.window.deaths.close()
         ended = False
-        with suppress(
-            RuntimeError
-        ):  # of a GPU or a round that has failed, whose kernels end by themselves
+        # Where the GPU or a round has failed, its kernels end by themselves.
+        with suppress(RuntimeError):
             ended = device_ends(self.device, self.deadlines.wait_s())
         close()
         with suppress(RuntimeError):
@@ -484,9 +480,9 @@ class NodeExchange(Exchange):
             return
         epoch = constant("kEmptySeat")
         shape = constant("kEmptySeatShape")
-        no_rows = (
-            epoch | 1 << 32
-        )  # of the LL protocol in dispatch; of a rank that aborts nothing in combine
+        # The word of a source without rows: in dispatch by the LL protocol, and in combine of a
+        # rank that aborts nothing.
+        no_rows = epoch | 1 << 32
         counts[empty] = epoch
         counts[empty, 0] = no_rows
         counts[empty, 1] = epoch | (shape << 32) - (1 << 64)
@@ -512,9 +508,8 @@ class NodeExchange(Exchange):
         """
         dispatched = self.rounds.receive(sent)
         if torch.is_grad_enabled() and self._rows is not None:
-            increment_version(
-                self._rows
-            )  # a backward pass that needs rows of an earlier round raises
+            # A backward pass that needs rows of an earlier round raises then.
+            increment_version(self._rows)
         if self.status.code:
             self.check_open(dispatched)
         return dispatched

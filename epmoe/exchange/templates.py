@@ -263,9 +263,8 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     elif getattr(x, "dtype", None) == element:
         what = f"{dtype_name(scale)} [T, D/{payload.block}] where `x` is {dtype_name(element)}"
         raise ValueError(f"`scales` must be {what}, got {describe(scales)}")
-    elif (
-        config.topology.num_nodes > 1
-    ):  # rows reach nodes quantized, and return in the dtype of the config
+    elif config.topology.num_nodes > 1:
+        # Rows reach nodes quantized, and return in the dtype of the config.
         dtypes = dtypes[:1]
     check_tensor("x", x, dtypes, ("T", "D"), device)
     T, hidden = x.shape

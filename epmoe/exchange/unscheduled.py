@@ -60,9 +60,8 @@ class CopyInStream:
     """
 
     def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        with torch.inference_mode(
-            False
-        ):  # otherwise `start` could not write it outside inference mode
+        # `start` must be able to write it outside inference mode.
+        with torch.inference_mode(False):
             self._copied = torch.zeros_like(buffer, device="cpu", pin_memory=True)
         self._buffer, self._stream = buffer, stream
         self._bytes = (ctypes.c_char * buffer.nbytes).from_address(self._copied.data_ptr())
@@ -210,9 +209,8 @@ class Watch:
         `returned`: no other thread is in the launch that follows the last mark.
         """
         for mark in self._launches:
-            if (
-                returned and phases == mark.phases
-            ):  # it has launched nothing: other work may come behind the mark
+            # The call has launched nothing: other work may come behind the mark.
+            if returned and phases == mark.phases:
                 mark.set = False
         launched = [mark for mark in self._launches if phases != mark.phases]
         return [(mark, copied) for mark in launched if (copied := mark.read(time_s))]

@@ -106,9 +106,8 @@ def available_memory_bytes() -> int:
         statistics = dict(
             line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines()
         )
-        free.append(
-            limit - used + int(statistics["inactive_file"])
-        )  # page cache that is reclaimed at once
+        # The page cache among what is used is reclaimed at once.
+        free.append(limit - used + int(statistics["inactive_file"]))
     return min(free)
 
 
@@ -165,9 +164,8 @@ def map_windows(
                 for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
                     regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
                 wait()
-                peers.all_gather(
-                    None
-                )  # all have cleared their windows: any may write into them now
+                # All have cleared their windows: any rank may write into them from here on.
+                peers.all_gather(None)
         finally:
             os.close(own)
         undo.pop_all()

@@ -55,9 +55,8 @@ class NVLinkWindow:
         self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses, clear)
         self._seat = seats.of_ranks[peers.rank]
         self.local = self.regions[self._seat]
-        self._words = [
-            window.view(torch.int64) for window in self.regions
-        ]  # for `store`, which allocates nothing
+        # Views for `store`, which allocates nothing.
+        self._words = [window.view(torch.int64) for window in self.regions]
         self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
         self._stores = itertools.count()
         self._stream = torch.cuda.Stream(device)

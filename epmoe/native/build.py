@@ -120,9 +120,8 @@ def build(
                 _run_ninja(work / "csrc", lock)
                 for path in folder.iterdir():
                     path.chmod(0o755)
-                os.replace(
-                    f"{library}.new", library
-                )  # last: whoever sees it finds all that is with it
+                # The library moves last: whoever sees it finds all that belongs to it.
+                os.replace(f"{library}.new", library)
                 print("epmoe: the native library is compiled", file=sys.stderr)
     for path in folder.glob("*.so"):
         _check(path)
@@ -337,9 +336,8 @@ def _run_ninja(folder: Path, lock: int) -> None:
         while code is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = ninja.wait(PROGRESS_S)
-            said = os.pread(out.fileno(), 1 << 24, 0).decode(
-                errors="replace"
-            )  # without moving ninja's place in it
+            # `pread` does not move the place where ninja writes on.
+            said = os.pread(out.fileno(), 1 << 24, 0).decode(errors="replace")
             if code is None and (steps := re.findall(r"^(\d+ of \d+ steps): ", said, re.MULTILINE)):
                 print(f"epmoe: {steps[-1]}, {time.monotonic() - began:.0f} s", file=sys.stderr)
     if code:
@@ -395,9 +393,8 @@ def _writers(found: os.stat_result) -> str | None:
     with contextlib.suppress(KeyError):  # a container may have no names for its users
         user = pwd.getpwuid(os.geteuid()).pw_name
         group, _, _, members = grp.getgrgid(found.st_gid)
-    return (
-        None if group == user and set(members) <= {user} else f"group {group}"
-    )  # a umask of 002 has such groups
+    # Systems with a umask of 002 give each user a group of his own.
+    return None if group == user and set(members) <= {user} else f"group {group}"
 
 
 def _make_folder(path: Path) -> None:

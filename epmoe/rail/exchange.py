@@ -1,9 +1,12 @@
 """The exchange over several nodes: a rail to the other nodes, and inside each node the exchange of
 one node.
 
-source rank ─ pack ─▶ slabs ─ rail ─▶ rank of the same local index on each node ─ dispatch of the
-node ─▶ experts y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each node ◀─ combine
-of the node ──────────┘
+    source rank                                    on each node, the rank of the same local index
+
+    x ─ pack ─▶ slabs ─────────── rail ──────────▶ slabs ─ dispatch of the node ─▶ rows
+                                                                                    │ experts
+                                                                                    ▼
+    y ◀─ sum in node order ◀───── rail ─────────── partial rows ◀─ combine of the node ─ outputs
 """
 
 from __future__ import annotations

@@ -68,15 +68,13 @@ class NcclRail:
         # again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
-        self._stream.wait_stream(
-            torch.cuda.current_stream(device)
-        )  # which `_meet`, on another thread, may not know
+        # `_meet` runs on another thread, which may not know the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()
         written_by_replays.extend((counts, shown))
         self._counts, self._told = words_of(shown)
-        marks = list(
-            zip(counts.split(1), shown[:4].split(1), strict=True)
-        )  # of `rail_mark`: started, ended
+        # The words that `rail_mark` counts and shows: started, ended.
+        marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
         self._latched: Tensor | None = None
         self._closed = Event()
@@ -88,9 +86,8 @@ class NcclRail:
                     f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more"
                 )
         except BaseException:
-            self._end(
-                self._group.abort
-            )  # a kernel that waits for a dead rank keeps the GPU from `resume`
+            # A kernel that waits for a dead rank would keep the GPU from `resume`.
+            self._end(self._group.abort)
             raise
 
     def _meet(self) -> None:

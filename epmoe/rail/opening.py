@@ -156,9 +156,8 @@ def open_exchange(
         of_group = RollCall(list(range(peers.size)), peers.rank, peers.size, f"{name}/hosts")
         control = GlooRail(of_group, deadlines, torch.device("cpu"), connect)
         undo.callback(control.close)
-        peers.all_gather(
-            None
-        )  # all are connected: a rank that fails from here on cuts no other's connecting
+        # All are connected: a rank that fails from here on cuts off nobody who still connects.
+        peers.all_gather(None)
         with node_peers.part():
             full = Seats.full(G)
             window = open_window(plan, node_peers, full, addresses, undo)

@@ -33,9 +33,8 @@ from torchtitan.protocols.module import Module
 
 from epmoe.integrations.torchtitan import EpmoeSelectiveAC, EpmoeTokenDispatcher
 
-if not hasattr(
-    torch.compiler, "_is_non_strict_tracing"
-):  # torch 2.11, which torchtitan 0.3 otherwise runs with
+# torch 2.11 lacks it. torchtitan 0.3 otherwise runs with this release.
+if not hasattr(torch.compiler, "_is_non_strict_tracing"):
     torch.compiler._is_non_strict_tracing = lambda: False
 
 D = 64
@@ -67,9 +66,8 @@ def group():
 @pytest.fixture(scope="session")
 def mesh(group):
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
-    set_spmd_backend(
-        "partial_dtensor"
-    )  # with spmd_types, torchtitan's own all-to-all needs more than gloo has
+    # With spmd_types, torchtitan's own all-to-all needs more than gloo has.
+    set_spmd_backend("partial_dtensor")
     yield mesh
     set_spmd_backend("spmd_types")
 

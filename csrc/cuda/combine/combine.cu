@@ -72,11 +72,11 @@ __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* hea
 
 // What a kernel is compiled for.
 struct Variant {
-  int send_lines;  // lines of a row that a sending lane moves at once with the LL protocol; 0:
-                   // Simple protocol
-  bool coarse;     // receivers also sum send_lines lines at once, otherwise one; senders have more
-                   // pairs in flight
-  bool own;        // receivers make the sums for tokens of this rank, so that these do not travel
+  // Lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol.
+  int send_lines;
+  // Receivers also sum send_lines lines at once, otherwise one; senders have more pairs in flight.
+  bool coarse;
+  bool own;  // receivers make the sums for tokens of this rank, so that these do not travel
   WireFormat format;  // of the sums
   bool values;        // a value of each pair returns, too
 };
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
   if (args.send && args.receive) let_successor_start();
   if (sends) outgoing.read(b);  // load at once what does not depend on the round's state
   if (sends && threadIdx.x == 0) b.wait.say_started(kCombine);
-  if (threadIdx.x < 32) {  // one warp loads the state: the threads of a grid that load the same
-                           // line delay one another
+  // One warp loads the state: the threads of a grid that load the same line delay one another.
+  if (threadIdx.x < 32) {
     constexpr int kStateInts = offsetof(RoundState, send_queue) / 4,
                   kMaskAt = offsetof(RoundState, ll_mask) / 4;
     uint32_t word =

@@ -53,8 +53,8 @@ __device__ __forceinline__ void tma_load(void* to, const void* from, int32_t byt
 #endif
 }
 
-// Waits until a phase of the mbarrier has completed. The n-th phase, counted from 0, has parity n
-// % 2.
+// Waits until a phase of the mbarrier has completed. Phases are counted from 0, and the parity of
+// phase n is n % 2.
 __device__ __forceinline__ void wait_mbarrier(uint64_t* mbarrier, uint32_t parity) {
 #ifdef EPMOE_TMA
   uint32_t done = 0;

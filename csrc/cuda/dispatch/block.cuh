@@ -120,8 +120,8 @@ struct DispatchKernel {
 
 // Simple protocol: where a token goes, by pair and by rank.
 struct Destinations {
-  int32_t row_or_ordinal[kMaxExchangeTopK];  // of a pair: its final row with kFinalRow, or its
-                                             // ordinal; -1 for none
+  // Of a pair: its final row with kFinalRow, or its ordinal; -1 for none.
+  int32_t row_or_ordinal[kMaxExchangeTopK];
   int32_t slot[kMaxExchangeRanks];
   char* row_at[kMaxExchangeRanks];  // null: no expert of the rank has room for it
   float* scales_at[kMaxExchangeRanks];
@@ -134,8 +134,8 @@ struct DispatchShared {
   int32_t tokens;   // real ones
   int32_t late;     // whether this block has sent while another that sends has not started
   int32_t sink;
-  int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token;
-                                          // receiving: rows from it
+  // Sending: rows for each rank before this token; receiving: rows from it.
+  int32_t rank_count[kMaxExchangeRanks];
   int32_t num_experts[kMaxExchangeRanks];
   int32_t sentinel[kMaxExchangeRanks];
   int32_t ll_tokens[kMaxExchangeRanks];  // of a source; 0 if it uses the Simple protocol
@@ -169,13 +169,13 @@ struct DispatchBlock {
   // In dynamic shared memory:
   char* chunks;       // [kPipelineStages, chunk_bytes]
   int32_t* location;  // [P] of a physical expert: its rank << 16 | its local index
-  int32_t* count;  // [P + 1] sending: pairs of each expert before this token; receiving: first row
-                   // of its segment
+  // [P + 1] sending: pairs of each expert before this token; receiving: first row of its segment.
+  int32_t* count;
   int32_t* send_offset;    // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
-  int32_t* only_copy;  // [E] where experts have copies: the one that every token takes, -1 where
-                       // tokens choose
-  bool trains;         // a round of training: `to_caller`; known to the compiler in the usual case
+  // [E] where experts have copies: the one that every token takes, -1 where tokens choose.
+  int32_t* only_copy;
+  bool trains;  // a round of training: `to_caller`; known to the compiler in the usual case
 
   __device__ __forceinline__ DispatchBlock(const DispatchKernel& kernel, DispatchShared& shared,
                                            uint32_t epoch, bool trains)

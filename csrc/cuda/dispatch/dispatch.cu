@@ -84,8 +84,8 @@ __device__ __noinline__ bool recv_ll_sources_too(const DispatchKernel& kernel,
 
 // What a kernel is compiled for.
 struct Variant {
-  int recv_lines;     // lines of a row that a receiving lane moves at once with the LL protocol; 0:
-                      // Simple protocol
+  // Lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
+  int recv_lines;
   bool coarse;        // senders also move recv_lines lines at once, otherwise one
   WireFormat format;  // of the payload
   int blocks_per_sm;  // that fit at least

@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
         }
       }
     }
-    Values out;  // As by `rounded`; written out, since by it nvcc makes 8 % more instructions,
-                 // which nobody has timed.
+    // As by `rounded`; written out, since by it nvcc makes 8 % more instructions, which nobody has
+    // timed.
+    Values out;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) out.at[i] = from_float<T>(sum[i]);
     if (active)

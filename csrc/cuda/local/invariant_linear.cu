@@ -301,8 +301,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   int64_t end = length;  // of the part
   for (int64_t from = 0; from < args.k; from += kStage) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncthreads();  // this stage has come for all threads, and all have read the last one, which
-                      // is copied over
+    // This stage has come for all threads, and all have read the last one, which is copied over.
+    __syncthreads();
     copy(from + (kStages - 1) * kStage);
     const uint4* stage = stage_of(from);
     uint4 weight[kStage / 32][2], x[kStage / 32][kEights];

@@ -5,8 +5,8 @@ EPMOE_SGLANG chooses it: 1 for the exchange, "layer" for the exchange and `Group
 of SGLang's DeepGEMM runner, and {"live": {…}} for such experts that move, with keys of `Balancer`
 and of `placement`.
 
-    EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 --moe-a2a-backend
-    deepep_v2
+    EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 \\
+        --moe-a2a-backend deepep_v2
 """
 
 from __future__ import annotations

@@ -150,9 +150,8 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
             choice = self.epmoe_choice
             if choice.layout == "layer":
-                if not _is_ours(
-                    self.moe_kernel
-                ):  # else vLLM copies what it loads again into these experts' memory
+                # vLLM would otherwise copy what it loads again into these experts' memory.
+                if not _is_ours(self.moe_kernel):
                     ours = loaded(
                         layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant
                     )
@@ -217,10 +216,9 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 y[part] = super().apply(
                     layer, x[part], topk_weights[part], topk_ids[part], *shared, **named
                 )
-                shared, named = (
-                    (None,) * len(shared),
-                    dict.fromkeys(named),
-                )  # shared experts compute once
+                # Shared experts compute once, with the first part.
+                shared = (None,) * len(shared)
+                named = dict.fromkeys(named)
             return y
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at

@@ -220,9 +220,8 @@ def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
     rows = Rows(COUNTS, MXFP4, device, width=sizes[0])
     got = rows.outputs(experts, rows_per_expert)
     assert (rows.errors(experts, got) <= LIMITS[MXFP4]).all()
-    experts.gate_up_scales.view(torch.uint8)[0, 0, 0] = (
-        255  # NaN, and what lanes without a group would read
-    )
+    # NaN, and what lanes without a group would read.
+    experts.gate_up_scales.view(torch.uint8)[0, 0, 0] = 255
     again = rows.outputs(experts, rows_per_expert)
     assert again[rows.expert == 0].isnan().all()
     assert torch.equal(again[rows.expert != 0], got[rows.expert != 0])

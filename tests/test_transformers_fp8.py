@@ -24,9 +24,8 @@ from epmoe.integrations.transformers import fp8
 from epmoe.local.gemm.torch_grouped import TorchGrouped
 
 pytestmark = pytest.mark.usefixtures("default_settings")
-BF16_ERROR = (
-    1.6e-2  # relative to the largest value: weights, rows between the GEMMs and outputs are rounded
-)
+# Relative to the largest value: weights, rows between the GEMMs and outputs are rounded.
+BF16_ERROR = 1.6e-2
 E = 6
 K = 2
 D = 256

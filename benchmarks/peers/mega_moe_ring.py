@@ -259,7 +259,8 @@ class MegaMoERing(Peer):
 
         def run() -> Tensor:
             routing = case.routed()
-            args.ids_TK, args.weights_TK = routing.ids.data_ptr(), routing.weights.data_ptr()
+            args.ids_TK = routing.ids.data_ptr()
+            args.weights_TK = routing.weights.data_ptr()
             problem = library.launch(ctypes.byref(args), torch.cuda.current_stream().cuda_stream)
             if problem:
                 raise RuntimeError(problem.decode())

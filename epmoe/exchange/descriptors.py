@@ -130,10 +130,8 @@ class Descriptors:
         fields.row_weights = 0 if into.row_weights is None else into.row_weights.data_ptr()
         if into.multiplies is not None:
             outputs, products = into.multiplies
-            fields.outputs, fields.outputs_stride_bytes = (
-                outputs.data_ptr(),
-                outputs.stride(0) * outputs.itemsize,
-            )
+            fields.outputs = outputs.data_ptr()
+            fields.outputs_stride_bytes = outputs.stride(0) * outputs.itemsize
             fields.products = products.data_ptr()
         return made
 

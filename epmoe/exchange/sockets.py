@@ -98,7 +98,8 @@ class Handout:
 
     def __init__(self) -> None:
         self.name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
-        self._kept, self._lock = dict[int, int](), Lock()
+        self._kept = dict[int, int]()
+        self._lock = Lock()
         stack = contextlib.ExitStack()
         stack.callback(lambda kept: _close(kept.values()), self._kept)
         stack.enter_context(_handing_out(self.name, self._kept, self._lock))

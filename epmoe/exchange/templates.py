@@ -61,6 +61,7 @@ class Templates:
             self._first_tag = 1
             self._last_tag = config.placement.layers
         self._payload = WIRE_FORMATS[config.exchange.payload]
+        self._element = self._payload.element
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
@@ -80,19 +81,22 @@ class Templates:
             # What travels behind each row: its kind is a part of the shape of a round.
             kind: Extra | None = None
             extra_fits = True
-            if isinstance(extra, Extra):
+            if extra is None:
+                pass
+            elif isinstance(extra, Extra):
                 kind = extra
-            elif extra is not None:
+            else:
                 kind = Extra.of(extra)
                 extra_fits = _extra_fits(extra, T, device)
-            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
+            dtype = x.dtype
+            key = (D, K, dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
             template = self._templates.get(key)
 
             # A call like an earlier one differs from it in these only.
             shapes_fit = rows == T <= self._max_tokens and weights.shape == ids_shape
             on_device = x.device == device and ids.device == device and weights.device == device
             wants_grad = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
-            scales_fit = (x.dtype is self._payload.element) == (scales is not None)
+            scales_fit = (dtype is self._element) == (scales is not None)
             if scales is not None:
                 scales_fit = scales_fit and _fits(scales, self._payload, T, D, device)
             call_fits = shapes_fit and on_device and scales_fit and extra_fits and not wants_grad

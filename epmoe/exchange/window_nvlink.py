@@ -17,9 +17,8 @@ from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
 from epmoe.group.waiting import first_answer
 
-_LAST_WORDS_S = (
-    0.02  # after the end of a process, until what it has stored is here and waits have seen it
-)
+# After the end of a process, until what it has stored is here and waits have seen it.
+_LAST_WORDS_S = 0.02
 
 
 class NVLinkWindow:

@@ -18,9 +18,8 @@ from epmoe.local.route import Routing
 Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "drift", "adversarial"]
 
 _ZIPF_EXPONENT = 1.2
-_NORMAL_SIGMAS = (
-    4.0  # the E experts span this many standard deviations to either side of the middle expert
-)
+# The E experts span this many standard deviations to either side of the middle expert.
+_NORMAL_SIGMAS = 4.0
 # more than the range of the noise: hot experts come first, others only where K exceeds their number
 _HOT = 60.0
 

@@ -58,7 +58,8 @@ class HierarchicalExchange(Exchange):
         self.views = network.views
         self.rank = network.rank
         self.global_ranks = network.global_ranks
-        self.rounds, self.deadlines = network.rounds, network.deadlines
+        self.rounds = network.rounds
+        self.deadlines = network.deadlines
         self.templates = Templates(
             config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, None
         )
@@ -188,7 +189,8 @@ class HierarchicalExchange(Exchange):
                 needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit
             )
         mask, _ = self.node.take_aborted()
-        ranks, self._aborted = sorted({*self._aborted, *self.memory.of_mask(mask)}), []
+        ranks = sorted({*self._aborted, *self.memory.of_mask(mask)})
+        self._aborted = []
         raise_incomplete(
             overflow if self._raises_overflow else None,
             EPAbortedError(self.rounds.count, ranks) if ranks and self._raises_abort else None,
@@ -231,11 +233,9 @@ class HierarchicalExchange(Exchange):
         aborted = list(self._aborted_rounds)
         sent[self.memory.local :: G] = peek("rail.total.rows_sent")
         here = slice(self.memory.node * G, (self.memory.node + 1) * G)
-        sent[here], waited[here], aborted[here] = (
-            health.rows_sent,
-            health.waited_s,
-            health.aborted_rounds,
-        )
+        sent[here] = health.rows_sent
+        waited[here] = health.waited_s
+        aborted[here] = health.aborted_rounds
         own["timeouts"] = max(health.timeouts, self.network.failure is not None)
         for name in ("dropped_pairs", "clamped_num_tokens"):
             own[name] = getattr(health, name) + counted[name]
@@ -308,7 +308,8 @@ class HierarchicalExchange(Exchange):
         self.network.pending.append(slabs.last)
 
     def _take_needed(self) -> int:
-        needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
+        needed = int(self.views["rail.total.needed"])
+        self.views["rail.total.needed"][0] = 0
         return needed
 
     def _take_aborted(self) -> int:

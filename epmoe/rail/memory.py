@@ -56,7 +56,8 @@ class RailMemory:
             )
             self.views |= {"rail.total.needed": needed, "rail.noticed": noticed}
             written_by_replays.extend((needed, noticed))
-        self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
+        self.ranks_per_node = config.topology.ranks_here
+        nodes = range(config.topology.num_nodes)
         self.node, self.local = divmod(rank, self.ranks_per_node)
         self.others = [node for node in nodes if node != self.node]
         self.rows_per_node = config.rows_per_node

@@ -61,7 +61,9 @@ class NcclRail:
     ) -> None:
         ranks = roll_call.ranks
         rank = roll_call.rank
-        self._roll_call, self._deadlines, self._device = roll_call, deadlines, device
+        self._roll_call = roll_call
+        self._deadlines = deadlines
+        self._device = device
         self._others = [int(one != rank) for one in ranks]
         self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams
@@ -223,7 +225,8 @@ def _watch(
         for back in (False, True):
             started, ended = way = counts[2 * back : 2 * back + 2]
             if way != seen[back]:
-                seen[back], since[back] = way, now
+                seen[back] = way
+                since[back] = now
             elif started != ended:
                 late |= now - since[back] > deadlines.wait_s(returning=back, first=not counts[3])
         call = on_late()

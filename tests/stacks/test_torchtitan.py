@@ -53,9 +53,8 @@ EXPERTS = {name: partial(nn.init.trunc_normal_, std=0.1) for name in ("w1_EFD", 
 
 @pytest.fixture(scope="session", autouse=True)
 def group():
-    os.environ["EPMOE_MODEL__DTYPE"] = (
-        "float32"  # of windows, which on GPUs are for bfloat16 by default
-    )
+    # Of windows, which on GPUs are for bfloat16 by default.
+    os.environ["EPMOE_MODEL__DTYPE"] = "float32"
     if ON_GPUS:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo")

@@ -179,7 +179,8 @@ struct CallShape {
 // On CUDA, in the words that a rank finds of a seat in which nobody sits, and which its host writes
 // once: the epoch, which every round takes for its own, and the shape of a call that agrees with
 // every other.
-constexpr uint32_t kEmptySeat = 0xfffffffe, kEmptySeatShape = 0xfdffffff;
+constexpr uint32_t kEmptySeat = 0xfffffffe;
+constexpr uint32_t kEmptySeatShape = 0xfdffffff;
 // Dispatch on CUDA sends the number of an LL call's tokens in so many bits
 // (cuda/dispatch/block.cuh).
 constexpr int kLLTokenBits = 11;

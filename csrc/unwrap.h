@@ -87,7 +87,9 @@ T* pointer(const MaybeTensor& t, int64_t numel, const char* name) {
 // The scales of weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and
 // [e, n, k / 32].
 inline const uint8_t* mxfp4_scales(const Tensor& codes, const Tensor& scales) {
-  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
+  int64_t e = codes.size(0);
+  int64_t n = codes.size(1);
+  int64_t k = 2 * codes.size(2);
   STD_TORCH_CHECK(is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
                       is_whole(scales, scales.scalar_type(), {e, n, k / kMxfp4Group}) &&
                       k % kMxfp4Group == 0 && codes.element_size() == 1 &&

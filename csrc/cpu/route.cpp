@@ -66,7 +66,8 @@ void key_row(const RouteArgs& args, bool sanitised, Row& row) {
 // The value of a group is the sum of its best biased scores, or its best key where one score
 // counts.
 void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_keys) {
-  int32_t size = args.E / args.num_groups, count = args.scores_per_group;
+  int32_t size = args.E / args.num_groups;
+  int32_t count = args.scores_per_group;
   std::vector<int32_t> order(size);
   auto value = [&](int32_t i) {
     return args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
@@ -134,7 +135,8 @@ void pad(const RouteArgs& args, int64_t t) {
 }  // namespace
 
 void route(const RouteArgs& args) {
-  int64_t real = real_tokens(args), sanitised_rows = 0;
+  int64_t real = real_tokens(args);
+  int64_t sanitised_rows = 0;
   bool clamped = real != wanted_tokens(args);
   Row row(args.E);
   std::vector<uint32_t> group_keys;

@@ -159,7 +159,8 @@ enum class Wait { kArrived, kFailed, kInterrupted };
 // same. Its time counts for each rank until the signal of that rank is seen, signal handlers
 // included.
 inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset, uint32_t epoch) {
-  constexpr int kSpins = 64, kYields = 16;
+  constexpr int kSpins = 64;
+  constexpr int kYields = 16;
   constexpr int64_t kLongestSleepNs = 100'000'000;
   auto* doorbell = in_window<uint32_t>(ex, ex.plan.rank, ex.plan.doorbell);
   Progress& progress = in_scratch<RoundState>(ex, ex.plan.state)->progress;

@@ -94,8 +94,10 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr Variant kVariant = Of::value;
   constexpr int kSendLines = kVariant.send_lines;
-  constexpr bool kLL = kSendLines > 0, kCoarse = kVariant.coarse, kOwn = kVariant.own,
-                 kValues = kVariant.values;
+  constexpr bool kLL = kSendLines > 0;
+  constexpr bool kCoarse = kVariant.coarse;
+  constexpr bool kOwn = kVariant.own;
+  constexpr bool kValues = kVariant.values;
   constexpr WireFormat kFormat = kVariant.format;
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks], max_slots[2];
@@ -119,8 +121,8 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
   if (sends && threadIdx.x == 0) b.wait.say_started(kCombine);
   // One warp loads the state: the threads of a grid that load the same line delay one another.
   if (threadIdx.x < 32) {
-    constexpr int kStateInts = offsetof(RoundState, send_queue) / 4,
-                  kMaskAt = offsetof(RoundState, ll_mask) / 4;
+    constexpr int kStateInts = offsetof(RoundState, send_queue) / 4;
+    constexpr int kMaskAt = offsetof(RoundState, ll_mask) / 4;
     uint32_t word =
         threadIdx.x < kStateInts ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
     int32_t count =
@@ -135,8 +137,8 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
   }
   __syncthreads();
   b.wait.epoch = now.dispatch_epoch;
-  bool leader = blockIdx.x == 0,
-       ok = !(now.latched | (leader ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
+  bool leader = blockIdx.x == 0;
+  bool ok = !(now.latched | (leader ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
   // The block that starts first opens combine, with its last warp, which has the least to send.
   if (int32_t rank = block_threads() - 1 - threadIdx.x;
       leader && rank < plan.R && ok && args.send) {

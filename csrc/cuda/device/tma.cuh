@@ -121,8 +121,9 @@ struct TmaRing {
   char* buffers;        // [kBuffers, stride_bytes], aligned to 16 bytes
   uint64_t* mbarriers;  // [kBuffers]
   int32_t stride_bytes;
-  int32_t loaded = 0,
-          taken = 0;  // chunks whose load has started; chunks that this thread has taken
+  // Chunks whose load has started; chunks that this thread has taken.
+  int32_t loaded = 0;
+  int32_t taken = 0;
 
   // `first` is true in one thread, which initialises the mbarriers.
   __device__ __forceinline__ TmaRing(char* buffers, uint64_t* mbarriers, int32_t stride_bytes,

@@ -13,7 +13,8 @@ namespace epmoe::cuda {
 // of the call takes the bits that the two words have left.
 constexpr int kCountColumns = 2;
 constexpr int kMaxLLTokens = (1 << kLLTokenBits) - 1;
-constexpr int kSizeBits = 1 + 2 * kLLTokenBits, kShapeBits = 26;
+constexpr int kSizeBits = 1 + 2 * kLLTokenBits;
+constexpr int kShapeBits = 26;
 constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1;
 static_assert((32 - kSizeBits) + (32 - kShapeBits) ==
               std::bit_width(static_cast<uint32_t>(kMaxTag)));

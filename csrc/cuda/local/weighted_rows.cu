@@ -8,7 +8,9 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 4;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlocksPerSM = 4;
 constexpr int kInFlight = 4;  // vectors of each matrix that a thread loads at once
 
 // A team, the whole block or a warp, has a row at a time, and each of its threads every kTeam-th
@@ -22,7 +24,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   let_successor_start();
   RealRows rows(args.segments, args.N, table);
   using Part = Vector<T, kCount>;
-  constexpr int kTeams = kThreads / kTeam, kStep = kTeam * kCount;
+  constexpr int kTeams = kThreads / kTeam;
+  constexpr int kStep = kTeam * kCount;
   int turn = 0;
   for (uint32_t n = blockIdx.x * kTeams + threadIdx.x / kTeam; n < rows.count();
        n += gridDim.x * kTeams, turn ^= 1) {

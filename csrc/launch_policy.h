@@ -54,8 +54,8 @@ constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills
 // little; of 512, 64.
 constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
-static_assert(threads_per_block(0) ==
-              kThreads);  // the Simple protocol's buffers in shared memory assume it
+// The Simple protocol's buffers in shared memory assume it.
+static_assert(threads_per_block(0) == kThreads);
 
 // Chunks of a row, of `lines` lines of 16 bytes for each of a warp's 32 lanes.
 constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
@@ -102,17 +102,25 @@ struct Thresholds {
   // so many tokens, and from there on. With fp8 back, two lines and seven tenths take 49.2 at 256
   // tokens (52.4 before).
   struct Share {
-    int64_t scaled, scaled_more, few_tokens, up_to, more;
+    int64_t scaled;       // with scales, up to 96 tokens
+    int64_t scaled_more;  // with scales, from there on
+    int64_t few_tokens;   // without scales, up to `up_to` tokens
+    int64_t up_to;
+    int64_t more;  // without scales, from there on
 
     int64_t of(int64_t blocks, int64_t T, bool has_scales) const {
-      int64_t share = has_scales   ? (T <= 96 ? scaled : scaled_more)
-                      : T <= up_to ? few_tokens
-                                   : more;
-      return blocks * share / 1000;
+      return blocks * thousandths(T, has_scales) / 1000;
+    }
+    int64_t thousandths(int64_t T, bool has_scales) const {
+      if (has_scales) return T <= 96 ? scaled : scaled_more;
+      return T <= up_to ? few_tokens : more;
     }
   };
-  Share combine_lines{700, 700, 420, 128, 500}, combine_phase{560, 560, 500, 128, 620};
-  Share combine_one{560, 680, 500, 16, 400};
+  Share combine_lines{
+      .scaled = 700, .scaled_more = 700, .few_tokens = 420, .up_to = 128, .more = 500};
+  Share combine_phase{
+      .scaled = 560, .scaled_more = 560, .few_tokens = 500, .up_to = 128, .more = 620};
+  Share combine_one{.scaled = 560, .scaled_more = 680, .few_tokens = 500, .up_to = 16, .more = 400};
   // Expert-major with own sums (see CombineLaunch): two fifths, since senders look at empty slots,
   // too. Two H100, Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks take
   // 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two fifths take 24.7 at 64 tokens
@@ -153,18 +161,23 @@ struct Gpu {
 // --- Dispatch ---
 
 struct DispatchLaunch {
-  int64_t
-      recv_lines;  // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
+  // Lines of a row that a receiving lane moves at once (LL); 0: Simple protocol.
+  int64_t recv_lines;
   bool coarse;     // senders also move recv_lines lines at once, otherwise one
   bool exclusive;  // every block has a multiprocessor to itself, also where two would fit
-  int64_t blocks, threads, send_blocks;  // threads of a block
-  int64_t
-      notify_blocks;  // after the send blocks: block 0 of them counts, the others send the LL pairs
-  int64_t send_offset_entries,
-      source_offset_entries;        // tables in shared memory; 0: too large for it
-  int64_t row_chunks, chunk_bytes;  // of a row of x (Simple)
-  int64_t tokens_per_release;       // Simple
-  int64_t shared_bytes;             // dynamic, of a block
+  int64_t blocks;
+  int64_t threads;  // of a block
+  int64_t send_blocks;
+  // After the send blocks: block 0 of them counts, the others send the LL pairs.
+  int64_t notify_blocks;
+  // Tables in shared memory; 0: too large for it.
+  int64_t send_offset_entries;
+  int64_t source_offset_entries;
+  // Of a row of x (Simple).
+  int64_t row_chunks;
+  int64_t chunk_bytes;
+  int64_t tokens_per_release;  // Simple
+  int64_t shared_bytes;        // dynamic, of a block
 };
 
 inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args) {
@@ -204,11 +217,9 @@ inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs&
   if (plan.R <= kLocalBoundRanks)
     return blocks * sending / (sending + 2 * plan.R + (args.expert_major ? args.K : plan.R));
   bool middle = args.send && args.receive && T > at.middle_above && T <= at.middle_up_to;
-  return blocks *
-         (middle      ? at.dispatch_send_middle
-          : quantizes ? at.dispatch_send_quantized
-                      : at.dispatch_send) /
-         1000;
+  int64_t share = quantizes ? at.dispatch_send_quantized : at.dispatch_send;
+  if (middle) share = at.dispatch_send_middle;
+  return blocks * share / 1000;
 }
 
 inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args,
@@ -324,14 +335,17 @@ inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& a
     int64_t rows = args.expert_major ? plan.K : plan.R;
     int64_t others = plan.R - 1;
     if (own && args.expert_major) return blocks * at.combine_own * others / 1000;
-    int64_t sending = own ? 20 * others : 10 * (rows + plan.R);
-    int64_t receiving = own ? 12 * (2 * others + 1) + 10 : (scaled ? 5 : 9) * (2 * plan.R + 1);
+    int64_t sending = 10 * (rows + plan.R);
+    int64_t receiving = (scaled ? 5 : 9) * (2 * plan.R + 1);
+    if (own) {
+      sending = 20 * others;
+      receiving = 12 * (2 * others + 1) + 10;
+    }
     return blocks * sending / (sending + receiving);
   }
+  if (lines > 1) return at.combine_lines.of(blocks, args.T, scaled);
   bool both_phases = args.send && args.receive;
-  const Thresholds::Share& share = lines > 1     ? at.combine_lines
-                                   : both_phases ? at.combine_one
-                                                 : at.combine_phase;
+  const Thresholds::Share& share = both_phases ? at.combine_one : at.combine_phase;
   return share.of(blocks, args.T, scaled);
 }
 
@@ -373,14 +387,17 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     int64_t rows_per_team = ceil_div(num_slots * team, share * warps);
     if (num_slots <= most) share = most * 5 / 6;
     if (rows_per_team > 1) share = most * 5 / 8;
-    bool sums_dominate =
-        args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
+    // Summing takes longer than the wire.
+    bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;
     if (rows_per_team > 64) share = most * 11 / 12;
     if (rows_per_team > 64 || sums_dominate) team = 2;
     if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
       share = most * (args.expert_major ? at.combine_simple : at.combine_simple_rank_major) / 1000;
-      if (!args.expert_major)
-        team = row_bytes <= at.warp_bytes ? 1 : row_bytes <= 2 * at.warp_bytes ? 2 : 4;
+      if (!args.expert_major) {
+        team = 4;
+        if (row_bytes <= 2 * at.warp_bytes) team = 2;
+        if (row_bytes <= at.warp_bytes) team = 1;
+      }
     }
     // Measured, fp8, 4096 tokens, combine: one warp a row takes 305, four warps that wait for each
     // other 330.

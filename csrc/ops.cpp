@@ -267,17 +267,18 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                 bool interleaved, double limit, double alpha, double up_offset,
                 int64_t token_tiles) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
-  const WeightFormat format = down.scalar_type() == ScalarType::Float4_e2m1fn_x2
-                                  ? WeightFormat::kMxfp4
-                              : dtype_of(down) == DType::kFloat8E4M3 ? WeightFormat::kFp8
-                                                                     : WeightFormat::kBf16;
-  const bool fp8 = format == WeightFormat::kFp8;
-  const bool packed = format == WeightFormat::kMxfp4;
+  const bool packed = down.scalar_type() == ScalarType::Float4_e2m1fn_x2;
+  const bool fp8 = !packed && dtype_of(down) == DType::kFloat8E4M3;
+  WeightFormat format = WeightFormat::kBf16;
+  if (packed) format = WeightFormat::kMxfp4;
+  if (fp8) format = WeightFormat::kFp8;
   int64_t N = rows.size(0);
   int64_t D = rows.size(1);
   int64_t F = down.size(2) * (packed ? 2 : 1);
   int64_t e = segments.num_local_experts;
-  int64_t step = fp8 ? kScaleBlock : packed ? kMxfp4Group : kScaleBlock / 2;
+  int64_t step = kScaleBlock / 2;
+  if (fp8) step = kScaleBlock;
+  if (packed) step = kMxfp4Group;
   STD_TORCH_CHECK(rows.is_contiguous() && is_aligned(rows) &&
                       dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
                   "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such "

@@ -177,9 +177,9 @@ struct CallShape {
   uint32_t tag_high : 6;     // bits of the tag that the first word has no room for
 };
 // On CUDA, in the words that a rank finds of a seat in which nobody sits, and which its host writes
-// once: the epoch, which every round takes for its own, and the shape of a call that agrees with
-// every other.
+// once: the epoch, which every round takes for its own.
 constexpr uint32_t kEmptySeat = 0xfffffffe;
+// The same: the shape of a call that agrees with every other.
 constexpr uint32_t kEmptySeatShape = 0xfdffffff;
 // Dispatch on CUDA sends the number of an LL call's tokens in so many bits
 // (cuda/dispatch/block.cuh).

@@ -208,11 +208,11 @@ auto variant_of(int64_t send_lines, bool coarse, bool own) {
     return Variant{
         .send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues};
   };
-  return send_lines == 0   ? combine_kernel<Compiled<of(0, false, false)>, T>
-         : send_lines == 1 ? combine_kernel<Compiled<of(1, false, false)>, T>
-         : own             ? combine_kernel<Compiled<of(kMaxSumLines, kCoarse, kCoarse)>, T>
-         : coarse          ? combine_kernel<Compiled<of(kMaxSumLines, kCoarse, false)>, T>
-                           : combine_kernel<Compiled<of(kMaxSumLines, false, false)>, T>;
+  if (send_lines == 0) return combine_kernel<Compiled<of(0, false, false)>, T>;
+  if (send_lines == 1) return combine_kernel<Compiled<of(1, false, false)>, T>;
+  if (own) return combine_kernel<Compiled<of(kMaxSumLines, kCoarse, kCoarse)>, T>;
+  if (coarse) return combine_kernel<Compiled<of(kMaxSumLines, kCoarse, false)>, T>;
+  return combine_kernel<Compiled<of(kMaxSumLines, false, false)>, T>;
 }
 // Rounds that return values have sums without scales.
 auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype,

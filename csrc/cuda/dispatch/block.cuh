@@ -106,7 +106,8 @@ struct DispatchKernel {
   // rank goes on.
   __device__ __forceinline__ int32_t block_number() const {
     int32_t block = blockIdx.x;
-    return block == 0 ? send_blocks : block <= send_blocks ? block - 1 : block;
+    if (block == 0) return send_blocks;
+    return block <= send_blocks ? block - 1 : block;
   }
   // The most pairs that a source can have for an expert. Counts come from peers and may be any
   // number.
@@ -263,7 +264,8 @@ static __device__ __noinline__ float kept_weight(const DispatchArgs& args, int32
   return args.adds_only ? 1.0f : weight;
 }
 __device__ __forceinline__ float combine_weight(const DispatchBlock& b, int32_t row, float weight) {
-  return b.trains ? kept_weight(b.args, row, weight) : b.args.weight_rows ? 1.0f : weight;
+  if (b.trains) return kept_weight(b.args, row, weight);
+  return b.args.weight_rows ? 1.0f : weight;
 }
 
 }  // namespace epmoe::cuda

@@ -289,9 +289,9 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .asked = progress.more_rounds,
                         .call = {}};
   kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));
-  Training training = args.outputs_ND  ? Training::kProducts
-                      : args.to_caller ? Training::kRows
-                                       : Training::kNone;
+  Training training = Training::kNone;
+  if (args.to_caller) training = Training::kRows;
+  if (args.outputs_ND) training = Training::kProducts;
   auto* variant = variant_for(policy.recv_lines, policy.coarse, policy.exclusive,
                               exchange.plan.payload_format, args.dtype, training);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes,

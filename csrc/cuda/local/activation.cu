@@ -106,9 +106,8 @@ cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t strea
         args.F % kPerVector<T> == 0 &&
         is_aligned(args.gate_up_N2F, args.gate_up_stride * static_cast<int64_t>(sizeof(T))) &&
         is_aligned(args.bias_e2F, 0);
-    auto* kernel = args.scales_BN
-                       ? (wide ? gated_rows<T, true, true> : gated_rows<T, true, false>)
-                       : (wide ? gated_rows<T, false, true> : gated_rows<T, false, false>);
+    auto* kernel = wide ? gated_rows<T, false, true> : gated_rows<T, false, false>;
+    if (args.scales_BN) kernel = wide ? gated_rows<T, true, true> : gated_rows<T, true, false>;
     return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N * chunks, kWarps), kThreads,
                           RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
                           static_cast<uint32_t>(chunks));

@@ -169,9 +169,9 @@ cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream) {
-  return args.token_tiles == 1   ? launch_of<1>(args, stream)
-         : args.token_tiles == 2 ? launch_of<2>(args, stream)
-                                 : launch_of<4>(args, stream);
+  if (args.token_tiles == 1) return launch_of<1>(args, stream);
+  if (args.token_tiles == 2) return launch_of<2>(args, stream);
+  return launch_of<4>(args, stream);
 }
 
 }  // namespace epmoe::cuda

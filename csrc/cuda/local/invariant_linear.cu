@@ -17,22 +17,25 @@
 namespace epmoe::cuda {
 namespace {
 
-// Of a tile.
+// A block computes a tile.
 constexpr int kThreads = 128;
 constexpr int kColumns = 64;
-constexpr int kStep = 32;  // of k, in shared memory at once
-// A multiple of kStep.
+constexpr int kStep = 32;  // elements of k in shared memory at once
+
+// Parts of k, which blocks of their own sum, and another kernel adds.
 constexpr int64_t kMostParts = 16;
-constexpr int64_t kShortestPart = 128;
+constexpr int64_t kShortestPart = 128;  // a multiple of kStep
 constexpr int kSumThreads = 256;
-// Of 16 bits, of fp32: a tile has 8 up to so many.
-constexpr int64_t kFewTokens = 64;
-constexpr int64_t kFewestTokens = 16;
-constexpr int64_t kFewColumns = 16;  // of such a tile, for elements of 16 bits
-// Of k, loaded ahead, in vectors of 16 bytes.
+
+// Up to so many tokens, a tile has 8 rows of x.
+constexpr int64_t kFewTokens = 64;     // with elements of 16 bits
+constexpr int64_t kFewestTokens = 16;  // with fp32
+constexpr int64_t kFewColumns = 16;    // of such a tile, for elements of 16 bits
+
+// Elements of 16 bits are loaded ahead.
 constexpr int kStages = 4;
-constexpr int kStage = 64;
-constexpr int kVectors = kStage / 8;
+constexpr int kStage = 64;            // elements of k in a stage
+constexpr int kVectors = kStage / 8;  // of 16 bytes, in a row of a stage
 
 int64_t part_length(int64_t k) {
   return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep);

@@ -130,10 +130,11 @@ cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
                 reinterpret_cast<uintptr_t>(args.x_TD) % (kPerLane * sizeof(T)) == 0;
     int64_t blocks = ceil_div(args.D, kScaleBlock);
     int64_t grid = ceil_div(args.T * blocks, kWarps);
-    if (args.block)
-      return grid ? launch(args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>,
-                           grid, kThreads, 0, stream, args, blocks, wide)
-                  : cudaSuccess;
+    if (args.block) {
+      if (!grid) return cudaSuccess;
+      auto* kernel = args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>;
+      return launch(kernel, grid, kThreads, 0, stream, args, blocks, wide);
+    }
     if (cudaError_t error = cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), stream))
       return error;
     int64_t readers = std::clamp<int64_t>(grid, 1, 8 * device.multiprocessors);

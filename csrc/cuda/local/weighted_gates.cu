@@ -71,10 +71,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
 
 template <typename T, int kCount>
 auto* variant_of(bool backward, bool interleaved) {
-  return backward ? (interleaved ? weighted_gates<T, true, true, kCount>
-                                 : weighted_gates<T, true, false, kCount>)
-                  : (interleaved ? weighted_gates<T, false, true, kCount>
-                                 : weighted_gates<T, false, false, kCount>);
+  if (backward)
+    return interleaved ? weighted_gates<T, true, true, kCount>
+                       : weighted_gates<T, true, false, kCount>;
+  return interleaved ? weighted_gates<T, false, true, kCount>
+                     : weighted_gates<T, false, false, kCount>;
 }
 
 }  // namespace

@@ -82,11 +82,11 @@ cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t st
     constexpr int kWide = kPerVector<T>;
     bool wide = args.D % kWide == 0 && is_aligned(args.grad_ND, 0) &&
                 is_aligned(args.rows_ND, args.rows_stride * static_cast<int64_t>(sizeof(T)));
-    bool whole =
-        wide && args.D >= kThreads * kWide;  // then every thread of a block has a vector of the row
-    auto* kernel = whole  ? weighted_rows_backward<T, kWide, kThreads>
-                   : wide ? weighted_rows_backward<T, kWide, 32>
-                          : weighted_rows_backward<T, 1, 32>;
+    // Then every thread of a block has a vector of the row.
+    bool whole = wide && args.D >= kThreads * kWide;
+    auto* kernel = weighted_rows_backward<T, 1, 32>;
+    if (wide) kernel = weighted_rows_backward<T, kWide, 32>;
+    if (whole) kernel = weighted_rows_backward<T, kWide, kThreads>;
     return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N, whole ? 1 : kWarps), kThreads,
                           RealRows::shared_bytes(args.segments.num_local_experts), stream, args);
   });

@@ -63,12 +63,17 @@ inline bool is_aligned(const Tensor& t) {
 }
 
 template <typename T>
-constexpr ScalarType kScalarType = std::is_same_v<T, int32_t>   ? ScalarType::Int
-                                   : std::is_same_v<T, int64_t> ? ScalarType::Long
-                                   : std::is_same_v<T, float>   ? ScalarType::Float
-                                   : std::is_same_v<T, double>  ? ScalarType::Double
-                                   : std::is_same_v<T, uint8_t> ? ScalarType::Byte
-                                                                : ScalarType::Undefined;
+constexpr ScalarType kScalarType = ScalarType::Undefined;
+template <>
+inline constexpr ScalarType kScalarType<int32_t> = ScalarType::Int;
+template <>
+inline constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
+template <>
+inline constexpr ScalarType kScalarType<float> = ScalarType::Float;
+template <>
+inline constexpr ScalarType kScalarType<double> = ScalarType::Double;
+template <>
+inline constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
 
 // The data of a contiguous tensor of T with at least `numel` elements.
 template <typename T>

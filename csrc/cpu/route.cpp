@@ -103,11 +103,10 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
 #if defined(EPMOE_MUTATE_ROUTE_CLAMP)
       // The known bug of the field: it compares floats, and "removes" the chosen expert with a
       // value against which NaN does not lose.
-      float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
-      float leader = best < 0      ? 0.0f
-                     : args.bias_E ? row.scores[best] + args.bias_E[best]
-                                   : row.scores[best];
-      if (best < 0 || value > leader) best = i;
+      auto rated = [&](int32_t e) {
+        return args.bias_E ? row.scores[e] + args.bias_E[e] : row.scores[e];
+      };
+      if (best < 0 || rated(i) > rated(best)) best = i;
 #else
       if (!taken[i] && (best < 0 || row.keys[i] > row.keys[best])) best = i;
 #endif

@@ -81,15 +81,16 @@ class HierarchicalExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
-        sent = self.rounds.open(
-            Sent(template, T, epoch, None, (), self.rounds.most_tokens), call.tag
-        )
+        sent = Sent(template, T, epoch, None, (), self.rounds.most_tokens)
+        self.rounds.open(sent, call.tag)
+
+        # Copy the tokens into a slab for each node.
         inside_epoch = self.node.rounds.count + 1
-        self.slabs = slabs = Slabs(
-            self.memory, template.shape, call, epoch, inside_epoch, sent.most_tokens
-        )
+        slabs = Slabs(self.memory, template.shape, call, epoch, inside_epoch, sent.most_tokens)
+        self.slabs = slabs
         slabs.pack(operands)
-        # before other ranks can know: an abort then starts what is not started
+
+        # The round is open before other ranks can know: an abort then starts what is not started.
         self.rounds.advance()
         self.network.start(slabs.out)
         return sent
@@ -108,17 +109,16 @@ class HierarchicalExchange(Exchange):
             if isinstance(opened, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
                 slabs.inside = node.dispatch_recv(opened)
             else:  # the other ranks of the node notice a mismatch
-                rows, extra = (
-                    (slabs.smallest_rows(), None)
-                    if differing
-                    else (slabs.rows(), slabs.shape.extra)
-                )
+                rows = slabs.rows()
+                extra = slabs.shape.extra
+                if differing:
+                    rows = slabs.smallest_rows()
+                    extra = None
                 slabs.inside = node.dispatch(slabs.inside_call(rows, extra))
         except EPMismatchError as error:
             ranks = differing or self.memory.of_node(error.differing_ranks)
-            self._mismatch(
-                ranks, differing, tags or self.network.tags_of_group(error.tags), differences
-            )
+            tags = tags or self.network.tags_of_group(error.tags)
+            self._mismatch(ranks, differing, tags, differences)
         except EPTimeoutError:
             self.check()
             raise

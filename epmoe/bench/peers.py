@@ -101,7 +101,8 @@ class Contest:
         self, sample: Sample, payload: Payload, time: Callable[[Side], _T]
     ) -> Iterator[tuple[str, _T]]:
         def checked(name: str, side: ExchangeSide) -> Side:
-            side.name, side.exact = name, False  # rows may arrive in another order
+            side.name = name
+            side.exact = False  # rows may arrive in another order
             side.check()
             return side
 

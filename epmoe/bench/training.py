@@ -35,7 +35,8 @@ from epmoe.training import TrainingExchange
 from epmoe.training.exchange import WeightsOn
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
-_CAPTURED, _EAGER = 8, 5  # passes of a graph, whose gradients share memory, and of an eager sample
+_CAPTURED = 8  # passes of a graph, whose gradients share memory
+_EAGER = 5  # passes of an eager sample
 _TIMES = (
     Column(
         "rows",

@@ -1,10 +1,8 @@
 """Batches of any length through an `ExpertParallel`, in as many rounds as the longest batch of any
 rank needs.
 
-    x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ rows [n,D] that arrived
-                                                             │ experts
-                                                             ▼
-    y [T,D] ◀─────────────────────────────── combine ◀─ outputs [n,D]
+x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D] that arrived) ─▶ combine ─▶ y
+[T,D]
 """
 
 from __future__ import annotations
@@ -183,8 +181,9 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
-        # Without `longest`, static mode knows only the limit M.
-        known = call.longest if self.static else longest
+        known = (
+            call.longest if self.static else longest
+        )  # static mode otherwise has a limit only, M
         call = call._replace(
             longest=min(longest, M) if self.static and longest is not None else longest
         )
@@ -291,8 +290,9 @@ class SharedExpertParallel:
                 if isinstance(routed, Routed)
                 else ep.combine(outputs, routed)
             )
-        # Times are added in place: three context managers would cost a layer 5 µs.
-        self.seconds["dispatch"] += arrived - began
+        self.seconds["dispatch"] += (
+            arrived - began
+        )  # in place: three context managers cost a layer 5 µs
         self.seconds["experts"] += computed - arrived
         self.seconds["combine"] += now() - computed
         return y
@@ -341,8 +341,9 @@ class SharedExpertParallel:
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:
-            # It does not depend on what the other ranks bring.
-            alignment = 1 if d.alignment == 1 else ep.config.alignment
+            alignment = (
+                1 if d.alignment == 1 else ep.config.alignment
+            )  # of whatever the other ranks bring
             most = most_pairs + ep.num_local_experts * (alignment - 1)
             n = min(d.rows.shape[0], -(-most // alignment) * alignment)
         scales = None if d.scales is None else d.scales[:n]

@@ -1,9 +1,7 @@
 """Records of routes: ids of experts, token by token, as rollouts hand them to trainers.
 
-    recording(model) ─ pack_routes ─▶ [B, tokens, layers, K]
-                                          │ pad_routes
-                                          ▼
-                                      [B, length, layers, K] ─▶ replay(model, …)
+    recording(model) ─ pack_routes ─▶ [B, tokens, layers, K] ─ pad_routes ─▶ [B, length, layers, K]
+    ─ replay(model, …)
 
 Rollout engines and trainers carry the same: logical ids in uint8 where these suffice, else in
 int16. A token has no record where its K ids are not K experts: the experts of a token differ from
@@ -108,8 +106,9 @@ def unpack_routes(
     """
     if routes.dim() == 3:
         routes = routes[None]
-    # With more than 256 experts, uint8 is too small.
-    check_tensor("routes", routes, DTYPES[num_experts > 256 :], ("B", "tokens", num_layers, top_k))
+    check_tensor(
+        "routes", routes, DTYPES[num_experts > 256 :], ("B", "tokens", num_layers, top_k)
+    )  # not uint8
     ids = routes.to(device, torch.int32)
     return list(ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE).unbind(2))
 

@@ -215,7 +215,6 @@ def _rules(gpus: tuple[str, ...], portable: bool) -> str:
     checkout. The folder of torch is in the environment, since it differs by virtual environment.
     """
     cxx = shlex.quote(_compiler())
-    # nvcc compiles the host's part by the same compiler.
     host = f"-ccbin={shlex.quote(os.environ['CXX'])}" if "CXX" in os.environ else ""
     native = "" if portable else "-march=native"
 
@@ -229,6 +228,7 @@ def _rules(gpus: tuple[str, ...], portable: bool) -> str:
     # Instructions of Hopper alone, such as wgmma, are in no later GPU: nvcc wants the name sm_90a.
     hopper = re.sub(r"_90\b", "_90a", codes)
 
+    # -ccbin: nvcc compiles the host's part by the same compiler.
     # `: torch $torch;` does nothing in the shell. It makes the version of torch a part of the
     # command, and ninja compiles again what another command has made.
     # `$$TORCH` is the folder of torch in the environment, where virtual environments differ;

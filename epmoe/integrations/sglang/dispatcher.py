@@ -1,9 +1,7 @@
 """SGLang's dispatcher of `--moe-a2a-backend deepep_v2`, in place of DeepEP's.
 
-    x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e]
-                                      │ SGLang's DeepGEMM runner
-                                      ▼
-    y [T,D] ◀─ combine ────────── rows [n,D]
+    x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e] ─ SGLang's DeepGEMM runner ─▶ rows [n,D] ─
+    combine ─▶ y [T,D]
 
 SGLang makes a dispatcher for each MoE layer. All dispatchers with the same shapes share one
 `ExpertParallel`, which the first of them makes while the model is built: before memory is measured
@@ -88,8 +86,9 @@ def create_dispatcher(
     With `live` experts move. Raises ValueError if the layer needs what epmoe does not have, and
     what `ExpertParallel` raises.
     """
-    # This checks the layer, and holds no memory yet.
-    theirs = original(moe_runner_config, quant_method=quant_method)
+    theirs = original(
+        moe_runner_config, quant_method=quant_method
+    )  # checks the layer, and holds no memory yet
     if not isinstance(theirs, deepep_v2.DeepEPv2Dispatcher):
         logger.warning(
             "epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only"
@@ -251,11 +250,10 @@ class EpmoeDispatcher(BaseDispatcher):
 
         Raises ValueError in the first call if they are other experts than those.
         """
-        # The weights are new, or have been loaded again.
         if (
             self._experts is None
             or self._experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr()
-        ):
+        ):  # loaded again
             self._experts = _grouped(layer)
             self._balancing.move(self._tag, self._experts)
         d = self._round
@@ -295,8 +293,9 @@ class EpmoeDispatcher(BaseDispatcher):
         M = self._ep.config.capacity.max_num_tokens_per_rank
         parallel = get_parallel()
         in_parts = parallel.attn_cp_size != 1
-        # Of one batch every rank has all tokens, or a part; parts differ by at most a token.
-        if parallel.attn_dp_size == 1:
+        if (
+            parallel.attn_dp_size == 1
+        ):  # one batch: every rank has all of it, or parts that differ by at most a token
             return R * M if in_parts else min(own * R + R - 1, R * M), None
         counts = get_dp_global_num_tokens()  # of each replica, whose ranks have all of it or parts
         if in_parts or not counts or len(counts) != parallel.attn_dp_size or own > max(counts):

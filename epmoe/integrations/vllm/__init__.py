@@ -3,8 +3,8 @@
 vLLM finds `register` by the entry point `vllm.general_plugins`. The plugin acts only where it is
 chosen:
 
-    vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel \\
-        --additional-config '{"epmoe": "rank"}'
+    vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel --additional-config '{"epmoe":
+    "rank"}'
 
 or by the environment variable EPMOE_VLLM=rank, which `--additional-config` overrides.
 `all2all_backend` stays at its default. Nothing is patched: vLLM offers a class to replace its layer
@@ -12,11 +12,10 @@ of experts, and an interface for the exchange.
 
     release.py           the releases of vLLM whose layer of experts is the seat
     choice.py            what the user chose
-    layer.py             the layer of experts: puts the exchange into vLLM's own kernel
-    prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
-    sizes.py             the windows: one ExpertParallel for each power of two of tokens,
-                         shared by all layers
-    sleep.py             the windows in vLLM's sleep mode
+    layer.py             the layer of experts: puts the exchange into the kernel of vLLM's own
+    method prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
+    sizes.py             the windows: one ExpertParallel for each power of two of tokens, shared by
+    all layers sleep.py             the windows in vLLM's sleep mode
 """
 
 from __future__ import annotations

@@ -150,8 +150,9 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
             choice = self.epmoe_choice
             if choice.layout == "layer":
-                # vLLM would otherwise copy what it loads again into these experts' memory.
-                if not _is_ours(self.moe_kernel):
+                if not _is_ours(
+                    self.moe_kernel
+                ):  # else vLLM copies what it loads again into these experts' memory
                     ours = loaded(
                         layer, base is not UnquantizedFusedMoEMethod, choice.batch_invariant
                     )
@@ -216,9 +217,10 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 y[part] = super().apply(
                     layer, x[part], topk_weights[part], topk_ids[part], *shared, **named
                 )
-                # Shared experts compute once, with the first part.
-                shared = (None,) * len(shared)
-                named = dict.fromkeys(named)
+                shared, named = (
+                    (None,) * len(shared),
+                    dict.fromkeys(named),
+                )  # shared experts compute once
             return y
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at

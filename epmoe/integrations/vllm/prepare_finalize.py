@@ -1,8 +1,9 @@
 """The exchange as vLLM's modular kernel wants it: `prepare` is dispatch, `finalize` is combine.
 
-    layout   the experts get                                     combine
-    rank     rows [R·M, D] with all ids and weights of a token   adds what the experts have summed
-    layer    one row for each pair, for `GroupedExperts`         applies the weights and sums
+    layout   the experts get                                        combine
+    rank     rows [R·M, D] with all ids and weights of a token      adds the rows that the experts
+    have summed layer    one row for each pair, for `GroupedExperts`            applies the weights
+    and sums
 
 Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as
 −1. Rows that a block-scaled fp8 kernel takes are quantized before they travel; any other

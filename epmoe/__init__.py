@@ -36,7 +36,7 @@ from epmoe.group.errors import (
     EPTimeoutError,
 )
 from epmoe.group.recovery import recover
-from epmoe.group.store import loopback_store
+from epmoe.group.store import folder_store
 from epmoe.layer import MoELayer
 from epmoe.live.balancer import Balancer
 from epmoe.live.receiver import WeightReceiver
@@ -94,8 +94,8 @@ __all__ = [
     "adapters_of",
     "balance",
     "finalize",
+    "folder_store",
     "join_group",
-    "loopback_store",
     "pack_routes",
     "pad_routes",
     "permute",

@@ -96,7 +96,7 @@ class ExpertParallel(HoldsWindows):
         group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default
             the world. Without torch.distributed this process is a group of one. Or a mesh whose
             last dimension, "ep", is the group, and whose other dimensions have replicas of the
-            experts: see docs/training.md, "Replicas".
+            experts: see docs/training.md, "Replicas". Ranks ascend along "ep".
         device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current
             GPU.
 

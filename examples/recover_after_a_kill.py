@@ -45,12 +45,12 @@ def play(ep, rounds):
         print(f"{ep.size} ranks play", flush=True)
 
 
-def run(seat, folder, port):
+def run(seat, folder):
     torch.set_num_threads(1)
     if seat is None:
         ep = epmoe.join_group(folder)
     else:
-        store = dist.TCPStore("127.0.0.1", port)
+        store = epmoe.folder_store(folder)  # it outlives every rank
         dist.init_process_group("gloo", store=store, rank=seat, world_size=3)
         ep = epmoe.ExpertParallel(config())
         play(ep, 10)
@@ -70,13 +70,12 @@ def run(seat, folder, port):
 
 def main():
     start = multiprocessing.get_context("spawn").Process
-    store = epmoe.loopback_store()  # it outlives every rank
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [start(target=run, args=(seat, folder, store.port)) for seat in range(3)]
+        ranks = [start(target=run, args=(seat, folder)) for seat in range(3)]
         for rank in ranks:
             rank.start()
         ranks[1].join()  # the supervisor sees the death, and starts another process
-        ranks[1] = start(target=run, args=(None, folder, store.port))
+        ranks[1] = start(target=run, args=(None, folder))
         ranks[1].start()
         for rank in ranks:
             rank.join()

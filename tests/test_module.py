@@ -99,6 +99,16 @@ def test_a_move_takes_everything_along(ep, arguments):
     )
 
 
+def test_experts_train_again_after_fp64(ep):
+    """In fp64 they only serve. What was frozen stays frozen."""
+    experts = make_experts(ep)
+    experts.w_down.requires_grad_(False)
+    experts.double().double()
+    assert not any(value.requires_grad for value in experts.parameters())
+    experts.float()
+    assert experts.w_gate_up.requires_grad and not experts.w_down.requires_grad
+
+
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_state_dict_that_is_assigned_keeps_router_and_bias_in_fp32(ep, on_meta):
     layer = make_layer(ep)

@@ -11,7 +11,9 @@ import signal
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from helpers import alone, full_layer, randn
 from torch import nn
 
 from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
+from epmoe.live import receiver, versions
 from epmoe.live.versions import newest_version
 
 A = torch.zeros(2)
@@ -192,3 +195,31 @@ def test_a_server_goes_on_without_the_folder(ep, layer, folder):
     ):
         receiver.load(2, timeout_s=0.01)
     receiver.close()
+
+
+def test_a_version_that_one_rank_has_sent_is_named(tmp_path: Path) -> None:
+    """A trainer in which `send` runs on one rank only."""
+    assert versions.what_is_there(tmp_path) == "no version is whole"
+    (tmp_path / "v0000000000003.group.0.1-of-3").touch()
+    assert versions.what_is_there(tmp_path) == (
+        "no version is whole; of version 3 rank(s) [0, 2] of the trainer have sent no part"
+    )
+    for rank in (0, 2):
+        (tmp_path / f"v0000000000003.group.0.{rank}-of-3").touch()
+    assert versions.what_is_there(tmp_path) == "the newest whole version is 3"
+
+
+@pytest.mark.parametrize("gather", [1, 2])
+def test_words_of_a_receiver_that_is_not_made_leave_no_file(tmp_path: Path, gather: int) -> None:
+    """Another rank fails in whichever of its steps."""
+    calls = count(1)
+
+    def all_gather(value: object) -> list[object]:
+        if next(calls) == gather:
+            raise RuntimeError("another rank has failed")
+        return [value]
+
+    peers = SimpleNamespace(rank=0, all_gather=all_gather)
+    with pytest.raises(RuntimeError, match="another rank has failed"):
+        receiver._shared_words(tmp_path, peers, 4)
+    assert not list(tmp_path.iterdir())

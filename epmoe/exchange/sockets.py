@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Lock, Thread
+from typing import NamedTuple
 
 from epmoe.group.deaths import this_process
 from epmoe.group.peers import Peers
@@ -39,7 +40,8 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
     some may yet ask at this rank's socket.
 
     Raises RuntimeError where the ranks are on several machines or cannot reach one another's
-    sockets, or a rank has ended, and TimeoutError where a rank did not answer.
+    sockets, may not open enough files, or a rank has ended, and TimeoutError where a rank did not
+    answer.
     """
     rank = peers.rank
     size = peers.size
@@ -77,10 +79,12 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
         )  # all have reached all: otherwise they would not reach one that has failed
         received = dict[int, dict[int, int]]()
         for peer, connection in reached.items():
-            received[peer] = _received(connection, whats[peer], deadline)
-            for number, descriptor in received[peer].items():
+            kept = _received(connection, whats[peer], deadline)
+            received[peer] = kept.descriptors
+            for number, descriptor in kept.descriptors.items():
                 (undo if number == _PROCESS else stack).callback(os.close, descriptor)
-            if _WINDOW not in received[peer]:
+            # Without the descriptor of a process, its end would be seen at a deadline only.
+            if kept.lost or _WINDOW not in kept.descriptors:
                 raise RuntimeError(
                     f"{whats[peer]}: it has closed it, or `ulimit -n` is too low here"
                 )
@@ -127,8 +131,8 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     deadline = time.monotonic() + SOCKET_TIMEOUT_S
     with _connected(name, what, deadline) as connection:
         kept = _received(connection, what, deadline)
-    found = kept.pop(number, None)
-    _close(kept.values())
+    found = kept.descriptors.pop(number, None)
+    _close(kept.descriptors.values())
     if found is None:
         raise RuntimeError(
             f"{what}: its process does not keep it any more (or `ulimit -n` is too low here)"
@@ -136,8 +140,16 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     return found
 
 
-def _received(connection: socket.socket, what: str, deadline: float) -> dict[int, int]:
-    """What a `Handout` keeps, by number: less of it where this process may not open more files."""
+class _Received(NamedTuple):
+    """What a `Handout` keeps."""
+
+    descriptors: dict[int, int]
+    """by number"""
+    lost: list[int]
+    """numbers of others, for which this process may not open more files"""
+
+
+def _received(connection: socket.socket, what: str, deadline: float) -> _Received:
     _set_deadline(connection, deadline)
     try:
         message, descriptors, _, _ = socket.recv_fds(
@@ -145,7 +157,9 @@ def _received(connection: socket.socket, what: str, deadline: float) -> dict[int
         )
     except TimeoutError:
         raise TimeoutError(f"{what}: its process does not answer") from None
-    return dict(zip(struct.unpack(f"{len(message) // 8}q", message), descriptors, strict=False))
+    numbers = struct.unpack(f"{len(message) // 8}q", message)
+    arrived = len(descriptors)
+    return _Received(dict(zip(numbers[:arrived], descriptors, strict=True)), [*numbers[arrived:]])
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ from epmoe.live.versions import (
     map_version,
     newest_version,
     own_folder,
+    what_is_there,
 )
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
@@ -170,7 +171,7 @@ class WeightReceiver:
                     f"version {version} of the weights did not come into {self._folder} within "
                     f"{timeout_s} s"
                 )
-                raise TimeoutError(f"{what}: the newest there is {newest_version(self._folder)}")
+                raise TimeoutError(f"{what}: {what_is_there(self._folder)}")
 
     @property
     def exchange(self) -> Exchange:
@@ -470,16 +471,20 @@ def _check(name: str, version: Version, experts: Any, weights: Tensors, num_expe
 def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
     """int64 [count], `_NONE` each, in memory of all ranks that no file names any more."""
     path = ""
-    if peers.rank == 0:
-        handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(bytes([255]) * 8 * count)
-    path = peers.all_gather(path)[0]
-    words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
-    here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
-    peers.all_gather(None)  # all have mapped it
-    if peers.rank == 0 or not here:
-        Path(path).unlink(missing_ok=True)
+    here = False
+    try:
+        if peers.rank == 0:
+            handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(bytes([255]) * 8 * count)
+        path = peers.all_gather(path)[0]
+        words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
+        here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
+        peers.all_gather(None)  # all have mapped it
+    finally:
+        # Also where a rank raises or has died meanwhile: nobody else knows of the file.
+        if path and (peers.rank == 0 or not here):
+            Path(path).unlink(missing_ok=True)
     if not here:
         raise ValueError("all ranks of a server that receives weights must be on one machine")
     return words

@@ -249,6 +249,20 @@ def newest_version(folder: Path) -> int:
     return max((parts[0].version for parts in _complete(_files(names))), default=-1)
 
 
+def what_is_there(folder: Path) -> str:
+    """The newest complete version, in words, and which ranks of the trainer a newer one lacks."""
+    newest = newest_version(folder)
+    said = f"the newest whole version is {newest}" if newest >= 0 else "no version is whole"
+    names = os.listdir(folder) if folder.exists() else []
+    parts = [file for file in _files(names) if file.version > newest]
+    if not parts:
+        return said
+    last = max(parts, key=lambda file: file.version)
+    sent = {file.rank for file in parts if file[1:3] == last[1:3] and file.size == last.size}
+    missing = [rank for rank in range(last.size) if rank not in sent]
+    return f"{said}; of version {last.version} rank(s) {missing} of the trainer have sent no part"
+
+
 def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
     """Map a version, by `memory` what lies in that of a GPU.
 

@@ -210,6 +210,7 @@ class GroupedExperts(nn.Module):
             up_offset,
         )
         self.averages_over = 1
+        self._frozen_by_dtype = list[str]()
         self._wanted, self._invariant = gemm, batch_invariant
         self._choose()
 
@@ -417,10 +418,20 @@ class GroupedExperts(nn.Module):
             return fn(bits_of(value)).view(value.dtype) if kept else fn(value)
 
         super()._apply(apply, recurse)
-        if self.dtype not in FLOATS:  # fp64, which serves only
-            self.requires_grad_(False)
+        self._freeze_by_dtype()
         self._choose()
         return self
+
+    def _freeze_by_dtype(self) -> None:
+        """Experts in fp64 serve only. Back in another dtype, those train that did before."""
+        if self.dtype not in FLOATS:
+            names = [name for name, value in self.named_parameters() if value.requires_grad]
+            self._frozen_by_dtype += names
+            self.requires_grad_(False)
+            return
+        for name in self._frozen_by_dtype:
+            getattr(self, name).requires_grad_(True)
+        self._frozen_by_dtype = []
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)

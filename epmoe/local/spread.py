@@ -29,6 +29,16 @@ def is_spread(value: object) -> TypeGuard[DTensor]:
     return mesh is not None and EP in (mesh.mesh_dim_names or ())
 
 
+def unspread_rows(module: nn.Module, e: int) -> list[str]:
+    """Names of parameters with a row for each of e experts of this rank, in a module of which
+    nothing is spread.
+    """
+    named = list(module.named_parameters())
+    if any(is_spread(value) for _, value in named):
+        return []
+    return [name for name, value in named if value.dim() >= 2 and len(value) == e]
+
+
 def local_view(value: Any, averages_over: int = 1) -> Any:
     """This rank's rows [e, …] of a DTensor; any other value as it is. Where autograd wants it,
     gradients of the rows reach the DTensor, divided by `averages_over`, and added over replicas in

@@ -18,16 +18,16 @@ struct RouteArgs {
   int64_t T;                  // rows; rows at and past the number of tokens are padding
   int64_t num_rows;           // real tokens, as the host knows them
   int32_t E, K, num_groups, top_groups;
-  int32_t scores_per_group;  // a group is rated by the sum of this many best scores, at most E /
-                             // num_groups
-  bool sigmoid;              // scoring: sigmoid, else softmax
-  bool renormalize;          // weights of a token sum to 1 before they are scaled
-  bool wide_ids;             // ids are int64, else int32
-  float epsilon;             // is added to the sum by which renormalize divides
-  float scale;               // factor of all weights
-  void* ids_TK;              // out
-  float* weights_TK;         // out
-  int64_t* counters;         // kNumCounters, added to; or null
+  // A group is rated by the sum of this many best scores, at most E / num_groups.
+  int32_t scores_per_group;
+  bool sigmoid;       // scoring: sigmoid, else softmax
+  bool renormalize;   // weights of a token sum to 1 before they are scaled
+  bool wide_ids;      // ids are int64, else int32
+  float epsilon;      // is added to the sum by which renormalize divides
+  float scale;        // factor of all weights
+  void* ids_TK;       // out
+  float* weights_TK;  // out
+  int64_t* counters;  // kNumCounters, added to; or null
 };
 
 // The operator permute (CPU and CUDA), and the receive phase of dispatch on the CPU.
@@ -159,8 +159,8 @@ struct FewRowsArgs {
   Gating gating;
   void* h_NF;            // workspace: the activations, fp8 or bf16
   uint8_t* exponents_N;  // fp8: workspace [N, F / 16], powers of two of h
-  float* h_scales_BN;    // fp8 in one order of sums: workspace instead, scales of h in blocks of
-                         // kScaleBlock
+  // fp8 in one order of sums: workspace instead, scales of h in blocks of kScaleBlock.
+  float* h_scales_BN;
   int64_t h_scales_stride;
   void* out_ND;  // out: bf16
 };

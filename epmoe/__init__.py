@@ -1,14 +1,19 @@
 """Expert parallelism for Mixture-of-Experts models: tokens to the ranks of their experts, and back.
 
-    logits [T,E] ─ route ─▶ ids,weights [T,K] ─ dispatch ─▶ rank-major rows [R,M,D] ─ permute ─▶
-    expert-major rows [N,D]
-                                                                                                        │ experts
-    y [T,D] ◀─ combine ── partial rows [R,M,D] ◀─ finalize ── expert-major outputs [N,D]
-    ◀──────────────┘
+    logits [T,E] ─ route ─▶ ids, weights [T,K]
+                                 │ dispatch
+                                 ▼
+                            rank-major rows [R,M,D] ─ permute ─▶ expert-major rows [N,D]
+                                                                      │ experts
+                                                                      ▼
+                            partial rows [R,M,D] ◀─ finalize ─ expert-major outputs [N,D]
+                                 │ combine
+                                 ▼
+                            y [T,D]
 
-T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden size. K: experts per
-token. E: logical experts. P: physical experts. e: physical experts of this rank. R: ranks. N:
-expert-major rows.
+T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden size.
+K: experts per token. E: logical experts. P: physical experts. e: physical experts of this rank.
+R: ranks. N: expert-major rows.
 """
 
 import os as _os

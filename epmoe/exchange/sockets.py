@@ -74,9 +74,9 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
             p: stack.enter_context(_connected(sockets[p][1], what, deadline))
             for p, what in whats.items()
         }
-        peers.all_gather(
-            None
-        )  # all have reached all: otherwise they would not reach one that has failed
+        # Wait until all have reached all: a rank that fails later cuts off nobody who still
+        # connects.
+        peers.all_gather(None)
         received = dict[int, dict[int, int]]()
         for peer, connection in reached.items():
             kept = _received(connection, whats[peer], deadline)
@@ -102,7 +102,8 @@ class Handout:
 
     def __init__(self) -> None:
         self.name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
-        self._kept, self._lock = dict[int, int](), Lock()
+        self._kept = dict[int, int]()
+        self._lock = Lock()
         stack = contextlib.ExitStack()
         stack.callback(lambda kept: _close(kept.values()), self._kept)
         stack.enter_context(_handing_out(self.name, self._kept, self._lock))
@@ -224,9 +225,8 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
                     f"{what} ({error}): its process has closed it, or is in a container with "
                     "another network namespace"
                 ) from error
-        if (
-            _user_of(connection) != os.getuid()
-        ):  # every user can take the name of a process that has ended
+        # Every user can take the name of a process that has ended.
+        if _user_of(connection) != os.getuid():
             raise RuntimeError(f"{what}: another user answers at the socket of its process")
         yield connection
 

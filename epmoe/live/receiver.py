@@ -1,9 +1,10 @@
 """`WeightReceiver`: a server takes versions of its weights from a trainer of other ranks, between
 two rounds.
 
-    rank 0   the newest version: TARGET           all are staged: flip behind round n: ROUND
-    rank r   maps and copies it beside the rounds: STAGED        the first tick behind round n + 2:
-    flip
+    rank 0   the newest version: TARGET
+    rank r   maps and copies it beside the rounds: STAGED
+    rank 0   all are staged, flip behind round n: ROUND
+    rank r   the first tick behind round n + 2: flip
 
 Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1.
 A rank that has opened round n + 2 sees the word: in round n + 1 it has got tokens of rank 0, or it

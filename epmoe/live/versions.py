@@ -1,8 +1,10 @@
 """Versions of a model's weights, which ranks of a trainer leave in a folder, and ranks of a server
 map from there.
 
-    rank of a trainer: send ─ a draft, renamed once it is whole ─▶ folder ─ mapped ─▶ rank of a
-    server: tick
+    rank of a trainer: send ─ draft, renamed once it is whole ─▶ folder
+                                                                    │ mapped
+                                                                    ▼
+                                                                 rank of a server: tick
 
 A version is complete once every rank of the trainer has its file there. A file never changes, and
 whoever has mapped one keeps its bytes, also once the trainer has removed it or has died. So neither

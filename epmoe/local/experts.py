@@ -28,12 +28,8 @@ from epmoe.native.arguments import (
 from epmoe.native.formats import format_of_rows
 
 DTYPES = (*FLOATS, torch.float64, *FORMATS)
-_KEEP_DTYPE = (
-    "w_gate_up",
-    "w_down",
-    "gate_up_scales",
-    "down_scales",
-)  # under casts, if the weights have scales
+# These keep their dtypes under casts, if the weights have scales.
+_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")
 
 
 def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:

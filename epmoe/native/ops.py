@@ -17,12 +17,8 @@ from torch import Tensor
 from epmoe.native import build
 from epmoe.native.formats import WIRE_FORMATS
 
-DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-)  # by their number in csrc/types.h
+# In the order of their numbers in csrc/types.h.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 _ROWS_AT_ONCE = 4096  # whose products are in fp32
 
@@ -269,8 +265,6 @@ def _load() -> None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        reasons = [
-            str(error.__cause__ or error),
-            *([problem] if problem else []),
-        ]  # the cause has the linker's words
+        # The cause has the linker's words.
+        reasons = [str(error.__cause__ or error), *([problem] if problem else [])]
         raise build.BuildError(f"the native library does not load: {'; '.join(reasons)}") from None

@@ -1,9 +1,10 @@
 """The operators of training, with their gradients: torch.compile and selective checkpointing know
 them by name.
 
-    epmoe::train_dispatch   x, weights ─▶ rows, row weights, link      gradients:
-    train_dispatch_backward epmoe::train_combine    expert rows, row weights, link ─▶ y
-    gradients: train_combine_backward
+    epmoe::train_dispatch    x, weights ─▶ rows, row weights, link
+    epmoe::train_combine     expert rows, row weights, link ─▶ y
+
+Their gradients are `train_dispatch_backward` and `train_combine_backward`.
 
 combine's backward opens a round, and dispatch's closes it. `link`, from dispatch to combine, makes
 the second follow the first where no gradient does, as on a rank without experts. It is fp32 [1] in

@@ -728,9 +728,8 @@ def test_the_page_has_each_tool():
     ],
 )
 def test_each_cell_is_right_or_raises_before_a_weight_changes(ep, folder, name, kind):
-    for prepared, said in enumerate(
-        dict.fromkeys(ROWS[name].split(" | "))
-    ):  # two equal cells are one call
+    # Two equal cells are one call.
+    for prepared, said in enumerate(dict.fromkeys(ROWS[name].split(" | "))):
         case = Case(kind, bool(prepared), ep, folder / str(prepared))
         case.folder.mkdir(exist_ok=True)
         problem = None

@@ -1,8 +1,8 @@
 """The grouped GEMM with gradients, and a bias for each expert, as operators: torch.compile and
 checkpoints know them.
 
-    rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]          bias [e,n] ─
-    epmoe::train_bias ─▶ [N,n]
+    rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]
+    bias [e,n] ─────────────────── epmoe::train_bias ─▶ [N,n]
 
 Rows lie expert by expert, as in gemm.py. Sums have one order, so gradients have the same bits on
 every run.

@@ -77,6 +77,23 @@ def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
     assert newest_version(folder) == 2
 
 
+@pytest.mark.parametrize("incomplete", [1, 3, 8])
+def test_incomplete_versions_push_no_whole_one_out(layer, folder, incomplete):
+    """Another rank's disk is full: of these versions its part never comes."""
+    keep = 3
+    sender = WeightSender(layer, folder, keep=keep)
+    sender.send(1)
+    for version in range(2, 2 + incomplete):
+        sender.send(version)
+        [part] = folder.glob(f"v{version:013}.*")
+        part.rename(part.with_name(part.name.replace("0-of-1", "0-of-2")))
+        assert newest_version(folder) == 1
+        assert len([*folder.glob("v*")]) <= 2 * keep
+    for version in range(20, 20 + keep):
+        sender.send(version)
+    assert len([*folder.glob("v*")]) == keep
+
+
 @pytest.mark.parametrize("experts", [4, 16])
 def test_a_trainer_of_other_experts_is_refused(ep, folder, experts):
     with ExpertParallel(alone(experts)) as other:

@@ -122,6 +122,12 @@ class Handout:
             for number in sorted(self._kept)[: max(len(self._kept) - most, 0)]:
                 os.close(self._kept.pop(number))
 
+    def drop_others(self, numbers: set[int]) -> None:
+        """Keep none but these numbers."""
+        with self._lock:
+            for number in self._kept.keys() - numbers:
+                os.close(self._kept.pop(number))
+
 
 def fetch_descriptor(name: str, number: int, what: str) -> int:
     """A descriptor of a `Handout`, which the caller closes.

@@ -85,7 +85,8 @@ class WeightSender:
         folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for
             the server. It is made, for this user only. Whoever ends the job removes it. The trainer
             that begins last has it.
-        keep: versions that stay, from 2 to 253.
+        keep: whole versions that stay, from 2 to 253. As many newer ones that some ranks have not
+            sent yet stay, too.
         on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or
             where the GPU has no room for `keep` versions.
 
@@ -167,7 +168,7 @@ class WeightSender:
         )
         if odd:
             raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
-        socket = None if self._offers is None else self._offer(version, tables, *self._offers)
+        socket = None if self._offers is None else self._offer(version, tables, files)
         for table in tables:
             table.update(
                 {name: _plain(value) for name, value in table.items() if not value.is_meta}
@@ -188,13 +189,10 @@ class WeightSender:
                 )
                 raise OSError(f"{what}: {error}") from error
             raise
-        stay = sorted({version, *(file.version for file in files if file.version < version)})[
-            -self._keep :
-        ]
+        files = list(_files(os.listdir(self._folder)))
+        stay = _that_stay(files, self._keep)
         for file in files:
-            if (
-                file.version < stay[0]
-            ):  # of whichever rank: without this one's part they are not complete any more
+            if file.version not in stay:  # of whichever rank: without a part it is not complete
                 (self._folder / file.name).unlink(missing_ok=True)
 
     def _check_trainer(self) -> None:
@@ -205,14 +203,16 @@ class WeightSender:
             )
             raise EPStateError(f"another trainer has begun to send into {self._folder}: {remedy}")
 
-    def _offer(
-        self, version: int, tables: list[dict[str, Tensor]], memory: Memory, handout: Handout
-    ) -> str:
-        """Put the tensors on the device of `memory` into a new piece of it; in the tables they
-        become meta tensors.
+    def _offer(self, version: int, tables: list[dict[str, Tensor]], files: list[_File]) -> str:
+        """Put the tensors on the GPU into a new piece of its memory; in the tables they become meta
+        tensors. `files` are those in the folder before this version.
         """
+        assert self._offers is not None, "weights are handed over in memory of the GPU"
+        memory, handout = self._offers
         places, nbytes = _laid_out(tables, memory.device)
-        handout.drop(self._keep - 1)  # before the new one takes room
+        # before the new one takes room
+        handout.drop_others(_that_stay(files, self._keep - 1))
+        handout.drop(MOST_DESCRIPTORS - 1)
         piece = Places(memory, 1, nbytes)
         try:
             descriptor = piece.create(nbytes)
@@ -358,6 +358,17 @@ def _complete(files: Iterable[_File]) -> list[list[_File]]:
     for file in files:
         versions.setdefault((file.version, file.group, file.size), []).append(file)
     return [parts for (*_, size), parts in versions.items() if len(parts) == size]
+
+
+def _that_stay(files: list[_File], keep: int) -> set[int]:
+    """The `keep` newest whole versions, and as many newer ones that are not whole yet.
+
+    One below a whole version never becomes whole: each rank sends growing numbers.
+    """
+    whole = {parts[0].version for parts in _complete(files)}
+    newest = max(whole, default=-1)
+    unfinished = {file.version for file in files if file.version > newest}
+    return {*sorted(whole)[-keep:], *sorted(unfinished)[-keep:]}
 
 
 def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:

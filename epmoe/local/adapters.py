@@ -28,6 +28,11 @@ NO_ADAPTER = -1
 _LINE_BYTES = 16  # grouped GEMMs want strides of its multiples
 
 
+def _writable_anywhere() -> torch.inference_mode:
+    """For making buffers: those made in inference mode could not be written outside it."""
+    return torch.inference_mode(False)
+
+
 class LoRA(NamedTuple):
     """One adapter of some experts: b · a is added to a weight. None: it leaves the weight alone."""
 
@@ -92,9 +97,10 @@ class ExpertAdapters(nn.Module):
             "down_a": (e, C, F),
             "down_b": (e, D, C),
         }
-        for name, shape in shapes.items():
-            zeros = torch.zeros(shape, dtype=experts.dtype, device=experts.w_down.device)
-            self.register_buffer(name, zeros, persistent=False)
+        with _writable_anywhere():
+            for name, shape in shapes.items():
+                zeros = torch.zeros(shape, dtype=experts.dtype, device=experts.w_down.device)
+                self.register_buffer(name, zeros, persistent=False)
         self._choose()
 
     def put_local(self, number: int, adapter: LoRA) -> None:
@@ -167,8 +173,7 @@ class ExpertAdapters(nn.Module):
         Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay.
         Otherwise all are lost: an adapter of some experts only would be another one.
         """
-        # `put_local` must be able to write them outside inference mode.
-        with torch.inference_mode(False):
+        with _writable_anywhere():
             for name, buffer in list(self.named_buffers()):
                 if len(buffer) != experts:
                     fitted = buffer.new_zeros(experts, *buffer.shape[1:])
@@ -213,6 +218,7 @@ class ExpertAdapters(nn.Module):
             a.zero_()
             b.zero_()
 
+    @_writable_anywhere()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         lost = False
         for name, buffer in list(self.named_buffers()):

@@ -109,12 +109,8 @@ class Whole(Generic[_Value]):
         while not self._has_ended:
             with suppress(BaseException):  # the caller has an exception to raise already
                 self._running.acquire(timeout=_LOOK_S)
+        self._error = None
         return True
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether the work has ended without an error."""
-        return self._has_ended and self._error is None
 
     def _run(self) -> None:
         try:
@@ -129,8 +125,15 @@ class Whole(Generic[_Value]):
         self._running.release()
 
     def _result(self) -> _Value:
-        if self._error is not None:
-            raise self._error
+        # An error that refers to itself by its frames would keep what they hold, such as a process
+        # group whose end other ranks wait for.
+        error = self._error
+        self._error = None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
         return self._value
 
 

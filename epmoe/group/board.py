@@ -145,8 +145,8 @@ class Meeting:
         """Where it shows that it is there, see `Presence`."""
         if member < 0:
             return f"arrivals/{-1 - member}"
-        origin, generation, _ = self.name.rsplit("/", 2)
-        return key_in_next(origin, int(generation), member)
+        group, _, _ = self.name.rpartition("/")
+        return key_of_rank(group, member)
 
     def sign_of(self, member: int) -> Sign:
         """What this rank sees of a member: of one that has not come yet, whether its process
@@ -271,9 +271,11 @@ class Meeting:
         return _GONE
 
 
-def key_in_next(origin: str, generation: int, rank: int) -> str:
-    """Where a rank of a group shows that it is there, in the meetings for the next group."""
-    return f"{origin}/{generation}/there/{rank}"
+def key_of_rank(group: str, rank: int) -> str:
+    """Where a rank shows that it is there, in the meetings for the group behind this one: `group`
+    is <origin>/<generation>.
+    """
+    return f"{group}/there/{rank}"
 
 
 def arrive(root: Board) -> int:

@@ -24,7 +24,7 @@ from epmoe.group.board import (
     Meeting,
     Presence,
     arrive,
-    key_in_next,
+    key_of_rank,
     leave_group,
 )
 from epmoe.group.errors import EPStateError
@@ -174,8 +174,9 @@ def regroup(
                 _log.warning("recover: attempt %s has failed: %s", meeting.name, cause)
         # Others may look for this rank in the next meeting already: it is there while it loads,
         # whatever it waits for.
-        here.ended = True
-        here = Presence(meeting.root, key_in_next(ep.origin, ep.generation, ep.rank))
+        before_loading = here
+        here = Presence(meeting.root, key_of_rank(f"{ep.origin}/{ep.generation}", ep.rank))
+        before_loading.ended = True
         load_weights(moves)
     finally:
         here.ended = True

@@ -350,7 +350,13 @@ class MoELayer(nn.Module):
     ) -> None:
         adapters = self.adapters
         experts = self.experts
-        changes = False
+        changes = False  # of this rank, which the others may not have
+        peers = peers_of(self.ep)
+
+        def settled() -> None:
+            """All ranks have the adapter: what is raised behind it takes nothing away."""
+            nonlocal changes
+            changes = False
 
         def put(room: ExpertAdapters, stored: StoredAdapter) -> None:
             nonlocal changes
@@ -373,7 +379,7 @@ class MoELayer(nn.Module):
                 room.put_local(number, mine)
 
         try:
-            with naming(call, [self.ep]), (peers := peers_of(self.ep)).together():
+            with naming(call, [self.ep]), peers.together(settled):
                 if adapters is None or not isinstance(experts, GroupedExperts):
                     raise ValueError(
                         "`adapters` must be given to the layer, which has no room for any"
@@ -384,9 +390,8 @@ class MoELayer(nn.Module):
                 )
                 self.ep.exchange.run(partial(put, adapters, stored))
         except BaseException as error:
-            if adapters is not None and (
-                changes or isinstance(error, EPTimeoutError)
-            ):  # others may have it
+            others_may_have_it = changes or isinstance(error, EPTimeoutError)
+            if adapters is not None and others_may_have_it:
                 adapters.lose(number)
             raise
 

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -101,7 +101,7 @@ def lose_the_last_word(state) -> None:
     part = Peers.part
 
     @contextmanager
-    def cut(self: Peers) -> Iterator[None]:
+    def cut(self: Peers, then: Callable[[], object]) -> Iterator[None]:
         with part(self):
             yield
         Peers.part = part

@@ -88,12 +88,14 @@ def check_same_rank(name: str, given: object, value: object) -> None:
 
 
 def _to_views(module: nn.Module, _: object) -> None:
-    vars(module)[_KEPT] = kept = [
+    kept = [
         (owner, name, value)
         for owner in module.modules()
         for name, value in owner._parameters.items()
         if is_spread(value) and not isinstance(owner, ParametrizationList)
     ]
+    # A stack: a forward that calls its own module finds the views of the outer call, and keeps none.
+    vars(module).setdefault(_KEPT, []).append(kept)
     for owner, name, value in kept:
         owner._parameters[name] = local_view(value, getattr(owner, "averages_over", 1))
     # Such as a weight to which PEFT adds a product.
@@ -102,7 +104,11 @@ def _to_views(module: nn.Module, _: object) -> None:
 
 
 def _to_parameters(module: nn.Module, *_: object) -> None:
-    for owner, name, value in vars(module).pop(_KEPT, ()):
+    calls = vars(module).get(_KEPT, [])
+    kept = calls.pop() if calls else ()
+    if not calls:
+        vars(module).pop(_KEPT, None)
+    for owner, name, value in kept:
         owner._parameters[name] = value
     for _owner, made in _parametrized(module):
         if isinstance(made[-1], _Rows):

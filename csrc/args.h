@@ -30,6 +30,26 @@ struct RouteArgs {
   int64_t* counters;  // kNumCounters, added to; or null
 };
 
+// The operator route_backward (CPU and CUDA): gradients of the weights [T, K] that route has given,
+// to gradients of its logits. A pair of weight 0 has no gradient: it is padding, or its score is
+// not finite.
+struct RouteBackwardArgs {
+  const float* grad_weights_TK;
+  const void* logits_TE;
+  DType dtype;            // of the logits, and of their gradients
+  int64_t logits_stride;  // between rows
+  const void* ids_TK;     // may hold any number where the weight is 0
+  const float* weights_TK;
+  int64_t T;
+  int32_t E, K;
+  bool sigmoid;          // scoring: sigmoid, else softmax
+  bool renormalize;      // weights were divided by their sum
+  bool wide_ids;         // ids are int64, else int32
+  double epsilon;        // was added to that sum
+  double scale;          // factor of all weights
+  void* grad_logits_TE;  // out, contiguous
+};
+
 // The operator permute (CPU and CUDA), and the receive phase of dispatch on the CPU.
 struct PermuteArgs {
   const void* x_SD;

@@ -150,6 +150,10 @@ class _LocalView(torch.autograd.Function):
         if ctx.averages_over != 1:
             # Not in place: it may be the gradient of another tensor, too.
             grad = grad / ctx.averages_over
+        has_replicas = any(placement.is_replicate() for placement in placements)
+        if not (has_replicas or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            # What `from_local` would check and copy is known.
+            return DTensor(grad, spec, requires_grad=False), None
         given = [Partial() if placement.is_replicate() else placement for placement in placements]
         whole = DTensor.from_local(
             grad, mesh, given, run_check=False, shape=spec.shape, stride=spec.stride

@@ -60,7 +60,12 @@ class Registry(Generic[_Named]):
         return number
 
     def find(self, number: int) -> _Named:
-        """The object under a number. Raises RuntimeError once it is gone."""
+        """The object under a number. Raises RuntimeError once it is gone.
+
+        A compiler may have made the number symbolic, as it does with attributes of modules under
+        FSDP2. `int` then makes one graph for each object.
+        """
+        number = int(number)
         named = self._objects.get(number)
         if named is None:
             raise RuntimeError(self._gone.format(number))

@@ -31,6 +31,11 @@ _library.define(
     "float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) -> (Tensor ids, Tensor "
     "weights)"
 )
+# Of the weights that route has given for `ids`, the gradients of the logits.
+_library.define(
+    "route_backward(Tensor grad_weights, Tensor logits, Tensor ids, Tensor weights, bool sigmoid, "
+    "bool renormalize, float renormalize_epsilon, float routed_scaling_factor) -> Tensor"
+)
 _library.define(
     "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int "
     "alignment, "
@@ -171,6 +176,11 @@ def _(logits: Tensor, top_k: int, *rest: object) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], top_k)
     ids = logits.new_empty(shape, dtype=torch.int64 if int64_ids else torch.int32)
     return ids, logits.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::route_backward")
+def _(grad_weights: Tensor, logits: Tensor, *rest: object) -> Tensor:
+    return logits.new_empty(logits.shape)
 
 
 @torch.library.register_fake("epmoe::permute")

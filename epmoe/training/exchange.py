@@ -40,9 +40,11 @@ _MOST_FP8 = (
 
 def fits_graphs() -> bool:
     """Whether a graph of torch.compile may hold rounds. Its partitioner fails where it wants to run
-    them twice.
+    them twice: within a memory budget, and in a checkpoint.
     """
-    return bool(functorch_config.activation_memory_budget >= 1)
+    from epmoe.training.between_graphs import is_in_checkpoint
+
+    return bool(functorch_config.activation_memory_budget >= 1) and not is_in_checkpoint()
 
 
 class Pending(NamedTuple):

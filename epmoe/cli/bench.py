@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import cpu, gpu, layer, peers, training
+from epmoe.bench import cpu, gpu, host, layer, peers, training
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
 from epmoe.cli.console import (
@@ -32,6 +32,7 @@ from epmoe.local.simulate import Kind
 
 # Options, and those without which they go.
 _WITHOUT = {
+    "--host": ("--training", "--layer", "--eager", "--peers", "--side", "--payload"),
     "--training": ("--layer", "--eager", "--peers", "--side"),
     "--layer": ("--side", "--payload", "--eager"),
 }
@@ -78,6 +79,13 @@ def bench(
             "--training", help="Instead time forward and backward, of the exchange and of a layer."
         ),
     ] = False,
+    host_alone: Annotated[
+        bool,
+        typer.Option(
+            "--host",
+            help="Instead time the host in calls of a layer, and count operators and launches.",
+        ),
+    ] = False,
     eager: Annotated[
         bool,
         typer.Option(
@@ -117,6 +125,8 @@ def bench(
     usual = cpu
     if on_gpus:
         usual = layer if whole_layer or passes else gpu
+    if host_alone:
+        usual = host
     counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))
     if max(counts) > limit:
         raise UserError(
@@ -140,7 +150,10 @@ def bench(
             layer.check(parsed)
     fitting = gpu.Payload.for_rows(parsed)
     benchmark: Benchmark
-    if passes:
+    if host_alone:
+        benchmark = host.run
+        steps = len(counts)
+    elif passes:
         if payload and (len(payload) > 1 or payload[0] not in fitting[:2]):
             raise UserError(
                 "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` "

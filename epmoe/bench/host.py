@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -132,8 +133,8 @@ def _figures(
     )
     for side, calls in sides:
         for _ in range(_WARM_CALLS):
-            calls.back(calls.out())
-        counts = started(lambda calls=calls: calls.back(calls.out()))
+            _step(calls)
+        counts = started(partial(_step, calls))
         forward_us, backward_us = host_us(calls, job.group, on_gpus=job.on_gpus)
         trains = calls.back is step_back
         figures = {
@@ -145,6 +146,10 @@ def _figures(
         }
         job.log(f"{tokens} tokens, {side}: {forward_us:.0f} µs, {counts.operators} operators")
         yield figures
+
+
+def _step(calls: Calls) -> None:
+    calls.back(calls.out())
 
 
 def _is_operator(event: object) -> bool:

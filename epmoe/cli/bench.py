@@ -5,7 +5,7 @@ NCCL; or layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -122,12 +122,12 @@ def bench(
     _check_options(given, on_gpus)
     model = parsed.model
     limit = parsed.capacity.max_num_tokens_per_rank
-    usual = cpu
+    usual: Sequence[int] = cpu.DEFAULT_TOKENS
     if on_gpus:
-        usual = layer if whole_layer or passes else gpu
+        usual = layer.DEFAULT_TOKENS if whole_layer or passes else gpu.DEFAULT_TOKENS
     if host_alone:
-        usual = host
-    counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))
+        usual = host.DEFAULT_TOKENS
+    counts = sorted(set(tokens or [count for count in usual if count <= limit]))
     if max(counts) > limit:
         raise UserError(
             f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got "

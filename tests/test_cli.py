@@ -213,6 +213,26 @@ def test_a_benchmark_without_a_terminal_tells_of_each_case(
     assert json.loads(result.stdout)["benchmark"] == "layer"
 
 
+def test_the_host_is_timed_beside_a_linear_layer(one_rank: None, tmp_path: Path) -> None:
+    path = write(tmp_path, topology={"ep_size": 1}, model={"intermediate_size": 64})
+    result = epmoe("bench", path, "--host", "--tokens", 1, "--json", "-")
+    assert result.exit_code == 0, result.output
+    rows = {each["side"]: each for each in json.loads(result.stdout)["results"]}
+    assert list(rows) == [
+        f"{module}, {use}"
+        for module in ("MoELayer", "nn.Linear")
+        for use in ("serving", "training")
+    ]
+    assert rows["nn.Linear, serving"]["operators"] == 1
+    assert all(row["forward"] > 0 and row["launches"] is None for row in rows.values())
+
+
+def test_the_host_needs_the_width_of_the_experts(one_rank: None, tmp_path: Path) -> None:
+    path = write(tmp_path, topology={"ep_size": 1}, model={"intermediate_size": None})
+    result = epmoe("bench", path, "--host", "--tokens", 1)
+    assert result.exit_code != 0 and "`model.intermediate_size` must be set" in result.output
+
+
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -> None:
     sections = {"topology": {"ep_size": 1}, "model": {"hidden_size": 128, "dtype": "bfloat16"}}

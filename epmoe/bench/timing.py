@@ -165,14 +165,14 @@ def rounds_in_turns(
     return slowest(list(map(statistics.median, times)), group)
 
 
-def host_us(side: Side, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Host microseconds of an eager `out` and of an eager `back` while the GPU lags behind.
-    Collective.
+def host_us(side: Side, group: dist.ProcessGroup, *, on_gpus: bool = True) -> tuple[float, float]:
+    """Host microseconds of an eager `out` and of an eager `back` while the GPU, if there is one,
+    lags behind. Collective.
 
     The median over the calls of a batch, of the fastest batch: other processes on the same core
     slow the others down.
     """
-    batches = [_host_batch_us(side) for _ in range(BATCHES)]
+    batches = [_host_batch_us(side, on_gpus) for _ in range(BATCHES)]
     out, back = slowest([min(times) for times in zip(*batches, strict=True)], group)
     return out, back
 
@@ -351,9 +351,11 @@ def _chain_us(side: Side, group: dist.ProcessGroup) -> float:
     return us
 
 
-def _host_batch_us(side: Side) -> tuple[float, float]:
-    torch.cuda.synchronize()
-    torch.cuda._sleep(50 * SLEEP_CYCLES)
+def _host_batch_us(side: Side, on_gpus: bool) -> tuple[float, float]:
+    if on_gpus:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50 * SLEEP_CYCLES)
     spans, _ = _wall_us(side, CALLS)
-    torch.cuda.synchronize()
+    if on_gpus:
+        torch.cuda.synchronize()
     return statistics.median(spans[::2]), statistics.median(spans[1::2])

@@ -5,7 +5,7 @@ NCCL; or layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import cpu, gpu, layer, peers, training
+from epmoe.bench import cpu, gpu, host, layer, peers, training
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
 from epmoe.cli.console import (
@@ -32,6 +32,7 @@ from epmoe.local.simulate import Kind
 
 # Options, and those without which they go.
 _WITHOUT = {
+    "--host": ("--training", "--layer", "--eager", "--peers", "--side", "--payload"),
     "--training": ("--layer", "--eager", "--peers", "--side"),
     "--layer": ("--side", "--payload", "--eager"),
 }
@@ -78,6 +79,13 @@ def bench(
             "--training", help="Instead time forward and backward, of the exchange and of a layer."
         ),
     ] = False,
+    host_alone: Annotated[
+        bool,
+        typer.Option(
+            "--host",
+            help="Instead time the host in calls of a layer, and count operators and launches.",
+        ),
+    ] = False,
     eager: Annotated[
         bool,
         typer.Option(
@@ -114,10 +122,12 @@ def bench(
     _check_options(given, on_gpus)
     model = parsed.model
     limit = parsed.capacity.max_num_tokens_per_rank
-    usual = cpu
+    usual: Sequence[int] = cpu.DEFAULT_TOKENS
     if on_gpus:
-        usual = layer if whole_layer or passes else gpu
-    counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))
+        usual = layer.DEFAULT_TOKENS if whole_layer or passes else gpu.DEFAULT_TOKENS
+    if host_alone:
+        usual = host.DEFAULT_TOKENS
+    counts = sorted(set(tokens or [count for count in usual if count <= limit]))
     if max(counts) > limit:
         raise UserError(
             f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got "
@@ -140,7 +150,10 @@ def bench(
             layer.check(parsed)
     fitting = gpu.Payload.for_rows(parsed)
     benchmark: Benchmark
-    if passes:
+    if host_alone:
+        benchmark = host.run
+        steps = len(counts)
+    elif passes:
         if payload and (len(payload) > 1 or payload[0] not in fitting[:2]):
             raise UserError(
                 "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` "

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from epmoe import ExpertParallel, MoELayer
 from epmoe.local.spread import is_spread, local_view
-from epmoe.training import fully_shard
+from epmoe.training import fully_shard, spread
 
 MOST_S = 0.03
 STEPS = 3
@@ -99,3 +99,27 @@ def test_operations_in_place_on_the_y_of_a_sharded_layer(make_ep, shape):
         add(layer(x), x).square().mean().backward()
         found.append([x.grad, *(local_view(value.grad).clone() for value in layer.parameters())])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+class CallsItself(torch.nn.Module):
+    """Experts of one's own, in two passes."""
+
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(experts, width))
+
+    def forward(self, x: torch.Tensor, passes: int = 2) -> torch.Tensor:
+        y = x * self.weight
+        return y if passes == 1 else self(y, passes - 1)
+
+
+def test_own_experts_that_call_themselves(make_ep):
+    """The parameters are DTensors again, and have the gradients of both passes."""
+    ep = make_ep()
+    e = ep.num_local_experts
+    module = spread(CallsItself(e, 3).to(ep.device), ep)
+    x = torch.full((e, 3), 2.0, device=ep.device)
+    for _ in range(2):
+        module(x).sum().backward()
+        assert all(is_spread(parameter) for parameter in module.parameters())
+    assert torch.equal(module.weight.grad.to_local(), torch.full_like(x, 8.0))

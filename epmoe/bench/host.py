@@ -1,0 +1,164 @@
+"""Counts what the host does for a call of a layer that no graph has: its time, and what it starts.
+
+nn.Linear is the yardstick, for it does as little as a module of torch does. On GPUs the stream is
+kept busy, so that the host waits for no kernel, and its time is that of the calls alone. On CPUs
+the time has the computing in it, and the number of operators is what tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from epmoe.bench.layer_sides import Precision, random_experts
+from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, microseconds
+from epmoe.bench.sides import Calls
+from epmoe.bench.timing import host_us
+from epmoe.layer import MoELayer
+from epmoe.service import ExpertParallel
+
+DEFAULT_TOKENS = (1, 64)
+_WARM_CALLS = 3  # the first ones choose algorithms and fill caches
+_COLUMNS = (
+    TOKENS,
+    SIDE,
+    Column("forward", "forward", "µs of the host on the slowest rank", microseconds),
+    Column("backward", "backward", "the same; forward + backward is a step", microseconds),
+    Column(
+        "operators",
+        "operators",
+        "of torch and epmoe that a step calls, outermost ones",
+        "{:,}".format,
+    ),
+    Column("launches", "launches", "of kernels in a step, on GPUs", "{:,}".format),
+)
+_NAME_OF_OPERATOR = re.compile(r"(?!torch::)\w+::\w+")
+
+
+class Started(NamedTuple):
+    """What a call makes torch start."""
+
+    operators: int
+    """outermost ones: those that operators call are not counted"""
+    launches: int
+    """of kernels, on GPUs"""
+
+
+def started(call: Callable[[], object]) -> Started:
+    """Count what `call` starts, by torch's profiler, which changes nothing of how calls run."""
+    on_gpus = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpus else [])]
+    with profile(activities=activities) as seen:
+        call()
+        if on_gpus:
+            torch.cuda.synchronize()
+    events = seen.events() or []
+    outermost = [
+        event
+        for event in events
+        if _is_operator(event) and not any(map(_is_operator, _parents(event)))
+    ]
+    launches = sum(
+        event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for event in events
+    )
+    return Started(len(outermost), launches)
+
+
+def run(job: Job) -> Report:
+    """Measure each T: a layer with random experts, and nn.Linear of the same tokens. Collective.
+
+    Raises ValueError where `model.intermediate_size` is unset, and as `MoELayer` does.
+    """
+    config = job.config
+    if config.model.intermediate_size is None:
+        raise ValueError("`model.intermediate_size` must be set, to the width of the experts")
+    results = list[Figures]()
+    with ExpertParallel(config, job.group) as ep:
+        experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN)
+        for T in job.tokens:
+            layer = trained_layer(ep, experts, T)
+            linear = nn.Linear(
+                config.model.hidden_size,
+                config.model.hidden_size,
+                device=ep.device,
+                dtype=config.model.torch_dtype,
+            )
+            for name, module in (("MoELayer", layer), ("nn.Linear", linear)):
+                for figures in _figures(name, module, T, ep, job):
+                    results.append({"tokens": T, **figures})
+            ep.check()
+            job.advance()
+    return Report(
+        "host", _COLUMNS, results, plotted=("forward", "backward"), what="host of a call, µs"
+    )
+
+
+def trained_layer(ep: ExpertParallel, experts: nn.Module, tokens: int) -> MoELayer:
+    """A layer that trains, with room for all rows that `tokens` tokens of each rank may bring."""
+    model = ep.config.model
+    router_ED = torch.randn(model.num_experts, model.hidden_size, device=ep.device)
+    pairs = ep.size * tokens * min(model.num_experts_per_tok, ep.num_local_experts)
+    alignment = ep.config.alignment
+    rows = pairs + ep.num_local_experts * (alignment - 1)
+    num_rows = -(-rows // alignment) * alignment
+    layer = MoELayer(ep, router_ED.to(model.torch_dtype), experts, num_rows=num_rows)
+    return layer.requires_grad_()
+
+
+def _figures(
+    name: str, module: nn.Module, tokens: int, ep: ExpertParallel, job: Job
+) -> Iterator[Figures]:
+    """Without gradients, then with those of the input and all parameters."""
+    model = ep.config.model
+    x_TD = torch.randn(tokens, model.hidden_size, device=ep.device).to(model.torch_dtype)
+    grad_TD = torch.randn_like(x_TD)
+
+    def served() -> Tensor:
+        with torch.inference_mode():
+            y_TD: Tensor = module(x_TD)
+            return y_TD
+
+    def step_back(y_TD: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y_TD, (trained_TD, *module.parameters()), grad_TD)
+
+    trained_TD = x_TD.clone().requires_grad_()
+    sides = (
+        (f"{name}, serving", Calls("serving", served)),
+        (f"{name}, training", Calls("training", lambda: module(trained_TD), step_back)),
+    )
+    for side, calls in sides:
+        for _ in range(_WARM_CALLS):
+            _step(calls)
+        counts = started(partial(_step, calls))
+        forward_us, backward_us = host_us(calls, job.group, on_gpus=job.on_gpus)
+        trains = calls.back is step_back
+        figures = {
+            "side": side,
+            "forward": forward_us,
+            "backward": backward_us if trains else None,
+            "operators": counts.operators,
+            "launches": counts.launches if job.on_gpus else None,
+        }
+        job.log(f"{tokens} tokens, {side}: {forward_us:.0f} µs, {counts.operators} operators")
+        yield figures
+
+
+def _step(calls: Calls) -> None:
+    calls.back(calls.out())
+
+
+def _is_operator(event: object) -> bool:
+    return _NAME_OF_OPERATOR.fullmatch(getattr(event, "name", "")) is not None
+
+
+def _parents(event: object) -> Iterator[object]:
+    parent = getattr(event, "cpu_parent", None)
+    while parent is not None:
+        yield parent
+        parent = getattr(parent, "cpu_parent", None)

@@ -94,7 +94,7 @@ def _to_views(module: nn.Module, _: object) -> None:
         for name, value in owner._parameters.items()
         if is_spread(value) and not isinstance(owner, ParametrizationList)
     ]
-    # A stack: a forward that calls its own module finds the views of the outer call, and keeps none.
+    # A stack: a forward that calls its own module finds the views of the outer call and keeps none.
     vars(module).setdefault(_KEPT, []).append(kept)
     for owner, name, value in kept:
         owner._parameters[name] = local_view(value, getattr(owner, "averages_over", 1))

@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from threading import get_ident
-from typing import Self, TypeVar
+from threading import RLock, get_ident
+from typing import NamedTuple, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -49,6 +49,14 @@ from epmoe.native.layouts import constant
 from epmoe.rail.opening import addresses_on, load, open_exchange, prepare
 
 _Result = TypeVar("_Result")
+
+
+class _Asleep(NamedTuple):
+    """What is left of a rank while it sleeps."""
+
+    group: dist.ProcessGroup | DeviceMesh | None
+    health: Health
+    """as it was then"""
 
 
 class ExpertParallel(HoldsWindows):
@@ -109,9 +117,7 @@ class ExpertParallel(HoldsWindows):
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
-    _asleep: tuple[dist.ProcessGroup | DeviceMesh | None] | None = (
-        None  # the group, while it sleeps
-    )
+    _asleep: _Asleep | None = None
     _joining: int = (
         0  # the thread that is in `alone`: it has the turn also while there is no exchange
     )
@@ -139,6 +145,7 @@ class ExpertParallel(HoldsWindows):
         self._last_tag = 0  # of a round without a tag
         self.followers = WeakSet()
         self._addresses = addresses_on(self.device)
+        self._reading = RLock()  # for `health` of any thread: the memory of its counts stays
         self._layouts = dict[int, object]()  # of each generation
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
@@ -319,9 +326,14 @@ class ExpertParallel(HoldsWindows):
         ):  # no other thread maps it
             joining, self._joining = self._joining, caller
             try:
-                self._addresses.unmap_scratch()
+                self._unmap_scratch()
             finally:
                 self._joining = joining
+
+    def _unmap_scratch(self) -> None:
+        """Give back what `health` reads, once nobody does. No other call comes to it by then."""
+        with self._reading:
+            self._addresses.unmap_scratch()
 
     def _leave(self) -> None:
         """`close`, but replays find the state of the group in scratch, and do nothing."""
@@ -349,10 +361,10 @@ class ExpertParallel(HoldsWindows):
 
         It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA
         graphs stay; until then no graph may be replayed, and handles of earlier rounds, and their
-        tensors, must not be used any more. All calls but `wake`, `resume` and `close` raise
-        EPStateError. `free` is called once nothing runs on the GPU any more: it may free weights.
-        Raises EPStateError where a round is open or this object is closed, and what `check` and
-        `free` do; then it is awake.
+        tensors, must not be used any more. All calls but `wake`, `resume`, `close` and `health`
+        raise EPStateError. `free` is called once nothing runs on the GPU any more: it may free
+        weights. Raises EPStateError where a round is open or this object is closed, and what
+        `check` and `free` do; then it is awake.
         """
         self.alone(partial(self._sleep, free))
 
@@ -362,15 +374,17 @@ class ExpertParallel(HoldsWindows):
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")
         exchange.wait_for_device(self.config.exchange.timeout_s)
         exchange.poll()
-        group = self._mesh or self.group
+        asleep = _Asleep(self._mesh or self.group, self._counts(wait=False))
         if free is not None:
             free()
         try:
+            self._asleep = asleep  # before the counts go
             self._leave()
         finally:  # weights have gone, so it sleeps also where a signal handler raises
-            self._has_weights, self._asleep = self._has_weights and free is None, (group,)
+            self._asleep = asleep
+            self._has_weights = self._has_weights and free is None
             self._leave()
-            self._addresses.unmap_scratch()
+            self._unmap_scratch()
 
     def wake(self, restore: Callable[[], object] = lambda: None) -> None:
         """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared.
@@ -387,7 +401,7 @@ class ExpertParallel(HoldsWindows):
         """
         if self._asleep is None:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
-        self.alone(partial(self._wake, *self._asleep, restore))
+        self.alone(partial(self._wake, self._asleep.group, restore))
 
     def _wake(
         self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object]
@@ -884,15 +898,22 @@ class ExpertParallel(HoldsWindows):
         """Counts since the start, on this rank, which never fall. Any thread may read them; not
         during the capture of a CUDA graph. On a GPU it first waits for the current stream. With
         `wait=False` it waits for no kernel and delays none, so the counts of kernels under way are
-        partial.
+        partial. While this object sleeps, they are those of before. Raises EPStateError once it is
+        closed.
         """
+        if self._asleep is None or self._owner is not None:
+            _ = self.exchange  # raises once this object is closed
+            with self._reading:
+                if self._asleep is None:
+                    return self._counts(wait)
+        return self._asleep.health
+
+    def _counts(self, wait: bool) -> Health:
         health = self.exchange.health(wait)
         live = self.live
-        return (
-            health
-            if live is None
-            else dataclasses.replace(health, refused_plans=live.refused_plans)
-        )
+        if live is None:
+            return health
+        return dataclasses.replace(health, refused_plans=live.refused_plans)
 
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits, and does not stop the device.

@@ -223,6 +223,46 @@ def test_another_thread_at_any_step(what):
                 break
 
 
+@pytest.mark.parametrize("what", ["sleep", "wake", "close"])
+def test_another_thread_reads_health_at_any_step(what):
+    """Also while the group sleeps; once it is closed it is refused."""
+    with (
+        epmoe.ExpertParallel(alone()) as ep,
+        torch.inference_mode(),
+        ThreadPoolExecutor(1) as other,
+    ):
+        layer, _ = full_layer(ep)
+        x = randn(4, ep.config.model.hidden_size)
+        layer(x)
+        read = partial(ep.health, wait=False)
+        found = list[epmoe.Health | None]()
+
+        def reads() -> None:
+            error = (asked := other.submit(read)).exception(10)
+            assert error is None or isinstance(error, epmoe.EPStateError), error
+            found.append(None if error else asked.result())
+
+        before = ep.health()
+        if what == "wake":
+            ep.sleep()
+        for step in itertools.count():
+            with stopped_at(step, {service.__file__}, reads) as stops:
+                getattr(ep, what)()
+            if not stops.came:
+                break
+            if what == "sleep":
+                assert found[-1] == before == ep.health()
+                ep.wake()
+                layer(x)
+                before = ep.health()
+            elif what == "wake":
+                assert found[-1] is None or found[-1].rounds in (0, before.rounds)
+                ep.sleep()
+            else:
+                ep.resume()
+        assert len(found) > 5
+
+
 @pytest.mark.parametrize(
     "module", [nn.Identity(), nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])]
 )

@@ -91,11 +91,13 @@ class ExpertAdapters(nn.Module):
             "down_a": (e, C, F),
             "down_b": (e, D, C),
         }
-        for name, shape in shapes.items():
-            zeros = torch.zeros(shape, dtype=experts.dtype, device=experts.w_down.device)
-            self.register_buffer(name, zeros, persistent=False)
+        with torch.inference_mode(False):  # torch.compile takes no others outside of it
+            for name, shape in shapes.items():
+                zeros = torch.zeros(shape, dtype=experts.dtype, device=experts.w_down.device)
+                self.register_buffer(name, zeros, persistent=False)
         self._choose()
 
+    @torch.inference_mode()  # buffers of either mode can be written in it
     def put_local(self, number: int, adapter: LoRA) -> None:
         """Make an adapter the one with this number on this rank, from the next call on.
 
@@ -145,6 +147,7 @@ class ExpertAdapters(nn.Module):
             made[name] = a, b
         return LoRA(**made)
 
+    @torch.inference_mode()  # as above
     def clear_local(self, number: int) -> None:
         """Make the adapter with this number zeros on this rank. Raises ValueError where there is no
         such number.
@@ -166,9 +169,7 @@ class ExpertAdapters(nn.Module):
         Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay.
         Otherwise all are lost: an adapter of some experts only would be another one.
         """
-        with torch.inference_mode(
-            False
-        ):  # otherwise `put_local` could not write them outside inference mode
+        with torch.inference_mode(False):  # as those of the constructor
             for name, buffer in list(self.named_buffers()):
                 if len(buffer) != experts:
                     fitted = buffer.new_zeros(experts, *buffer.shape[1:])
@@ -202,6 +203,7 @@ class ExpertAdapters(nn.Module):
         names = [choose("torch", *pair)[0] for pair in pairs]
         self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
 
+    @torch.inference_mode()  # as above
     def _lose(self) -> None:
         for buffer in self.buffers():
             buffer.zero_()

@@ -290,7 +290,7 @@ def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None
         descriptor = fetch_descriptor(
             part["socket"], number, f"version {number} is not there any more"
         )
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:  # nobody answers: its process is as good as gone
         raise FileNotFoundError(str(error)) from error
     try:
         region = Places(memory, 1, nbytes).map(0, descriptor, nbytes)

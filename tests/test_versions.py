@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -20,6 +21,7 @@ from helpers import alone, full_layer, randn
 from torch import nn
 
 from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
+from epmoe.live import receiver as receiver_module
 from epmoe.live.versions import newest_version
 
 A = torch.zeros(2)
@@ -192,3 +194,86 @@ def test_a_server_goes_on_without_the_folder(ep, layer, folder):
     ):
         receiver.load(2, timeout_s=0.01)
     receiver.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@torch.inference_mode()
+def test_a_former_receiver_writes_into_no_memory_that_serves(
+    ep, layer, folder, monkeypatch, closes
+):
+    """Its thread is held up, until the next receiver of the same layers serves from the memory that
+    was free. `close`, or making that receiver, ends it.
+    """
+    served = full_layer(ep)[0]
+    sender = WeightSender(layer, folder)
+    made = threading.Event()
+    loaded = threading.Event()
+    threads: list[threading.Thread] = []
+    maps = receiver_module.map_version
+    copies = WeightReceiver._copy
+
+    def held_up_behind_a_map(*arguments: object) -> object:
+        found = maps(*arguments)
+        if threading.current_thread().name == "epmoe-weights":
+            threads.append(threading.current_thread())
+            made.wait(10)
+        return found
+
+    def held_up_before_a_copy(*arguments: object) -> None:
+        if threading.current_thread().name == "epmoe-weights":
+            loaded.wait(10)
+        copies(*arguments)
+
+    monkeypatch.setattr(receiver_module, "map_version", held_up_behind_a_map)
+    monkeypatch.setattr(WeightReceiver, "_copy", held_up_before_a_copy)
+    former = WeightReceiver(ep, served, folder)
+    _fill(layer, 1)
+    sender.send(1)
+    while not threads:
+        former._looked = 0.0
+        former.tick()
+    if closes:
+        former.close()
+    later = WeightReceiver(ep, served, folder)
+    made.set()
+    threads[0].join(0.2)  # it looks for free memory now
+    _fill(layer, 2)
+    sender.send(2)
+    later.load(2)
+    loaded.set()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    assert all(weight.eq(2).all() for weight in served.experts.parameters())
+    with pytest.raises(EPStateError, match="it is closed"):
+        former.tick()
+    later.close()
+
+
+@torch.inference_mode()
+def test_close_waits_for_a_copy(ep, layer, folder, monkeypatch):
+    sender = WeightSender(layer, folder)
+    begun = threading.Event()
+    ended = threading.Event()
+    copies = WeightReceiver._copy
+
+    def slowly(*arguments: object) -> None:
+        begun.set()
+        ended.wait(0.05)
+        try:
+            copies(*arguments)
+        finally:
+            ended.set()
+
+    receiver = WeightReceiver(ep, full_layer(ep)[0], folder)
+    monkeypatch.setattr(WeightReceiver, "_copy", slowly)
+    sender.send(1)
+    while not begun.is_set():
+        receiver._looked = 0.0
+        receiver.tick()
+    receiver.close()
+    assert ended.is_set()
+
+
+def _fill(layer: nn.Module, value: float) -> None:
+    for weight in layer.experts.parameters():
+        weight.fill_(value)

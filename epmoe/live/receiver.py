@@ -29,12 +29,13 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,8 @@ class WeightReceiver:
             them.
     """
 
+    _writes = False  # into memory that no version has
+
     def __init__(
         self,
         ep: Serving,
@@ -154,6 +157,11 @@ class WeightReceiver:
             self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
             self._worker = Worker("epmoe-weights")
             self._worker.submit(self._copies.begin_thread)
+            self._check_state()
+            for former in list(_open):
+                if not former._of_other_layers(self._layers.values()):
+                    former.close()  # its thread takes memory for free that will serve
+            _open.add(self)
             self._take_newest(peers, 0, 0.0)
 
     def load(self, version: int, timeout_s: float = 60.0) -> None:
@@ -222,10 +230,29 @@ class WeightReceiver:
         return flips
 
     def close(self) -> None:
-        """End the thread, and let go of what is mapped. The version that serves stays."""
-        self._generation = _NONE
+        """End the thread, and let go of what is mapped. The version that serves stays.
+
+        It waits for a copy of the thread that is under way, and not for a map.
+        """
+        self._generation = _NONE  # before the look: the thread looks the other way around
         self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
+        while self._writes and self._worker.lives:
+            time.sleep(_GLANCE_S)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Copies into memory that no version has, unless this object is closed."""
+        self._writes = True  # before the look: see `close`
+        try:
+            self._check_open()
+            with self._copies.running():
+                yield
+        finally:
+            self._writes = False
+
+    def _of_other_layers(self, layers: Iterable[nn.Module]) -> bool:
+        return {*map(id, layers)}.isdisjoint(map(id, self._layers.values()))
 
     def _has_nothing_to_do(self) -> bool:
         """A glance at the words, in 1 µs: no flip and no version is to come. `tick` reads what has
@@ -238,12 +265,19 @@ class WeightReceiver:
 
     def _check_state(self) -> None:
         rounds = self.exchange.rounds
-        if self._ep.generation != self._generation:
+        self._check_open()
+        if rounds.state != CLOSED:
+            raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
+
+    @property
+    def _is_open(self) -> bool:
+        return self._ep.generation == self._generation
+
+    def _check_open(self) -> None:
+        if not self._is_open:
             raise EPStateError(
                 "it is closed, or the group has changed: make a new WeightReceiver on all ranks"
             )
-        if rounds.state != CLOSED:
-            raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
     def _stage_and_say(self, number: int) -> None:
         """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick
@@ -257,7 +291,8 @@ class WeightReceiver:
                 self._staged, self.problem = self._stage(number), None
             except BaseException as error:
                 self.problem = error
-                _log.warning("version %d of the weights is not taken: %s", number, error)
+                if self._is_open:
+                    _log.warning("version %d of the weights is not taken: %s", number, error)
         if self._staged is None and number > self.version:  # not flipped to
             self._post(_STAGED + self._ep.rank, _failed(number))
             if self.problem is not None:
@@ -340,8 +375,9 @@ class WeightReceiver:
                     weights,
                     self._ep.config.model.num_experts,
                 )
-            spare = self._spare
-            if spare is not None:
+        spare = self._spare
+        if spare is not None:
+            with self._writing():
                 self._free = {
                     name: self._copies.free(own[name], spare[name], now[name]) for name in now
                 }
@@ -366,6 +402,8 @@ class WeightReceiver:
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
         for name in self._layers:
+            if self._writes:  # otherwise it is a flip, which ends
+                self._check_open()
             places = {
                 expert: (part.weights, i)
                 for part in version.experts[name]
@@ -406,6 +444,9 @@ class WeightReceiver:
 
     def _post(self, word: int, value: int) -> None:
         ops.post_word(self._words.view(torch.uint8), 8 * word, value)
+
+
+_open = WeakSet[WeightReceiver]()
 
 
 def _failed(version: int) -> int:

@@ -5,6 +5,7 @@ the folder goes.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -272,6 +273,61 @@ def test_close_waits_for_a_copy(ep, layer, folder, monkeypatch):
         receiver.tick()
     receiver.close()
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("spare", [True, False])
+@pytest.mark.parametrize(
+    "spoil, where",
+    [
+        (lambda sent, _: sent.experts.w_down[3, 1, 2].fill_(torch.nan), "`w_down` of expert 3"),
+        (lambda sent, _: sent.experts.w_gate_up[5, 0].fill_(-torch.inf), "`w_gate_up` of expert 5"),
+        (lambda sent, _: sent.experts.w_gate_up[0, 1].fill_(1e30), "`w_gate_up` of expert 0"),
+        (lambda _, dense: dense["a"].fill_(torch.nan), r"`dense\['a'\]`"),
+        (lambda _, dense: dense["b"].fill_(torch.inf), r"`dense\['b'\]`"),
+    ],
+)
+@torch.inference_mode()
+def test_a_version_that_is_not_finite_is_passed_over(layer, ep, folder, spoil, where, spare):
+    """By rounds, by `load` and by a receiver that begins; also where a value fits into the
+    trainer's dtype only.
+    """
+    served = deepcopy(layer).half()
+    sender = WeightSender(layer, folder)
+    options = {"spare": spare, "dense": lambda _: None}
+    receiver = WeightReceiver(ep, served, folder, **options)
+    dense = {"a": torch.zeros(2), "b": torch.zeros(()), "c": torch.zeros(0), "d": torch.arange(2)}
+    sender.send(1, dense)
+    receiver.load(1)
+    good = deepcopy(layer.experts.state_dict())
+    spoiled = {name: value.clone() for name, value in dense.items()}
+    spoil(layer, spoiled)
+    sender.send(2, spoiled)
+    while receiver.problem is None:
+        receiver._looked = 0.0
+        receiver.tick()
+    wanted = f"version 2 has values that are not finite in .*: {where}"
+    assert receiver.version == 1 and re.search(wanted, str(receiver.problem))
+    with pytest.raises(TimeoutError, match=wanted):
+        receiver.load(2, timeout_s=0.01)
+    assert receiver.version == 1
+    later = WeightReceiver(ep, served, folder, **options)
+    assert later.version < 2 and re.search(wanted, str(later.problem))
+    layer.experts.load_state_dict(good)
+    sender.send(3, dense)
+    later.load(3)
+    assert later.version == 3 and later.problem is None
+    later.close()
+    assert all(parameter.isfinite().all() for parameter in served.experts.parameters())
+
+
+@torch.inference_mode()
+def test_values_that_are_not_finite_may_be_let_in(ep, layer, folder):
+    WeightSender(layer, folder).send(1, {"a": torch.tensor(torch.inf)})
+    taken = []
+    options = {"dense": taken.append, "check_finite": False}
+    receiver = WeightReceiver(ep, layer, folder, **options)
+    assert receiver.version == 1 and taken[0]["a"].isinf()
+    receiver.close()
 
 
 def _fill(layer: nn.Module, value: float) -> None:

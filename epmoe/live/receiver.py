@@ -30,11 +30,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
 import torch
@@ -47,6 +47,7 @@ from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
 from epmoe.live.copies import Tensors, copies_on
+from epmoe.live.finite import NotFiniteError, nonfinite_rows
 from epmoe.live.layout import EMPTY
 from epmoe.live.versions import (
     Version,
@@ -59,7 +60,7 @@ from epmoe.live.versions import (
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
 from epmoe.native import ops
-from epmoe.native.arguments import FLOATS, FP8
+from epmoe.native.arguments import FLOATS, FP8, dtype_name
 
 _log = logging.getLogger("epmoe")
 _LOOK_S = 0.005  # between two looks into the folder
@@ -102,12 +103,16 @@ class WeightReceiver:
             copy or a signal handler raises in a flip, so does `tick`, and this rank has weights of
             two versions: call `tick` again before the next round, which does the flip again, or end
             the rank.
+        check_finite: whether a version is passed over that has NaN or Inf in experts, in the dtype
+            that they have here, or in `dense`. `problem` then says where. The look is one more read
+            of the version.
 
     Attributes:
         version: that serves; −1: the weights that the model had.
         pause_s: how long the last flip took, callback included, and on GPUs until the GPU had done
             it.
-        problem: why the last version was not taken, or None. The next one is.
+        problem: why the last version was not taken, or None. The next one is. Where that was for
+            what one rank has, others name this rank.
 
     Raises:
         ValueError: `ep` has experts that move, the model has other experts, or a version does not
@@ -127,8 +132,10 @@ class WeightReceiver:
         *,
         spare: bool = True,
         dense: Callable[[Tensors], object] | None = None,
+        check_finite: bool = True,
     ) -> None:
         self._ep, self._generation, self._dense = ep, ep.generation, dense
+        self._check_finite = check_finite
         self.version, self.pause_s = _NONE, 0.0
         self.problem: BaseException | None = None
         self._target = _NONE
@@ -178,7 +185,9 @@ class WeightReceiver:
                     f"version {version} of the weights did not come into {self._folder} within "
                     f"{timeout_s} s"
                 )
-                raise TimeoutError(f"{what}: the newest there is {newest_version(self._folder)}")
+                newest = f"the newest there is {newest_version(self._folder)}"
+                passed = "" if self.problem is None else f"; {self.problem}"
+                raise TimeoutError(f"{what}: {newest}{passed}")
 
     @property
     def exchange(self) -> Exchange:
@@ -225,6 +234,8 @@ class WeightReceiver:
                 self._target = (
                     target  # at last: after an exception before it the next tick does this again
                 )
+            elif target > self.version and self.problem is None:
+                self._hear_of(target, staged)
             if ep.rank == 0:
                 self._decide(target, staged, count)
         return flips
@@ -292,13 +303,23 @@ class WeightReceiver:
             except BaseException as error:
                 self.problem = error
                 if self._is_open:
-                    _log.warning("version %d of the weights is not taken: %s", number, error)
+                    self._log_problem(number)
         if self._staged is None and number > self.version:  # not flipped to
             self._post(_STAGED + self._ep.rank, _failed(number))
             if self.problem is not None:
                 traceback.clear_frames(
                     self.problem.__traceback__
                 )  # which have what was mapped: copies may still run
+
+    def _hear_of(self, target: int, staged: list[int]) -> None:
+        """Say which rank has not taken a version that this rank could take."""
+        failed = [rank for rank, said in enumerate(staged) if said == _failed(target)]
+        if failed:
+            what = f"rank {failed[0]} has not taken version {target}: its `problem` says why"
+            self.problem = EPStateError(what)
+
+    def _log_problem(self, number: int) -> None:
+        _log.warning("version %d of the weights is not taken: %s", number, self.problem)
 
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""
@@ -342,13 +363,22 @@ class WeightReceiver:
                 self._staged = None
                 self._begun = _NONE
                 staged = None
-                with suppress(FileNotFoundError):
+                why = ""
+                try:
                     staged = self._stage(newest)
-                if all(peers.all_gather(staged is not None)) and staged is not None:
+                except FileNotFoundError:
+                    pass  # it went with its trainer, or since there is a newer one
+                except NotFiniteError as error:
+                    why = str(error)
+                outcomes = peers.all_gather((staged is not None, why))
+                self.problem = next((NotFiniteError(why) for _, why in outcomes if why), None)
+                if staged is not None and all(has for has, _ in outcomes):
                     self._flip(staged)
                     self._target = newest
                     return True
-                gone = newest  # with its trainer, or since there is a newer one
+                if self.problem is not None:
+                    self._log_problem(newest)
+                gone = newest
             elif held >= least or found[0][2]:
                 return held >= least
             else:
@@ -375,6 +405,8 @@ class WeightReceiver:
                     weights,
                     self._ep.config.model.num_experts,
                 )
+            if self._check_finite:
+                self._check_values(version, now)
         spare = self._spare
         if spare is not None:
             with self._writing():
@@ -404,23 +436,44 @@ class WeightReceiver:
         for name in self._layers:
             if self._writes:  # otherwise it is a flip, which ends
                 self._check_open()
-            places = {
-                expert: (part.weights, i)
-                for part in version.experts[name]
-                for i, expert in enumerate(part.held)
-            }
-            for begin, end, weights, first in _runs(
-                [places[expert] for expert in self._held(name)]
-            ):
-                for each, values in weights.items():
-                    target = to[name][each][begin:end]
-                    rows = values[first : first + end - begin]
-                    if target.dtype == FP8:
-                        for i, quantized in enumerate(map(quantize_weights, rows)):
-                            target[i].copy_(quantized.q)
-                            to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
-                    else:
-                        target.copy_(rows)
+            for each, begin, rows in self._rows(version, name):
+                target = to[name][each][begin : begin + len(rows)]
+                if target.dtype == FP8:
+                    for i, quantized in enumerate(map(quantize_weights, rows)):
+                        target[i].copy_(quantized.q)
+                        to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
+                else:
+                    target.copy_(rows)
+
+    def _rows(self, version: Version, name: str) -> Iterator[tuple[str, int, Tensor]]:
+        """What a version has for this rank's experts of a layer: the name of a weight, the first
+        row here, and values.
+        """
+        places = {
+            expert: (part.weights, i)
+            for part in version.experts[name]
+            for i, expert in enumerate(part.held)
+        }
+        for begin, end, weights, first in _runs([places[expert] for expert in self._held(name)]):
+            for each, values in weights.items():
+                yield each, begin, values[first : first + end - begin]
+
+    @torch.inference_mode()
+    def _check_values(self, version: Version, to: Mapping[str, Tensors]) -> None:
+        """Raises NotFiniteError, which says where the first value is that is not finite here."""
+        for name in self._layers:
+            held = self._held(name)
+            for each, begin, rows in self._rows(version, name):
+                dtype = to[name][each].dtype
+                if dtype == FP8:
+                    dtype = rows.dtype  # its scales take any finite values
+                odd = nonfinite_rows(rows, dtype)
+                if odd:
+                    where = f"`{each}` of expert {held[begin + odd[0]]} of {name!r}"
+                    _raise_not_finite(version, dtype, where)
+        for name, value in version.dense.items():
+            if nonfinite_rows(value[None], value.dtype):
+                _raise_not_finite(version, value.dtype, f"`dense[{name!r}]`")
 
     def _await_worker(self) -> None:
         idle = self._worker.submit(lambda: None)
@@ -447,6 +500,11 @@ class WeightReceiver:
 
 
 _open = WeakSet[WeightReceiver]()
+
+
+def _raise_not_finite(version: Version, dtype: torch.dtype, where: str) -> NoReturn:
+    what = f"version {version.number} has values that are not finite in {dtype_name(dtype)}"
+    raise NotFiniteError(f"{what}: {where}")
 
 
 def _failed(version: int) -> int:

@@ -5,6 +5,7 @@ token's outputs, through two layers and their routers, are those of one version.
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -381,6 +382,37 @@ def test_a_load_whose_flip_fails_on_one_rank_is_done_again(rank, size, folder):
         held = ep.logical_experts()
         assert receiver.version == 1 and torch.equal(experts.w_down, weights(1, 0)[2][held])
         receiver.close()
+
+
+@torch.inference_mode()
+def test_a_version_that_is_not_finite_on_one_rank_is_passed_over_by_all(rank, size, folder):
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model = Model(ep, 0, layers=1)
+        sender = WeightSender(Model(ep, 1, layers=1), folder)
+        receiver = WeightReceiver(ep, model, folder)
+        sender.send(1)
+        receiver.load(1)
+        sent = sender._layers["layers.0"].experts
+        sent.w_down[-1, 0, 0] = torch.nan if rank == size - 1 else 0.0
+        sender.send(2)
+        stop = torch.zeros(1, dtype=torch.int32)
+        while not stop:  # until all have heard of it
+            receiver.tick()
+            model(randn(1, D))
+            stop.fill_(receiver.problem is not None)
+            dist.all_reduce(stop, dist.ReduceOp.MIN)
+        last = f"rank {size - 1} has not taken version 2: its `problem` says why"
+        where = f"version 2 .* not finite in float32: `w_down` of expert {E - 1} of 'layers.0'"
+        assert re.match(where if rank == size - 1 else last, str(receiver.problem))
+        with pytest.raises((TimeoutError, RuntimeError), match=where):
+            receiver.load(2, 0.01)
+        assert receiver.version == 1 and re.match(where, str(receiver.problem))
+        sent.w_down[-1, 0, 0] = 0.0
+        sender.send(3)
+        receiver.load(3)
+        assert receiver.version == 3 and receiver.problem is None
+        receiver.close()
+        dist.barrier()
 
 
 @torch.inference_mode()

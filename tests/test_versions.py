@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -328,6 +330,54 @@ def test_values_that_are_not_finite_may_be_let_in(ep, layer, folder):
     receiver = WeightReceiver(ep, layer, folder, **options)
     assert receiver.version == 1 and taken[0]["a"].isinf()
     receiver.close()
+
+
+def test_the_last_whole_version_stays(ep, layer, folder):
+    """Another rank of the trainer sends nothing: its disk is full. Only what stands below the
+    keep-th newest whole version goes, whether whole or not.
+    """
+    two = SimpleNamespace(size=2, mesh=None, origin=ep.origin, generation=0, device=ep.device)
+    sender, other = (WeightSender(layer, folder, keep=2) for _ in range(2))
+    sender._ep, other._ep = (SimpleNamespace(**vars(two), rank=rank) for rank in range(2))
+    for version in (1, 2, 3):
+        sender.send(version)
+        other.send(version)
+    assert _versions(folder) == [2, 2, 3, 3]
+    for version in (4, 5, 6, 7):
+        sender.send(version)
+    assert newest_version(folder) == 3
+    assert _versions(folder) == [2, 2, 3, 3, 4, 5, 6, 7]
+    sender.send(8)
+    other.send(8)
+    assert _versions(folder) == [3, 3, 4, 5, 6, 7, 8, 8]
+    sender.send(9)
+    other.send(9)
+    assert _versions(folder) == [8, 8, 9, 9]
+
+
+def test_a_send_that_failed_on_one_rank_is_told_to_all(ep, layer, folder, monkeypatch):
+    """By their next `send`, once. That rank may send its part again, or all a larger version."""
+    two = SimpleNamespace(size=2, mesh=None, origin=ep.origin, generation=0, device=ep.device)
+    senders = [WeightSender(layer, folder) for _ in range(2)]
+    for rank, sender in enumerate(senders):
+        sender._ep = SimpleNamespace(**vars(two), rank=rank)
+    senders[0].send(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", Mock(side_effect=RuntimeError("no space left")))
+        with pytest.raises(OSError, match="version 1 does not fit"):
+            senders[1].send(1)
+    with pytest.raises(OSError, match=r"rank 1 could not send version 1: .*no space left"):
+        senders[0].send(2)
+    senders[1].send(1)
+    assert newest_version(folder) == 1 and len(os.listdir(folder)) == 3
+    for version in (2, 3):
+        for sender in senders:
+            sender.send(version)
+    assert newest_version(folder) == 3
+
+
+def _versions(folder: Path) -> list[int]:
+    return sorted(int(name[1:14]) for name in os.listdir(folder) if name.startswith("v"))
 
 
 def _fill(layer: nn.Module, value: float) -> None:

@@ -118,10 +118,10 @@ class Handout:
             _close([self._kept.pop(number)] if number in self._kept else [])
             self._kept[number] = descriptor
 
-    def drop(self, most: int) -> None:
-        """Keep the `most` largest numbers at most."""
+    def drop_below(self, least: int) -> None:
+        """Keep no smaller numbers than this."""
         with self._lock:
-            for number in sorted(self._kept)[: max(len(self._kept) - most, 0)]:
+            for number in sorted(number for number in self._kept if number < least):
                 os.close(self._kept.pop(number))
 
 

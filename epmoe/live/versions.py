@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ from epmoe.native.build import who_else
 
 MOST_VERSIONS = (1 << 40) - 1
 _TRAINER = ".trainer"
+_FAILED = ".failed-"  # before the name of a file that a rank could not write
 _FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.(\d+)-of-(\d+)")
 
 
@@ -109,6 +111,7 @@ class WeightSender:
             own_folder(folder),
             keep,
         )
+        self._told = set[str]()  # names of what other ranks could not send
         self._ep = ep = next(iter(self._layers.values())).ep
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
         if self._writes:
@@ -165,16 +168,51 @@ class WeightSender:
         )
         if odd:
             raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
-        socket = None if self._offers is None else self._offer(version, tables, *self._offers)
+        self._hear_of_failures(group)
+        written = _File(
+            f"v{version:013}.{group}.{part[0]}-of-{part[1]}", version, group, part[0], part[1]
+        )
+        whole = self._folder / written.name
+        note = self._folder / f"{_FAILED}{written.name}"
+        parts = {name: tuple(each) for name, each in experts.items()}
+        try:
+            self._write(whole, parts, plain, tables, files)
+        except EPStateError:  # another trainer has the folder
+            raise
+        except BaseException as error:
+            if self._ep.size > 1 and not whole.exists():
+                _leave_note(note, error)
+            raise
+        note.unlink(missing_ok=True)
+        oldest = _oldest_to_keep([*files, written], self._keep)
+        for file in files:
+            if file.version < oldest:  # of whichever rank
+                (self._folder / file.name).unlink(missing_ok=True)
+        for failed in self._folder.glob(f"{_FAILED}*"):
+            if _parsed(failed).version < oldest:
+                failed.unlink(missing_ok=True)
+
+    def _write(
+        self,
+        whole: Path,
+        parts: dict[str, tuple[Any, ...]],
+        dense: dict[str, Tensor],
+        tables: list[dict[str, Tensor]],
+        files: list[_File],
+    ) -> None:
+        """Write a file of a version. What is in the tables comes into memory that this makes."""
+        version = _parsed(whole).version
+        socket = None
+        if self._offers is not None:
+            oldest = _oldest_to_keep(files, self._keep - 1)  # before the new one takes room
+            socket = self._offer(version, tables, *self._offers, oldest)
         for table in tables:
             table.update(
                 {name: _plain(value) for name, value in table.items() if not value.is_meta}
             )
-        whole = self._folder / f"v{version:013}.{group}.{part[0]}-of-{part[1]}"
         draft = whole.with_name(f".{whole.name}")
-        parts = {name: tuple(each) for name, each in experts.items()}
         try:
-            torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
+            torch.save({"experts": parts, "dense": dense, "socket": socket}, draft)
             self._check_trainer()
             draft.replace(whole)
         except BaseException as error:
@@ -186,14 +224,20 @@ class WeightSender:
                 )
                 raise OSError(f"{what}: {error}") from error
             raise
-        stay = sorted({version, *(file.version for file in files if file.version < version)})[
-            -self._keep :
-        ]
-        for file in files:
-            if (
-                file.version < stay[0]
-            ):  # of whichever rank: without this one's part they are not complete any more
-                (self._folder / file.name).unlink(missing_ok=True)
+
+    def _hear_of_failures(self, group: str) -> None:
+        """Raises OSError once for each version of this group that another rank could not send."""
+        for note in sorted(self._folder.glob(f"{_FAILED}*")):
+            failed = _parsed(note)
+            if failed.group != group:  # of a trainer that has gone
+                note.unlink(missing_ok=True)
+            elif failed.rank != self._ep.rank and failed.name not in self._told:
+                self._told.add(failed.name)
+                why = ""
+                with suppress(OSError):
+                    why = note.read_text()
+                what = f"rank {failed.rank} could not send version {failed.version}"
+                raise OSError(f"{what}: {why or 'its memory is full'}; nothing was sent now")
 
     def _check_trainer(self) -> None:
         if os.readlink(self._folder / _TRAINER) != self._ep.origin:
@@ -204,13 +248,18 @@ class WeightSender:
             raise EPStateError(f"another trainer has begun to send into {self._folder}: {remedy}")
 
     def _offer(
-        self, version: int, tables: list[dict[str, Tensor]], memory: Memory, handout: Handout
+        self,
+        version: int,
+        tables: list[dict[str, Tensor]],
+        memory: Memory,
+        handout: Handout,
+        oldest: int,
     ) -> str:
         """Put the tensors on the device of `memory` into a new piece of it; in the tables they
-        become meta tensors.
+        become meta tensors. Pieces of versions below `oldest` go.
         """
         places, nbytes = _laid_out(tables, memory.device)
-        handout.drop(self._keep - 1)  # before the new one takes room
+        handout.drop_below(oldest)
         piece = Places(memory, 1, nbytes)
         try:
             descriptor = piece.create(nbytes)
@@ -326,6 +375,26 @@ def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
 def shared_memory(device: torch.device) -> Memory | None:
     """Of a GPU, that other processes map; None on CPUs, where they map files."""
     return GpuMemory(device, partial(idle, device)) if device.type == "cuda" else None
+
+
+def _leave_note(note: Path, error: BaseException) -> None:
+    """Tell the other ranks, in the file's name at least."""
+    with suppress(OSError):
+        note.touch()
+        note.write_text(f"{type(error).__name__}: {error}")
+
+
+def _parsed(path: Path) -> _File:
+    """What the name of a file, or of a note, says."""
+    return next(_files([path.name.removeprefix(_FAILED)]))
+
+
+def _oldest_to_keep(files: Iterable[_File], keep: int) -> int:
+    """The keep-th newest whole version; below all where there are fewer. One that is not whole may
+    take no place of one that is.
+    """
+    whole = sorted({parts[0].version for parts in _complete(files)}, reverse=True)
+    return whole[keep - 1] if len(whole) >= keep else 0
 
 
 def _files(names: Iterable[str]) -> Iterator[_File]:

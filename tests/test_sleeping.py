@@ -14,7 +14,7 @@ from helpers import NO_CUDA, alone, bytes_of, full_layer, interrupted_at, randn,
 from torch import Tensor, nn
 
 import epmoe
-from epmoe import service
+from epmoe import EPStateError, service
 from epmoe.exchange import addresses, node, window
 from epmoe.group import deaths, join
 from epmoe.live import sleeping
@@ -93,6 +93,31 @@ def test_what_has_gone_or_is_here_already():
     assert torch.equal(module.weight, want)
     module.weight.sum().backward()  # they train on
     assert bool((module.weight.grad == 1).all())
+
+
+@pytest.mark.parametrize("free", ["offload", "discard"])
+@torch.no_grad()
+def test_weights_that_are_loaded_before_their_memory_is_back(free):
+    """Into a group that has formed anew: refused. After `restore` they are right."""
+    with epmoe.ExpertParallel(alone()) as ep:
+        layer, _ = full_layer(ep)
+        kept = {name: value.clone() for name, value in layer.state_dict().items()}
+        new = {
+            name: value + 1 if value.is_floating_point() else value for name, value in kept.items()
+        }
+        weights = epmoe.SleepingWeights(layer)
+        for _ in range(2):
+            ep.sleep(getattr(weights, free))
+            assert len(ep.resume()) == ep.num_local_experts
+            layer.load_state_dict(new)
+            with pytest.raises(EPStateError, match="written while their memory was gone, and are"):
+                weights.restore()
+            if free == "offload":
+                assert all(map(torch.equal, layer.state_dict().values(), kept.values()))
+            layer.load_state_dict(new)
+            weights.restore()
+            assert all(map(torch.equal, layer.state_dict().values(), new.values()))
+            layer.load_state_dict(kept)
 
 
 @pytest.mark.parametrize(

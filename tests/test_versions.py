@@ -22,6 +22,7 @@ import pytest
 import torch
 from helpers import alone, full_layer, randn
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
 from epmoe.live import receiver as receiver_module
@@ -374,6 +375,76 @@ def test_a_send_that_failed_on_one_rank_is_told_to_all(ep, layer, folder, monkey
         for sender in senders:
             sender.send(version)
     assert newest_version(folder) == 3
+
+
+class Block(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, nn.Linear(3, 3)
+
+
+def wrapped(kind: str, block: nn.Module) -> nn.Module:
+    match kind:
+        case "compile":
+            return torch.compile(block)
+        case "checkpoint_wrapper":
+            block.norm = checkpoint_wrapper(block.norm)
+            return checkpoint_wrapper(block)
+        case "DDP":  # whose name for it is the same
+            return nn.DataParallel(block)
+    return block
+
+
+WRAPPERS = ["", "compile", "checkpoint_wrapper", "DDP"]
+
+
+@pytest.mark.parametrize("server", WRAPPERS)
+@pytest.mark.parametrize("trainer", WRAPPERS)
+@torch.no_grad()
+def test_dense_names_have_no_wrappers(ep, folder, trainer, server):
+    """`load_state_dict` takes all, whichever side is wrapped."""
+    sent = wrapped(trainer, Block(full_layer(ep)[0]))
+    served = wrapped(server, Block(full_layer(ep)[0]))
+    dense = {name: value for name, value in sent.named_parameters() if "norm" in name}
+    WeightSender(sent, folder).send(1, dense)
+    taken = []
+    receiver = WeightReceiver(
+        ep,
+        served,
+        folder,
+        dense=lambda dense: taken.append(served.load_state_dict(dense, strict=False)),
+    )
+    assert len(dense) == 2 and taken[0].unexpected_keys == []
+    for got, want in zip(served.parameters(), sent.parameters(), strict=True):
+        assert torch.equal(got, want)
+    receiver.close()
+
+
+def test_dense_weights_that_nobody_takes(ep, layer, folder):
+    sender = WeightSender(layer, folder)
+    receiver = WeightReceiver(ep, layer, folder)
+    load = partial(layer.load_state_dict, strict=False)
+    sender.send(1, {"odd": A})
+    with pytest.raises(ValueError, match="version 1 has dense weights, such as 'odd': `dense` m"):
+        receiver.load(1)
+    with pytest.raises(ValueError, match=r"taken no weight, .* no such names: \['odd'\]"):
+        WeightReceiver(ep, layer, folder, dense=load)
+    sender.send(2, {"odd": A, "router_weight": layer.router_weight.detach() + 1})
+    receiver = WeightReceiver(ep, layer, folder, dense=load)
+    assert receiver.version == 2
+    receiver.close()
+
+
+def test_a_dense_weight_that_is_there_twice(ep, layer, folder):
+    senders = [WeightSender(layer, folder) for _ in range(2)]
+    with pytest.raises(ValueError, match="`dense` must have each weight once, got 'a'"):
+        senders[0].send(1, {"a": A, "_orig_mod.a": A})
+    two = SimpleNamespace(size=2, mesh=None, origin=ep.origin, generation=0, device=ep.device)
+    for rank, sender in enumerate(senders):
+        sender._ep = SimpleNamespace(**vars(two), rank=rank)
+        sender.send(1, {"a": A, f"b{rank}": A})
+    with pytest.raises(ValueError, match=r"`dense\['a'\]` of version 1 comes from several ranks"):
+        WeightReceiver(ep, layer, folder, dense=lambda _: None)
 
 
 def _versions(folder: Path) -> list[int]:

@@ -29,6 +29,7 @@ import os
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_int64
@@ -57,6 +58,7 @@ from epmoe.live.versions import (
     newest_version,
     own_folder,
 )
+from epmoe.local.given import name_without_wrappers
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
 from epmoe.native import ops
@@ -99,7 +101,11 @@ class WeightReceiver:
             while rounds go on, and a flip swaps the two, or on GPUs copies within the memory of the
             GPU: weights keep the addresses that CUDA graphs have. Without it, a flip copies the
             weights from the trainer, and lasts as long as that.
-        dense: takes the other weights of a version at the flip, by name, on all ranks. If it, a
+        dense: takes the other weights of a version at the flip, by name, on all ranks. Names are
+            those of `model.state_dict()`, where it has them with or without wrappers of torch; else
+            the sender's without wrappers. It must be given where the trainer sends such weights;
+            and where it returns what `load_state_dict(…, strict=False)` does, one at least must
+            have been taken. If it, a
             copy or a signal handler raises in a flip, so does `tick`, and this rank has weights of
             two versions: call `tick` again before the next round, which does the flip again, or end
             the rank.
@@ -165,6 +171,7 @@ class WeightReceiver:
             self._worker = Worker("epmoe-weights")
             self._worker.submit(self._copies.begin_thread)
             self._check_state()
+            self._names = _names_of_state(model)
             for former in list(_open):
                 if not former._of_other_layers(self._layers.values()):
                     former.close()  # its thread takes memory for free that will serve
@@ -405,6 +412,11 @@ class WeightReceiver:
                     weights,
                     self._ep.config.model.num_experts,
                 )
+            if version.dense and self._dense is None:
+                raise ValueError(
+                    f"version {number} has dense weights, such as {next(iter(version.dense))!r}: "
+                    "`dense` must take them"
+                )
             if self._check_finite:
                 self._check_values(version, now)
         spare = self._spare
@@ -426,7 +438,9 @@ class WeightReceiver:
                 for name, weights in self._weights().items():
                     self._copies.use(self._free[name], weights)
         if self._dense is not None:
-            self._dense(self._copies.owned(version.dense))  # it may keep them
+            named = {self._names.get(name, name): each for name, each in version.dense.items()}
+            taken = self._dense(self._copies.owned(named))  # it may keep them
+            _check_taken(named, taken)
         self._await_device()
         self.version = version.number
         self.pause_s = time.perf_counter() - start
@@ -500,6 +514,25 @@ class WeightReceiver:
 
 
 _open = WeakSet[WeightReceiver]()
+
+
+def _names_of_state(model: nn.Module) -> dict[str, str]:
+    """The names in a model's state dict, by those without wrappers, of which the trainer has
+    others.
+    """
+    names = list(model.state_dict(keep_vars=True))
+    counts = Counter(map(name_without_wrappers, names))
+    by_plain = {name_without_wrappers(name): name for name in names}
+    return {plain: name for plain, name in by_plain.items() if counts[plain] == 1}
+
+
+def _check_taken(dense: Mapping[str, Tensor], taken: object) -> None:
+    """`taken` is what `load_state_dict` returns, or anything else."""
+    unexpected = getattr(taken, "unexpected_keys", ())
+    if dense and dense.keys() <= {*unexpected}:
+        raise ValueError(
+            f"`dense` has taken no weight, since the model has no such names: {sorted(dense)[:3]}"
+        )
 
 
 def _raise_not_finite(version: Version, dtype: torch.dtype, where: str) -> NoReturn:

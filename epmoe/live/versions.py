@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -37,7 +38,7 @@ from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 from epmoe.group.errors import EPStateError
 from epmoe.live.copies import idle
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.given import layers_of
+from epmoe.local.given import layers_of, name_without_wrappers
 from epmoe.local.spread import local_view
 from epmoe.native.arguments import FLOATS, describe
 from epmoe.native.build import who_else
@@ -74,10 +75,10 @@ class WeightSender:
     trainer has one.
 
     A rank writes its own experts, as they are when it calls `send`, and waits for no other rank and
-    for no server. Each version takes memory for all weights that are sent, and `keep` versions
-    stay, so that a server that has seen a version has time to map it. It is memory of the GPU where
-    the weights are on one, from which a server on GPUs of the same machine copies them by NVLink.
-    Of replicas of the experts the first one writes.
+    for no server. Each version takes memory for all weights that are sent. The newest `keep` whole
+    versions stay, and what is newer, so that a server that has seen one has time to map it. It is
+    memory of the GPU where the weights are on one, from which a server on GPUs of the same machine
+    copies them by NVLink. Of replicas of the experts the first one writes.
 
     Args:
         model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in
@@ -85,7 +86,7 @@ class WeightSender:
         folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for
             the server. It is made, for this user only. Whoever ends the job removes it. The trainer
             that begins last has it.
-        keep: versions that stay, from 2 to 253.
+        keep: whole versions that stay, from 2 to 253.
         on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or
             where the GPU has no room for `keep` versions.
 
@@ -125,12 +126,18 @@ class WeightSender:
         """Leave this rank's part of a version, a number that grows. All ranks of the trainer send
         the same versions.
 
-        `dense` are other weights, plain tensors by any name: the server's callback gets those of
-        all ranks. Raises ValueError where `version` is not above the versions that this rank has
-        sent, or a trainer before it; TypeError where `dense` is something else, such as a DTensor;
-        OSError, or MemoryError for that of a GPU, where the memory is full; and EPStateError where
-        another trainer has begun: then nothing was sent. On a GPU it waits for what the GPU has to
-        do.
+        `dense` are other weights, plain tensors by any name, of which parts go that wrappers of
+        torch have put there (torch.compile, DDP, FSDP, `checkpoint_wrapper`). One rank gives each
+        of them. The server's callback gets those of all ranks.
+
+        It waits for no other rank. Where another rank could not send a version, the next call here
+        says so, once, and sends nothing; that rank may send its part again, or all a larger one.
+
+        Raises ValueError where `version` is not above the versions that this rank has sent, or a
+        trainer before it, or a name is there twice; TypeError where `dense` is something else, such
+        as a DTensor; OSError, or MemoryError for that of a GPU, where the memory is full, and
+        OSError where that of another rank was; and EPStateError where another trainer has begun:
+        then nothing was sent. On a GPU it waits for what the GPU has to do.
         """
         plain = _plain_tensors({} if dense is None else dense)
         if not self._writes:
@@ -302,7 +309,8 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
     """Map a version, by `memory` what lies in that of a GPU.
 
     Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it
-    lies on GPUs, and this rank has none, or where two trainers have sent it.
+    lies on GPUs, and this rank has none, or where two trainers have sent it, or two ranks the same
+    dense weight.
     """
     found = _complete(_files(path.name for path in folder.glob(f"v{number:013}.*")))
     if len(found) > 1:
@@ -321,6 +329,12 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
             part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if part["socket"] is not None:
             _map_offer(part, number, memory)
+        twice = version.dense.keys() & part["dense"].keys()
+        if twice:
+            raise ValueError(
+                f"`dense[{min(twice)!r}]` of version {number} comes from several ranks of the "
+                "trainer: one must send it"
+            )
         version.dense.update(part["dense"])
         for name, experts in part["experts"].items():
             version.experts.setdefault(name, []).append(Experts(*experts))
@@ -469,7 +483,11 @@ def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise TypeError(
                 f"`dense[{name!r}]` must be a plain tensor, {remedy}, got {describe(value)}"
             )
-    return {name: value.detach() for name, value in dense.items()}
+    made = {name_without_wrappers(name): value.detach() for name, value in dense.items()}
+    if len(made) < len(dense):
+        names = Counter(map(name_without_wrappers, dense))
+        raise ValueError(f"`dense` must have each weight once, got {names.most_common(1)[0][0]!r}")
+    return made
 
 
 def _plain(value: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from epmoe.group.store import Store
 from epmoe.group.waiting import device_ends
 from epmoe.live.balancer import Balancer
 from epmoe.live.experts import LiveExperts
+from epmoe.live.held import HeldVersions
 from epmoe.live.layout import EMPTY
 from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
@@ -111,6 +112,8 @@ class ExpertParallel(HoldsWindows):
     """The experts that move, with `placement.live`."""
     followers: WeakSet[Follower]
     """What this rank's layers keep for its experts: `resume` tells them of another group."""
+    versions: HeldVersions
+    """Of a trainer's weights, which this rank's layers have."""
     _seat: int
     _exchange: Exchange | None = None
     _mesh: DeviceMesh | None = None  # of the group
@@ -144,6 +147,7 @@ class ExpertParallel(HoldsWindows):
         ] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
         self.followers = WeakSet()
+        self.versions = HeldVersions()
         self._addresses = addresses_on(self.device)
         self._reading = RLock()  # for `health` of any thread: the memory of its counts stays
         self._layouts = dict[int, object]()  # of each generation
@@ -269,7 +273,10 @@ class ExpertParallel(HoldsWindows):
         self._mesh = group if isinstance(group, DeviceMesh) else None
         if self.live is not None:
             return _lacking(self.live.held.tolist(), held or [[] for _ in self.live.held])
-        return old.moves(self.placement, ranks)[self.rank]
+        moves = old.moves(self.placement, ranks)[self.rank]
+        if moves:  # from elsewhere
+            self.versions.doubt()
+        return moves
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
         """Return the result of `call`, during which this thread has the turn. Another thread that
@@ -307,6 +314,7 @@ class ExpertParallel(HoldsWindows):
         experts are among the moves.
         """
         self._has_weights, self._asleep = False, None
+        self.versions.doubt()
         if self._exchange is not None:
             self._exchange.end_waits()
         self._leave()

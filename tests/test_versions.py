@@ -377,6 +377,58 @@ def test_a_send_that_failed_on_one_rank_is_told_to_all(ep, layer, folder, monkey
     assert newest_version(folder) == 3
 
 
+@torch.inference_mode()
+def test_what_a_rank_holds_outlives_its_receiver(ep, layer, folder):
+    """A receiver that finds no version knows the one that serves, unless a flip was interrupted or
+    experts were loaded from elsewhere.
+    """
+    served = full_layer(ep)[0]
+
+    def make(**options: object) -> WeightReceiver:
+        return WeightReceiver(ep, served, folder, **options)
+
+    WeightSender(layer, folder).send(1)
+    assert make().version == 1
+    shutil.rmtree(folder)
+    assert make().version == 1
+    ep.sleep()
+    ep.wake()
+    assert make().version == 1
+    assert ep.resume() == ()
+    receiver = make()
+    assert receiver.version == 1
+    with pytest.raises(TimeoutError):
+        receiver.load(2, timeout_s=0.0)
+
+    ep.sleep(lambda: None)
+    assert len(ep.resume()) == ep.num_local_experts
+    with pytest.raises(EPStateError, match="rank 0 has weights of several or unknown versions: l"):
+        make()
+    assert make(version=7).version == 7
+    sender = WeightSender(layer, folder)
+    sender.send(8, {"a": A})
+
+    def interrupted(_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        make(dense=interrupted)
+    shutil.rmtree(folder)
+    with pytest.raises(EPStateError, match="rank 0 has weights of several or unknown versions"):
+        make()
+    sender = WeightSender(layer, folder)
+    sender.send(9)
+    assert make().version == 9
+
+
+@torch.inference_mode()
+def test_first_weights_of_experts_that_move_elsewhere(ep, layer, folder):
+    """No receiver has brought them, so there is nothing to compare."""
+    ep.sleep(lambda: None)
+    ep.resume()
+    assert WeightReceiver(ep, layer, folder).version == -1
+
+
 class Block(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

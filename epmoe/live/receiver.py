@@ -49,6 +49,7 @@ from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
 from epmoe.live.copies import Tensors, copies_on
 from epmoe.live.finite import NotFiniteError, nonfinite_rows
+from epmoe.live.held import Held, HeldVersions, differences
 from epmoe.live.layout import EMPTY
 from epmoe.live.versions import (
     Version,
@@ -77,6 +78,7 @@ class Serving(Member, Protocol):
 
     device: torch.device
     live: Any
+    versions: HeldVersions
 
     def logical_experts(self, tag: int = 0) -> list[int]: ...
 
@@ -112,9 +114,11 @@ class WeightReceiver:
         check_finite: whether a version is passed over that has NaN or Inf in experts, in the dtype
             that they have here, or in `dense`. `problem` then says where. The look is one more read
             of the version.
+        version: the number of the weights that the host has loaded itself, the same on all ranks;
+            None: what former receivers have brought, which `ep` knows.
 
     Attributes:
-        version: that serves; −1: the weights that the model had.
+        version: that serves; −1: weights that no receiver has brought.
         pause_s: how long the last flip took, callback included, and on GPUs until the GPU had done
             it.
         problem: why the last version was not taken, or None. The next one is. Where that was for
@@ -124,6 +128,9 @@ class WeightReceiver:
         ValueError: `ep` has experts that move, the model has other experts, or a version does not
             fit; on all ranks.
         PermissionError: another user owns the folder, or can write into it.
+        EPStateError: the folder has no whole version that ranks could take, and they hold different
+            ones: such as after a death in the middle of a flip, with a rank that has joined, or
+            where `recover` has loaded lost experts. It says who holds what.
         EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
             them.
     """
@@ -139,6 +146,7 @@ class WeightReceiver:
         spare: bool = True,
         dense: Callable[[Tensors], object] | None = None,
         check_finite: bool = True,
+        version: int | None = None,
     ) -> None:
         self._ep, self._generation, self._dense = ep, ep.generation, dense
         self._check_finite = check_finite
@@ -176,7 +184,10 @@ class WeightReceiver:
                 if not former._of_other_layers(self._layers.values()):
                     former.close()  # its thread takes memory for free that will serve
             _open.add(self)
-            self._take_newest(peers, 0, 0.0)
+            if version is not None:
+                ep.versions.put(self._layers.values(), Held(version, ""))
+            if not self._take_newest(peers, 0, 0.0):
+                self._go_on_with_held(peers)
 
     def load(self, version: int, timeout_s: float = 60.0) -> None:
         """Wait for a version, and take it or a newer one before this returns. Collective, between
@@ -257,6 +268,24 @@ class WeightReceiver:
         self._worker.close()
         while self._writes and self._worker.lives:
             time.sleep(_GLANCE_S)
+
+    def _go_on_with_held(self, peers: Any) -> None:
+        """Serve what all ranks hold. Collective.
+
+        Raises EPStateError where that is not one version.
+        """
+        mine = self._ep.versions.of(self._layers.values())
+        gathered = peers.all_gather(mine)
+        differ = differences([None if held is None else Held(*held) for held in gathered])
+        if differ:
+            remedy = (
+                "let the trainer send a version and make the receiver again; or load the same "
+                "weights on all ranks, and say so by `version=`"
+            )
+            raise EPStateError(f"ranks serve different weights, {differ}: {remedy}")
+        assert mine is not None, "it has been compared"
+        self._target = mine.version
+        self.version = mine.version
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -431,6 +460,8 @@ class WeightReceiver:
     def _flip(self, version: Version) -> None:
         self._await_device()
         start = time.perf_counter()
+        layers = self._layers.values()
+        self._ep.versions.put(layers, None)  # until all is there
         with self._copies.running():
             if self._free is None:
                 self._copy(version, self._weights())
@@ -442,6 +473,7 @@ class WeightReceiver:
             taken = self._dense(self._copies.owned(named))  # it may keep them
             _check_taken(named, taken)
         self._await_device()
+        self._ep.versions.put(layers, Held(version.number, version.trainer))
         self.version = version.number
         self.pause_s = time.perf_counter() - start
 

@@ -176,11 +176,8 @@ class WeightSender:
         if odd:
             raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
         self._hear_of_failures(group)
-        written = _File(
-            f"v{version:013}.{group}.{part[0]}-of-{part[1]}", version, group, part[0], part[1]
-        )
-        whole = self._folder / written.name
-        note = self._folder / f"{_FAILED}{written.name}"
+        whole = self._folder / f"v{version:013}.{group}.{part[0]}-of-{part[1]}"
+        note = self._folder / f"{_FAILED}{whole.name}"
         parts = {name: tuple(each) for name, each in experts.items()}
         try:
             self._write(whole, parts, plain, tables, files)
@@ -191,7 +188,9 @@ class WeightSender:
                 _leave_note(note, error)
             raise
         note.unlink(missing_ok=True)
-        oldest = _oldest_to_keep([*files, written], self._keep)
+        # Look again: the rank that writes its part last sees a whole version.
+        files = list(_files(os.listdir(self._folder)))
+        oldest = _oldest_to_keep(files, self._keep)
         for file in files:
             if file.version < oldest:  # of whichever rank
                 (self._folder / file.name).unlink(missing_ok=True)
@@ -291,6 +290,8 @@ class Version(NamedTuple):
     """The parts of a complete version, in mapped memory."""
 
     number: int
+    trainer: str
+    """its group of ranks"""
     experts: dict[str, list[Experts]]
     """by layer, of each rank of the trainer"""
     dense: dict[str, Tensor]
@@ -320,7 +321,7 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
         )
     if not found:
         raise FileNotFoundError(f"version {number} is not complete any more")
-    version = Version(number, {}, {})
+    version = Version(number, found[0][0].group, {}, {})
     for file in sorted(found[0]):
         with (folder / file.name).open(
             "rb"

@@ -25,8 +25,10 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from waits import LONG_S, SOON_S
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
+from epmoe.group.errors import EPStateError
 from epmoe.group.waiting import Worker
 from epmoe.live import receiver as receiver_module
+from epmoe.live.held import FIRST, Held
 from epmoe.live.versions import newest_version
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
@@ -382,6 +384,41 @@ def test_a_load_whose_flip_fails_on_one_rank_is_done_again(rank, size, folder):
         held = ep.logical_experts()
         assert receiver.version == 1 and torch.equal(experts.w_down, weights(1, 0)[2][held])
         receiver.close()
+
+
+@torch.inference_mode()
+def test_ranks_that_hold_different_versions_do_not_serve(rank, size, folder):
+    """A flip has failed on the last rank, and the version has gone. They say so, until the host or
+    the trainer has given all ranks the same.
+    """
+    if size < 2:
+        pytest.skip("one rank holds what it holds")
+    last = rank == size - 1
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model = Model(ep, 0, layers=1)
+        sender = WeightSender(model, folder)
+        sender.send(1)
+        receiver = WeightReceiver(ep, model, folder)
+        assert receiver.version == 1
+        if last:
+            ep.versions.put(model.layers, Held(2, "other"))  # as after a flip of this rank alone
+        dist.barrier()
+        for part in folder.glob("v*"):
+            part.unlink(missing_ok=True)
+        dist.barrier()
+        said = f"rank 0 has version 1 of trainer .*, rank {size - 1} has version 2 of trainer other"
+        with pytest.raises((EPStateError, RuntimeError), match=said):
+            WeightReceiver(ep, model, folder)
+        assert WeightReceiver(ep, model, folder, version=5).version == 5
+        assert WeightReceiver(ep, model, folder).version == 5
+        if last:  # as a rank that has joined
+            ep.versions.put(model.layers, FIRST)
+        with pytest.raises((EPStateError, RuntimeError), match="has the weights that it began w"):
+            WeightReceiver(ep, model, folder)
+        sender.send(6)
+        dist.barrier()
+        assert WeightReceiver(ep, model, folder).version == 6
+        dist.barrier()
 
 
 @torch.inference_mode()

@@ -50,7 +50,8 @@ def routed(weights: Weights, T: int, E: int, K: int, kind: Kind, seed: int) -> t
     """A call of the first half of the experts with rows of 2 · T tokens, and the indices of its
     real rows.
     """
-    (e, D, _), dtype = weights.down.shape, weights.down.dtype
+    (e, D, _) = weights.down.shape
+    dtype = weights.down.dtype
     with torch.device("cpu"):
         ids = simulate_logits(kind, 2 * T, E, seed=seed).topk(K).indices.to(weights.down.device)
     expert_map = torch.arange(E, dtype=torch.int32)

@@ -1,9 +1,8 @@
 """vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed against vLLM's
 own exchange.
 
-    PYTHONPATH=.:tests/stacks torchrun --standalone --nproc-per-node 2 benchmarks/vllm_layer.py
-    [--model qwen3]
-        [--quant fp8] [--json FILE]
+    PYTHONPATH=.:tests/stacks torchrun --standalone --nproc-per-node 2 benchmarks/vllm_layer.py \\
+        [--model qwen3] [--quant fp8] [--json FILE]
 
 Needs vLLM 0.26.0 on the path, its native libraries included, and for the layout "layer" DeepGEMM
 (the module `deep_gemm`). All contenders have the same weights and the same tokens; fp8 weights have
@@ -47,13 +46,8 @@ from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, Sizes
 
 MODELS = {"qwen3": Model(E=128, K=8, D=2048, F=768), "deepseek": Model(E=256, K=8, D=7168, F=2048)}
-TOKENS = (
-    4096,
-    512,
-    128,
-    16,
-    1,
-)  # the largest first: vLLM's workspace must not grow behind a captured graph
+# The largest first: vLLM's workspace must not grow behind a captured graph.
+TOKENS = (4096, 512, 128, 16, 1)
 RAGGED = (5, 0), (0, 3), (1, 1), (130, 7), (4096, 4000), (0, 0)
 LAYERS = 10
 REPLAYS = 30

@@ -18,16 +18,36 @@ struct RouteArgs {
   int64_t T;                  // rows; rows at and past the number of tokens are padding
   int64_t num_rows;           // real tokens, as the host knows them
   int32_t E, K, num_groups, top_groups;
-  int32_t scores_per_group;  // a group is rated by the sum of this many best scores, at most E /
-                             // num_groups
-  bool sigmoid;              // scoring: sigmoid, else softmax
-  bool renormalize;          // weights of a token sum to 1 before they are scaled
-  bool wide_ids;             // ids are int64, else int32
-  float epsilon;             // is added to the sum by which renormalize divides
-  float scale;               // factor of all weights
-  void* ids_TK;              // out
-  float* weights_TK;         // out
-  int64_t* counters;         // kNumCounters, added to; or null
+  // A group is rated by the sum of this many best scores, at most E / num_groups.
+  int32_t scores_per_group;
+  bool sigmoid;       // scoring: sigmoid, else softmax
+  bool renormalize;   // weights of a token sum to 1 before they are scaled
+  bool wide_ids;      // ids are int64, else int32
+  float epsilon;      // is added to the sum by which renormalize divides
+  float scale;        // factor of all weights
+  void* ids_TK;       // out
+  float* weights_TK;  // out
+  int64_t* counters;  // kNumCounters, added to; or null
+};
+
+// The operator route_backward (CPU and CUDA): gradients of the weights [T, K] that route has given,
+// to gradients of its logits. A pair of weight 0 has no gradient: it is padding, or its score is
+// not finite.
+struct RouteBackwardArgs {
+  const float* grad_weights_TK;
+  const void* logits_TE;
+  DType dtype;            // of the logits, and of their gradients
+  int64_t logits_stride;  // between rows
+  const void* ids_TK;     // may hold any number where the weight is 0
+  const float* weights_TK;
+  int64_t T;
+  int32_t E, K;
+  bool sigmoid;          // scoring: sigmoid, else softmax
+  bool renormalize;      // weights were divided by their sum
+  bool wide_ids;         // ids are int64, else int32
+  double epsilon;        // was added to that sum
+  double scale;          // factor of all weights
+  void* grad_logits_TE;  // out, contiguous
 };
 
 // The operator permute (CPU and CUDA), and the receive phase of dispatch on the CPU.
@@ -159,8 +179,8 @@ struct FewRowsArgs {
   Gating gating;
   void* h_NF;            // workspace: the activations, fp8 or bf16
   uint8_t* exponents_N;  // fp8: workspace [N, F / 16], powers of two of h
-  float* h_scales_BN;    // fp8 in one order of sums: workspace instead, scales of h in blocks of
-                         // kScaleBlock
+  // fp8 in one order of sums: workspace instead, scales of h in blocks of kScaleBlock.
+  float* h_scales_BN;
   int64_t h_scales_stride;
   void* out_ND;  // out: bf16
 };

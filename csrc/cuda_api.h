@@ -21,6 +21,7 @@ using Stream = CUstream_st*;  // cudaStream_t
 // them before they become addresses.
 #define EPMOE_LAUNCHES(F)                                \
   F(route, const RouteArgs&)                             \
+  F(route_backward, const RouteBackwardArgs&)            \
   F(permute, const PermuteArgs&)                         \
   F(finalize, const FinalizeArgs&)                       \
   F(zero_padding_rows, const PaddingArgs&)               \

@@ -8,11 +8,11 @@ namespace epmoe {
 // This rank's side of the exchange: its own memory, and every rank's window.
 struct Exchange {
   ExchangePlan plan;
-  char* peers_R[kMaxRanks];  // start of each rank's window, as this process (CPU) or device (CUDA)
-                             // addresses it
-  char* scratch;             // start of this rank's scratch
-  Status* status;            // in host memory; on CUDA, Progress follows it
-  int64_t timeout_ns;        // of each wait
+  // Start of each rank's window, as this process (CPU) or device (CUDA) addresses it.
+  char* peers_R[kMaxRanks];
+  char* scratch;       // start of this rank's scratch
+  Status* status;      // in host memory; on CUDA, Progress follows it
+  int64_t timeout_ns;  // of each wait
 };
 
 // The table of the round's layer, for its number of tokens.
@@ -28,13 +28,14 @@ constexpr int64_t kMostProductBytes = 32 * 1024;  // of a row that is multiplied
 
 struct DispatchArgs {
   const void* x_TD;
-  DType dtype;  // of x; fp8: the rows are quantized already, and in plan.payload_format, or in
-                // training as packed rows
+  // Of x; fp8: the rows are quantized already, and in plan.payload_format, or in training as packed
+  // rows.
+  DType dtype;
   int64_t x_stride_bytes;  // between rows
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32
-  bool zero_gaps;  // whether the rows that the alignment leaves between segments become zeros; CUDA
-                   // only
+  // Whether the rows that the alignment leaves between segments become zeros; CUDA only.
+  bool zero_gaps;
   int64_t ids_stride;  // between rows
   const void* weights_TK;
   DType weights_dtype;
@@ -51,9 +52,9 @@ struct DispatchArgs {
   const float* scales_TB;  // of rows that are quantized already, else null
   int64_t scales_stride;   // between rows
   // For training:
-  bool to_caller;  // plan.rows is memory that no other rank writes, and pairs of weight 0 travel,
-                   // too
-  bool adds_only;  // combine adds without weights
+  // `plan.rows` is memory that no other rank writes, and pairs of weight 0 travel, too.
+  bool to_caller;
+  bool adds_only;       // combine adds without weights
   bool returns_values;  // combine brings back a value of each pair
   bool
       zero_tail;  // rows past the last segment, up to plan.max_rows, and their weights become zeros
@@ -63,8 +64,8 @@ struct DispatchArgs {
   // its parts.
   const void* outputs_ND;        // in x's dtype; or null
   int64_t outputs_stride_bytes;  // between rows
-  float* products_NC;  // out, with outputs: the parts [plan.max_rows, kProductParts]. Parts not
-                       // written are 0
+  // Out, with outputs: the parts [plan.max_rows, kProductParts]. Parts not written are 0.
+  float* products_NC;
 };
 
 struct CombineArgs {

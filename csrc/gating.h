@@ -25,10 +25,12 @@ struct GatedWithGradients {
   float value, gate, up;
 };
 EPMOE_HD GatedWithGradients gated_with_gradients(float gate, float up, const Gating& gating) {
-  bool gate_is_fast = gate > gating.limit, up_is_fast = up > gating.limit || up < -gating.limit;
+  bool gate_is_fast = gate > gating.limit;
+  bool up_is_fast = up > gating.limit || up < -gating.limit;
   gate = gate_is_fast ? gating.limit : gate;
   up = up > gating.limit ? gating.limit : up < -gating.limit ? -gating.limit : up;
-  float x = gating.alpha * gate, factor = up + gating.up_offset;
+  float x = gating.alpha * gate;
+  float factor = up + gating.up_offset;
   float clamped = x < kLeastSigmoid ? kLeastSigmoid : x > kFullSigmoid ? kFullSigmoid : x;
   float sigmoid = scaled_sigmoid(clamped) * kSigmoidScale;
   return {gate * sigmoid * factor,

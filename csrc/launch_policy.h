@@ -54,8 +54,8 @@ constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills
 // little; of 512, 64.
 constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
-static_assert(threads_per_block(0) ==
-              kThreads);  // the Simple protocol's buffers in shared memory assume it
+// The Simple protocol's buffers in shared memory assume it.
+static_assert(threads_per_block(0) == kThreads);
 
 // Chunks of a row, of `lines` lines of 16 bytes for each of a warp's 32 lanes.
 constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
@@ -69,49 +69,68 @@ constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
 struct Thresholds {
   // LL protocol, dispatch: up to so many tokens a lane moves one line; up to so many, two where
   // some warps would go twice. Two lines from 9 tokens on take 12.6 at 16 tokens (13.4 with one).
-  int64_t dispatch_one_line = 8, dispatch_uneven = 128;
+  int64_t dispatch_one_line = 8;
+  int64_t dispatch_uneven = 128;
   // Send blocks, if rows are quantized and if not; between these numbers of tokens receivers are
   // the bottleneck. A quarter is too few for 64 or 512 tokens; a fifth takes 42.0 at 128 (40.5 with
   // a quarter).
-  int64_t dispatch_send_quantized = 375, dispatch_send = 300, dispatch_send_middle = 250;
-  int64_t middle_above = 64, middle_up_to = 256;
+  int64_t dispatch_send_quantized = 375;
+  int64_t dispatch_send = 300;
+  int64_t dispatch_send_middle = 250;
+  int64_t middle_above = 64;
+  int64_t middle_up_to = 256;
   // The same up to two ranks: what a row costs a sender, where a receiver's reads, re-arming and
   // writes cost 1 each. By cost 26.5 at 128 tokens on two GPUs (29.2 with a fixed share).
-  int64_t local_send_quantized = 8, local_send = 3;
+  int64_t local_send_quantized = 8;
+  int64_t local_send = 3;
   // Simple protocol, two ranks: more for rows of up to so many bytes. Two H200 at 4096 tokens: 5/8
   // for expert-major bf16 rows, 7/8 for rank-major rows up to 8 KiB.
-  int64_t simple_send = 625, simple_send_rank_major = 750, simple_send_short_row = 125,
-          short_row_bytes = 8 << 10;
+  int64_t simple_send = 625;
+  int64_t simple_send_rank_major = 750;
+  int64_t simple_send_short_row = 125;
+  int64_t short_row_bytes = 8 << 10;
   // Bytes to a release: one takes about 4 µs, whatever was sent since the last one. Dispatch of fp8
   // rows at 4096 tokens takes 263 with two tokens to a release, 267 with four, 277 before.
   int64_t release_bytes = 16 << 10;
   // LL protocol, combine: up to so many chunks of one line (two ranks) or tokens, a lane moves one
   // line. Two lines from 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up
   // to 64).
-  int64_t combine_one_line_chunks = 960, combine_one_line = 64, combine_one_line_scaled = 128;
+  int64_t combine_one_line_chunks = 960;
+  int64_t combine_one_line = 64;
+  int64_t combine_one_line_scaled = 128;
   // Send blocks of combine with several lines; in one phase alone; and with one line: scaled, up to
   // so many tokens, and from there on. With fp8 back, two lines and seven tenths take 49.2 at 256
   // tokens (52.4 before).
   struct Share {
-    int64_t scaled, scaled_more, few_tokens, up_to, more;
+    int64_t scaled;       // with scales, up to 96 tokens
+    int64_t scaled_more;  // with scales, from there on
+    int64_t few_tokens;   // without scales, up to `up_to` tokens
+    int64_t up_to;
+    int64_t more;  // without scales, from there on
 
     int64_t of(int64_t blocks, int64_t T, bool has_scales) const {
-      int64_t share = has_scales   ? (T <= 96 ? scaled : scaled_more)
-                      : T <= up_to ? few_tokens
-                                   : more;
-      return blocks * share / 1000;
+      return blocks * thousandths(T, has_scales) / 1000;
+    }
+    int64_t thousandths(int64_t T, bool has_scales) const {
+      if (has_scales) return T <= 96 ? scaled : scaled_more;
+      return T <= up_to ? few_tokens : more;
     }
   };
-  Share combine_lines{700, 700, 420, 128, 500}, combine_phase{560, 560, 500, 128, 620};
-  Share combine_one{560, 680, 500, 16, 400};
+  Share combine_lines{
+      .scaled = 700, .scaled_more = 700, .few_tokens = 420, .up_to = 128, .more = 500};
+  Share combine_phase{
+      .scaled = 560, .scaled_more = 560, .few_tokens = 500, .up_to = 128, .more = 620};
+  Share combine_one{.scaled = 560, .scaled_more = 680, .few_tokens = 500, .up_to = 16, .more = 400};
   // Expert-major with own sums (see CombineLaunch): two fifths, since senders look at empty slots,
-  // too. Two H100, Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks
-  // take 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two fifths take 24.7 at 64 tokens
+  // too. Two H100, Llama 4 (top-1), 1024 tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks take
+  // 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two fifths take 24.7 at 64 tokens
   // (26.2 with half).
   int64_t combine_own = 400;
   // Simple protocol, combine, two ranks: 7/8 expert-major, 3/4 rank-major with a warp for each 4
   // KiB of a row. Two H200 at 4096 tokens.
-  int64_t combine_simple = 875, combine_simple_rank_major = 750, warp_bytes = 4 << 10;
+  int64_t combine_simple = 875;
+  int64_t combine_simple_rank_major = 750;
+  int64_t warp_bytes = 4 << 10;
 };
 constexpr Thresholds kSm90{};
 
@@ -142,18 +161,23 @@ struct Gpu {
 // --- Dispatch ---
 
 struct DispatchLaunch {
-  int64_t
-      recv_lines;  // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
+  // Lines of a row that a receiving lane moves at once (LL); 0: Simple protocol.
+  int64_t recv_lines;
   bool coarse;     // senders also move recv_lines lines at once, otherwise one
   bool exclusive;  // every block has a multiprocessor to itself, also where two would fit
-  int64_t blocks, threads, send_blocks;  // threads of a block
-  int64_t
-      notify_blocks;  // after the send blocks: block 0 of them counts, the others send the LL pairs
-  int64_t send_offset_entries,
-      source_offset_entries;        // tables in shared memory; 0: too large for it
-  int64_t row_chunks, chunk_bytes;  // of a row of x (Simple)
-  int64_t tokens_per_release;       // Simple
-  int64_t shared_bytes;             // dynamic, of a block
+  int64_t blocks;
+  int64_t threads;  // of a block
+  int64_t send_blocks;
+  // After the send blocks: block 0 of them counts, the others send the LL pairs.
+  int64_t notify_blocks;
+  // Tables in shared memory; 0: too large for it.
+  int64_t send_offset_entries;
+  int64_t source_offset_entries;
+  // Of a row of x (Simple).
+  int64_t row_chunks;
+  int64_t chunk_bytes;
+  int64_t tokens_per_release;  // Simple
+  int64_t shared_bytes;        // dynamic, of a block
 };
 
 inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args) {
@@ -188,25 +212,25 @@ inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& arg
 inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args,
                                    int64_t blocks, const Thresholds& at) {
   bool quantizes = wire(plan.payload_format).quantizes(args.dtype);
-  int64_t T = args.T, sending = quantizes ? at.local_send_quantized : at.local_send;
+  int64_t T = args.T;
+  int64_t sending = quantizes ? at.local_send_quantized : at.local_send;
   if (plan.R <= kLocalBoundRanks)
     return blocks * sending / (sending + 2 * plan.R + (args.expert_major ? args.K : plan.R));
   bool middle = args.send && args.receive && T > at.middle_above && T <= at.middle_up_to;
-  return blocks *
-         (middle      ? at.dispatch_send_middle
-          : quantizes ? at.dispatch_send_quantized
-                      : at.dispatch_send) /
-         1000;
+  int64_t share = quantizes ? at.dispatch_send_quantized : at.dispatch_send;
+  if (middle) share = at.dispatch_send_middle;
+  return blocks * share / 1000;
 }
 
 inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args,
                                       const Gpu& gpu) {
-  constexpr int64_t kMaxSendOffsets = 8192, kMaxSourceOffsets = 4096;
+  constexpr int64_t kMaxSendOffsets = 8192;
+  constexpr int64_t kMaxSourceOffsets = 4096;
   const Thresholds& at = gpu.thresholds();
-  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors),
-          T = std::max<int64_t>(args.T, 1);
-  int64_t send_offsets = plan.R * plan.most_local_experts,
-          source_offsets = (plan.R + 1) * plan.num_local_experts;
+  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
+  int64_t T = std::max<int64_t>(args.T, 1);
+  int64_t send_offsets = plan.R * plan.most_local_experts;
+  int64_t source_offsets = (plan.R + 1) * plan.num_local_experts;
   bool both_phases = args.send && args.receive;
   int lines = dispatch_recv_lines(plan, args, T, sms, at);
   DispatchLaunch launch{
@@ -225,9 +249,12 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
       .shared_bytes = 0};
   int64_t warps = launch.threads / 32;
   int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
-  int64_t senders = T, receivers = most, share = most * 3 / 4;
+  int64_t senders = T;
+  int64_t receivers = most;
+  int64_t share = most * 3 / 4;
   if (lines) {
-    int64_t row_bytes = wire_row_bytes(plan, args), items = T * num_chunks(row_bytes, 1);
+    int64_t row_bytes = wire_row_bytes(plan, args);
+    int64_t items = T * num_chunks(row_bytes, 1);
     share = std::max<int64_t>(dispatch_send_share(plan, args, most, at), 1);
     // Below 1.4 items a sending warp, most warps have one item anyway.
     launch.coarse = lines > 1 && plan.R <= kLocalBoundRanks && items * 5 > share * warps * 7;
@@ -249,7 +276,8 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
   if (!args.receive) receivers = 0;
   if (senders && !lines) {
     constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
-    int64_t x_bytes = args.D * itemsize(args.dtype), chunks = ceil_div(x_bytes, kMaxChunkBytes);
+    int64_t x_bytes = args.D * itemsize(args.dtype);
+    int64_t chunks = ceil_div(x_bytes, kMaxChunkBytes);
     launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
     launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
     // The releases of one multiprocessor wait for each other. It shows where few multiprocessors
@@ -279,9 +307,9 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
 
 struct CombineLaunch {
   int64_t send_lines;  // lines of a row that a sending lane moves at once (LL); 0: Simple protocol
-  bool coarse;  // receivers also sum send_lines lines at once, otherwise one; senders have four
-                // pairs in flight
-  bool own;     // receivers make the sums for tokens of this rank, so that these do not travel
+  // Receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight.
+  bool coarse;
+  bool own;  // receivers make the sums for tokens of this rank, so that these do not travel
   int64_t blocks, threads, send_blocks;  // threads of a block
   int64_t team;                          // warps that send a row together (Simple)
   int64_t shared_bytes;                  // dynamic, of a block
@@ -304,16 +332,20 @@ inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& a
                                   int lines, bool own, const Thresholds& at) {
   bool scaled = wire(plan.combine_format).has_scales();
   if (lines > 1 && plan.R <= kLocalBoundRanks) {
-    int64_t rows = args.expert_major ? plan.K : plan.R, others = plan.R - 1;
+    int64_t rows = args.expert_major ? plan.K : plan.R;
+    int64_t others = plan.R - 1;
     if (own && args.expert_major) return blocks * at.combine_own * others / 1000;
-    int64_t sending = own ? 20 * others : 10 * (rows + plan.R);
-    int64_t receiving = own ? 12 * (2 * others + 1) + 10 : (scaled ? 5 : 9) * (2 * plan.R + 1);
+    int64_t sending = 10 * (rows + plan.R);
+    int64_t receiving = (scaled ? 5 : 9) * (2 * plan.R + 1);
+    if (own) {
+      sending = 20 * others;
+      receiving = 12 * (2 * others + 1) + 10;
+    }
     return blocks * sending / (sending + receiving);
   }
+  if (lines > 1) return at.combine_lines.of(blocks, args.T, scaled);
   bool both_phases = args.send && args.receive;
-  const Thresholds::Share& share = lines > 1     ? at.combine_lines
-                                   : both_phases ? at.combine_one
-                                                 : at.combine_phase;
+  const Thresholds::Share& share = both_phases ? at.combine_one : at.combine_phase;
   return share.of(blocks, args.T, scaled);
 }
 
@@ -322,7 +354,8 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
   // Only the device knows how many slots this rank has received. The policy assumes as many as the
   // rank sends.
-  int64_t T = std::max<int64_t>(args.T, 1), num_slots = T * plan.R;
+  int64_t T = std::max<int64_t>(args.T, 1);
+  int64_t num_slots = T * plan.R;
   WireTraits traits = wire(plan.combine_format);
   int64_t row_bytes = traits.row_bytes(args.D, itemsize(dtype));
   bool both_phases = args.send && args.receive;
@@ -334,12 +367,16 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   // warp. Measured on two H200, rank-major bf16, at 64 / 128 / 512 tokens: 14.1 / 20.0 / 53.0,
   // and 14.2 / 20.1 / 57.8 without. Within one to two items (128 tokens) own sums take 1.1 to 1.4
   // more.
-  int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0, all_warps = sms * kWarps;
+  int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0;
+  int64_t all_warps = sms * kWarps;
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
-  int64_t threads = threads_per_block(lines), warps = threads / 32;
+  int64_t threads = threads_per_block(lines);
+  int64_t warps = threads / 32;
   int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
-  int64_t team = 4, senders = num_slots, receivers = most,
-          share = std::max<int64_t>(most * 3 / 4, 1);
+  int64_t team = 4;
+  int64_t senders = num_slots;
+  int64_t receivers = most;
+  int64_t share = std::max<int64_t>(most * 3 / 4, 1);
   if (lines) {
     senders = ceil_div((own ? num_slots - T : num_slots) * num_chunks(row_bytes, lines), warps);
     receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
@@ -350,14 +387,17 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     int64_t rows_per_team = ceil_div(num_slots * team, share * warps);
     if (num_slots <= most) share = most * 5 / 6;
     if (rows_per_team > 1) share = most * 5 / 8;
-    bool sums_dominate =
-        args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
+    // Summing takes longer than the wire.
+    bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;
     if (rows_per_team > 64) share = most * 11 / 12;
     if (rows_per_team > 64 || sums_dominate) team = 2;
     if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
       share = most * (args.expert_major ? at.combine_simple : at.combine_simple_rank_major) / 1000;
-      if (!args.expert_major)
-        team = row_bytes <= at.warp_bytes ? 1 : row_bytes <= 2 * at.warp_bytes ? 2 : 4;
+      if (!args.expert_major) {
+        team = 4;
+        if (row_bytes <= 2 * at.warp_bytes) team = 2;
+        if (row_bytes <= at.warp_bytes) team = 1;
+      }
     }
     // Measured, fp8, 4096 tokens, combine: one warp a row takes 305, four warps that wait for each
     // other 330.

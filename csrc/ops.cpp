@@ -15,7 +15,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const Mayb
                                  int64_t top_groups, int64_t scores_per_group, double scale,
                                  bool wide_ids, const MaybeTensor& counters) {
   check_rows(logits, "logits");
-  int64_t T = logits.size(0), E = logits.size(1);
+  int64_t T = logits.size(0);
+  int64_t E = logits.size(1);
   Tensor ids = empty_like_device(logits, {T, top_k}, wide_ids ? ScalarType::Long : ScalarType::Int);
   Tensor weights = empty_like_device(logits, {T, top_k}, ScalarType::Float);
   RouteArgs args{
@@ -51,7 +52,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
                                                    int64_t max_rows, const MaybeTensor& counters) {
   check_rows(x, "x");
   check_rows(ids, "ids");
-  int64_t S = x.size(0), D = x.size(1), K = ids.size(1), R = counts ? counts->numel() : 1;
+  int64_t S = x.size(0);
+  int64_t D = x.size(1);
+  int64_t K = ids.size(1);
+  int64_t R = counts ? counts->numel() : 1;
   STD_TORCH_CHECK(ids.size(0) == S, "x and ids must have the same number of rows");
   STD_TORCH_CHECK(R >= 1 && S % R == 0, "the slots must divide into the sources of counts");
   Tensor rows = torch::stable::new_empty(x, {max_rows, D});
@@ -97,8 +101,10 @@ Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& wei
   check_rows(rows, "rows");
   check_rows(row_of_pair, "row_of_pair");
   check_rows(weights, "weights");
-  int64_t S = row_of_pair.size(0), K = row_of_pair.size(1), D = rows.size(1),
-          R = counts ? counts->numel() : 1;
+  int64_t S = row_of_pair.size(0);
+  int64_t K = row_of_pair.size(1);
+  int64_t D = rows.size(1);
+  int64_t R = counts ? counts->numel() : 1;
   STD_TORCH_CHECK(row_of_pair.scalar_type() == ScalarType::Int, "row_of_pair must be int32");
   STD_TORCH_CHECK(weights.size(0) == S && weights.size(1) == K,
                   "weights must have the shape of row_of_pair");
@@ -143,7 +149,8 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const MaybeTensor& num_
   check_rows(x, "x");
   STD_TORCH_CHECK(block >= 0 && (!block || block == kScaleBlock || !x.is_cuda()),
                   "block must be 0, or 128 on CUDA");
-  int64_t T = x.size(0), D = x.size(1);
+  int64_t T = x.size(0);
+  int64_t D = x.size(1);
   Tensor q = empty_like_device(x, {T, D}, ScalarType::Float8_e4m3fn);
   Tensor scales = block ? empty_like_device(x, {T, ceil_div(D, block)}, ScalarType::Float)
                         : empty_like_device(x, {1}, ScalarType::Float);
@@ -165,8 +172,11 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
                                             double alpha, double up_offset, bool quantize) {
   check_rows(gate_up, "gate_up");
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
-  int64_t N = gate_up.size(0), F = gate_up.size(1) / 2, e = segments.num_local_experts;
-  int64_t blocks = ceil_div(F, kScaleBlock), columns = quantize ? padded_columns(N) : 0;
+  int64_t N = gate_up.size(0);
+  int64_t F = gate_up.size(1) / 2;
+  int64_t e = segments.num_local_experts;
+  int64_t blocks = ceil_div(F, kScaleBlock);
+  int64_t columns = quantize ? padded_columns(N) : 0;
   STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
                   "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
   STD_TORCH_CHECK(N * blocks <= INT32_MAX, "gate_up has too many rows");
@@ -197,7 +207,8 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
                        const MaybeTensor& tokens_per_expert) {
   check_rows(scales, "scales");
   STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
-  int64_t N = scales.size(0), B = scales.size(1);
+  int64_t N = scales.size(0);
+  int64_t B = scales.size(1);
   STD_TORCH_CHECK(N * B <= INT32_MAX, "scales has too many rows");
   Tensor out = empty_like_device(scales, {B, padded_columns(N)}, ScalarType::Float);
   ScalesByBlockArgs args{
@@ -214,7 +225,9 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
 }
 
 Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
-  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
+  int64_t e = codes.size(0);
+  int64_t n = codes.size(1);
+  int64_t k = 2 * codes.size(2);
   Tensor out = empty_like_device(codes, {e, n, k}, ScalarType::BFloat16);
   DequantizeArgs args{codes.data_ptr(), mxfp4_scales(codes, scales), e * n * k / kMxfp4Group,
                       out.data_ptr()};
@@ -254,14 +267,18 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                 bool interleaved, double limit, double alpha, double up_offset,
                 int64_t token_tiles) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
-  const WeightFormat format = down.scalar_type() == ScalarType::Float4_e2m1fn_x2
-                                  ? WeightFormat::kMxfp4
-                              : dtype_of(down) == DType::kFloat8E4M3 ? WeightFormat::kFp8
-                                                                     : WeightFormat::kBf16;
-  const bool fp8 = format == WeightFormat::kFp8, packed = format == WeightFormat::kMxfp4;
-  int64_t N = rows.size(0), D = rows.size(1), F = down.size(2) * (packed ? 2 : 1),
-          e = segments.num_local_experts;
-  int64_t step = fp8 ? kScaleBlock : packed ? kMxfp4Group : kScaleBlock / 2;
+  const bool packed = down.scalar_type() == ScalarType::Float4_e2m1fn_x2;
+  const bool fp8 = !packed && dtype_of(down) == DType::kFloat8E4M3;
+  WeightFormat format = WeightFormat::kBf16;
+  if (packed) format = WeightFormat::kMxfp4;
+  if (fp8) format = WeightFormat::kFp8;
+  int64_t N = rows.size(0);
+  int64_t D = rows.size(1);
+  int64_t F = down.size(2) * (packed ? 2 : 1);
+  int64_t e = segments.num_local_experts;
+  int64_t step = kScaleBlock / 2;
+  if (fp8) step = kScaleBlock;
+  if (packed) step = kMxfp4Group;
   STD_TORCH_CHECK(rows.is_contiguous() && is_aligned(rows) &&
                       dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
                   "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such "
@@ -314,7 +331,9 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
 }
 
 Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
-  int64_t T = x.size(0), n = weight.size(0), k = x.size(1);
+  int64_t T = x.size(0);
+  int64_t n = weight.size(0);
+  int64_t k = x.size(1);
   STD_TORCH_CHECK(is_whole(x, x.scalar_type(), {T, k}) &&
                       is_whole(weight, x.scalar_type(), {n, k}) &&
                       dtype_of(x) != DType::kFloat8E4M3,

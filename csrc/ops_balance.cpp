@@ -78,7 +78,9 @@ Tensor balance_fresh(const Tensor& loads, int64_t ep_size, int64_t slots_per_ran
                       ep_size * slots_per_rank <= INT32_MAX,
                   "loads must be [L, E] with a slot for every expert");
   const auto* loads_LE = pointer<double>(loads, 1, "loads");
-  int64_t L = loads.size(0), E = loads.size(1), P = ep_size * slots_per_rank;
+  int64_t L = loads.size(0);
+  int64_t E = loads.size(1);
+  int64_t P = ep_size * slots_per_rank;
   Tensor slots = empty_like_device(loads, {L, P}, ScalarType::Int);
   for (int64_t i = 0; i < L; ++i) {
     auto layer =

@@ -23,7 +23,9 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   RailPackArgs args{};
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, d.format);
   WireTraits traits = wire(d.format);
-  int64_t row_bytes = args.D * itemsize(args.dtype), num_nodes = d.num_nodes, P = node_of.numel();
+  int64_t row_bytes = args.D * itemsize(args.dtype);
+  int64_t num_nodes = d.num_nodes;
+  int64_t P = node_of.numel();
   STD_TORCH_CHECK(
       !x.is_cuda() || (args.K <= cuda::kMaxTopK && !needed.is_cuda() && is_aligned(x) &&
                        args.x_stride_bytes % 16 == 0 && row_bytes % 16 == 0 &&
@@ -65,7 +67,8 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
       "y and the partial rows must be contiguous");
   STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y),
                   "partial rows must be like y");
-  int64_t T = y.size(0), num_nodes = slots_of.size(1);
+  int64_t T = y.size(0);
+  int64_t num_nodes = slots_of.size(1);
   RailSumArgs args{
       .own = own.data_ptr(),
       .returned = returned.data_ptr(),
@@ -109,7 +112,8 @@ void rail_tags(const Tensor& received, int64_t slab_rows, const Tensor& descript
                int64_t K, int64_t dtype, int64_t epoch, const Tensor& differing) {
   const RailDescriptor& d = parsed(descriptor);
   STD_TORCH_CHECK(!differing.is_cuda(), "`differing` must be on the host");
-  int64_t slabs = d.num_nodes - 1, slab_bytes = slab_rows * d.slot.bytes;
+  int64_t slabs = d.num_nodes - 1;
+  int64_t slab_bytes = slab_rows * d.slot.bytes;
   RailTagsArgs args{
       .first_tag =
           reinterpret_cast<char*>(pointer<uint8_t>(received, slabs * slab_bytes, "received")) +

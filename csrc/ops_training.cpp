@@ -8,6 +8,37 @@
 namespace epmoe {
 namespace {
 
+Tensor route_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& ids,
+                      const Tensor& weights, bool sigmoid, bool renormalize, double epsilon,
+                      double scale) {
+  check_rows(logits, "logits");
+  int64_t T = logits.size(0), E = logits.size(1), K = ids.size(1);
+  STD_TORCH_CHECK(
+      dtype_of(logits) != DType::kFloat8E4M3 && is_whole(ids, ids.scalar_type(), {T, K}),
+      "logits must be float32, float16 or bfloat16, and ids contiguous [T, K]");
+  STD_TORCH_CHECK(!logits.is_cuda() || K <= cuda::kMaxTopK, "a warp has at most 32 choices");
+  Tensor grad_logits = empty_like_device(logits, {T, E}, logits.scalar_type());
+  RouteBackwardArgs args{
+      .grad_weights_TK = pointer<float>(grad_weights, T * K, "grad_weights"),
+      .logits_TE = logits.data_ptr(),
+      .dtype = dtype_of(logits),
+      .logits_stride = logits.stride(0),
+      .ids_TK = ids.data_ptr(),
+      .weights_TK = pointer<float>(weights, T * K, "weights"),
+      .T = T,
+      .E = static_cast<int32_t>(E),
+      .K = static_cast<int32_t>(K),
+      .sigmoid = sigmoid,
+      .renormalize = renormalize,
+      .wide_ids = is_wide(ids),
+      .epsilon = epsilon,
+      .scale = scale,
+      .grad_logits_TE = grad_logits.data_ptr(),
+  };
+  if (T) launch(logits, args, cpu::route_backward, &cuda::Api::route_backward);
+  return grad_logits;
+}
+
 WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const MaybeTensor& row_weights,
                                       const Tensor& expert_offsets,
                                       const MaybeTensor& tokens_per_expert, bool interleaved,
@@ -186,6 +217,7 @@ Tensor hopper_gemm_weights(const Tensor& grad, const Tensor& rows, const Tensor&
 }
 
 void implement(torch::stable::detail::StableLibrary& library) {
+  library.impl("route_backward", TORCH_BOX(&route_backward));
   library.impl("weighted_gates", TORCH_BOX(&weighted_gates));
   library.impl("weighted_gates_backward", TORCH_BOX(&weighted_gates_backward));
   library.impl("pack_fp8", TORCH_BOX(&pack_fp8));

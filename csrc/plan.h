@@ -24,12 +24,12 @@ struct ExchangePlan {
   int64_t E;     // logical experts
   int64_t P;     // physical experts: E and the redundant copies
   int64_t num_local_experts;  // physical experts of this rank
-  int64_t copies;  // columns of table_copies: the most copies that a logical expert has; of quotas,
-                   // a multiple of 4
-  int64_t max_rows;         // N: expert-major rows that fit
-  int64_t alignment;        // rows: an expert's segment starts at a multiple of it
-  int64_t small_alignment;  // the same on a rank of few tokens, where all sources use LL; divides
-                            // `alignment`
+  // Columns of table_copies: the most copies that a logical expert has; of quotas, a multiple of 4.
+  int64_t copies;
+  int64_t max_rows;   // N: expert-major rows that fit
+  int64_t alignment;  // rows: an expert's segment starts at a multiple of it
+  // The same on a rank of few tokens, where all sources use LL; divides `alignment`.
+  int64_t small_alignment;
   int64_t small_alignment_tokens;  // most tokens of such a rank; at most ll_max_tokens
   WireFormat payload_format;       // of rows that dispatch sends
   WireFormat combine_format;       // of rows that combine sends
@@ -42,9 +42,9 @@ struct ExchangePlan {
   int64_t
       few_tokens;  // most tokens of a call that takes the first of a layer's two tables of quotas
   // Sizes that only the CUDA kernels use.
-  int64_t num_sms;        // multiprocessors that a kernel may use, at most
-  int64_t ll_max_tokens;  // tokens of a call up to which its source uses the LL protocol: slots of
-                          // an ll_ slab
+  int64_t num_sms;  // multiprocessors that a kernel may use, at most
+  // Tokens of a call up to which its source uses the LL protocol: slots of an ll_ slab.
+  int64_t ll_max_tokens;
   int64_t ll_row_stride_bytes;  // between slots of ll_rows: the row and its scales
   int64_t ll_sum_stride_bytes;  // between slots of ll_sums: the sum and its scales
   int64_t
@@ -55,35 +55,35 @@ struct ExchangePlan {
   // Offsets in bytes from the start of a window. Each rank has one window, and every rank writes
   // into all windows.
   int64_t signal_dispatch;  // RoundHeader [R]: dispatch send -> dispatch receive; CPU only
-  int64_t signal_combine;   // RoundHeader [R]: combine send -> combine receive; CUDA uses its first
-                            // 8 bytes
-  int64_t signal_error;  // uint64 [R]: masks of missing ranks, from each rank whose wait failed ->
-                         // every wait
+  // RoundHeader [R]: combine send -> combine receive; CUDA uses its first 8 bytes.
+  int64_t signal_combine;
+  // uint64 [R]: masks of missing ranks, from each rank whose wait failed -> every wait.
+  int64_t signal_error;
   int64_t signal_dead;  // uint64: mask of the ranks that have ended; this rank's host -> every wait
-  int64_t doorbell;  // uint32: a futex that every signal increments, and on which this rank sleeps;
-                     // CPU only
-  int64_t recv_x;    // rows [R, M, D]: dispatch send -> dispatch receive, or the caller with
-                     // layout="rank"
-  int64_t recv_scales;     // float [R, M, scale_blocks]: with recv_x, in formats with scales
-  int64_t recv_ids;        // int32 [R, M, K]: physical experts, with recv_x
-  int64_t recv_weights;    // float [R, M, K]: with recv_x; on the CPU combine send reads them too
-  int64_t combine_rows;    // partial rows [R, M, D]: combine send -> combine receive
-  int64_t combine_scales;  // float [R, M, combine_scale_blocks]: with combine_rows, in formats with
-                           // scales
+  // uint32: a futex that every signal increments, and on which this rank sleeps; CPU only.
+  int64_t doorbell;
+  // Rows [R, M, D]: dispatch send -> dispatch receive, or the caller with layout="rank".
+  int64_t recv_x;
+  int64_t recv_scales;   // float [R, M, scale_blocks]: with recv_x, in formats with scales
+  int64_t recv_ids;      // int32 [R, M, K]: physical experts, with recv_x
+  int64_t recv_weights;  // float [R, M, K]: with recv_x; on the CPU combine send reads them too
+  int64_t combine_rows;  // partial rows [R, M, D]: combine send -> combine receive
+  // float [R, M, combine_scale_blocks]: with combine_rows, in formats with scales.
+  int64_t combine_scales;
   int64_t
       combine_values;  // a value of each pair [R, M, K], CPU: float, CUDA: words; with combine_rows
   // CUDA only.
-  int64_t recv_flags;     // uint32 [R, M]: the epoch whose row is in the slot, Simple protocol
-  int64_t recv_ordinals;  // int32 [R, M, K]: ordinal of the pair in (source, expert), or its final
-                          // row with bit 31 set
-  int64_t recv_counts;    // 8-byte words [R, 2 + R * most_local_experts]: rows sent, shape of the
-                          // call, pairs by expert
+  int64_t recv_flags;  // uint32 [R, M]: the epoch whose row is in the slot, Simple protocol
+  // int32 [R, M, K]: ordinal of the pair in (source, expert), or its final row with bit 31 set.
+  int64_t recv_ordinals;
+  // 8-byte words [R, 2 + R * most_local_experts]: rows sent, shape of the call, pairs by expert.
+  int64_t recv_counts;
   int64_t
       combine_flags;  // uint32 [R, M]: the epoch whose partial row is in the slot, Simple protocol
-  int64_t ll_rows;  // LL lines [R, ll_max_tokens]: dispatch send -> dispatch receive, which re-arms
-                    // them
-  int64_t ll_pairs;  // LL lines [R, ll_max_tokens, K]: id, ordinal, weight, epoch of each pair;
-                     // with ll_rows
+  // LL lines [R, ll_max_tokens]: dispatch send -> dispatch receive, which re-arms them.
+  int64_t ll_rows;
+  // LL lines [R, ll_max_tokens, K]: id, ordinal, weight, epoch of each pair; with ll_rows.
+  int64_t ll_pairs;
   int64_t
       ll_sums;  // LL lines [R, ll_max_tokens]: combine send -> combine receive, which re-arms them
   // In the window on CUDA, where senders write final rows; in scratch on the CPU.
@@ -91,29 +91,29 @@ struct ExchangePlan {
   int64_t row_scales;  // float [N, scale_blocks]: with rows, in formats with scales
 
   // Offsets in bytes from the start of this rank's scratch, which no other rank sees.
-  int64_t state;   // RoundState
-  int64_t counts;  // int32 [R]: rows received from each source; dispatch -> the caller, on the CPU
-                   // combine send
+  int64_t state;  // RoundState
+  // int32 [R]: rows received from each source; dispatch -> the caller, on the CPU combine send.
+  int64_t counts;
   int64_t slots_used;  // int32 [R]: slots of each source that combine visits; CUDA only
-  int64_t slots;  // int32 [M, R]: slot of token t on each rank, -1 if not sent; dispatch -> combine
-                  // receive
+  // int32 [M, R]: slot of token t on each rank, -1 if not sent; dispatch -> combine receive.
+  int64_t slots;
   int64_t expert_offsets;  // int32 [e + 1]: first row of each expert; dispatch -> the experts
   int64_t
       tokens_per_expert;  // int32 [e]: rows of each expert without the gap; dispatch -> the experts
-  int64_t row_of_pair;    // int32 [R, M, K]: row of each received pair, negative for none; dispatch
-                          // -> combine send
+  // int32 [R, M, K]: row of each received pair, negative for none; dispatch -> combine send.
+  int64_t row_of_pair;
   // Tables: the host writes them once, dispatch reads them.
-  int64_t table_expert_map;  // int32 [P]: local index of a physical expert, -1 if another rank owns
-                             // it; CPU only
-  int64_t table_owners;      // int32 [P]: rank of a physical expert
-  int64_t table_copies;      // int32 [E, copies]: physical experts of a logical expert; or `Quotas`
-                             // [layers, 2, E, copies]
+  // int32 [P]: local index of a physical expert, -1 if another rank owns it; CPU only.
+  int64_t table_expert_map;
+  int64_t table_owners;  // int32 [P]: rank of a physical expert
+  // int32 [E, copies]: physical experts of a logical expert; or `Quotas` [layers, 2, E, copies].
+  int64_t table_copies;
   int64_t table_num_copies;  // int32 [E]: number of physical experts of a logical expert
-  int64_t table_sentinels;   // int32 [R]: for each rank a valid id that another rank owns, P if
-                             // there is none
+  // int32 [R]: for each rank a valid id that another rank owns, P if there is none.
+  int64_t table_sentinels;
   int64_t table_local_index;  // int32 [P]: local index of a physical expert on its owner; CUDA only
-  int64_t pair_weights;  // float [R, M, K]: weights of received pairs; dispatch -> combine send;
-                         // CUDA only
+  // float [R, M, K]: weights of received pairs; dispatch -> combine send; CUDA only.
+  int64_t pair_weights;
   // Totals: kernels add to them, the host reads them (epmoe/exchange/health.py).
   int64_t health_counters;           // int64 [kNumCounters]
   int64_t health_tokens_per_expert;  // int64 [e]: rows that this rank's experts have received
@@ -127,14 +127,14 @@ struct ExchangePlan {
 // the flag, last. CUDA uses it in combine only, and there one 8-byte word of it: `epoch` and
 // `sends`.
 struct alignas(64) RoundHeader {
-  uint32_t epoch;  // CPU: the round whose payload is complete; CUDA: the round that the source has
-                   // opened
-  int32_t sends;   // CUDA only: 1, or 0 if the source aborts the round
+  // CPU: the round whose payload is complete; CUDA: the round that the source has opened.
+  uint32_t epoch;
+  int32_t sends;        // CUDA only: 1, or 0 if the source aborts the round
   int32_t D, K, dtype;  // of the source's call; CPU only
   int32_t counts[2];  // CPU only: rows sent to this receiver in round n, at n % 2; see cpu/signal.h
-  int32_t needed_rows;     // CPU only: the source's Status::needed_rows
-  int32_t more_rounds[2];  // CPU only: 1 if the source needs a round after round n, at n % 2; see
-                           // Progress
+  int32_t needed_rows;  // CPU only: the source's Status::needed_rows
+  // CPU only: 1 if the source needs a round after round n, at n % 2; see Progress.
+  int32_t more_rounds[2];
   int32_t aborted[2];  // CPU only: 1 if the source has aborted round n, at n % 2; see cpu/signal.h
   int32_t tag;         // CPU only: of the source's call
   int32_t mode;        // CPU only: of the source's call, as in RoundState
@@ -146,15 +146,16 @@ struct alignas(64) RoundHeader {
 // right behind a call, so that its caller never learns that it returned. On the CPU it lies in
 // RoundState, on CUDA in host memory behind the Status.
 struct Progress {
-  int64_t phases;       // phases that have ended, four a round; in the order of the states of
-                        // epmoe/exchange/round_state.py
-  int64_t deadline_ns;  // CPU only: of the wait that a call has left so that Python can handle
-                        // signals; 0: it left none
+  // Phases that have ended, four a round; in the order of the states of
+  // epmoe/exchange/round_state.py.
+  int64_t phases;
+  // CPU only: of the wait that a call has left so that Python can handle signals; 0: it left none.
+  int64_t deadline_ns;
   int64_t missing;      // CPU only: mask of the ranks that this wait still missed
   int64_t counted_ns;   // CPU only: the time up to which health_waited_ns has this wait
   int64_t last_stream;  // CUDA only: handle + 1 of the stream of the last launch; 0: there was none
-  int64_t more_rounds;  // the host writes it before dispatch: the round << 1 | whether this rank
-                        // has more; 0: no matter
+  // The host writes it before dispatch: the round << 1 | whether this rank has more; 0: no matter.
+  int64_t more_rounds;
   int64_t
       has_more_rounds;  // unless `more_rounds` was 0: the round << 1 | whether any rank has more
   int64_t tag;          // of the open round: the host writes it before dispatch
@@ -176,29 +177,29 @@ struct CallShape {
   uint32_t tag_high : 6;     // bits of the tag that the first word has no room for
 };
 // On CUDA, in the words that a rank finds of a seat in which nobody sits, and which its host writes
-// once: the epoch, which every round takes for its own, and the shape of a call that agrees with
-// every other.
-constexpr uint32_t kEmptySeat = 0xfffffffe, kEmptySeatShape = 0xfdffffff;
+// once: the epoch, which every round takes for its own.
+constexpr uint32_t kEmptySeat = 0xfffffffe;
+// The same: the shape of a call that agrees with every other.
+constexpr uint32_t kEmptySeatShape = 0xfdffffff;
 // Dispatch on CUDA sends the number of an LL call's tokens in so many bits
 // (cuda/dispatch/block.cuh).
 constexpr int kLLTokenBits = 11;
 
-// What went wrong, for the host. It lies in host memory
-// (pinned on CUDA); kernels write it, and the host looks at it without synchronising. Only the
-// CPU's host clears `code`.
+// What went wrong, for the host. It lies in host memory (pinned on CUDA); kernels write it, and the
+// host looks at it without synchronising. Only the CPU's host clears `code`.
 struct Status {
-  int64_t code;     // StatusCode; written last
-  int64_t stage;    // Stage
-  int64_t epoch;    // of the failed round
-  int64_t missing;  // mask of ranks: on a timeout the missing ones, on a mismatch the ranks whose
-                    // call differs
-  int64_t originator;   // the rank that saw the failure first
-  int64_t needed_rows;  // the most expert-major rows that a round needed if that is more than
-                        // max_rows, else 0
-  int64_t phases;       // RoundState::phases, as a stage out of turn has found them; CUDA only
-  int64_t tag;          // on a mismatch: of this rank's call
-  int64_t other;  // on a mismatch: 1 + (rank << 16 | tag) of the lowest rank with another tag, 0 if
-                  // there is none
+  int64_t code;   // StatusCode; written last
+  int64_t stage;  // Stage
+  int64_t epoch;  // of the failed round
+  // Mask of ranks: on a timeout the missing ones, on a mismatch the ranks whose call differs.
+  int64_t missing;
+  int64_t originator;  // the rank that saw the failure first
+  // The most expert-major rows that a round needed if that is more than max_rows, else 0.
+  int64_t needed_rows;
+  int64_t phases;  // RoundState::phases, as a stage out of turn has found them; CUDA only
+  int64_t tag;     // on a mismatch: of this rank's call
+  // On a mismatch: 1 + (rank << 16 | tag) of the lowest rank with another tag, 0 if there is none.
+  int64_t other;
   // Not a failure of this rank, so no `code` goes with it. The host clears `aborted` when it has
   // told its caller.
   int64_t aborted;        // mask of the other ranks that have aborted a round
@@ -222,29 +223,29 @@ enum Stage : int64_t { kDispatch = 0, kCombine = 1 };
 // (cuda/exchange/signal.cuh).
 struct RoundState {
   uint32_t dispatch_epoch;  // of the last round that dispatch sent (CPU) or received (CUDA)
-  uint32_t combine_epoch;   // of the last round that combine sent (CPU) or received (CUDA); CUDA:
-                            // dispatch takes it + 1
+  // Of the last round that combine sent (CPU) or received (CUDA); CUDA: dispatch takes it + 1.
+  uint32_t combine_epoch;
   int32_t
       latched;  // 1 after a wait, on CUDA a round, has failed: this rank sends no payload any more
-  int32_t phases;  // CUDA only: of the open round, the send phases begun and receive phases ended:
-                   // 0 to 3
-  int32_t T;       // real tokens of this rank's dispatch
-  int32_t D;       // of the call; CPU only
-  int32_t K;       // of the call
-  int16_t dtype;   // DType of the call's x; CPU only
+  // CUDA only: of the open round, the send phases begun and receive phases ended: 0 to 3.
+  int32_t phases;
+  int32_t T;           // real tokens of this rank's dispatch
+  int32_t D;           // of the call; CPU only
+  int32_t K;           // of the call
+  int16_t dtype;       // DType of the call's x; CPU only
   int16_t originator;  // CUDA only: the rank that saw the failure first
-  uint32_t ll_mask;    // CUDA only: sources of up to ll_max_tokens tokens; their sums return by the
-                       // LL protocol
+  // CUDA only: sources of up to ll_max_tokens tokens; their sums return by the LL protocol.
+  uint32_t ll_mask;
   int32_t
       mode;  // of the call, for training: bits `to_caller`, `adds_only`, `returns_values`; CPU only
   uint64_t
       missing;  // CUDA only: ranks that a wait has missed; not 0 ends all other waits of this rank
   // CUDA only, from here on. `[2]` is indexed by Stage. Each kernel clears what belongs to the
   // other stage.
-  int32_t done[2];     // blocks that have finished
-  int32_t notified;    // notify blocks of dispatch whose pairs are sent; combine clears it
-  int32_t num_tokens;  // real tokens + 1, as the first block has read them; 0: none has. Combine
-                       // clears it
+  int32_t done[2];   // blocks that have finished
+  int32_t notified;  // notify blocks of dispatch whose pairs are sent; combine clears it
+  // Real tokens + 1, as the first block has read them; 0: none has. Combine clears it.
+  int32_t num_tokens;
   // Heads of the work queues: the next item that no warp has claimed, counted from the items that
   // warps start with. They lie on separate cache lines, because many warps claim from different
   // queues at once.

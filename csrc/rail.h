@@ -48,15 +48,15 @@ struct RailPackArgs {
   const int32_t* node_local_P;  // its number among the physical experts of that node
   // The slabs.
   RailSlot slot;
-  WireFormat format;       // of the rows in slots
-  int64_t slab_rows;       // slots of a slab, unused ones without experts; further rows are dropped
-  int32_t epoch;           // of the round
-  int32_t tag;             // of the call
-  char* own;               // out: the slab of the own node
-  char* sent;              // out: the slabs of the other nodes
-  int32_t* slots_by_node;  // out: [T, num_nodes] slot of token t in the slab of each node, -1 if it
-                           // does not go there
-  int32_t* rows_by_node;   // out: [num_nodes] rows in each slab
+  WireFormat format;  // of the rows in slots
+  int64_t slab_rows;  // slots of a slab, unused ones without experts; further rows are dropped
+  int32_t epoch;      // of the round
+  int32_t tag;        // of the call
+  char* own;          // out: the slab of the own node
+  char* sent;         // out: the slabs of the other nodes
+  // Out: [T, num_nodes] slot of token t in the slab of each node, -1 if it does not go there.
+  int32_t* slots_by_node;
+  int32_t* rows_by_node;  // out: [num_nodes] rows in each slab
   int32_t* needed;    // out: the most rows that a node needed; never falls. On CUDA in host memory
   int64_t* counters;  // kNumCounters, added to
   int64_t* rows_sent_by_node;  // added to
@@ -95,8 +95,8 @@ struct RailMarkArgs {
   int32_t* latched;
   RailStop* stop;  // with `latched`
   bool ends;
-  char* sent;  // at a start, null or partial rows in so many slabs, which become void if this rank
-               // has failed
+  // At a start, null or partial rows in so many slabs, which become void if this rank has failed.
+  char* sent;
   int32_t slabs;
   int64_t slab_bytes;
 };
@@ -107,8 +107,8 @@ struct RailTagsArgs {
   int64_t slab_bytes;     // between tags
   int32_t slabs;
   RailTag want;
-  int64_t* differing;  // out, in host memory: the number + 1 of the first slab that differs,
-                       // otherwise as it was
+  // Out, in host memory: the number + 1 of the first slab that differs, otherwise as it was.
+  int64_t* differing;
 };
 
 // What all calls of one rank share, in a host tensor of int64 that `RailMemory` in

@@ -73,7 +73,9 @@ EPMOE_HD float reciprocal(float d) {
 // so that neither the exponential, 2^-64 exp(-x), nor the result leaves the normal numbers. As
 // above, but with degree 5 (minimax, 1.1e-7) and one step for n ln2 (2e-9 n): within 5e-7 in all. A
 // row has many of them, and a weight needs no more.
-constexpr float kLeastSigmoid = -104.0f, kFullSigmoid = 32.0f, kSigmoidScale = 0x1p-64f;
+constexpr float kLeastSigmoid = -104.0f;
+constexpr float kFullSigmoid = 32.0f;
+constexpr float kSigmoidScale = 0x1p-64f;
 EPMOE_HD float scaled_sigmoid(float x) {
   constexpr float kShift = 12582912.0f - 64.0f;  // 1.5 * 2^23
   float shifted = fmaf(x, -1.44269504088896341f, kShift);

@@ -13,7 +13,8 @@ namespace epmoe {
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
 
 EPMOE_HD int64_t itemsize(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
+  if (dtype == DType::kFloat32) return 4;
+  return dtype == DType::kFloat8E4M3 ? 1 : 2;
 }
 
 constexpr EPMOE_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -39,7 +40,8 @@ EPMOE_HD int64_t wanted_tokens(const Args& args) {
 template <typename Args>
 EPMOE_HD int64_t real_tokens(const Args& args) {
   int64_t wanted = wanted_tokens(args);
-  return wanted < 0 ? 0 : wanted < args.T ? wanted : args.T;
+  if (wanted < 0) return 0;
+  return wanted < args.T ? wanted : args.T;
 }
 
 // One int64 each; `epmoe.exchange.health.Health` has their names.

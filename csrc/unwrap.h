@@ -63,12 +63,17 @@ inline bool is_aligned(const Tensor& t) {
 }
 
 template <typename T>
-constexpr ScalarType kScalarType = std::is_same_v<T, int32_t>   ? ScalarType::Int
-                                   : std::is_same_v<T, int64_t> ? ScalarType::Long
-                                   : std::is_same_v<T, float>   ? ScalarType::Float
-                                   : std::is_same_v<T, double>  ? ScalarType::Double
-                                   : std::is_same_v<T, uint8_t> ? ScalarType::Byte
-                                                                : ScalarType::Undefined;
+constexpr ScalarType kScalarType = ScalarType::Undefined;
+template <>
+inline constexpr ScalarType kScalarType<int32_t> = ScalarType::Int;
+template <>
+inline constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
+template <>
+inline constexpr ScalarType kScalarType<float> = ScalarType::Float;
+template <>
+inline constexpr ScalarType kScalarType<double> = ScalarType::Double;
+template <>
+inline constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
 
 // The data of a contiguous tensor of T with at least `numel` elements.
 template <typename T>
@@ -87,7 +92,9 @@ T* pointer(const MaybeTensor& t, int64_t numel, const char* name) {
 // The scales of weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and
 // [e, n, k / 32].
 inline const uint8_t* mxfp4_scales(const Tensor& codes, const Tensor& scales) {
-  int64_t e = codes.size(0), n = codes.size(1), k = 2 * codes.size(2);
+  int64_t e = codes.size(0);
+  int64_t n = codes.size(1);
+  int64_t k = 2 * codes.size(2);
   STD_TORCH_CHECK(is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
                       is_whole(scales, scales.scalar_type(), {e, n, k / kMxfp4Group}) &&
                       k % kMxfp4Group == 0 && codes.element_size() == 1 &&

@@ -11,10 +11,10 @@ namespace epmoe {
 
 // The numbers of the formats.
 enum class WireFormat : int64_t {
-  kAuto,       // the dtype of x, without scales
-  kFp8,        // e4m3 with an fp32 scale a block
-  kPackedFp8,  // the same in one piece, for training: pack_fp8 makes such rows, and unpack_fp8
-               // reads them
+  kAuto,  // the dtype of x, without scales
+  kFp8,   // e4m3 with an fp32 scale a block
+  // The same in one piece, for training: pack_fp8 makes such rows, and unpack_fp8 reads them.
+  kPackedFp8,
 };
 // The formats that the exchange knows: its kernels are compiled for each of them. Packed rows
 // travel as elements in kAuto.

@@ -1,14 +1,19 @@
 """Expert parallelism for Mixture-of-Experts models: tokens to the ranks of their experts, and back.
 
-    logits [T,E] ─ route ─▶ ids,weights [T,K] ─ dispatch ─▶ rank-major rows [R,M,D] ─ permute ─▶
-    expert-major rows [N,D]
-                                                                                                        │ experts
-    y [T,D] ◀─ combine ── partial rows [R,M,D] ◀─ finalize ── expert-major outputs [N,D]
-    ◀──────────────┘
+    logits [T,E] ─ route ─▶ ids, weights [T,K]
+                                 │ dispatch
+                                 ▼
+                            rank-major rows [R,M,D] ─ permute ─▶ expert-major rows [N,D]
+                                                                      │ experts
+                                                                      ▼
+                            partial rows [R,M,D] ◀─ finalize ─ expert-major outputs [N,D]
+                                 │ combine
+                                 ▼
+                            y [T,D]
 
-T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden size. K: experts per
-token. E: logical experts. P: physical experts. e: physical experts of this rank. R: ranks. N:
-expert-major rows.
+T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden size.
+K: experts per token. E: logical experts. P: physical experts. e: physical experts of this rank.
+R: ranks. N: expert-major rows.
 """
 
 import os as _os
@@ -36,7 +41,7 @@ from epmoe.group.errors import (
     EPTimeoutError,
 )
 from epmoe.group.recovery import recover
-from epmoe.group.store import loopback_store
+from epmoe.group.store import folder_store
 from epmoe.layer import MoELayer
 from epmoe.live.balancer import Balancer
 from epmoe.live.receiver import WeightReceiver
@@ -94,8 +99,8 @@ __all__ = [
     "adapters_of",
     "balance",
     "finalize",
+    "folder_store",
     "join_group",
-    "loopback_store",
     "pack_routes",
     "pad_routes",
     "permute",

@@ -29,7 +29,7 @@ from epmoe.live.moves import SlotWeights
 from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters, LoRA
 from epmoe.local.experts import GroupedExperts, parameter
 from epmoe.local.gemm.blocks import place_matters
-from epmoe.local.given import given_to
+from epmoe.local.given import take_context_inputs
 from epmoe.local.logits import router_logits
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes, record
@@ -350,7 +350,13 @@ class MoELayer(nn.Module):
     ) -> None:
         adapters = self.adapters
         experts = self.experts
-        changes = False
+        changes = False  # of this rank, which the others may not have
+        peers = peers_of(self.ep)
+
+        def settled() -> None:
+            """All ranks have the adapter: what is raised behind it takes nothing away."""
+            nonlocal changes
+            changes = False
 
         def put(room: ExpertAdapters, stored: StoredAdapter) -> None:
             nonlocal changes
@@ -373,7 +379,7 @@ class MoELayer(nn.Module):
                 room.put_local(number, mine)
 
         try:
-            with naming(call, [self.ep]), (peers := peers_of(self.ep)).together():
+            with naming(call, [self.ep]), peers.together(settled):
                 if adapters is None or not isinstance(experts, GroupedExperts):
                     raise ValueError(
                         "`adapters` must be given to the layer, which has no room for any"
@@ -384,9 +390,8 @@ class MoELayer(nn.Module):
                 )
                 self.ep.exchange.run(partial(put, adapters, stored))
         except BaseException as error:
-            if adapters is not None and (
-                changes or isinstance(error, EPTimeoutError)
-            ):  # others may have it
+            others_may_have_it = changes or isinstance(error, EPTimeoutError)
+            if adapters is not None and others_may_have_it:
                 adapters.lose(number)
             raise
 
@@ -466,7 +471,9 @@ class MoELayer(nn.Module):
                 self.tag, partial(self._shape, x, None if routing is None else routing[0])
             ):
                 if self.contexts:
-                    routing, adapter_ids = self._given(x, routing, adapter_ids)
+                    given = take_context_inputs(self, x)
+                    routing = given.routing if routing is None else routing
+                    adapter_ids = given.adapter_ids if adapter_ids is None else adapter_ids
                 y, routes = self._serve(*self._routed(x, routing), num_tokens, adapter_ids)
         if y.dim() != x.dim():
             y = y.view(x.shape)
@@ -586,7 +593,11 @@ class MoELayer(nn.Module):
             x_TD = self._as_experts_take(scored_TD)
             logits_TE: Tensor | None = None
             if self.contexts:
-                routing, _ = self._given(x, routing, None)
+                given = take_context_inputs(self, x)
+                if given.x is not x:
+                    x = given.x
+                    x_TD = self._checked(x)
+                routing = given.routing if routing is None else routing
                 given_TK, weights_TK = (None, None) if routing is None else routing
             if routing is None or weights_TK is None:
                 with without_autocast(x.device):
@@ -667,12 +678,6 @@ class MoELayer(nn.Module):
             aligned=self._aligned and not trains,
             extra=extra,
         )
-
-    def _given(
-        self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None, adapter_ids: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor | None] | None, Tensor | None]:
-        routes, ids = given_to(self, x)
-        return routes if routing is None else routing, ids if adapter_ids is None else adapter_ids
 
     def _adapters_of_tokens(self, x_TD: Tensor, adapter_ids: Tensor | None) -> Tensor:
         """int32 [T]. Raises what `forward` does."""

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import EP, Move, Placement, is_int
+from epmoe.config.seats import Seats
 from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import ANOTHER_THREAD, Exchange, takes_turn_of_exchange
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
@@ -32,7 +33,7 @@ from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.checks import check_size, config_of, device_of, group_of
 from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
-from epmoe.group.join import JoinRequest, opening
+from epmoe.group.join import Agreement, JoinRequest, opening
 from epmoe.group.member import Follower
 from epmoe.group.peers import Peers
 from epmoe.group.recovery import Confirm, Wanted, regroup, take_in
@@ -52,12 +53,36 @@ from epmoe.rail.opening import addresses_on, load, open_exchange, prepare
 _Result = TypeVar("_Result")
 
 
-class _Asleep(NamedTuple):
-    """What is left of a rank while it sleeps."""
+class _Sleep(NamedTuple):
+    """What an `ExpertParallel` knows while it sleeps."""
 
     group: dist.ProcessGroup | DeviceMesh | None
     health: Health
     """as it was then"""
+    is_joined: bool = False
+    """`wake` was interrupted behind the opening of the group: the windows are there, and this rank
+    has not restored its weights.
+    """
+
+
+class _Terms(NamedTuple):
+    """What the ranks have agreed on of the group to be."""
+
+    config: EPConfig
+    placement: Placement
+    slots: Table | None
+    """with `placement.live`, by layer and rank; None: slots begin as in the placement"""
+
+
+class _Joined(NamedTuple):
+    """A group whose windows are open, until this rank is one of its ranks."""
+
+    agreed: Agreement
+    terms: _Terms
+    seats: Seats
+    exchange: Exchange
+    keeps_weights: bool
+    """All ranks have the weights of the experts that they are to hold."""
 
 
 class ExpertParallel(HoldsWindows):
@@ -74,7 +99,7 @@ class ExpertParallel(HoldsWindows):
         group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default
             the world. Without torch.distributed this process is a group of one. Or a mesh whose
             last dimension, "ep", is the group, and whose other dimensions have replicas of the
-            experts: see docs/training.md, "Replicas".
+            experts: see docs/training.md, "Replicas". Ranks ascend along "ep".
         device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current
             GPU.
 
@@ -120,7 +145,7 @@ class ExpertParallel(HoldsWindows):
     _missing: int = 0  # ranks, as a mask, like the next
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
-    _asleep: _Asleep | None = None
+    _asleep: _Sleep | None = None  # while it sleeps
     _joining: int = (
         0  # the thread that is in `alone`: it has the turn also while there is no exchange
     )
@@ -154,8 +179,8 @@ class ExpertParallel(HoldsWindows):
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
             self._join(peers, config, JoinRequest(config.model_dump_json()))
-        self.exchange.thread = 0
         self._mesh = group if isinstance(group, DeviceMesh) else None
+        self.exchange.thread = 0
 
     def survivors(self) -> list[int]:
         """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits
@@ -232,12 +257,13 @@ class ExpertParallel(HoldsWindows):
         placement: Placement | None,
         spread_lost: bool,
         confirm: Confirm = lambda _: True,
+        asleep: _Sleep | None = None,
     ) -> tuple[Move, ...]:
         """`resume`, within `alone`.
 
         `confirm` is called once the windows are open, with a function that returns the ranks that
         are missing by then, as a mask. Where it returns False, this rank raises as if another had
-        not arrived.
+        not arrived. `asleep` is what this rank still has of its sleep in the new group.
         """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
@@ -264,7 +290,7 @@ class ExpertParallel(HoldsWindows):
             ):  # a kernel that still runs must keep its windows
                 raise TimeoutError("the GPU has not finished its work")
             with torch.device("cpu"):
-                self._join(peers, config, request, confirm)
+                self._join(peers, config, request, confirm, asleep)
         except EPOpenError as error:
             raise EPResumeError(timeout_s, error) from None
         except (RuntimeError, OSError) as error:
@@ -296,9 +322,8 @@ class ExpertParallel(HoldsWindows):
         try:
             return call()
         except BaseException:
-            if (
-                self.generation != generation
-            ):  # nobody has learned what to load, or it is not loaded
+            # Nobody has learned what to load. A sleeper that has joined learns it by its next call.
+            if self.generation != generation and not self.asleep:
                 self.lose_weights()
             raise
         finally:
@@ -382,15 +407,15 @@ class ExpertParallel(HoldsWindows):
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")
         exchange.wait_for_device(self.config.exchange.timeout_s)
         exchange.poll()
-        asleep = _Asleep(self._mesh or self.group, self._counts(wait=False))
+        asleep = _Sleep(self._mesh or self.group, self._counts(wait=False))
         if free is not None:
             free()
         try:
             self._asleep = asleep  # before the counts go
             self._leave()
         finally:  # weights have gone, so it sleeps also where a signal handler raises
-            self._asleep = asleep
             self._has_weights = self._has_weights and free is None
+            self._asleep = asleep
             self._leave()
             self._unmap_scratch()
 
@@ -409,20 +434,26 @@ class ExpertParallel(HoldsWindows):
         """
         if self._asleep is None:
             raise EPStateError("this ExpertParallel does not sleep: `wake` comes after `sleep`")
-        self.alone(partial(self._wake, self._asleep.group, restore))
+        self.alone(partial(self._wake, self._asleep, restore))
 
-    def _wake(
-        self, group: dist.ProcessGroup | DeviceMesh | None, restore: Callable[[], object]
-    ) -> None:
-        has_weights = self._has_weights
+    def _wake(self, sleep: _Sleep, restore: Callable[[], object]) -> None:
+        # All ranks open the windows, unless an earlier call has, and was interrupted behind it.
+        if not sleep.is_joined:
+            has_weights = self._has_weights
+            try:
+                self._has_weights = True  # once `restore` has returned
+                self.go_on(sleep.group, None, False, asleep=sleep._replace(is_joined=True))
+            except BaseException:
+                if self._exchange is None:  # it sleeps on
+                    self._has_weights = has_weights
+                    self._addresses.unmap_scratch()
+                raise
+        # This rank brings its weights back. From here on an exception closes this object.
         try:
-            self._has_weights = True  # once `restore` has returned
-            self.go_on(group, None, False)
+            self._asleep = None
             restore()
         except BaseException:
-            if self.asleep:  # it sleeps on
-                self._has_weights = has_weights
-                self._addresses.unmap_scratch()
+            self.lose_weights()
             raise
 
     @property
@@ -461,7 +492,7 @@ class ExpertParallel(HoldsWindows):
         """What carries the rounds, for integrations of a host. Raises EPStateError once this object
         is closed.
         """
-        if self._exchange is None:
+        if self._exchange is None or self._asleep is not None:
             raise EPStateError(self._why_unusable())
         return self._exchange
 
@@ -957,80 +988,116 @@ class ExpertParallel(HoldsWindows):
         config: EPConfig,
         request: JoinRequest,
         confirm: Confirm = lambda _: True,
+        asleep: _Sleep | None = None,
     ) -> None:
         """Become a rank of a group, whose turn this thread has; see `resume`. Collective; where a
         step fails on one rank, all raise. The windows of the group so far are released once all
         ranks are able to join: both might not fit.
+
+        Once all ranks have succeeded, this one is a rank of the group, also where a signal handler
+        raises behind that.
         """
-        exchange: Exchange | None = None
-        try:
-            with opening(peers) as agreed:
-                first = None if config.placement.slots is None else read_slots(config)
-                if first is not None:
-                    request = dataclasses.replace(request, held=slots_of(first, peers.rank, config))
-                agreed.reach(peers, request)
-                if agreed.former is not None and not config.placement.live:
-                    gone = set(range(config.topology.ep_size)).difference(agreed.former)
-                    placement = config.place_experts().without(
-                        gone, spread_lost=request.spread_lost
-                    )
-                    config = config.with_placement(placement)
-                check_size(config, peers)
-                spread_lost = any(one.spread_lost for one in agreed.requests)
-                slots = agree_on_slots(
-                    config, [one.held for one in agreed.requests], peers.rank, first, spread_lost
-                )
-                device_of(config, self.device)
-                placement = config.place_experts()
-                prepare(config, self.device)
-                # All can now: whoever resumes releases the old windows.
-                holds = peers.all_gather(self._keeps_weights(config, placement, slots, peers.rank))
-                self._leave()
-                with torch.inference_mode(
-                    False
-                ):  # otherwise the buffers could not be written outside inference mode
-                    seats = agreed.seats(config)
-                    exchange = open_exchange(config, peers, seats, self._addresses, agreed.name)
-            opened = exchange
-            if not confirm(lambda: opened.missing() | opened.dead()):
+        joined: _Joined | None = None
+        caller = get_ident()
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+        def become() -> None:
+            assert joined is not None
+            exchange = joined.exchange
+            if not confirm(lambda: exchange.missing() | exchange.dead()):
                 raise RuntimeError("the group was not confirmed")
-            self.config, self.placement = config, placement
-            self.origin, self.generation, self._seat = (
-                agreed.origin,
-                agreed.generation,
-                seats.of_ranks[peers.rank],
-            )
-            self.processes = [one.process for one in agreed.requests]
-            self.group, self.rank, self.size = peers.group, peers.rank, peers.size
-            exchange.thread = get_ident()
-            self._exchange, self._missing, self._dead, self._asleep = exchange, 0, 0, None
-            self._layouts[self.generation] = exchange.layout
-            if config.placement.live:
-                assert isinstance(exchange, NodeExchange)
-                weights = {} if self.live is None else self.live.weights
-                self.live = LiveExperts(config, exchange, slots, weights)
-            for follower in self.followers:
-                follower.regroup(self.num_local_experts, whole=all(holds))
-            _open.add(self)
-        except BaseException:
-            if exchange is not None:
+            try:
+                with torch.cuda.stream(stream):  # None: on CPUs it does nothing
+                    self._become(peers, joined, caller, asleep)
+            except BaseException:
                 self._exchange = None
                 exchange.release()
-            elif self._exchange is None:  # a signal handler may have raised before it is known here
-                self._addresses.unmap_windows()
+                raise
+
+        try:
+            with opening(peers, become) as agreed:
+                terms = self._agree(peers, config, request, agreed)
+                # All can now: whoever resumes releases the old windows.
+                holds = peers.all_gather(self._keeps_weights(terms, peers.rank))
+                self._leave()
+                seats = agreed.seats(terms.config)
+                # Buffers made in inference mode could not be written outside of it.
+                with torch.inference_mode(False):
+                    exchange = open_exchange(
+                        terms.config, peers, seats, self._addresses, agreed.name
+                    )
+                    joined = _Joined(agreed, terms, seats, exchange, all(holds))
+        except BaseException:
+            if joined is None:
+                if self._exchange is None:
+                    # A signal handler may have raised before the windows were known here.
+                    self._addresses.unmap_windows()
+            elif self._exchange is not joined.exchange:
+                joined.exchange.release()
             raise
 
-    def _keeps_weights(
-        self, config: EPConfig, placement: Placement, slots: Table | None, rank: int
-    ) -> bool:
+    def _agree(
+        self, peers: Peers, config: EPConfig, request: JoinRequest, agreed: Agreement
+    ) -> _Terms:
+        """What the group is to be, by what all ranks bring. Nothing has changed yet."""
+        # Slots of a file count as those that this rank holds.
+        first = None if config.placement.slots is None else read_slots(config)
+        if first is not None:
+            request = dataclasses.replace(request, held=slots_of(first, peers.rank, config))
+        agreed.reach(peers, request)
+        # Ranks that are gone leave their experts to others.
+        if agreed.former is not None and not config.placement.live:
+            gone = set(range(config.topology.ep_size)).difference(agreed.former)
+            placement = config.place_experts().without(gone, spread_lost=request.spread_lost)
+            config = config.with_placement(placement)
+        check_size(config, peers)
+        spread_lost = any(one.spread_lost for one in agreed.requests)
+        held = [one.held for one in agreed.requests]
+        slots = agree_on_slots(config, held, peers.rank, first, spread_lost)
+        device_of(config, self.device)
+        prepare(config, self.device)
+        return _Terms(config, config.place_experts(), slots)
+
+    def _become(self, peers: Peers, joined: _Joined, caller: int, asleep: _Sleep | None) -> None:
+        """Be a rank of the group that has opened. `caller` is the thread whose turn it is."""
+        agreed, terms, seats, exchange, whole = joined
+        # Who this rank is.
+        self.config = terms.config
+        self.placement = terms.placement
+        self.origin = agreed.origin
+        self.generation = agreed.generation
+        self.processes = [one.process for one in agreed.requests]
+        self.group = peers.group
+        self.rank = peers.rank
+        self.size = peers.size
+        self._seat = seats.of_ranks[peers.rank]
+        # Its windows.
+        exchange.thread = caller
+        self._exchange = exchange
+        self._missing = 0
+        self._dead = 0
+        self._layouts[self.generation] = exchange.layout
+        # Its experts, and what its layers keep for them.
+        if terms.config.placement.live:
+            assert isinstance(exchange, NodeExchange)
+            weights = {} if self.live is None else self.live.weights
+            self.live = LiveExperts(terms.config, exchange, terms.slots, weights)
+        for follower in self.followers:
+            follower.regroup(self.num_local_experts, whole=whole)
+        self._asleep = asleep
+        _open.add(self)
+
+    def _keeps_weights(self, terms: _Terms, rank: int) -> bool:
         """Whether this rank has the weights of each expert that it is to hold in the next group, in
         the same slot.
         """
+        config, placement, slots = terms
         if not self._has_weights or config.placement.live and slots is None:
             return False  # slots begin again, or nothing was loaded into them
-        wanted = (
-            [placement.logical_experts(rank)] if slots is None else slots_of(slots, rank, config)
-        )
+        if slots is None:
+            wanted = [placement.logical_experts(rank)]
+        else:
+            wanted = slots_of(slots, rank, config)
         before: Placement | None = getattr(self, "placement", None)
         had = [[] for _ in wanted] if before is None else [before.logical_experts(self.rank)]
         if self.live is not None:
@@ -1081,14 +1148,14 @@ class ExpertParallel(HoldsWindows):
             f"{model.dtype}, M={M}"
         )
         exchange = self._exchange
-        closed = (
-            "asleep"
-            if self.asleep
-            else "closed"
-            if self._owner is None
-            else f"of process {self._owner}"
-        )
-        state = closed if exchange is None else exchange.rounds.describe(exchange.rounds.count)
+        if self.asleep:
+            state = "asleep"
+        elif exchange is not None:
+            state = exchange.rounds.describe(exchange.rounds.count)
+        elif self._owner is None:
+            state = "closed"
+        else:
+            state = f"of process {self._owner}"
         where = f"rank {self.rank} of {self.size}" + (
             f", generation {self.generation}" if self.generation else ""
         )

@@ -1,6 +1,6 @@
-"""Rank 1 of three is killed, two go on, and a new rank joins. Run: python
-examples/recover_after_a_kill.py
+"""Rank 1 of three is killed, two go on, and a new rank joins.
 
+Run: python examples/recover_after_a_kill.py
 torchrun ends all ranks when one dies, so this file starts its ranks itself: what a supervisor does.
 Prints: "3 ranks play", "2 ranks play", "3 ranks play", each from rank 0.
 """
@@ -15,54 +15,72 @@ import torch.distributed as dist
 
 import epmoe
 
-E = 6
-D = 64
+RANKS = 3
+VICTIM = 1
+E = 6  # experts, over all ranks
+K = 2  # experts of a token
+D = 64  # hidden size
+T = 4  # tokens of a rank in a round
 
 
-def config():
+def make_config():
     return epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
-        topology={"ep_size": 3},
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": RANKS},
         capacity={"max_num_tokens_per_rank": 8},
         exchange={"timeout_s": 10.0},
     )
 
 
 def load(moves):
-    """Here the experts return their input. A service copies rows, and reads what has no `source`
-    from a checkpoint.
+    """Bring the weights of experts that this rank gets.
+
+    Here the experts return their input and have none. A service copies rows, and reads what has no
+    `source` from a checkpoint.
     """
 
 
 def play(ep, rounds):
-    x = torch.full((4, D), 1.0 + ep.rank)
-    weights = torch.full((4, 2), 0.5)
+    """Rounds whose experts return their input, so that y is x."""
+    x_TD = torch.full((T, D), 1.0 + ep.rank)
+    weights_TK = torch.full((T, K), 1 / K)
     for i in range(rounds):
-        ids = (torch.arange(8).view(4, 2) + i) % E
-        d = ep.dispatch(x, ids, weights)
-        assert torch.equal(ep.combine(d.rows, d), x)
+        ids_TK = (torch.arange(T * K).view(T, K) + i) % E
+        dispatched = ep.dispatch(x_TD, ids_TK, weights_TK)
+        assert torch.equal(ep.combine(dispatched.rows, dispatched), x_TD)
     if ep.rank == 0:
         print(f"{ep.size} ranks play", flush=True)
 
 
-def run(seat, folder, port):
+def run_first(rank, folder):
+    """A rank of the first group."""
+    # Meet the other ranks over a store in the folder, which outlives every rank, and serve.
+    store = epmoe.folder_store(folder)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    ep = epmoe.ExpertParallel(make_config())
+    play(ep, 10)
+
+    if rank == VICTIM:
+        signal.raise_signal(signal.SIGKILL)
+
+    # The death ends a round of the others by an EPTimeoutError. Recover outside of this block,
+    # since the exception holds the old windows.
+    with contextlib.suppress(epmoe.EPTimeoutError):
+        play(ep, 1_000_000)
+
+    # Go on without the victim: the ranks that live take its experts.
+    epmoe.recover(ep, folder, load)
+    play(ep, 10)
+
+    # Between two rounds, wait for the new rank, and go on with it.
+    epmoe.recover(ep, folder, load, min_ranks=RANKS)
+    return ep
+
+
+def run(rank, folder):
+    """A process of the supervisor: a rank of the first group, or a new one if `rank` is None."""
     torch.set_num_threads(1)
-    if seat is None:
-        ep = epmoe.join_group(folder)
-    else:
-        store = dist.TCPStore("127.0.0.1", port)
-        dist.init_process_group("gloo", store=store, rank=seat, world_size=3)
-        ep = epmoe.ExpertParallel(config())
-        play(ep, 10)
-        if seat == 1:
-            signal.raise_signal(signal.SIGKILL)
-        with contextlib.suppress(
-            epmoe.EPTimeoutError
-        ):  # go on outside: the exception holds the old windows
-            play(ep, 1_000_000)
-        epmoe.recover(ep, folder, load)
-        play(ep, 10)
-        epmoe.recover(ep, folder, load, min_ranks=3)  # between two rounds: wait for the new rank
+    ep = epmoe.join_group(folder) if rank is None else run_first(rank, folder)
     play(ep, 10)
     ep.close()
     dist.destroy_process_group()
@@ -70,17 +88,19 @@ def run(seat, folder, port):
 
 def main():
     start = multiprocessing.get_context("spawn").Process
-    store = epmoe.loopback_store()  # it outlives every rank
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [start(target=run, args=(seat, folder, store.port)) for seat in range(3)]
-        for rank in ranks:
-            rank.start()
-        ranks[1].join()  # the supervisor sees the death, and starts another process
-        ranks[1] = start(target=run, args=(None, folder, store.port))
-        ranks[1].start()
-        for rank in ranks:
-            rank.join()
-        raise SystemExit(any(rank.exitcode for rank in ranks))
+        ranks = [start(target=run, args=(rank, folder)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+
+        # The supervisor sees the death, and starts another process.
+        ranks[VICTIM].join()
+        ranks[VICTIM] = start(target=run, args=(None, folder))
+        ranks[VICTIM].start()
+
+        for process in ranks:
+            process.join()
+        raise SystemExit(any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":

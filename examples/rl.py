@@ -20,28 +20,32 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import epmoe
 from epmoe.training import fully_shard
 
-E = 8
-K = 2
-D = 64
-WIDTH = 32
+E = 8  # experts, over the ranks of a half
+K = 2  # experts of a token
+D = 64  # hidden size
+WIDTH = 32  # of an expert
 BLOCKS = 2
 VOCABULARY = 32
-SEQUENCES, PROMPT, LENGTH = 8, 4, 12  # of a rank; tokens of a prompt, and with its answer
+SEQUENCES = 8  # of a rank
+PROMPT = 4  # tokens of a prompt
+LENGTH = 12  # tokens of a prompt and its answer
 LEARNING_RATE = 3e-3
 
 
-def configured(ranks, dtype):
+def make_config(ranks, dtype):
     return epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": dtype},
         topology={"ep_size": ranks},
         capacity={"max_num_tokens_per_rank": SEQUENCES * LENGTH},
         routing={"renormalize": True},
-        experts={"batch_invariant": True},  # a token has the same bits on both sides
+        # A token has the same bits on both sides, whatever else is in its batch.
+        experts={"batch_invariant": True},
     )
 
 
-def built(ep):
-    """The same model on all ranks, whose MoE blocks are MoELayers."""
+def make_model(ep):
+    """A model whose MoE blocks are MoELayers. All but the experts is equal on all ranks."""
+    # Every rank draws the weights of all experts, from the same seed.
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -57,62 +61,77 @@ def built(ep):
         initializer_range=0.1,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    # Put a MoELayer in place of each MoE block. `from_full` keeps this rank's experts.
+    dtype = ep.config.model.torch_dtype
     for name, block in list(model.named_modules()):
         if hasattr(block, "experts"):
-            dtype = ep.config.model.torch_dtype
-            experts = (
-                block.experts.gate_up_proj.data.to(dtype),
-                block.experts.down_proj.data.to(dtype),
-            )
-            model.set_submodule(
-                name, epmoe.MoELayer.from_full(ep, block.gate.weight.data, *experts)
-            )
-    return model.to(ep.config.model.torch_dtype)  # routers stay in fp32
+            router_ED = block.gate.weight.data
+            gate_up_E2FD = block.experts.gate_up_proj.data.to(dtype)
+            down_EDF = block.experts.down_proj.data.to(dtype)
+            layer = epmoe.MoELayer.from_full(ep, router_ED, gate_up_E2FD, down_EDF)
+            model.set_submodule(name, layer)
+    # The cast leaves the routers of MoELayers in fp32.
+    return model.to(dtype)
 
 
 def log_probabilities(model, tokens):
-    """Those of all tokens but the first, [B, T − 1, vocabulary]."""
-    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    """Those of each next token: from `tokens` [B, T] to [B, T − 1, vocabulary]."""
+    mask = torch.ones_like(tokens)
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     return logits[:, :-1].float().log_softmax(-1)
 
 
 @torch.no_grad()
 def write(model, step):
-    """Answers, the log-probabilities with which each token was drawn, and the experts of all tokens
-    but the last.
+    """Prompts with their answers, and what a trainer needs to know of them.
 
-    Each forward pass has the shape that the trainer's has, since attention and dense layers choose
-    by shape.
+    Returns `tokens` [SEQUENCES, LENGTH], `drawn_with` [SEQUENCES, LENGTH − PROMPT], the
+    log-probabilities with which the tokens of answers were drawn, and `routes` [SEQUENCES, LENGTH,
+    BLOCKS, K], the experts of all tokens but the last.
     """
+    # Each rank has other prompts in each step.
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     tokens = torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64)
     tokens[:, :PROMPT] = torch.randint(VOCABULARY, (SEQUENCES, PROMPT), generator=generator)
+
     drawn_with = torch.zeros(SEQUENCES, LENGTH - PROMPT)
     routes = []
     for t in range(PROMPT, LENGTH):
+        # Each forward pass has all tokens, as the trainer's has: attention and dense layers choose
+        # their kernels by shape, and other kernels have other bits.
         with epmoe.recording(model) as record:
             scores = log_probabilities(model, tokens)[:, t - 1]
+
+        # Keep the experts of tokens that are new: at first those of the prompt, then of one token.
         known = epmoe.pack_routes(record, E, batch=SEQUENCES)[:, :t]
         routes.append(known if t == PROMPT else known[:, -1:])
+
+        # Draw the next token, and keep its log-probability.
         tokens[:, t] = scores.exp().multinomial(1, generator=generator)[:, 0]
         drawn_with[:, t - PROMPT] = scores.gather(1, tokens[:, t, None])[:, 0]
     return tokens, drawn_with, epmoe.pad_routes(torch.cat(routes, 1), LENGTH)
 
 
 def roll_out(ep, folder, steps):
-    """The first half of the ranks."""
-    model = built(ep).eval()
-    receiver = epmoe.WeightReceiver(
-        ep, model, folder, dense=lambda dense: model.load_state_dict(dense, strict=False)
-    )
+    """The first half of the ranks. Each writes for one rank of the other half."""
+    model = make_model(ep).eval()
+
+    def load_dense(dense):
+        model.load_state_dict(dense, strict=False)
+
+    receiver = epmoe.WeightReceiver(ep, model, folder, dense=load_dense)
     for step in range(steps):
-        receiver.load(
-            step
-        )  # weights of the step before; a server that goes on meanwhile calls `tick`
+        # Wait for the weights of this step. A server that serves meanwhile calls `tick` instead.
+        receiver.load(step)
+
+        # Write, and send all that the trainer needs.
         for tensor in write(model, step):
             dist.send(tensor.contiguous(), dist.get_rank() + ep.size)
+
+        # Rank 0 hears how it went from the first rank of the trainer.
         if ep.rank == 0:
-            dist.recv(result := torch.zeros(3), ep.size)
+            result = torch.zeros(3)
+            dist.recv(result, ep.size)
             reward, differing, count = result.tolist()
             print(
                 f"step {step}: reward {reward:.3f}, {differing:.0f} of {count:.0f} "
@@ -121,59 +140,69 @@ def roll_out(ep, folder, steps):
     receiver.close()
 
 
-def train(ep, group, folder, steps):
-    """The other half. Its ranks replay what was written by the ranks of the first half."""
-    model = built(ep)
+def shard(model, group):
+    """FSDP2 over the ranks of the trainer. Experts stay where they are."""
     mesh = DeviceMesh.from_group(group, "cpu")
     for block in model.model.layers:
-        fully_shard(block.mlp, mesh=mesh)  # by itself: routers are in fp32
+        # The MoE layer by itself: its router is in fp32, and FSDP wants one dtype.
+        fully_shard(block.mlp, mesh=mesh)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def train(ep, group, folder, steps):
+    """The other half. Each rank learns from what one rank of the first half has written."""
+    model = make_model(ep)
+    shard(model, group)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, foreach=False)
     sender = epmoe.WeightSender(model, folder)
-    shapes = (
-        ((LENGTH,), torch.int64),
-        ((LENGTH - PROMPT,), torch.float32),
-        ((LENGTH, BLOCKS, K), torch.uint8),
-    )
+    tokens = torch.empty(SEQUENCES, LENGTH, dtype=torch.int64)
+    drawn_with = torch.empty(SEQUENCES, LENGTH - PROMPT)
+    routes = torch.empty(SEQUENCES, LENGTH, BLOCKS, K, dtype=torch.uint8)
     for step in range(steps):
+        # The rollout writes with these weights.
         hand_over(model, sender, step)
-        tokens, drawn_with, routes = (
-            torch.empty(SEQUENCES, *shape, dtype=dtype) for shape, dtype in shapes
-        )
         for tensor in (tokens, drawn_with, routes):
             dist.recv(tensor, dist.get_rank() - ep.size)
+
+        # The log-probabilities of the answers, by the experts that the rollout has chosen.
+        answers = tokens[:, PROMPT:]
         with epmoe.replay(model, routes):
             scores = log_probabilities(model, tokens)[:, PROMPT - 1 :]
-        answers = tokens[:, PROMPT:]
         scores = scores.gather(2, answers[..., None])[..., 0]
+
+        # Policy gradient. The bits are those of the rollout, so each ratio is exactly 1.
         reward = (answers % 2 == 0).float()
-        (
-            -(reward - reward.mean()) * (scores - drawn_with).exp()
-        ).mean().backward()  # a ratio of 1, exactly
+        advantage = reward - reward.mean()
+        ratio = (scores - drawn_with).exp()
+        (-advantage * ratio).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        result = torch.tensor(
-            [reward.mean() / ep.size, (scores != drawn_with).sum(), scores.numel()]
-        )
+
+        # Tell rank 0 of the rollout how it went, over all ranks of the trainer.
+        differing = (scores != drawn_with).sum()
+        result = torch.tensor([reward.mean() / ep.size, differing, scores.numel()])
         dist.reduce(result, ep.size, group=group)
         if ep.rank == 0:
             dist.send(result, 0)
 
 
 def hand_over(model, sender, version):
-    """All ranks of the trainer: their own experts, and one rank all that FSDP shards."""
-    experts = {name for name, value in model.named_parameters() if ".experts." in name}
-    dense = {
-        name: value.full_tensor() for name, value in model.named_parameters() if name not in experts
-    }
-    sender.send(version, dense if dist.get_rank() == dist.get_world_size() // 2 else None)
+    """Every rank of the trainer sends its own experts. The first one also sends all the rest, which
+    FSDP shards.
+    """
+    dense = {}
+    for name, value in model.named_parameters():
+        if ".experts." not in name:
+            # All ranks take part in collecting the shards.
+            dense[name] = value.full_tensor()
+    is_first = dist.get_rank() == dist.get_world_size() // 2
+    sender.send(version, dense if is_first else None)
 
 
 def shared_folder():
-    """A folder in memory that rank 0 makes. Its name travels as bytes: torch would unpickle an
-    object.
-    """
+    """The name of a folder in memory that rank 0 makes, on all ranks."""
+    # The name travels as bytes, since torch would unpickle an object.
     name = torch.zeros(64, dtype=torch.uint8)
     if dist.get_rank() == 0:
         made = tempfile.mkdtemp(dir="/dev/shm").encode()
@@ -186,16 +215,19 @@ def main(steps, dtype):
     rank = dist.get_rank()
     half = dist.get_world_size() // 2
     folder = shared_folder()
-    groups = [
-        dist.new_group(list(ranks), backend="gloo")
-        for ranks in (range(half), range(half, 2 * half))
-    ]
+
+    # Each half is a group with an exchange of its own. All ranks make both groups.
+    writers = dist.new_group(list(range(half)), backend="gloo")
+    learners = dist.new_group(list(range(half, 2 * half)), backend="gloo")
+    config = make_config(half, dtype)
     try:
-        with epmoe.ExpertParallel(configured(half, dtype), groups[rank >= half], "cpu") as ep:
-            if rank < half:
+        if rank < half:
+            with epmoe.ExpertParallel(config, writers, "cpu") as ep:
                 roll_out(ep, folder, steps)
-            else:
-                train(ep, groups[1], folder, steps)
+        else:
+            with epmoe.ExpertParallel(config, learners, "cpu") as ep:
+                train(ep, learners, folder, steps)
+        # The folder stays until all ranks have ended.
         dist.barrier()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,25 +1,26 @@
-"""An HTTP server over an MoE model on several ranks, which balances, outlives a rank, and changes
-its size.
+"""An HTTP server over an MoE model on several ranks. It balances, outlives a rank, and changes its
+size.
 
-Run: python examples/serve.py [--ranks 4] [--port 8000] [--model FOLDER]     after: pip install
-'.[serve]'
-    curl localhost:8000/generate -d '{"prompt": [3, 14, 15], "max_tokens": 9}'   # {"tokens": [...]}
-    curl -N localhost:8000/generate -d '{"prompt": [3], "max_tokens": 9, "stream": true}'   # an
-    event for each token curl localhost:8000/scale -d '{"ranks": 3}'
-    curl localhost:8000/health, /ready, /ranks, /metrics   # /ranks is what `http_sd_configs` of
-    Prometheus reads
+    pip install '.[serve]'
+    python examples/serve.py [--ranks 4] [--port 8000] [--model FOLDER]
+
+    # answers {"tokens": [...]}, or an event for each token
+    curl localhost:8000/generate -d '{"prompt": [3, 14, 15], "max_tokens": 9}'
+    curl -N localhost:8000/generate -d '{"prompt": [3], "max_tokens": 9, "stream": true}'
+
+    curl localhost:8000/scale -d '{"ranks": 3}'
+    curl localhost:8000/health    # also /ready, /metrics, and /ranks, which Prometheus reads
 
 FOLDER is a checkpoint as examples/generate.py takes it. Without one, a small model with random
 weights is served.
 
     serve.py         HTTP: checks requests, and turns them into answers and events
-    serve_front.py   the rest of this process: queues requests, orders steps, replaces ranks that
-    die serve_rank.py    a process of its own for each rank: the model, its steps, `epmoe.recover`,
-    `epmoe.resize`
+    serve_front.py   the rest of this process: queues requests, orders steps, replaces dead ranks
+    serve_rank.py    a process of its own for each rank: the model, its steps, recover and resize
 
 A request stays on one rank, and each step yields one token of each request. Requests of a rank that
 dies are answered with status 503, all others go on, and a new process takes its place. The server
-ends with its last rank.
+ends with its last rank. SIGTERM ends it once all open requests have their answers.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from contextlib import suppress
 import uvicorn
 from prometheus_client import Counter, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
-from serve_front import LATE_S, Front
+from serve_front import LATE_S, Front, start_forkserver
 from serve_rank import SMALL, Served
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -44,7 +45,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-MOST_RANKS, MOST_REQUESTS, MOST_BYTES = 8, 256, 1 << 16  # bytes of the body of a request
+MOST_RANKS = 8
+MOST_REQUESTS = 256  # that are open at once
+MOST_BYTES = 1 << 16  # of the body of a request
 TIMEOUT_S = 60.0  # of a request, at most
 
 
@@ -65,10 +68,27 @@ class Scale(BaseModel):
     ranks: int = Field(ge=1, le=MOST_RANKS)
 
 
+async def read(request):
+    """The body of a request, of MOST_BYTES at most."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise HTTPException(413, f"a body has up to {MOST_BYTES} bytes")
+    return bytes(body)
+
+
+def described(error):
+    """What is wrong with a field of a body, or with the body as a whole."""
+    field = ".".join(map(str, error["loc"]))
+    return f"{field}: {error['msg']}" if field else error["msg"]
+
+
 class Web:
     """The front's HTTP: it checks what clients send, so that ranks get nothing else."""
 
     LATE = 408, {"error": "the request has not ended in its time"}
+    GONE = 400, {"error": "the client has gone"}
 
     def __init__(self, front, most_requests=MOST_REQUESTS):
         self.front = front
@@ -78,27 +98,21 @@ class Web:
         )
 
     def application(self):
+        routes = [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/scale", self.scale, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/ranks", self.ranks),
+            Route("/metrics", self.metrics),
+        ]
         handlers = {
             ValidationError: self.invalid,
+            HTTPException: self.refused,
             TimeoutError: lambda request, error: self.reply(*self.LATE),
-            ClientDisconnect: lambda request, error: self.reply(
-                400, {"error": "the client has gone"}
-            ),
-            HTTPException: lambda request, error: self.reply(
-                error.status_code, {"error": error.detail}, error.headers
-            ),
+            ClientDisconnect: lambda request, error: self.reply(*self.GONE),
         }
-        routes = [
-            Route(f"/{call.__name__}", call, methods=["POST"])
-            for call in (self.generate, self.scale)
-        ]
-        routes += [
-            Route(f"/{call.__name__}", call)
-            for call in (self.health, self.ready, self.ranks, self.metrics)
-        ]
-        application = Starlette(
-            routes=routes, exception_handlers=handlers, max_body_size=MOST_BYTES
-        )
+        application = Starlette(routes=routes, exception_handlers=handlers)
         application.router.redirect_slashes = False
         return application
 
@@ -107,24 +121,31 @@ class Web:
         return JSONResponse(content, status, headers)
 
     def invalid(self, request, error):
-        found = error.errors(include_url=False, include_context=False, include_input=False)[:3]
-        return self.reply(
-            400, {"error": "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)}
-        )
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        return self.reply(400, {"error": "; ".join(map(described, found[:3]))})
+
+    def refused(self, request, error):
+        return self.reply(error.status_code, {"error": error.detail}, error.headers)
 
     async def generate(self, request):
         front = self.front
-        loop = asyncio.get_running_loop()
-        tokens = asyncio.Queue()
-        body = Generate.model_validate_json(await asyncio.wait_for(request.body(), TIMEOUT_S))
-        if max(body.prompt) >= (vocabulary := front.served.vocabulary):
+        length = front.served.length
+        vocabulary = front.served.vocabulary
+
+        # Refuse what no rank should see.
+        body = Generate.model_validate_json(await asyncio.wait_for(read(request), TIMEOUT_S))
+        if max(body.prompt) >= vocabulary:
             return self.reply(400, {"error": f"prompt: tokens are below {vocabulary}"})
-        if len(body.prompt) + body.max_tokens > (length := front.served.length):
+        if len(body.prompt) + body.max_tokens > length:
             return self.reply(400, {"error": f"a prompt and its answer have up to {length} tokens"})
         if not front.ready:
             return self.reply(503, {"error": front.over or "no rank is ready"})
         if len(front.open) >= self.most_requests:
             return self.reply(429, {"error": "too many requests wait"}, {"Retry-After": "1"})
+
+        # The front's thread puts each token into the queue, and None behind the last one.
+        loop = asyncio.get_running_loop()
+        tokens = asyncio.Queue()
 
         def hear(token):
             with suppress(RuntimeError):  # the loop has ended
@@ -135,6 +156,8 @@ class Web:
         if body.stream:
             events = self.events(future, tokens, loop.time() + body.timeout_s)
             return StreamingResponse(events, media_type="text/event-stream")
+
+        # Wait for the answer, for the end of its time, or for the client to leave.
         answer = asyncio.wrap_future(future)
         gone = asyncio.create_task(disconnected(request))
         await asyncio.wait(
@@ -147,11 +170,10 @@ class Web:
 
     async def events(self, future, tokens, deadline):
         """Server-sent events: one for each token, and a last one of the type "end" or "error"."""
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                token = await asyncio.wait_for(
-                    tokens.get(), deadline - asyncio.get_running_loop().time()
-                )
+                token = await asyncio.wait_for(tokens.get(), deadline - loop.time())
                 if token is None:
                     break
                 yield f"data: {json.dumps({'token': token})}\n\n"
@@ -161,10 +183,11 @@ class Web:
         finally:
             future.cancel()
         self.answers.labels(status).inc()
-        yield f"event: {'end' if status == 200 else 'error'}\ndata: {json.dumps(content)}\n\n"
+        kind = "end" if status == 200 else "error"
+        yield f"event: {kind}\ndata: {json.dumps(content)}\n\n"
 
     async def scale(self, request):
-        body = Scale.model_validate_json(await asyncio.wait_for(request.body(), TIMEOUT_S))
+        body = Scale.model_validate_json(await asyncio.wait_for(read(request), TIMEOUT_S))
         if not self.front.ready:
             return self.reply(503, {"error": self.front.over or "no rank is ready"})
         self.front.scale(body.ranks)
@@ -179,12 +202,12 @@ class Web:
         return self.reply(200 if self.front.ready else 503, {"ranks": len(self.front.members)})
 
     async def ranks(self, request):
-        members = [*self.front.members]  # which another thread changes
-        found = [
-            (f"127.0.0.1:{m.port}", {"rank": str(m.rank), "pid": str(m.process.pid)})
-            for m in members
-        ]
-        return JSONResponse([{"targets": [target], "labels": labels} for target, labels in found])
+        """Where Prometheus finds each rank's metrics."""
+        found = []
+        for member in [*self.front.members]:  # which another thread changes
+            labels = {"rank": str(member.rank), "pid": str(member.process.pid)}
+            found.append({"targets": [f"127.0.0.1:{member.port}"], "labels": labels})
+        return JSONResponse(found)
 
     async def metrics(self, request):
         return PlainTextResponse(generate_latest(self.front.metrics).decode())
@@ -206,13 +229,23 @@ def main():
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     served = SMALL if arguments.model is None else Served.checkpoint(arguments.model)
+
+    # A service manager sends SIGTERM to all processes of the group. The server of new processes,
+    # and the ranks that come from it, are to live until the requests have their answers.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start_forkserver(served)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+
     with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
         front = Front(folder, arguments.ranks, served)
-        options = {"port": arguments.port, "log_config": None, "access_log": False}
-        application = Web(front, arguments.requests).application()
-        server = uvicorn.Server(
-            uvicorn.Config(application, timeout_graceful_shutdown=int(LATE_S), **options)
+        config = uvicorn.Config(
+            Web(front, arguments.requests).application(),
+            port=arguments.port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(TIMEOUT_S + LATE_S),  # no open request takes longer
         )
+        server = uvicorn.Server(config)
 
         def run():
             try:
@@ -220,11 +253,10 @@ def main():
             finally:
                 server.should_exit = True
 
+        # The front orders steps on a thread; HTTP is served here until SIGTERM, Ctrl-C, or the end
+        # of the last rank. uvicorn then waits for the open requests, and raises the signal again.
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit()
-        )  # uvicorn calls it, once requests have ended
         try:
             server.run()
         finally:

@@ -11,7 +11,6 @@ import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,21 +22,20 @@ from torch.nn.utils.rnn import pad_sequence
 import epmoe
 from epmoe.integrations.prometheus import HealthCollector
 
-E, K, D, WIDTH, HEADS, BLOCKS, VOCABULARY, LENGTH = (
-    8,
-    2,
-    32,
-    32,
-    4,
-    2,
-    64,
-    32,
-)  # of the model without a checkpoint
-SPARE, BATCH, EVERY = (
-    2,
-    4,
-    20,
-)  # of a rank: slots beyond E / R, and requests; steps from one plan to the next
+# The model without a checkpoint.
+E = 8
+K = 2
+D = 32
+WIDTH = 32
+HEADS = 4
+BLOCKS = 2
+VOCABULARY = 64
+LENGTH = 32
+
+SPARE = 2  # slots of a rank beyond E / R
+BATCH = 4  # requests of a rank in a step
+EVERY = 20  # steps from one plan of the balancer to the next
+MOST_LENGTH = 256  # of a checkpoint's sequences: each step computes them anew
 DEADLINE_S = 10.0  # of a round, and of a group that opens
 
 
@@ -59,22 +57,26 @@ class Served:
     )  # slow
 
     @classmethod
-    def checkpoint(cls, folder, length=256):
+    def checkpoint(cls, folder):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder)
         text = config.get_text_config()
-        name = config.model_type
-        experts = epmoe.EPConfig.from_hf(folder, ep_size=1).model.num_experts
-        found = (re.match(r"(.*)\.experts\.", name) for name in epmoe.SafetensorsFolder(folder))
-        layers = len({block[1] for block in found if block})
+        names = epmoe.SafetensorsFolder(folder)
+        blocks = (re.match(r"(.*)\.experts\.", name) for name in names)
         ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
         code = (
             "transformers.models.auto.modeling_auto",
-            f"transformers.models.{name}.modeling_{name}",
+            f"transformers.models.{config.model_type}.modeling_{config.model_type}",
         )
         return cls(
-            folder, experts, layers, text.vocab_size, length, tuple(ends), cls.modules + code
+            folder=folder,
+            experts=epmoe.EPConfig.from_hf(folder, ep_size=1).model.num_experts,
+            layers=len({block[1] for block in blocks if block}),
+            vocabulary=text.vocab_size,
+            length=min(text.max_position_embeddings, MOST_LENGTH),
+            ends=tuple(ends),
+            modules=cls.modules + code,
         )
 
 
@@ -114,17 +116,17 @@ def load_experts(ep, layer, moves, read):
 class Block(nn.Module):
     def __init__(self, ep, router, gate_up, down):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
-        self.moe = epmoe.MoELayer.from_full(
-            ep, router, gate_up, down
-        )  # keeps what this rank's slots hold
+        self.norm1 = nn.RMSNorm(D)
+        self.norm2 = nn.RMSNorm(D)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.out = nn.Linear(D, D, bias=False)
+        # It keeps what this rank's slots hold.
+        self.moe = epmoe.MoELayer.from_full(ep, router, gate_up, down)
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.moe(self.norm2(x))
 
 
@@ -136,13 +138,12 @@ class Model(nn.Module):
         self.full = [
             [torch.randn(shape) / shape[-1] ** 0.5 for shape in shapes] for _ in range(BLOCKS)
         ]
-        self.ep, self.embedding, self.positions = (
-            ep,
-            nn.Embedding(VOCABULARY, D),
-            nn.Embedding(LENGTH, D),
-        )
+        self.ep = ep
+        self.embedding = nn.Embedding(VOCABULARY, D)
+        self.positions = nn.Embedding(LENGTH, D)
         self.blocks = nn.ModuleList(Block(ep, *weights) for weights in self.full)
-        self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, VOCABULARY, bias=False)
+        self.norm = nn.RMSNorm(D)
+        self.head = nn.Linear(D, VOCABULARY, bias=False)
 
     def embed(self, batch):
         rows = [
@@ -158,9 +159,8 @@ class Model(nn.Module):
         """
         x = None
         for block in self.blocks:
-            with self.ep.giving_up(
-                block.moe.tag
-            ):  # an exception inside takes this rank's place in the round
+            # An exception inside takes this rank's place in the round.
+            with self.ep.giving_up(block.moe.tag):
                 x = block(self.embed(batch) if x is None else x)
         ends = torch.tensor([len(tokens) - 1 for tokens in batch], dtype=torch.int64)
         return self.head(self.norm(x[torch.arange(len(batch)), ends])).argmax(1).tolist()
@@ -180,11 +180,9 @@ class Checkpoint(nn.Module):
         from generate import with_layers
 
         super().__init__()
-        self.ep, self.folder, self.model = (
-            ep,
-            epmoe.SafetensorsFolder(folder),
-            with_layers(dense, folder, ep),
-        )
+        self.ep = ep
+        self.folder = epmoe.SafetensorsFolder(folder)
+        self.model = with_layers(dense, folder, ep)
         self.layers = {
             name: layer
             for name, layer in dense.named_modules()
@@ -202,11 +200,8 @@ class Checkpoint(nn.Module):
                 [torch.tensor(tokens) for tokens in batch or [[0]]], batch_first=True
             )
             logits = self.model(input_ids=tokens.to(self.ep.device), use_cache=False).logits
-        return (
-            logits[torch.arange(len(batch)), [len(tokens) - 1 for tokens in batch]]
-            .argmax(1)
-            .tolist()
-        )
+        ends = [len(tokens) - 1 for tokens in batch]
+        return logits[torch.arange(len(batch)), ends].argmax(1).tolist()
 
     def next_round(self):
         """An exception up to the end of the next layer takes this rank's place in the layer's
@@ -234,25 +229,24 @@ class Rank:
         self.folder = folder
         self.ep = ep
         self.model = model
-        self.running, self.suspects = (
-            {},
-            [],
-        )  # tokens by request; requests of a step that raised, each to step alone
+        self.running = {}  # tokens by request
+        self.suspects = []  # requests of a step that raised: each does the next one alone
         self.balancer = epmoe.Balancer(ep, every=EVERY)
 
     def step(self, new, ended):
         """Whether the round was complete here; then by request the next token, or else the error
         that it raises.
         """
+        # Take over what the front says.
         self.running |= new
         for number in ended:
             self.running.pop(number, None)
         self.suspects = [number for number in self.suspects if number in self.running]
+
+        # One step of the model, in which every rank takes part.
         batch = self.suspects[:1] or list(self.running)
         try:
-            tokens = dict(
-                zip(batch, self.model([self.running[number] for number in batch]), strict=True)
-            )
+            found = self.model([self.running[number] for number in batch])
             self.balancer.tick()
         except epmoe.EPAbortedError:
             return "aborted", {}, {}
@@ -261,12 +255,14 @@ class Rank:
         except Exception as error:  # the others get an EPAbortedError, and all do the step again
             if isinstance(error, epmoe.EPError) or not batch:  # no request is at fault
                 raise
-            self.suspects = batch if len(batch) > 1 else []
-            return (
-                "aborted",
-                {},
-                {} if self.suspects else {batch[0]: f"{type(error).__name__}: {error}"},
-            )
+            if len(batch) > 1:
+                self.suspects = batch
+                return "aborted", {}, {}
+            self.suspects = []
+            return "aborted", {}, {batch[0]: f"{type(error).__name__}: {error}"}
+
+        # Keep the tokens: where a death ends the step on others, this rank does not repeat it.
+        tokens = dict(zip(batch, found, strict=True))
         self.suspects = self.suspects[1:]
         for number, token in tokens.items():
             self.running[number].append(token)
@@ -277,20 +273,19 @@ class Rank:
         return self.ep.rank, self.ep.size
 
     def resize(self, size):
-        if epmoe.resize(
+        stays = epmoe.resize(
             self.ep, self.folder, size, self.model.load, balancer=self.balancer, wait_s=0.2
-        ):
-            return self.ep.rank, self.ep.size
-        return None, 0  # this rank has left
+        )
+        return (self.ep.rank, self.ep.size) if stays else (None, 0)
 
 
 def run_rank(pipe, folder, rank, size, served=SMALL):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front ends
+    # Ctrl-C and SIGTERM are for the front, which ends the ranks once no request is open.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=end_with_front, daemon=True).start()
     torch.set_num_threads(1)
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", "lo"
-    )  # nobody else on the network reaches the ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine reaches the ranks
     metrics = CollectorRegistry()
     port = start_http_server(0, "127.0.0.1", metrics)[0].server_port
     make = Model
@@ -298,21 +293,24 @@ def run_rank(pipe, folder, rank, size, served=SMALL):
         from generate import load_dense
 
         make = partial(Checkpoint, served.folder, load_dense(served.folder))
+
+    # Into the first group, or into one that serves already.
     if rank is None:
-        with epmoe.ExpertParallel(
-            configured(1)
-        ) as alone:  # what is slow the first time delays no other rank then
+        # What is slow the first time delays no other rank then.
+        with epmoe.ExpertParallel(configured(1)) as alone:
             Model(alone)([])
         pipe.send("ready")
         ep = epmoe.join_group(folder)
     else:
-        store = dist.TCPStore("127.0.0.1", int(Path(folder, "port").read_text()))
+        store = epmoe.folder_store(folder)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         ep = epmoe.ExpertParallel(configured(size, served))
     metrics.register(HealthCollector(ep))
     own = Rank(folder, ep, make(ep))
     pipe.send((ep.rank, port))
-    with suppress(EOFError):  # the front has ended
+
+    # Do what the front orders, until it ends.
+    with suppress(EOFError):
         while True:
             order, *arguments = pipe.recv()
             pipe.send(getattr(own, order)(*arguments))

@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 import epmoe
 
-E = 8
-K = 2
-D = 64
-T = 4
-TAG = 1
+E = 8  # experts, over all ranks
+K = 2  # experts of a token
+D = 64  # hidden size
+T = 4  # tokens of a rank
+TAG = 1  # number of the layer: all ranks open rounds with equal tags
 
 
 def prepare(rank, step):
-    if (rank, step) == (1, 1):
+    """The tokens of this rank's request, [T, D]. The request of rank 1 in step 1 is a bad one."""
+    if rank == 1 and step == 1:
         raise ValueError("a bad request")
     return torch.full((T, D), 1.0 + step)
 
@@ -32,19 +33,24 @@ def main():
     )
     served = []
     with epmoe.ExpertParallel(config) as ep:
-        ids = torch.arange(T * K).view(T, K) % E
-        weights = torch.full((T, K), 1 / K)
+        ids_TK = torch.arange(T * K).view(T, K) % E
+        weights_TK = torch.full((T, K), 1 / K)
         for step in range(3):
             try:
-                with ep.giving_up(TAG):  # an exception inside takes this rank's place in the round
-                    x = prepare(ep.rank, step)
-                    d = ep.dispatch(x, ids, weights, tag=TAG)
-                    y = ep.combine(d.rows, d)
-                assert torch.equal(y, x)
+                # An exception inside `giving_up` takes this rank's place in the round, so that the
+                # other ranks need not wait for it.
+                with ep.giving_up(TAG):
+                    x_TD = prepare(ep.rank, step)
+                    dispatched = ep.dispatch(x_TD, ids_TK, weights_TK, tag=TAG)
+                    y_TD = ep.combine(dispatched.rows, dispatched)
+                # The experts return their input, and weights sum to 1.
+                assert torch.equal(y_TD, x_TD)
                 served.append(step)
-            except epmoe.EPAbortedError as error:  # on the other ranks
+            except epmoe.EPAbortedError as error:
+                # On the other ranks: the step is lost, and the next one is served.
                 print(f"step {step}: dropped, rank(s) {error.ranks} gave it up")
-            except ValueError:  # on the rank of the request: answer it with the error
+            except ValueError:
+                # On the rank of the bad request: a server answers it with the error.
                 pass
         if ep.rank == 0:
             print(f"served steps {served}")

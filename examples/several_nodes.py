@@ -10,30 +10,36 @@ import torch.distributed as dist
 
 import epmoe
 
-E = 8
-K = 2
-D = 64
-T = 16
+E = 8  # experts, over all ranks
+K = 2  # experts of a token
+D = 64  # hidden size
+T = 16  # tokens of a rank
 
 
 def main():
     dist.init_process_group("gloo")
+    # `ranks_per_node` says which ranks share a node: 0 and 1, and 2 and 3.
     config = epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": 4, "ranks_per_node": 2},
         capacity={"max_num_tokens_per_rank": T},
     )
     with epmoe.ExpertParallel(config) as ep:
-        x = torch.full((T, D), 1.0 + ep.rank)
-        ids = torch.arange(T * K).view(T, K) % E
-        d = ep.dispatch(x, ids, torch.full((T, K), 1 / K))
-        assert torch.equal(
-            ep.combine(d.rows, d), x
-        )  # experts that return their input; weights sum to 1
+        # Each token goes to K experts, with equal weights.
+        x_TD = torch.full((T, D), 1.0 + ep.rank)
+        ids_TK = torch.arange(T * K).view(T, K) % E
+        weights_TK = torch.full((T, K), 1 / K)
+
+        # One round: tokens to the ranks of their experts, and back.
+        dispatched = ep.dispatch(x_TD, ids_TK, weights_TK)
+        y_TD = ep.combine(dispatched.rows, dispatched)
+
+        # The experts return their input, and weights sum to 1: y is x.
+        assert torch.equal(y_TD, x_TD)
         if ep.rank == 0:
-            print(
-                f"{config.topology.num_nodes} nodes of {config.topology.ranks_here} ranks: y is x"
-            )
+            nodes = config.topology.num_nodes
+            ranks = config.topology.ranks_here
+            print(f"{nodes} nodes of {ranks} ranks: y is x")
     dist.destroy_process_group()
 
 

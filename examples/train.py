@@ -1,17 +1,22 @@
 """A transformer with MoE layers trains over any number of ranks, with the losses and norms of one
 process.
 
-Run: torchrun --standalone --nproc-per-node 4 examples/train.py [--parallel ddp|fsdp]
-[--checkpoint-activations] [--replicas N] [--steps N] [--save FOLDER] [--resume FOLDER] [--from-hf
-FOLDER] Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. With
---replicas 2, two halves of the ranks have all experts each. A step has the same tokens on 1 to 8
-ranks. A run that 4 ranks have saved goes on over
-3. The FOLDER of --from-hf is a local checkpoint, which
-generate.py takes as well, to fine-tune in place of the small model below.
+Run: torchrun --standalone --nproc-per-node 4 examples/train.py
+
+    --parallel ddp|fsdp         how ranks share all but the experts
+    --checkpoint-activations    compute blocks again in the backward pass
+    --replicas N                N parts of the ranks have all experts each
+    --steps N                   train up to this step
+    --save FOLDER               at the end; any number of ranks goes on with it
+    --resume FOLDER             that was saved
+    --from-hf FOLDER            fine-tune a local checkpoint, as generate.py takes it
+
+Each rank has its own experts. A step has the same tokens on 1 to 8 ranks.
 Prints, on rank 0: the loss and the norm of the gradients of each step.
 """
 
 import argparse
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -26,23 +31,26 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts
 
-E = 8
-K = 2
-D = 32
-WIDTH = 32
+# The model.
+E = 8  # experts
+K = 2  # experts of a token
+D = 32  # hidden size
+WIDTH = 32  # of an expert
 HEADS = 4
 BLOCKS = 2
 VOCABULARY = 64
-MICRO_BATCHES, SEQUENCES, LENGTH = (
-    2,
-    8,
-    16,
-)  # micro-batches of a step, their sequences over all ranks, tokens of each
+
+# A step.
+MICRO_BATCHES = 2
+SEQUENCES = 8  # of a micro-batch, over all ranks
+LENGTH = 16  # tokens of a sequence
 LEARNING_RATE = 5e-3
-MAX_NORM = 0.3
-BALANCE = 1e-2
-Z = 1e-3
-BIAS_RATE = 1e-3
+MAX_NORM = 0.3  # of gradients, by clipping
+
+# Balance of the experts.
+BALANCE = 1e-2  # factor of the load balancing loss
+Z = 1e-3  # factor of the z-loss
+BIAS_RATE = 1e-3  # of the bias of the choice, in each step
 
 
 def drawn(*shape):
@@ -52,29 +60,35 @@ def drawn(*shape):
 class Block(nn.Module):
     def __init__(self, ep):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        # Attention.
+        self.norm1 = nn.RMSNorm(D)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.out = nn.Linear(D, D, bias=False)
+
+        # The MoE layer. All ranks draw the weights of all experts; `from_full` keeps this rank's.
+        self.norm2 = nn.RMSNorm(D)
         router = drawn(E, D)
         gate_up = drawn(E, 2 * WIDTH, D)
         down = drawn(E, D, WIDTH)
-        self.moe = epmoe.MoELayer.from_full(
-            ep, router, gate_up, down, bias=torch.zeros(E)
-        )  # keeps this rank's experts
+        self.moe = epmoe.MoELayer.from_full(ep, router, gate_up, down, bias=torch.zeros(E))
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        # From [batch, length, D] to three times [batch, HEADS, length, D / HEADS], and back.
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.moe(self.norm2(x))
 
 
 class Transformer(nn.Module):
     def __init__(self, ep):
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(VOCABULARY, D), nn.Embedding(LENGTH, D)
+        self.embedding = nn.Embedding(VOCABULARY, D)
+        self.positions = nn.Embedding(LENGTH, D)
         self.blocks = nn.ModuleList(Block(ep) for _ in range(BLOCKS))
-        self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, VOCABULARY, bias=False)
+        self.norm = nn.RMSNorm(D)
+        self.head = nn.Linear(D, VOCABULARY, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -83,33 +97,42 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def configured(from_hf, replicas):
+def make_config(from_hf, replicas):
     size = dist.get_world_size()
-    capacity = {"max_num_tokens_per_rank": -(-SEQUENCES // size) * LENGTH}
+    ep_size = size // replicas
+    # The most tokens of a rank in a micro-batch: some ranks have one sequence more than others.
+    most_sequences = math.ceil(SEQUENCES / size)
+    capacity = {"max_num_tokens_per_rank": most_sequences * LENGTH}
     if from_hf:
-        return epmoe.EPConfig.from_hf(from_hf, ep_size=size // replicas, capacity=capacity)
-    model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
-    topology = {"ep_size": size // replicas}
-    routing = {"renormalize": True}
-    return epmoe.EPConfig(model=model, topology=topology, capacity=capacity, routing=routing)
+        return epmoe.EPConfig.from_hf(from_hf, ep_size=ep_size, capacity=capacity)
+    return epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": ep_size},
+        capacity=capacity,
+        routing={"renormalize": True},
+    )
 
 
-def built(ep, from_hf):
-    torch.manual_seed(0)  # the same weights on all ranks
+def make_model(ep, from_hf):
     if from_hf:
-        from generate import load_model  # each rank reads its own experts only
+        from generate import load_model
 
+        # Each rank reads its own experts only.
         model = load_model(from_hf, ep, dtype=ep.config.model.torch_dtype).train()
-        model.config.use_cache = False  # which a block that is computed again would fill twice
+        # A block that is computed again would fill a cache twice.
+        model.config.use_cache = False
     else:
+        # The seed gives all ranks the same weights.
+        torch.manual_seed(0)
         model = Transformer(ep).to(ep.device)
-    model.register_buffer(
-        "steps", torch.zeros((), dtype=torch.int64, device=ep.device)
-    )  # goes into checkpoints
+    # The number of steps is a buffer, so that it goes into checkpoints.
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=ep.device))
     return model
 
 
-def wrapped(model, parallel, checkpoint_activations):
+def parallelize(model, parallel, checkpoint_activations):
+    """The model under DDP or FSDP2, which leave each rank its own experts."""
+    # The first list of modules in a transformer is that of its blocks.
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     if checkpoint_activations:
         for block in blocks:
@@ -136,6 +159,7 @@ def sequences(number):
     generator = torch.Generator().manual_seed(number)
     first = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=generator)
     stride = torch.randint(1, 8, (SEQUENCES, 1), generator=generator)
+    # One token more than LENGTH: the model predicts each token but the first.
     of_all_ranks = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
     return of_all_ranks.tensor_split(dist.get_world_size())[dist.get_rank()]
 
@@ -144,8 +168,10 @@ def count_tokens(layers, routes):
     """Tokens of all ranks by layer and expert [layers, E]."""
     ep = layers[0].ep
     counts = torch.zeros(len(layers), ep.config.model.num_experts, device=ep.device)
+    # A rank knows how many tokens its own experts got, of all ranks.
+    mine = ep.placement.logical_experts(ep.rank)
     for row, chosen in zip(counts, routes, strict=True):
-        row[ep.placement.logical_experts(ep.rank)] = chosen.tokens_per_expert.float()
+        row[mine] = chosen.tokens_per_expert.float()
     dist.all_reduce(counts)
     return counts
 
@@ -155,8 +181,11 @@ def auxiliary_loss(routes, counts):
     losses = []
     for chosen, tokens in zip(routes, counts, strict=True):
         logits = chosen.logits.float()
+        # An expert's share of the tokens of all ranks, by its mean probability on this rank.
         balance = tokens / tokens.mean() @ logits.softmax(1).mean(0)
-        losses.append(BALANCE * balance + Z * logits.logsumexp(1).square().mean())
+        # Large logits cost, too.
+        z = logits.logsumexp(1).square().mean()
+        losses.append(BALANCE * balance + Z * z)
     return sum(losses) / len(losses)
 
 
@@ -167,60 +196,78 @@ def train_step(model, optimizer, layers, step):
     for micro in range(MICRO_BATCHES):
         tokens = sequences(step * MICRO_BATCHES + micro).to(layers[0].ep.device)
         with accumulating(model, last=micro == MICRO_BATCHES - 1):
+            # The forward pass, with a record of the experts that each layer has chosen.
             with epmoe.recording(model) as record:
                 output = model(tokens[:, :-1])
             logits = getattr(output, "logits", output)  # transformers' models return more
             routes = [calls[0] for calls in record.values()]
+
+            # The loss of the next tokens, and that of the balance.
             counts = count_tokens(layers, routes)
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + auxiliary_loss(
-                routes, counts
-            )
-            loss = (
-                loss * len(tokens) * dist.get_world_size() / SEQUENCES
-            )  # the mean over ranks is that of all tokens
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss + auxiliary_loss(routes, counts)
+
+            # Ranks differ by a sequence. Scaled so, the mean over ranks is that of all tokens.
+            loss = loss * len(tokens) * dist.get_world_size() / SEQUENCES
             (loss / MICRO_BATCHES).backward()
         loss_sum = loss_sum + loss.detach()
         counts_sum = counts_sum + counts
-    norm = clip_grad_norm_(model, MAX_NORM)  # of all ranks' experts
+
+    # The norm is over the experts of all ranks, too.
+    norm = clip_grad_norm_(model, MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
+
+    # Balance without a loss: experts with few tokens are chosen more often from now on.
     for layer, tokens in zip(layers, counts_sum, strict=True):
-        if (
-            layer.bias is not None
-        ):  # balance without a loss: experts with few tokens are chosen more often
+        if layer.bias is not None:
             layer.bias += BIAS_RATE * (tokens.mean() - tokens).sign()
+
+    # The loss is a mean over ranks and micro-batches.
     dist.all_reduce(loss_sum)
-    return loss_sum.item() / MICRO_BATCHES / dist.get_world_size(), norm.item()
+    loss = loss_sum.item() / MICRO_BATCHES / dist.get_world_size()
+    return loss, norm.item()
 
 
-def main(words=None):
+def parse(words):
     parser = argparse.ArgumentParser()
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--checkpoint-activations", action="store_true")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
-    for folder in ("--save", "--resume", "--from-hf"):
-        parser.add_argument(folder)
-    arguments = parser.parse_args(words)
+    parser.add_argument("--save")
+    parser.add_argument("--resume")
+    parser.add_argument("--from-hf")
+    return parser.parse_args(words)
+
+
+def main(words=None):
+    arguments = parse(words)
+
+    # Ranks of a row have all experts together. Gradients of replicas are added over rows.
     replicas = arguments.replicas
-    mesh = init_device_mesh(
-        "cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "ep")
-    )
-    with epmoe.ExpertParallel(configured(arguments.from_hf, replicas), mesh) as ep:
-        model = built(ep, arguments.from_hf)
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "ep"))
+
+    config = make_config(arguments.from_hf, replicas)
+    with epmoe.ExpertParallel(config, mesh) as ep:
+        model = make_model(ep, arguments.from_hf)
         layers = [module for module in model.modules() if isinstance(module, epmoe.MoELayer)]
         steps = model.steps
-        model = wrapped(model, arguments.parallel, arguments.checkpoint_activations)
+        model = parallelize(model, arguments.parallel, arguments.checkpoint_activations)
+
         # With eps=1e-8 the sign of a gradient that is all but zero, a matter of rounding, would
         # move a weight.
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-6)
         if arguments.resume:
             epmoe.checkpoint.load(model, arguments.resume, optimizer)
+
         while steps < arguments.steps:
             loss, norm = train_step(model, optimizer, layers, int(steps))
             steps += 1
             if dist.get_rank() == 0:
                 print(f"step {steps}: loss {loss:.7f}, norm {norm:.7f}", flush=True)
+
         if arguments.save:
             epmoe.checkpoint.save(model, arguments.save, optimizer)
 

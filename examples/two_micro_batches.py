@@ -9,10 +9,15 @@ import torch.distributed as dist
 
 import epmoe
 
-E = 8
-K = 2
-D = 64
-T = 16
+E = 8  # experts, over all ranks
+K = 2  # experts of a token
+D = 64  # hidden size
+T = 16  # tokens of a rank in a micro-batch
+
+
+def compute(rows_ND):
+    """`tanh` stands for the experts."""
+    return rows_ND.tanh()
 
 
 def main():
@@ -22,22 +27,37 @@ def main():
         topology={"ep_size": dist.get_world_size()},
         capacity={"max_num_tokens_per_rank": T},
     )
-    # An ExpertParallel has one round open at a time; two of them have two.
-    with epmoe.ExpertParallel(config) as a, epmoe.ExpertParallel(config) as b:
-        torch.manual_seed(a.rank)
-        x = torch.randn(2, T, D)
-        routing = [a.route(torch.randn(T, E)) for _ in range(2)]
-        sent_a = a.dispatch_send(x[0], *routing[0])
-        sent_b = b.dispatch_send(x[1], *routing[1])  # under way while a's experts compute
-        d_a = a.dispatch_recv(sent_a)
-        a.combine_send(d_a.rows.tanh(), d_a)  # `tanh` in place of experts
-        d_b = b.dispatch_recv(sent_b)  # a's rows are on their way back
-        b.combine_send(d_b.rows.tanh(), d_b)
-        y = [a.combine_recv(d_a).clone(), b.combine_recv(d_b).clone()]
-        for i in range(2):
-            d = a.dispatch(x[i], *routing[i])
-            assert torch.equal(a.combine(d.rows.tanh(), d), y[i])
-        if a.rank == 0:
+    # An ExpertParallel has one round open at a time. Two of them have two.
+    with epmoe.ExpertParallel(config) as ep_a, epmoe.ExpertParallel(config) as ep_b:
+        # Each micro-batch has tokens, and experts for each token.
+        torch.manual_seed(ep_a.rank)
+        a_TD = torch.randn(T, D)
+        b_TD = torch.randn(T, D)
+        routing_a = ep_a.route(torch.randn(T, E))
+        routing_b = ep_b.route(torch.randn(T, E))
+
+        # Send the tokens of both.
+        sent_a = ep_a.dispatch_send(a_TD, *routing_a)
+        sent_b = ep_b.dispatch_send(b_TD, *routing_b)
+
+        # Compute a's rows, while b's are under way.
+        dispatched_a = ep_a.dispatch_recv(sent_a)
+        ep_a.combine_send(compute(dispatched_a.rows), dispatched_a)
+
+        # Compute b's rows, while a's are on their way back.
+        dispatched_b = ep_b.dispatch_recv(sent_b)
+        ep_b.combine_send(compute(dispatched_b.rows), dispatched_b)
+
+        # Receive the sums.
+        y_a_TD = ep_a.combine_recv(dispatched_a)
+        y_b_TD = ep_b.combine_recv(dispatched_b)
+
+        # Compare with two ordinary rounds, one after the other.
+        for x_TD, routing, y_TD in ((a_TD, routing_a, y_a_TD), (b_TD, routing_b, y_b_TD)):
+            dispatched = ep_a.dispatch(x_TD, *routing)
+            assert torch.equal(ep_a.combine(compute(dispatched.rows), dispatched), y_TD)
+
+        if ep_a.rank == 0:
             print("y of both micro-batches equals that of two ordinary rounds")
     dist.destroy_process_group()
 

@@ -243,14 +243,11 @@ def create(state, config: epmoe.EPConfig) -> None:
 
 def start(state, ep: epmoe.ExpertParallel) -> None:
     """This rank has the weights that `ep` says are its own: `rows` [L, slots, D]."""
-    state.ep, state.rows = (
-        ep,
-        torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size),
-    )
-    state.captured, state.gone = (
-        list[Captured](),
-        -1,
-    )  # the memory of groups up to this generation has gone
+    state.ep = ep
+    state.rows = torch.empty(ep.config.placement.layers, 0, ep.config.model.hidden_size)
+    # `gone`: the memory of groups up to this generation has gone.
+    state.captured = list[Captured]()
+    state.gone = -1
     held = [
         (slot, expert, tag)
         for tag in tags(ep)

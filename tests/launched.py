@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -52,6 +54,22 @@ def run_python(*program: object, **variables: str) -> subprocess.CompletedProces
         )
 
 
+def _hosted() -> dict[str, str]:
+    """The variables by which ranks meet at a store of this process, as at that of torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()
+    global _store  # as long as ranks use it
+    _store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     """Runs `torchrun --nproc-per-node RANKS PROGRAM`: its own agent, here, forks the ranks."""
     from epmoe.cli.launch import launch
@@ -63,7 +81,14 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             launch(
-                ranks, _execute, arguments, folder, Std.ALL, start_method="forkserver", look_s=0.05
+                ranks,
+                _execute,
+                arguments,
+                folder,
+                Std.ALL,
+                _hosted(),
+                start_method="forkserver",
+                look_s=0.05,
             )
         except ChildFailedError as error:
             code = 1

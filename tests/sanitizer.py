@@ -27,11 +27,8 @@ ROOT = Path(__file__).parent.parent
 TOOL = shutil.which("compute-sanitizer") or shutil.which(
     "compute-sanitizer", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
 )
-SOURCES = [
-    str(ROOT),
-    str(ROOT / "tests" / "distributed"),
-    str(ROOT / "tests"),
-]  # two files are named test_moves.py
+# In this order, since two files are named test_moves.py.
+SOURCES = [str(ROOT), str(ROOT / "tests" / "distributed"), str(ROOT / "tests")]
 TIMEOUT_S = 200.0
 # The local pipeline with duplicate, foreign and invalid ids and with stale rows. Unwritten memory
 # holds the largest integer or NaN. Every tensor is a separate allocation.
@@ -42,14 +39,17 @@ identity_map = torch.arange(128, dtype=torch.int32, device="cuda")
 for T in (200, 288):
     logits = torch.randn(T, 128, device="cuda").bfloat16()
     logits[1] = torch.nan
-    routing = epmoe.route(logits, 8, num_tokens=torch.tensor(T - 7, dtype=torch.int32, device="cuda"))
-    routing.ids[:4] = torch.tensor([5, 88, 88, 65, -1, 5, 127, 128], dtype=torch.int32, device="cuda")
+    num_tokens = torch.tensor(T - 7, dtype=torch.int32, device="cuda")
+    routing = epmoe.route(logits, 8, num_tokens=num_tokens)
+    ids = [5, 88, 88, 65, -1, 5, 127, 128]
+    routing.ids[:4] = torch.tensor(ids, dtype=torch.int32, device="cuda")
     x = torch.randn(T, 512, device="cuda").bfloat16()
     permuted = epmoe.permute(x, routing.ids, identity_map, 128, alignment=4)
     segments = permuted.expert_offsets, permuted.tokens_per_expert
     epmoe.native.ops.gated_activation(permuted.rows, *segments, None, False, 7.0, 1.0, 0.0, T > 200)
     partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
-    q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
+    real = epmoe.zero_padding_rows_(partial, T - 7)
+    q = epmoe.quantize_fp8(real, granularity="tensor", num_tokens=T - 7)
     torch.cuda.synchronize()
 print("done")
 """
@@ -72,7 +72,8 @@ RAIL = """
 import torch
 from test_rail import D, T, Packed, inputs
 from epmoe.native import ops
-count, shown = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64).pin_memory()
+count = torch.zeros(1, dtype=torch.int64, device="cuda")
+shown = torch.zeros(1, dtype=torch.int64).pin_memory()
 ops.rail_mark(count, shown, None, None, False, None, 0)
 for payload in ("auto", "fp8"):
     for slots in (T, 3):
@@ -87,7 +88,10 @@ print("done")
 # too.
 BEGIN = """
 import sys, torch, torch.distributed as dist
-rank, store, size, device = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), torch.device(sys.argv[4])
+rank = int(sys.argv[1])
+store = sys.argv[2]
+size = int(sys.argv[3])
+device = torch.device(sys.argv[4])
 if device.type == "cuda":
     torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -103,8 +107,9 @@ import epmoe, epmoe.exchange.memory
 for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
     for payload in ("auto", "fp8"):
         exchange = {{"payload": payload, "combine_payload": payload}}
-        options = {{"hidden": 256, "dtype": "bfloat16", "max_tokens": 40, "timeout_s": 60.0, "exchange": exchange}}
-        with epmoe.ExpertParallel(make_config(size, **options), device=device) as ep:
+        sizes = {{"hidden": 256, "dtype": "bfloat16", "max_tokens": 40}}
+        config = make_config(size, **sizes, timeout_s=60.0, exchange=exchange)
+        with epmoe.ExpertParallel(config, device=device) as ep:
             for layout in ("expert", "rank"):
                 for T in (40, 3):
                     tokens = make_tokens(ep.config, rank, T, kind="adversarial")
@@ -117,9 +122,10 @@ from exchanges import assert_y, gains, given, make_config, make_tokens
 from slot_tables import times_slots
 import epmoe, epmoe.exchange.memory
 live = {{"live": True, "slots_per_rank": 8, "staging_mb": 1}}
-options = {{"experts": 8, "hidden": 256, "dtype": "bfloat16", "max_tokens": 40, "timeout_s": 60.0, "placement": live}}
+sizes = {{"experts": 8, "hidden": 256, "dtype": "bfloat16", "max_tokens": 40}}
+config = make_config(size, max_ranks=size + 2, **sizes, timeout_s=60.0, placement=live)
 for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
-    with epmoe.ExpertParallel(make_config(size, max_ranks=size + 2, **options), device=device) as ep:
+    with epmoe.ExpertParallel(config, device=device) as ep:
         gains_SD = gains(ep.config, 256)[ep.logical_experts(1)].bfloat16().to(device)
         for seed in range(4):
             tokens = make_tokens(ep.config, rank, (40, 3)[seed % 2], seed=seed, kind="adversarial")
@@ -138,12 +144,17 @@ from exchanges import make_config
 from test_moves import D, E, K, L, M, begin, play, slots_of
 import epmoe
 torch.set_grad_enabled(False)
-live = {{"live": True, "slots_per_rank": E // size + 1, "layers": L, "staging_mb": 1, "most_copies": 4}}
-options = {{"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "timeout_s": 60.0, "placement": live}}
-with epmoe.ExpertParallel(make_config(size, max_ranks=size + 1, **options), device=device) as ep:
+slots_per_rank = E // size + 1
+live = {{"live": True, "slots_per_rank": slots_per_rank, "layers": L, "staging_mb": 1}}
+live["most_copies"] = 4
+sizes = {{"experts": E, "top_k": K, "hidden": D, "max_tokens": M}}
+config = make_config(size, max_ranks=size + 1, **sizes, timeout_s=60.0, placement=live)
+with epmoe.ExpertParallel(config, device=device) as ep:
     slots = slots_of(ep)
     for number in range(2):
-        moves, going, rounds = begin(slots, number), torch.ones(1), 0
+        moves = begin(slots, number)
+        going = torch.ones(1)
+        rounds = 0
         while going:
             play(ep, slots, rounds, rounds % L, T=(rank + rounds) % (M + 1))
             ep.poll()
@@ -160,10 +171,13 @@ from exchanges import make_config
 from helpers import randn
 from test_hand_over import D, E, K, M, Model, send
 import epmoe
-config = make_config(size, experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=M, timeout_s=60.0)
+sizes = {{"experts": E, "top_k": K, "hidden": D, "dtype": "bfloat16", "max_tokens": M}}
+config = make_config(size, **sizes, timeout_s=60.0)
 folder = tempfile.TemporaryDirectory(dir="/dev/shm")
 with epmoe.ExpertParallel(config, device=device) as ep, folder, torch.inference_mode():
-    trained, served, x = Model(ep, 0), Model(ep, 0), randn(M, D).bfloat16().to(device)
+    trained = Model(ep, 0)
+    served = Model(ep, 0)
+    x = randn(M, D).bfloat16().to(device)
     sender = epmoe.WeightSender(trained, folder.name)
     receiver = epmoe.WeightReceiver(ep, served, folder.name, dense=served.take_routers)
     for version in (1, 2):
@@ -177,18 +191,19 @@ with epmoe.ExpertParallel(config, device=device) as ep, folder, torch.inference_
 TRAINING = f"""{BEGIN}
 from helpers import randn
 from test_hopper_gemm import Case
-from test_training_experts import test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end as activation
-from test_training_rows import test_gradients_of_weighted_rows as weighted_rows
-from test_training_rows import test_packed_rows_hold_what_quantize_says as packed
+import test_training_experts, test_training_rows
 from epmoe.local.logits import router_logits
 torch.use_deterministic_algorithms(True, warn_only=True)
 for counts in ([3, 0, 13], [1, 0, 17, 33, 64, 285, 0]) * (device.type == "cuda"):
     Case(counts, 136, 520, device).assert_right()
 for interleaved in (False, True):
-    activation(device, torch.bfloat16, interleaved, 128)
-weighted_rows(device, torch.bfloat16, True, 1288)
-packed(device, torch.bfloat16, 896)
-for T, dtype in ((17, torch.float32), (200, torch.float32), *((T, torch.bfloat16) for T in (9, 200, 1200))):
+    test_training_experts.test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(
+        device, torch.bfloat16, interleaved, 128
+    )
+test_training_rows.test_gradients_of_weighted_rows(device, torch.bfloat16, True, 1288)
+test_training_rows.test_packed_rows_hold_what_quantize_says(device, torch.bfloat16, 896)
+calls = [(T, torch.float32) for T in (17, 200)] + [(T, torch.bfloat16) for T in (9, 200, 1200)]
+for T, dtype in calls:
     x = randn(T, 520, dtype=dtype).to(device).requires_grad_()
     router_logits(x, randn(70, 520, dtype=dtype).to(device), None, invariant=True).sum().backward()
 {END}"""

@@ -133,9 +133,8 @@ def test_strides_and_addresses_that_no_vector_fits(device, quantize):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gaps_are_neither_read_nor_written(device, dtype, F, quantize):
     gate_up, offsets, bias = inputs(F, dtype, device, biased=True)
-    tokens = torch.tensor(
-        [2, 0, 67, 10**6], dtype=torch.int32, device=device
-    )  # the last is clamped to its segment
+    # The last count is clamped to its segment.
+    tokens = torch.tensor([2, 0, 67, 10**6], dtype=torch.int32, device=device)
     want = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
     gate_up[2] = math.nan
     with poisoned_memory():
@@ -185,10 +184,9 @@ def test_a_wild_end_is_clamped(device, last):
 @pytest.mark.parametrize("biased", [False, True])
 def test_opcheck(device, biased, quantize):
     gate_up, offsets, bias = inputs(96, torch.float32, device, biased)
-    real, offsets = (
-        gate_up[:72].contiguous(),
-        offsets.clamp(max=72),
-    )  # opcheck compares all rows and columns
+    # opcheck compares all rows and columns, so no row may lie past the segments.
+    real = gate_up[:72].contiguous()
+    offsets = offsets.clamp(max=72)
     torch.library.opcheck(ops.gated_activation, (real, offsets, None, bias, *GPT_OSS, quantize))
 
 

@@ -263,6 +263,19 @@ def test_casts_and_moves_keep_adapters_or_lose_them(ep, device):
         lost.adapters.put_local(1, LoRA(None, down))
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_layer_made_or_cast_in_inference_mode_takes_adapters_outside(ep, cast):
+    with torch.inference_mode(not cast):
+        layer = layer_of(ep)
+    with torch.inference_mode():
+        if cast:
+            layer.adapters.half()
+    with torch.no_grad():
+        layer.put_adapter(0, adapter_models.adapter_of(FACTORS, E, ALL, 2.0))
+        layer.adapters.clear_local(0)
+    assert layer.adapters.numbers == {1}
+
+
 def test_what_layers_refuse(ep, device):
     for options, says in [
         ({"adapters": 0}, "`adapters` must be an int of at least 1, got 0"),

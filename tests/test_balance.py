@@ -282,9 +282,8 @@ def test_few_moves_are_enough(ranks, spare, most, moves):
             target = fresh(loads, ranks, len(slots) // ranks)
             kept = (target.view(ranks, -1, 1) == slots.view(ranks, 1, -1)).any(dim=2)
             assert plan.balance_after[0] <= most and len(plan.moves) <= moves * int((~kept).sum())
-            assert (
-                seconds < 1
-            )  # of this thread alone, and far from the 5 ms that it takes: machines of tests are busy
+            # Seconds of this thread alone, far from the 5 ms that it takes: machines are busy.
+            assert seconds < 1
 
 
 def popularity(kind: str | float, E: int, seed: int) -> Tensor:

@@ -62,9 +62,8 @@ def gpu(monkeypatch, tmp_path):
         return SimpleNamespace(replay=replay), (handle, came_back)
 
     def stamp(events, external=False):
-        full = (
-            external and len(events) == 1 + 2 * timing.ROUNDS
-        )  # a replay records the events of its graph again
+        # A replay records the events of its graph again.
+        full = external and len(events) == 1 + 2 * timing.ROUNDS
         events.append(events.pop(0) if full else Event(True))
         events[-1].record()
 

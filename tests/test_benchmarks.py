@@ -185,6 +185,6 @@ def test_mega_moe_is_launched_as_its_wheel_launches_it(shape, chosen):
         "EARLY_COMBINE",
         "COUNTS",
         "EARLY",
-    ]  # noqa: SIM905
+    ]
     constants = Kernel(*shape).constants
     assert tuple(constants[name] for name in names) == chosen

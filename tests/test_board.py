@@ -17,6 +17,7 @@ from itertools import count, takewhile
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers import long
 from waits import LONG_S, SOON_S
@@ -24,7 +25,7 @@ from waits import LONG_S, SOON_S
 from epmoe.group import board
 from epmoe.group.board import Board, Meeting, Presence, Sign, sign_of_life
 from epmoe.group.deaths import has_ended, name_of_process
-from epmoe.group.store import OutlivingStore
+from epmoe.group.store import OutlivingStore, folder_store
 
 RANKS = [0, 2, 4]
 RANK = 2
@@ -150,6 +151,32 @@ def test_the_first_word_stays(tmp_path):
         )
         board.write("key", "three")
         assert board.read("key") == store.get("x/y/1/key").decode() == "three"
+
+
+def meet(folder: Path, rank: int, heard) -> None:
+    store = folder_store(folder)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    heard.put(total.item())
+    dist.destroy_process_group()
+
+
+def test_the_first_group_meets_in_a_folder_of_this_user(tmp_path):
+    """Without a port, which every user of the machine would reach."""
+    heard = multiprocessing.get_context("fork").SimpleQueue()
+    fork = multiprocessing.get_context("fork").Process
+    ranks = [fork(target=meet, args=(tmp_path / "new", rank, heard)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert [heard.get(), heard.get()] == [3.0, 3.0]
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "new").chmod(0o777)
+    with pytest.raises(PermissionError):
+        folder_store(tmp_path / "new")
 
 
 def test_a_folder_as_a_store_of_torch(tmp_path):

@@ -46,7 +46,9 @@ done
 echo "$words" >>"{bin}/commands"
 . "{bin}/meanwhile"
 echo "$words" >"$out"
-[ -z "$deps" ] || {{ {cxx} -MM -MT "$out" -MF "$deps" -I. -x c++ "$last" && {cat} "$last" >>"$out"; }}
+if [ -n "$deps" ]; then
+  {cxx} -MM -MT "$out" -MF "$deps" -I. -x c++ "$last" && {cat} "$last" >>"$out"
+fi
 """
 
 

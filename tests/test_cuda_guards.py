@@ -44,8 +44,13 @@ print("done")
 # finalize are a matter of the library.
 INCIDENT = """
 import torch, epmoe
-torch.use_deterministic_algorithms(True, warn_only=True)  # what uninitialised memory holds: the largest integer
-T, REAL, E, K, GUARDS = 288, 1, 128, 8, {guards}
+# Uninitialised memory holds the largest integer.
+torch.use_deterministic_algorithms(True, warn_only=True)
+T = 288
+REAL = 1
+E = 128
+K = 8
+GUARDS = {guards}
 identity_map = torch.arange(E, dtype=torch.int32, device="cuda")
 x, logits = torch.zeros(T, 512, device="cuda").bfloat16(), torch.zeros(T, E, device="cuda")
 real = torch.full((), REAL, dtype=torch.int32, device="cuda")

@@ -66,7 +66,8 @@ MILLISECONDS = 20
 PERMUTE = f"""
 import torch, epmoe
 late = torch.cuda._compile_kernel({LATE!r}, "write_late")
-x, ids = torch.zeros(8, {N} // 8, device="cuda"), torch.arange(8, dtype=torch.int32, device="cuda").view(8, 1)
+x = torch.zeros(8, {N} // 8, device="cuda")
+ids = torch.arange(8, dtype=torch.int32, device="cuda").view(8, 1)
 identity_map = torch.arange(8, dtype=torch.int32, device="cuda")
 assert epmoe.permute(x, ids, identity_map, 8).rows.eq(0).all()  # loads the kernels
 torch.cuda.synchronize()

@@ -16,14 +16,8 @@ SLOW = {"recover_after_a_kill"}  # 9 s
 
 
 def test_none_is_forgotten():
-    elsewhere = {
-        "generate",
-        "rl",
-        "train",
-        "serve",
-        "serve_front",
-        "serve_rank",
-    }  # test_generate.py and others
+    # Tests of their own: test_generate.py and others.
+    elsewhere = {"generate", "rl", "train", "serve", "serve_front", "serve_rank"}
     assert EXAMPLES.keys() | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

@@ -16,11 +16,8 @@ from epmoe.local.reference import swiglu_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-SHAPES = [
-    (3, 64, 32, True),
-    (5, 1000, 24, True),
-    (2, 10, 6, False),
-]  # e, D, F, whether grouped_mm takes the shape
+# e, D, F, and whether grouped_mm takes the shape.
+SHAPES = [(3, 64, 32, True), (5, 1000, 24, True), (2, 10, 6, False)]
 
 
 def _experts(e: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -> GroupedExperts:
@@ -46,9 +43,8 @@ def test_agrees_with_fp64(device, dtype, cast, e, D, F, grouped):
     assert experts.w_gate_up.dtype == experts.w_down.dtype == experts.dtype == dtype
     if device.type == "cpu":
         assert (experts.gemm == "torch") is (grouped and dtype in FLOATS)
-    ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[
-        : e + 1
-    ]  # one expert is idle
+    # One expert is idle.
+    ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[: e + 1]
     rows = poison_(torch.empty(24, D, dtype=dtype, device=device))
     used = int(ends[-1])
     rows[:used] = randn(used, D, dtype=dtype).to(device)
@@ -126,7 +122,8 @@ def test_deepcopy_and_pickle():
         ),
         (
             ["w_gate_up", "w_down"],
-            r"^`w_gate_up` must be .* and `w_down` must be \[4, 16, 32\], got .* and \[4, 32, 16\], ",
+            r"^`w_gate_up` must be .* and `w_down` must be \[4, 16, 32\], "
+            r"got .* and \[4, 32, 16\], ",
         ),
     ],
 )

@@ -77,9 +77,8 @@ class Group:
             [(p + i) % size for i in (0, 1) for p in range(EXPERTS)],
             EXPERTS,
         )
-        by_turns = (
-            device.type == "cuda" and size > torch.cuda.device_count()
-        )  # ranks share GPUs by time slices
+        # Ranks share GPUs by time slices.
+        by_turns = device.type == "cuda" and size > torch.cuda.device_count()
         self.deadline_s = 5.0 if by_turns else 1.0 if device.type == "cuda" else 4.0
         self.host.spawn(*self.names)
         self.host.form(self.names)

@@ -46,9 +46,10 @@ def built(
         pytest.importorskip("deep_gemm")
     given: dict[str, object] = {**weights(dtype, torch.device("cpu"), e, *sizes)}
     if dtype == MXFP4:
+        # Scales also lie above 2.
         given["w_down"], given["down_scales"] = random_mxfp4(
             e, width, middle, seed=2, scales=(-3, 8)
-        )  # also above 2
+        )
     if gpt_oss:
         biases = randn(e, 2 * middle, seed=3, dtype=BF16), randn(e, width, seed=4, dtype=BF16)
         given |= {"gate_up_bias": biases[0], "down_bias": biases[1], **GPT_OSS}
@@ -219,9 +220,8 @@ def test_mxfp4_of_any_multiples_of_32(device, rows_per_expert, sizes):
     rows = Rows(COUNTS, MXFP4, device, width=sizes[0])
     got = rows.outputs(experts, rows_per_expert)
     assert (rows.errors(experts, got) <= LIMITS[MXFP4]).all()
-    experts.gate_up_scales.view(torch.uint8)[0, 0, 0] = (
-        255  # NaN, and what lanes without a group would read
-    )
+    # NaN, and what lanes without a group would read.
+    experts.gate_up_scales.view(torch.uint8)[0, 0, 0] = 255
     again = rows.outputs(experts, rows_per_expert)
     assert again[rows.expert == 0].isnan().all()
     assert torch.equal(again[rows.expert != 0], got[rows.expert != 0])
@@ -324,9 +324,8 @@ def test_which_calls_take_the_kernels(name):
     for rows, takes in ((None, False), (0.0, True), (1.0, True), (4.0, True), (4.1, False)):
         assert GEMMS[name].takes(Segments(torch.zeros(3), None, 1, rows), most_rows=4.0) is takes
     assert name not in CHOICES
-    assert choose("auto", torch.zeros(2, 512, 256).to(BF16), torch.zeros(2, 256, 256).to(BF16)) == (
-        "torch",
-    )  # CPUs
+    on_cpus = choose("auto", torch.zeros(2, 512, 256).to(BF16), torch.zeros(2, 256, 256).to(BF16))
+    assert on_cpus == ("torch",)
 
 
 @pytest.mark.parametrize(("dtype", "many"), [(BF16, "hopper"), (FP8, "deep_gemm")])
@@ -420,10 +419,8 @@ def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
     """Of H200, of H100, with a driver that does not know the clock as of H100, and on H100 without
     kernels by TMA.
     """
-    weights = (
-        torch.zeros(0, 128, 64, dtype=BF16),
-        torch.zeros(0, 64, 64, dtype=BF16),
-    )  # of a rank without experts
+    # Weights of a rank without experts.
+    weights = (torch.zeros(0, 128, 64, dtype=BF16), torch.zeros(0, 64, 64, dtype=BF16))
     h100 = 2_619_000, 5120
     cases = (
         ((3_201_000, 6144), None, 4, 48),
@@ -440,9 +437,8 @@ def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
             "epmoe.local.gemm.few_rows.problem_of_build", lambda device, problem=problem: problem
         )
         assert [GEMMS[name].most_rows(*weights) for name in ("few_rows", "few_rows_by_tma")] == most
-    fp8 = (
-        each.to(FP8) for each in weights
-    )  # which DeepGEMM does not take here, so all weights would be dequantized
+    # DeepGEMM does not take them here, so all weights would be dequantized.
+    fp8 = (each.to(FP8) for each in weights)
     assert GEMMS["few_rows_by_tma"].most_rows(*fp8) == 96
 
 

@@ -180,6 +180,48 @@ def test_a_checkpoint_that_does_not_say_its_call(ep, rollout, inside):
     assert run(model).isfinite().all()
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("how", ["argument", "closure", "keyword"])
+def test_a_checkpoint_whose_x_is_no_argument(ep, how, needs_grad):
+    """A frozen front gives x, and its gradient is awaited all the same."""
+    layer = MoELayer.from_full(
+        ep, randn(E, D), randn(E, 2 * F, D, seed=1) / 8, randn(E, D, F, seed=2) / 8
+    )
+    x = randn(6, D, seed=3).requires_grad_(needs_grad)
+    ids = torch.stack([randn(E, seed=10 + i).topk(K).indices for i in range(6)]).int()
+
+    def gradients_of(call: Callable[[], Tensor]) -> dict[str, Tensor]:
+        layer.zero_grad()
+        with replay(layer, {"": ids}):
+            loss = call().square().sum()
+        loss.backward()
+        return gradients(layer)
+
+    calls = {
+        "argument": lambda: checkpoint(layer, x, use_reentrant=False),
+        "closure": lambda: checkpoint(lambda: layer(x), use_reentrant=False),
+        "keyword": lambda: checkpoint(lambda x: layer(x), use_reentrant=False, x=x),
+    }
+    want = gradients_of(lambda: layer(x))
+    if how != "argument":
+        with pytest.raises(epmoe.EPStateError, match="computes a layer's call again"):
+            gradients_of(calls[how])
+        return
+    got = gradients_of(calls[how])
+    for name, value in want.items():
+        assert_close(got[name], value)
+
+
+def test_a_frozen_layer_stays_without_gradients(ep):
+    layer = MoELayer.from_full(
+        ep, randn(E, D), randn(E, 2 * F, D, seed=1) / 8, randn(E, D, F, seed=2) / 8
+    ).requires_grad_(False)
+    ids = randn(6, E).topk(K).indices
+    with replay(layer, {"": ids}):
+        y = layer(randn(6, D))
+    assert not y.requires_grad
+
+
 def test_a_context_within_a_checkpoint(ep, rollout):
     record, _ = rollout
     model = model_of(ep)

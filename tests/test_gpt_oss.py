@@ -78,12 +78,13 @@ def want(block: nn.Module, x: Tensor) -> Tensor:
 def test_a_layer_is_the_block_of_transformers(ep, block):
     layer = layer_of(ep, block)
     x = randn(2, 9, D, seed=30).to(ep.device)
+    # The bias changes choices.
     assert (
         (x.flatten(0, 1).cpu().double() @ block.router.weight.T)
         .topk(K)
         .indices.ne(block.router(x.flatten(0, 1).cpu().double())[2])
         .any()
-    )  # the bias changes choices
+    )
     assert_close(layer(x), want(block, x), slack=4)
     assert layer(x[:0]).shape == (0, 9, D)
     layer.bfloat16()

@@ -145,9 +145,8 @@ def test_a_launch_holds_together():
                         assert d.threads in (384, 512) and c.threads in (384, 512)
                         assert max(d.shared_bytes, c.shared_bytes) <= shared_bytes_needed(plan)
                         assert (d.recv_lines > 0) == (c.send_lines > 0) == (T <= LL_MAX_TOKENS)
-                        if (
-                            not send
-                        ):  # it waits: at most three quarters of the GPU, and one line a lane
+                        # A receiver waits: at most 3/4 of the GPU, and one line a lane.
+                        if not send:
                             assert max(d.blocks, c.blocks) <= max(sms * 3 // 4, 1)
                             assert max(d.recv_lines, c.send_lines) <= 1
 
@@ -199,9 +198,8 @@ def compiled(stage: str, *options: str) -> str:
 def compiled_variants(stage: str, folder) -> set[str]:
     """The kernels that nvcc makes of csrc/cuda/<stage>/<stage>.cu, by their mangled names."""
     ptx = folder / f"{stage}.ptx"
-    compiled(
-        stage, "-ptx", "-o", str(ptx), "-Xcicc", "-O0"
-    )  # names need no optimiser, which takes most of the time
+    # Names need no optimiser, which takes most of the time.
+    compiled(stage, "-ptx", "-o", str(ptx), "-Xcicc", "-O0")
     found = set()
     for arguments in re.findall(rf"\.entry \w*?{stage}_kernelI(\w*?)EEvNS", ptx.read_text()):
         words = r"Li(\d+)E|Lb([01])E|LNS_10WireFormatE(\d)E|(6__half|13__nv_bfloat16|v|f)"

@@ -72,9 +72,8 @@ def test_all_ways_have_the_same_bits(device, dtype, E, D):
                 .view(T, D)
                 .copy_(x[:T])
             )
-            poison_(
-                torch.empty(T, E, dtype=dtype, device=device)
-            )  # memory that the output, and parts, get next
+            # The output and its parts get this memory next.
+            poison_(torch.empty(T, E, dtype=dtype, device=device))
             poison_(torch.empty(16, T, E, device=device))
             got = router_logits(part, weight, None, invariant=True)
             assert torch.equal(got[finite[:T]], logits[:T][finite[:T]]), (T, shift)

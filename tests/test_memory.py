@@ -124,11 +124,8 @@ def test_the_rail_to_the_byte(payload):
     assert plan["rail.received"].shape == (2, 3, slot) and plan["rail.sent"].shape == (1, 3, slot)
     assert plan["rail.returned"].nbytes == (3 + 1) * D * 2
     assert plan["rail.slots"].shape == (M, 2)
-    assert plan["recv.ids"].shape == (
-        2,
-        2 * 3,
-        K,
-    )  # within the node, a rank brings a slab of each node
+    # Within the node, a rank brings a slab of each node.
+    assert plan["recv.ids"].shape == (2, 2 * 3, K)
     assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes
     ends = [buffer.offset + buffer.nbytes for buffer in plan.buffers if buffer.region == "rail"]
     assert max(ends) <= plan.rail_bytes < max(ends) + 128

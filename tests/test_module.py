@@ -99,6 +99,16 @@ def test_a_move_takes_everything_along(ep, arguments):
     )
 
 
+def test_experts_train_again_after_fp64(ep):
+    """In fp64 they only serve. What was frozen stays frozen."""
+    experts = make_experts(ep)
+    experts.w_down.requires_grad_(False)
+    experts.double().double()
+    assert not any(value.requires_grad for value in experts.parameters())
+    experts.float()
+    assert experts.w_gate_up.requires_grad and not experts.w_down.requires_grad
+
+
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_state_dict_that_is_assigned_keeps_router_and_bias_in_fp32(ep, on_meta):
     layer = make_layer(ep)
@@ -252,7 +262,10 @@ def test_batches_of_sequences(ep, shape):
 def test_x_for_experts_of_the_user(ep):
     """The layer knows only the config's dtype of these experts."""
     layer = epmoe.MoELayer(ep, randn(E, D).to(ep.device), lambda rows, offsets, scales: rows)
-    want = r"`x` must be float32 or float16 or bfloat16 \[T, 64\] or \[B, T, 64\], got float64 \[4, 64\]$"
+    want = (
+        r"`x` must be float32 or float16 or bfloat16 \[T, 64\] or \[B, T, 64\], "
+        r"got float64 \[4, 64\]$"
+    )
     with pytest.raises(TypeError, match=want):
         layer(randn(4, D).double().to(ep.device))
     for dtype in (torch.float32, torch.bfloat16):

@@ -213,8 +213,10 @@ def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
     def check() -> None:
         raise EPStateError("a replay did nothing")
 
+    def end_waits() -> None:
+        told.append("left")
+
     status = SimpleNamespace(code=code)
-    end_waits = lambda: told.append("left")
     network.node = SimpleNamespace(
         look=lambda: None, status=status, failed=False, check=check, end_waits=end_waits
     )
@@ -222,17 +224,13 @@ def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
     network.memory = SimpleNamespace(
         ranks_per_node=2, others=[1], of_rail=lambda node: 2 * node + 1
     )
-    network.rounds, network.global_ranks, network.rank = (
-        SimpleNamespace(state=CLOSED, count=3),
-        [0, 1, 2, 3],
-        1,
-    )
-    network._noticed, network.recording, network.failure, network.pending = (
-        c_int64(noticed),
-        RLock(),
-        None,
-        [],
-    )
+    network.rounds = SimpleNamespace(state=CLOSED, count=3)
+    network.global_ranks = [0, 1, 2, 3]
+    network.rank = 1
+    network._noticed = c_int64(noticed)
+    network.recording = RLock()
+    network.failure = None
+    network.pending = []
     network.reported, network.tell_node = lambda: [2], told.append
     return network, told
 
@@ -266,11 +264,9 @@ def test_a_failure_on_a_gpu_that_copies_nothing():
         raise RuntimeError("operation not permitted when stream is capturing")
 
     network, _ = network_of(code=0, noticed=-1)
-    network._peek, network._peeked, network.views = (
-        SimpleNamespace(read=fails),
-        [],
-        {"rail.missed": torch.zeros(2)},
-    )
+    network._peek = SimpleNamespace(read=fails)
+    network._peeked = []
+    network.views = {"rail.missed": torch.zeros(2)}
     network.rail.missing, network.tell_node = lambda found: found or [3], fails
     del network.reported
     with pytest.raises(EPTimeoutError):

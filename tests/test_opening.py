@@ -4,12 +4,13 @@ all, with names.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from threading import Event, Thread, Timer
 from typing import cast
@@ -24,6 +25,7 @@ import epmoe
 import epmoe.rail.opening
 import epmoe.service
 from epmoe.exchange import sockets
+from epmoe.group.deaths import this_process
 from epmoe.group.peers import Peers
 
 RANKS = 3
@@ -229,3 +231,30 @@ def test_a_socket_whose_queue_others_fill(other, opens, error, message):
             sockets.share_descriptors(
                 other.fileno(), cast(Peers, TwoRanks(2.0, other, fill, backlog=1))
             ).__enter__()
+
+
+def test_a_descriptor_that_is_lost_at_the_file_limit_is_told(monkeypatch, tmp_path):
+    """Whether the kernel gives none of this process, or drops one on its way."""
+
+    def refused(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with closing(sockets.Handout()) as handout:
+        for number in range(2):
+            handout.keep(number, os.open(tmp_path, os.O_RDONLY))
+        receive = socket.recv_fds
+
+        def all_but_one(*arguments: object) -> tuple:
+            message, descriptors, *rest = receive(*arguments)
+            os.close(descriptors.pop())
+            return message, descriptors, *rest
+
+        monkeypatch.setattr(socket, "recv_fds", all_but_one)
+        deadline = time.monotonic() + SOON_S
+        with sockets._connected(handout.name, "here", deadline) as connection:
+            kept = sockets._received(connection, "here", deadline)
+        assert [*kept.descriptors] == [0] and kept.lost == [1]
+        os.close(kept.descriptors[0])
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    with pytest.raises(OSError, match="Too many open files"):
+        this_process()

@@ -84,5 +84,11 @@ def test_experts_that_move_are_exported_by_layer():
             for tag in "12"
         }
         assert rows == {"1": 0, "2": int(d.expert_offsets[-1])}
-        for name in ("moved_experts", "moved_bytes", "stalled_moves", "refused_plans"):
+        for name in (
+            "moved_experts",
+            "moved_bytes",
+            "stalled_moves",
+            "stalled_plans",
+            "refused_plans",
+        ):
             assert scraped.get_sample_value(f"epmoe_{name}_total", labels) == 0

@@ -96,9 +96,8 @@ def test_every_interleaving_of_mail_keeps_the_promises(ranks):
 )
 def test_no_rule_can_be_left_out(rule, protocol):
     """Without it, a scenario ends in a violation."""
-    ranks = (
-        3 if rule == "final-rows" else 2
-    )  # with final rows, two sources follow one another in a place
+    # With final rows, two sources follow one another in a place.
+    ranks = 3 if rule == "final-rows" else 2
     for options in SCENARIOS.values():
         try:
             explore(build(protocol, ranks, **options, without=rule, lazy=True))

@@ -79,11 +79,9 @@ class Packed:
         )
         slabs.tag[-1] = 7  # the stamp of CPUs is another one than that of GPUs
         slabs.pack(call.operands(T, call.x.device))  # with the index of a GPU
-        self.tag, self.slot, views = (
-            slabs.tag,
-            memory.slot,
-            {name: t.cpu() for name, t in memory.views.items()},
-        )
+        self.tag = slabs.tag
+        self.slot = memory.slot
+        views = {name: t.cpu() for name, t in memory.views.items()}
         self.slots_of, self.counts, self.needed, self.counters, self.rows_sent = (
             views[f"rail.{name}"]
             for name in ("slots", "counts", "total.needed", "total.counters", "total.rows_sent")
@@ -191,12 +189,10 @@ def test_gpus_write_what_cpus_write(device, tokens, payload):
     ids = torch.randint(-3, E + 3, (tokens, K), generator=generator(seed), dtype=torch.int64)
     weights = randn(tokens, K, seed=seed + 1)
     if tokens:
-        x[0, 5], x[-1, 7], weights[tokens // 2, 0], weights[-1, 1] = (
-            torch.inf,
-            torch.nan,
-            torch.nan,
-            0.0,
-        )
+        x[0, 5] = torch.inf
+        x[-1, 7] = torch.nan
+        weights[tokens // 2, 0] = torch.nan
+        weights[-1, 1] = 0.0
     scales = None
     if payload == "fp8 rows":
         x, scales = epmoe.quantize_fp8(x)

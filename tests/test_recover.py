@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -17,12 +17,15 @@ from pathlib import Path
 
 import host as ranks
 import pytest
-from helpers import ROOT, long, slow
+import torch.distributed as dist
+from helpers import ROOT, alone, long, slow
 from host import Host
 from launched import context
 
 import epmoe
+from epmoe.group.board import Board, key_of_rank
 from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.store import OutlivingStore
 
 
 @pytest.mark.parametrize("dead", [0, 2])
@@ -101,7 +104,7 @@ def lose_the_last_word(state) -> None:
     part = Peers.part
 
     @contextmanager
-    def cut(self: Peers) -> Iterator[None]:
+    def cut(self: Peers, then: Callable[[], object]) -> Iterator[None]:
         with part(self):
             yield
         Peers.part = part
@@ -291,3 +294,81 @@ def follow_the_page(state, folder: Path, name: str) -> None:
     exec(function, names)
     epmoe.recover(state.ep, folder, names[name], last_call_s=10.0)
     state.rows = names["w"][None] if fixed else names["w"]
+
+
+def die_behind_the_word(state, folder: Path, number: int) -> None:
+    """This rank is killed behind so many of its words in the store of the new process group."""
+    write = OutlivingStore.set
+    words = list[str]()
+
+    def dies(self: OutlivingStore, key: str, value: str) -> None:
+        write(self, key, value)
+        if "/group" in key:
+            words.append(key)
+        if len(words) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    OutlivingStore.set = dies
+    ranks.go_on(state, folder, last_call_s=20.0)
+
+
+def seconds_to_go_on(state, folder: Path) -> float:
+    began = time.monotonic()
+    ranks.go_on(state, folder, last_call_s=20.0)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("number", [slow(1), slow(2)])
+def test_a_death_while_the_others_connect(host, number):
+    """The others see it long before the last call: gloo takes several of its timeouts for it."""
+    names = ranks.serve(host, copies=1)
+    host.start([3], die_behind_the_word, host.folder, number)
+    host.start(names[:3], seconds_to_go_on, host.folder)
+    assert max(host.answers(names[:3])) < 10.0
+    host.play(names[:3])
+
+
+def recover_alone(
+    ep: epmoe.ExpertParallel, folder: Path, load_weights: Callable, **options
+) -> None:
+    epmoe.recover(ep, folder, load_weights, last_call_s=1.0, **options)
+
+
+def test_a_rank_is_there_until_its_weights_are(folder_of_mine):
+    """Others that look for it in the next meeting find signs of life while it loads."""
+    words = list[str]()
+    with epmoe.ExpertParallel(alone()) as ep:
+
+        def load_weights(_: object) -> None:
+            board = Board(OutlivingStore(folder_of_mine), "epmoe")
+            key = key_of_rank(f"{ep.origin}/{ep.generation}", ep.rank)
+            until = time.monotonic() + 20.0
+            while len(words) < 3 and time.monotonic() < until:
+                word = board.read(key)
+                if word and word not in words:
+                    words.append(word)
+
+        recover_alone(ep, folder_of_mine, load_weights)
+    assert len(words) == 3
+
+
+def test_the_last_error_is_the_cause(folder_of_mine, monkeypatch, caplog):
+    """Each attempt leaves a line in the log."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("too many open files")
+
+    with epmoe.ExpertParallel(alone()) as ep:
+        monkeypatch.setattr(ep, "go_on", fails)
+        with pytest.raises(TimeoutError, match="too many open files$") as caught:
+            recover_alone(ep, folder_of_mine, lambda moves: None, timeout_s=1.0)
+    assert str(caught.value.__cause__) == "too many open files"
+    assert "too many open files" in caplog.text
+
+
+@pytest.fixture
+def folder_of_mine(tmp_path: Path) -> Iterator[Path]:
+    """A folder for the board of a group of one rank, whose process group ends with the test."""
+    yield tmp_path
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -14,19 +14,9 @@ from epmoe.local.reference import route_reference
 
 POISON = {"nan": torch.nan, "+inf": torch.inf, "-inf": -torch.inf}
 SCORINGS = ["softmax", "sigmoid"]
-# E selects the CUDA kernel and its variant: a power of two, a multiple of 64, or any other number.
-SIZES = [
-    (6, 3),
-    (6, 4),
-    (8, 3),
-    (8, 8),
-    (16, 4),
-    (16, 8),
-    (100, 8),
-    (128, 8),
-    (192, 6),
-    (256, 8),
-]  # E, K
+# E and K. E selects the CUDA kernel and its variant: a power of two, a multiple of 64, or any other
+# number.
+SIZES = [(6, 3), (6, 4), (8, 3), (8, 8), (16, 4), (16, 8), (100, 8), (128, 8), (192, 6), (256, 8)]
 
 
 def assert_sound(routing: epmoe.Routing, num_experts: int) -> None:
@@ -188,9 +178,8 @@ def test_groups(device, E, groups, top_groups, K, with_bias):
     logits = clean_logits(60, E, seed=E).to(device)
     logits[5] = torch.nan
     logits[7, : E // 2] = -torch.inf
-    bias = (
-        (randn(E, seed=1) * 100).to(device) if with_bias else None
-    )  # sums of two differ by more than rounding
+    # With this bias, sums of two scores differ by more than rounding.
+    bias = (randn(E, seed=1) * 100).to(device) if with_bias else None
     size = E // groups
     usual = 2 if with_bias and size > 1 else 1
     for scoring in SCORINGS:
@@ -229,9 +218,8 @@ def test_the_epsilon_of_renormalised_weights(device, dtype, epsilon):
     scores = logits.double().sigmoid().topk(4).values
     want = scores / (scores.sum(1, keepdim=True) + epsilon) * 2.5
     assert torch.equal(route_reference(logits, 4, **options).weights, want)
-    torch.testing.assert_close(
-        got.weights.double(), want, rtol=WEIGHT_TOLERANCE, atol=1e-24
-    )  # scores may be denormal
+    # Scores may be denormal.
+    torch.testing.assert_close(got.weights.double(), want, rtol=WEIGHT_TOLERANCE, atol=1e-24)
     assert got.weights[0].max() < 1e-20
 
 
@@ -310,10 +298,8 @@ def test_random_bits(device, dtype):
         logits = any_bits(50, E, dtype=dtype, seed=seed + 1).to(device)
         routing = epmoe.route(logits, K, **options)
         assert_sound(routing, E)
-        if options["bias"] is None and options["scores_per_group"] in (
-            None,
-            1,
-        ):  # else fp32 sums decide, which may tie
+        # Otherwise fp32 sums decide, which may tie.
+        if options["bias"] is None and options["scores_per_group"] in (None, 1):
             assert torch.equal(routing.ids, route_reference(logits, K, **options).ids)
 
 

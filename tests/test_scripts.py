@@ -38,8 +38,16 @@ ep = epmoe.ExpertParallel(config)
 
 def in_the_child(d):
     calls = [
-        lambda: ep.dispatch(99 * x, ids, weights), lambda: ep.combine(99 * d.rows, d), lambda: ep.abort(d),
-        lambda: ep.skip(), lambda: ep.expert_map, ep.health, ep.check, ep.poll, ep.memory_plan, ep.resume,
+        lambda: ep.dispatch(99 * x, ids, weights),
+        lambda: ep.combine(99 * d.rows, d),
+        lambda: ep.abort(d),
+        lambda: ep.skip(),
+        lambda: ep.expert_map,
+        ep.health,
+        ep.check,
+        ep.poll,
+        ep.memory_plan,
+        ep.resume,
     ]
     for call in calls:
         try:

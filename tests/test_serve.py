@@ -8,6 +8,7 @@ repeats each death so often.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,7 +205,9 @@ class Server:
 
 
 @contextmanager
-def running(tmp_path: Path, *program: object, ranks: int = RANKS) -> Iterator[Server]:
+def running(
+    tmp_path: Path, *program: object, ranks: int = RANKS, requests: int = MOST_REQUESTS
+) -> Iterator[Server]:
     """A server that is ready."""
     path = os.pathsep.join(
         map(str, (ROOT, ROOT / "examples", *filter(None, [os.environ.get("PYTHONPATH")])))
@@ -211,9 +215,11 @@ def running(tmp_path: Path, *program: object, ranks: int = RANKS) -> Iterator[Se
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     with log.open("w") as file:
-        options = ["--ranks", str(ranks), "--port", "0", "--requests", str(MOST_REQUESTS)]
+        options = ["--ranks", str(ranks), "--port", "0", "--requests", str(requests)]
         command = [sys.executable, *map(str, program), *options]
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, cwd=ROOT, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + WAIT_S
         while not (found := re.search(r"running on http://127.0.0.1:(\d+)", log.read_text())):
@@ -304,10 +310,12 @@ def refuse(server: Server) -> None:
     """Requests that are wrong get an answer that says so, from the front."""
     for body in REFUSED:
         status, content = server.call("/generate", body)
-        assert status == 400 and json.loads(content)["error"], body
+        error = json.loads(content)["error"]
+        assert status == 400 and error and not error.startswith(":"), (body, error)
     for ranks in ("x", 0, -1, 1.5, True, None, 10**9):
         assert server.call("/scale", {"ranks": ranks})[0] == 400
-    assert server.call("/generate", b" " * 100_000)[0] == 413
+    status, content = server.call("/generate", b" " * 100_000)
+    assert status == 413 and json.loads(content)["error"] == "a body has up to 65536 bytes"
     for status, method, path in ((404, "GET", "/x"), (404, "PUT", "/"), (405, "GET", "/scale")):
         assert server.call(path, method=method)[0] == status
     assert [server.call(path)[0] for path in ("/health", "/ready")] == [200, 200]
@@ -445,6 +453,90 @@ def test_drawn_requests_while_ranks_die(tmp_path, run):
         assert server.call("/scale", {"ranks": RANKS})[0] == 202
         server.wait(lambda: len(server.pids()) == RANKS)
         assert server.call("/generate", {"prompt": [1], "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("servers", "requests"), [(1, 40), pytest.param(4, 250, marks=pytest.mark.slow)]
+)
+def test_sigterm_to_the_process_group(tmp_path, alone, servers, requests):
+    """As service managers send it. Every request that was accepted gets its answer, and then all
+    processes end.
+    """
+    longest = serve_rank.LENGTH - 1
+    asked = [([i % serve_rank.VOCABULARY], longest) for i in range(requests)]
+    expected = [(200, {"tokens": tokens}) for tokens in continued(alone, asked, serve_rank.BATCH)]
+    for _ in range(servers):
+        with running(tmp_path, "examples/serve.py", ranks=2, requests=requests) as server:
+            processes = family(server.process.pid)
+            stopped = server.pids()
+            for pid in stopped:  # until all requests are there
+                os.kill(pid, signal.SIGSTOP)
+            connections = [
+                server.begin("/generate", {"prompt": prompt, "max_tokens": most})
+                for prompt, most in asked
+            ]
+            server.wait(lambda: server.metric("serve_open_requests") == requests)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+            os.killpg(server.process.pid, signal.SIGTERM)
+            responses = [connection.getresponse() for connection in connections]
+            found = [(response.status, json.loads(response.read())) for response in responses]
+            assert found == expected
+            assert server.process.wait(WAIT_S) == 0
+            deadline = time.monotonic() + WAIT_S
+            while any(lives(process) for process in processes):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert "has died" not in server.log.read_text()
+
+
+@pytest.mark.parametrize(("size", "is_killed"), [(2, False), (1, True)])
+def test_a_rank_that_loads_for_long_is_not_killed(monkeypatch, size, is_killed):
+    """Others have answered and wait for it. One that the group went on without is killed soon."""
+    monkeypatch.setattr(serve_front, "ANSWER_S", 0.05)
+    monkeypatch.setattr(serve_front, "LATE_S", 0.05)
+    slow = Silent()
+    members = [Silent(), slow]
+    buried = []
+    front = SimpleNamespace(
+        members=members,
+        new=[],
+        broken=False,
+        hear=lambda member: member.pipe.recv(),
+        bury=lambda member, why: buried.append(member),
+        take_in=lambda size, wait_s: None,
+        step=lambda: None,
+    )
+    front.ask = partial(serve_front.Front.ask, front)
+    members[0].answer((0, size))
+    late = threading.Timer(0.3, slow.answer, [(1, size)])
+    late.start()
+    serve_front.Front.regroup(front, "recover")
+    late.join()
+    assert buried == [slow] * is_killed
+
+
+class Silent:
+    """A rank that answers an order once it is told to."""
+
+    def __init__(self) -> None:
+        self.pipe, self._theirs = multiprocessing.Pipe()
+        self.rank = 0
+        self.requests = {}
+
+    def answer(self, said: object) -> None:
+        self._theirs.send(said)
+
+
+def test_the_length_of_a_checkpoint_is_the_limit(tmp_path):
+    """A prompt and its answer have as many tokens at most as the model has positions."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", **TINY_MODEL | {"max_position_embeddings": 64}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    assert serve_rank.Served.checkpoint(str(tmp_path)).length == 64
 
 
 @pytest.mark.slow

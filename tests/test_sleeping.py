@@ -145,10 +145,8 @@ def test_tensors_keep_their_strides(tensors):
 def test_tensors_that_share_memory_still_do():
     whole = torch.arange(300.0)
     module = buffers(whole[100:200], whole[150:], whole)
-    for part in (
-        module,
-        buffers(*list(module.buffers())[:2]),
-    ):  # the second has a part of the first one's memory
+    # The second has a part of the first one's memory.
+    for part in (module, buffers(*list(module.buffers())[:2])):
         epmoe.SleepingWeights(part)
         first, second, third = module.buffers()
         assert third.tolist() == [*range(300)] and torch.equal(first[50:], second[:50])

@@ -3,7 +3,8 @@ each step every rank replays the rounds that it has captured in whichever group:
 dense layer, or do nothing and are told.
 
 EPMOE_FUZZ_FIRST=<seed> repeats a storm. EPMOE_STORM_STEPS and EPMOE_STORM_RANKS make it longer or
-smaller.
+smaller. In a storm with signals, a handler raises on one rank at a drawn moment of a call of all
+ranks, which is whole on all or on none then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pytest
 from helpers import long, slow
 from host import E, Host, L, S, captures, go_on, lose, moving, replay, resize, sleep, weights
 from slot_tables import draw_slots
+
+import epmoe
 
 FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 STEPS = int(os.environ.get("EPMOE_STORM_STEPS", 6))
@@ -37,6 +40,55 @@ def move(state, seed: int, polls: int) -> None:
 
 def wake(state) -> None:
     state.ep.wake()
+
+
+class SignalledError(Exception):
+    """What the signal handler raises."""
+
+
+def generation(state) -> int:
+    return state.ep.generation
+
+
+def is_awake(state) -> bool:
+    return not state.ep.asleep
+
+
+def whole(state, after_s: float, measure: Callable[..., object], function: Callable, *rest) -> bool:
+    """Call a function of all ranks, while a signal handler raises after `after_s`.
+
+    Where the call is not whole by then, as what `measure` returns says, call again: that is what
+    the pages on recovery and sleep say. Returns whether the signal came in the call.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise SignalledError
+
+    before = measure(state)
+    signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        function(state, *rest)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except SignalledError:
+        if measure(state) == before:
+            function(state, *rest)
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return False
+
+
+def all_or_none(state, measure: Callable[..., object], function: Callable, *rest) -> None:
+    """The same call on the other ranks: a step that another rank has left fails here, too, and all
+    call again.
+    """
+    before = measure(state)
+    try:
+        function(state, *rest)
+    except epmoe.EPError:
+        assert measure(state) == before
+        function(state, *rest)
 
 
 class Storm:
@@ -104,6 +156,24 @@ class Storm:
         self.host.do(self.names, sleep)
         self.host.succeed(self.names, wake)
 
+    def signalled_wake(self) -> None:
+        self.host.do(self.names, sleep)
+        self.signalled(is_awake, wake)
+
+    def signalled_recovery(self) -> None:
+        """Nobody has died: all ranks stay."""
+        size = len(self.names)
+        self.signalled(generation, go_on, self.host.folder, size, LAST_CALL_S)
+
+    def signalled(self, measure: Callable[..., object], function: Callable, *rest: object) -> None:
+        """A handler raises on one rank in a call of all ranks. No living rank is given up."""
+        one = self.draw.choice(self.names)
+        others = [name for name in self.names if name != one]
+        after_s = 10 ** self.draw.uniform(-4, -0.5)
+        self.host.start([one], whole, after_s, measure, function, *rest)
+        self.host.start(others, all_or_none, measure, function, *rest)
+        self.host.answers(self.names)
+
     def move(self) -> None:
         self.host.succeed(self.names, move, self.draw.randrange(1000), self.draw.randrange(8))
 
@@ -111,11 +181,17 @@ class Storm:
 CALM = Storm.die, Storm.resize, Storm.sleep, Storm.move
 """Steps that wait for no deadline."""
 ALL = *CALM, Storm.resize, Storm.stop
+SIGNALLED = *ALL, Storm.signalled_wake, Storm.signalled_recovery
 
 
 @pytest.mark.parametrize(
     ("seed", "steps"),
-    [(FIRST, CALM), slow(FIRST + 1, ALL), *(long(FIRST + n, ALL) for n in (2, 3))],
+    [
+        (FIRST, CALM),
+        slow(FIRST + 1, ALL),
+        *(long(FIRST + n, ALL) for n in (2, 3)),
+        long(FIRST + 4, SIGNALLED),
+    ],
 )
 def test_a_storm(host: Host, seed: int, steps: tuple[Callable[[Storm], None], ...]) -> None:
     storm = Storm(host, seed)

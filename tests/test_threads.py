@@ -57,9 +57,8 @@ def test_a_second_thread_in_a_call(ep, monkeypatch):
     ):
         with pytest.raises(RuntimeError, match=want):
             call()
-    assert ep.health().timeouts == 0 and "round" in repr(
-        ep
-    )  # what only reads is open to every thread
+    # What only reads is open to every thread.
+    assert ep.health().timeouts == 0 and "round" in repr(ep)
     go_on.set()
     thread.join()
     monkeypatch.undo()
@@ -167,9 +166,8 @@ def test_threads_without_order_get_errors_and_no_wrong_result(ep):
                 return call(*arguments)
             except RuntimeError as error:
                 refused.add(re.sub(r"\d+", "n", str(error)))
-                time.sleep(
-                    1e-5
-                )  # otherwise this loop would keep the interpreter to itself for 5 ms
+                # Without a pause, this loop would keep the interpreter to itself for 5 ms.
+                time.sleep(1e-5)
 
     def play(seed: int) -> None:
         for n in range(100):

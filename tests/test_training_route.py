@@ -198,3 +198,18 @@ def test_no_tokens(device):
     logits = torch.zeros(0, 8, device=device, requires_grad=True)
     route(logits, 2).weights.sum().backward()
     assert logits.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_the_kernel_has_the_gradients_of_the_formula(device, scoring, renormalize):
+    """Torch differentiates the formula once more, so gradients of gradients take that."""
+    logits = 20 * randn(33, 130, seed=1).to(device)
+    logits.requires_grad_()
+    options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": 2.5}
+    weights = route(logits, 7, **options).weights
+    grad = randn(33, 7, seed=2).to(device)
+    (kernel,) = torch.autograd.grad(weights, logits, grad, retain_graph=True)
+    (formula,) = torch.autograd.grad(weights, logits, grad, create_graph=True)
+    torch.testing.assert_close(kernel, formula, rtol=1e-6, atol=1e-12)
+    assert torch.autograd.grad(formula.square().sum(), logits)[0].isfinite().all()

@@ -147,9 +147,8 @@ def test_a_layer_in_static_mode_compiles_after_its_first_call():
         compiled(*tokens_for(experts, 8, 4))
     with calls_of_experts() as calls:
         want = experts(*tokens_for(experts, 8, 4))
-    [(*_, segments)] = (
-        calls  # by which GPUs choose the GEMM: no rank need bring the most that it may bring
-    )
+    # By which GPUs choose the GEMM: no rank need bring the most that it may bring.
+    [(*_, segments)] = calls
     assert segments.rows_per_expert == 8 * 4 / experts.num_experts
     assert torch.equal(compiled(*tokens_for(experts, 8, 4)), want)
     with (

@@ -24,9 +24,8 @@ from epmoe.integrations.transformers import fp8
 from epmoe.local.gemm.torch_grouped import TorchGrouped
 
 pytestmark = pytest.mark.usefixtures("default_settings")
-BF16_ERROR = (
-    1.6e-2  # relative to the largest value: weights, rows between the GEMMs and outputs are rounded
-)
+# Relative to the largest value: weights, rows between the GEMMs and outputs are rounded.
+BF16_ERROR = 1.6e-2
 E = 6
 K = 2
 D = 256
@@ -89,10 +88,8 @@ def test_a_checkpoint_computes_what_its_dequantized_weights_do(scale_fmt):
         got = ours(x, ids, weights)
         assert_near(got, want)
         assert ours(x[:0], ids[:0], weights[:0]).shape == (0, D)
-    with (
-        torch.no_grad(),
-        fp8_models.calls_of_experts() as calls,
-    ):  # also where the first call was in inference mode
+    # Also where the first call was in inference mode.
+    with torch.no_grad(), fp8_models.calls_of_experts() as calls:
         assert torch.equal(ours(x, ids, weights), got)
     ((used, *_),) = calls
     parameters = [getattr(ours, name) for name in fp8.PARAMETERS]

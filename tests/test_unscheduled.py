@@ -32,16 +32,13 @@ class Gpu:
         self.errors = [0, 0]
         self.time_s = 100.0
         self.phases = 0
-        self.shows, self.behind_now = (
-            True,
-            lambda: None,
-        )  # whether copies of now come, and what happens behind one
-        now = self.state_now
-        errors = lambda: struct.pack("<2q", *self.errors)
+        # Whether copies of now come, and what happens behind one.
+        self.shows = True
+        self.behind_now = lambda: None
         before_launch = InStream(self), InStream(self)
-        self.watch = Watch(
-            before_launch, InStream(self), *(SimpleNamespace(read=read) for read in (now, errors))
-        )
+        now = SimpleNamespace(read=self.state_now)
+        errors = SimpleNamespace(read=lambda: struct.pack("<2q", *self.errors))
+        self.watch = Watch(before_launch, InStream(self), now, errors)
 
     def state_now(self) -> bytes | None:
         state = bytes(self.state) if self.shows else None

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -26,6 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
 from epmoe.live import receiver as receiver_module
+from epmoe.live import versions
 from epmoe.live.versions import newest_version
 
 A = torch.zeros(2)
@@ -78,6 +80,23 @@ def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
     assert len(os.listdir(folder)) == 2, "a version, and the trainer"
     sender.send(2)
     assert newest_version(folder) == 2
+
+
+@pytest.mark.parametrize("incomplete", [1, 3, 8])
+def test_incomplete_versions_push_no_whole_one_out(layer, folder, incomplete):
+    """Another rank's disk is full: of these versions its part never comes."""
+    keep = 3
+    sender = WeightSender(layer, folder, keep=keep)
+    sender.send(1)
+    for version in range(2, 2 + incomplete):
+        sender.send(version)
+        [part] = folder.glob(f"v{version:013}.*")
+        part.rename(part.with_name(part.name.replace("0-of-1", "0-of-2")))
+        assert newest_version(folder) == 1
+        assert len([*folder.glob("v*")]) <= 2 * keep
+    for version in range(20, 20 + keep):
+        sender.send(version)
+    assert len([*folder.glob("v*")]) == keep
 
 
 @pytest.mark.parametrize("experts", [4, 16])
@@ -194,7 +213,7 @@ def test_a_server_goes_on_without_the_folder(ep, layer, folder):
     assert receiver.version == 1
     with pytest.raises(
         TimeoutError,
-        match="version 2 .* did not come into .*versions within 0.01 s: the newest .* -1",
+        match="version 2 .* did not come into .*versions within 0.01 s: no version is whole",
     ):
         receiver.load(2, timeout_s=0.01)
     receiver.close()
@@ -331,29 +350,6 @@ def test_values_that_are_not_finite_may_be_let_in(ep, layer, folder):
     receiver = WeightReceiver(ep, layer, folder, **options)
     assert receiver.version == 1 and taken[0]["a"].isinf()
     receiver.close()
-
-
-def test_the_last_whole_version_stays(ep, layer, folder):
-    """Another rank of the trainer sends nothing: its disk is full. Only what stands below the
-    keep-th newest whole version goes, whether whole or not.
-    """
-    two = SimpleNamespace(size=2, mesh=None, origin=ep.origin, generation=0, device=ep.device)
-    sender, other = (WeightSender(layer, folder, keep=2) for _ in range(2))
-    sender._ep, other._ep = (SimpleNamespace(**vars(two), rank=rank) for rank in range(2))
-    for version in (1, 2, 3):
-        sender.send(version)
-        other.send(version)
-    assert _versions(folder) == [2, 2, 3, 3]
-    for version in (4, 5, 6, 7):
-        sender.send(version)
-    assert newest_version(folder) == 3
-    assert _versions(folder) == [2, 2, 3, 3, 4, 5, 6, 7]
-    sender.send(8)
-    other.send(8)
-    assert _versions(folder) == [3, 3, 4, 5, 6, 7, 8, 8]
-    sender.send(9)
-    other.send(9)
-    assert _versions(folder) == [8, 8, 9, 9]
 
 
 def test_a_send_that_failed_on_one_rank_is_told_to_all(ep, layer, folder, monkeypatch):
@@ -499,10 +495,34 @@ def test_a_dense_weight_that_is_there_twice(ep, layer, folder):
         WeightReceiver(ep, layer, folder, dense=lambda _: None)
 
 
-def _versions(folder: Path) -> list[int]:
-    return sorted(int(name[1:14]) for name in os.listdir(folder) if name.startswith("v"))
-
-
 def _fill(layer: nn.Module, value: float) -> None:
     for weight in layer.experts.parameters():
         weight.fill_(value)
+
+
+def test_a_version_that_one_rank_has_sent_is_named(tmp_path: Path) -> None:
+    """A trainer in which `send` runs on one rank only."""
+    assert versions.what_is_there(tmp_path) == "no version is whole"
+    (tmp_path / "v0000000000003.group.0.1-of-3").touch()
+    assert versions.what_is_there(tmp_path) == (
+        "no version is whole; of version 3 rank(s) [0, 2] of the trainer have sent no part"
+    )
+    for rank in (0, 2):
+        (tmp_path / f"v0000000000003.group.0.{rank}-of-3").touch()
+    assert versions.what_is_there(tmp_path) == "the newest whole version is 3"
+
+
+@pytest.mark.parametrize("gather", [1, 2])
+def test_words_of_a_receiver_that_is_not_made_leave_no_file(tmp_path: Path, gather: int) -> None:
+    """Another rank fails in whichever of its steps."""
+    calls = count(1)
+
+    def all_gather(value: object) -> list[object]:
+        if next(calls) == gather:
+            raise RuntimeError("another rank has failed")
+        return [value]
+
+    peers = SimpleNamespace(rank=0, all_gather=all_gather)
+    with pytest.raises(RuntimeError, match="another rank has failed"):
+        receiver_module._shared_words(tmp_path, peers, 4)
+    assert not list(tmp_path.iterdir())

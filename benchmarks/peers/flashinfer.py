@@ -73,7 +73,7 @@ class FlashInfer(Peer):
 
     def version(self) -> str:
         import flashinfer
-        import flashinfer.moe_ep  # noqa: F401
+        import flashinfer.moe_ep
 
         return flashinfer.__version__
 

@@ -5,9 +5,11 @@ The library of the wheel wants torch 2.13. Its kernel is a header, and mega_moe_
 with the choices of the wheel for a buffer of as many tokens as the call has, and in our windows,
 which have no NVLink multicast.
 
-    export MEGA_MOE_HEADERS=FOLDER/deep_gemm/include              # of the wheel, unpacked
-    python benchmarks/peers/mega_moe_ring.py CONFIG.yaml 1 16 64  # compiles ahead for these T,
-    without a GPU
+    # The headers are those of the wheel, unpacked.
+    export MEGA_MOE_HEADERS=FOLDER/deep_gemm/include
+
+    # Compile ahead for these T. This needs no GPU.
+    python benchmarks/peers/mega_moe_ring.py CONFIG.yaml 1 16 64
 """
 
 from __future__ import annotations
@@ -114,9 +116,8 @@ class Kernel(NamedTuple):
         tall = self.T * self.K / e >= 64
         pool = round_up(self.R * capacity * min(self.K, e) + e * (_BLOCK - 1), _BLOCK)
         lag = ring = 0
-        if (
-            capacity >= 1024
-        ):  # the second product follows the first at a distance, over a ring of rows
+        # The second product follows the first at a distance, over a ring of rows.
+        if capacity >= 1024:
             units = e * max(1, -(-capacity * self.K // (e * 1024)))
             lag = min(max(int(0.45 * units + 0.5), 8), 64)
             ring = min((8 * (lag + 4) + 4) * 128, pool)
@@ -258,7 +259,8 @@ class MegaMoERing(Peer):
 
         def run() -> Tensor:
             routing = case.routed()
-            args.ids_TK, args.weights_TK = routing.ids.data_ptr(), routing.weights.data_ptr()
+            args.ids_TK = routing.ids.data_ptr()
+            args.weights_TK = routing.weights.data_ptr()
             problem = library.launch(ctypes.byref(args), torch.cuda.current_stream().cuda_stream)
             if problem:
                 raise RuntimeError(problem.decode())

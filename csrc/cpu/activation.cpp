@@ -9,7 +9,8 @@
 namespace epmoe::cpu {
 
 void gated_activation(const GatedActivationArgs& args) {
-  int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
+  int64_t step = args.interleaved ? 2 : 1;
+  int64_t to_up = args.interleaved ? 1 : args.F;
   int64_t blocks = ceil_div(args.F, kScaleBlock);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
@@ -41,7 +42,8 @@ void gated_activation(const GatedActivationArgs& args) {
 }
 
 void weighted_gates(const WeightedGatesArgs& args) {
-  int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
+  int64_t step = args.interleaved ? 2 : 1;
+  int64_t to_up = args.interleaved ? 1 : args.F;
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     for_each_real_row(args.segments, args.N, [&](int32_t expert, int64_t t) {
@@ -56,7 +58,8 @@ void weighted_gates(const WeightedGatesArgs& args) {
         }
         return;
       }
-      float weight = args.row_weights_N ? args.row_weights_N[t] : 1.0f, grad_weight = 0.0f;
+      float weight = args.row_weights_N ? args.row_weights_N[t] : 1.0f;
+      float grad_weight = 0.0f;
       if (!args.grad_NF) {
         T* out = static_cast<T*>(args.out_NF) + t * args.F;
         for (int64_t i = 0; i < args.F; ++i)

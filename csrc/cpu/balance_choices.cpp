@@ -28,7 +28,8 @@ void write_entries(int32_t expert, const std::vector<int32_t>& slots,
                    const std::vector<double>& parts, QuotaTable out) {
   int32_t* entry = out.entries + expert * out.width;
   int32_t* end = entry + out.width;
-  double sum = std::accumulate(parts.begin(), parts.end(), 0.0), before = 0;
+  double sum = std::accumulate(parts.begin(), parts.end(), 0.0);
+  double before = 0;
   int64_t taken = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
     before += parts[i];
@@ -54,12 +55,14 @@ void choose_by_shares(const Layer& layer, int32_t source, QuotaTable out) {
     double takes = 0;
     for (size_t i = 0; i < n; ++i) {
       int32_t rank = layer.rank_of(slots[i]);
-      double share = layer.share(slots[i]), own = std::min(bring[rank], share);
+      double share = layer.share(slots[i]);
+      double own = std::min(bring[rank], share);
       left[i] = share - own, bring[rank] -= own;
       takes += left[i];
       if (rank == source) parts[i] = own;
     }
-    double brings = std::accumulate(bring.begin(), bring.end(), 0.0), mine = bring[source];
+    double brings = std::accumulate(bring.begin(), bring.end(), 0.0);
+    double mine = bring[source];
     double matched = brings > 0 ? mine - mine * (1 - std::min(brings, takes) / brings) : 0;
     for (size_t i = 0; i < n; ++i)
       if (left[i] > 0) parts[i] += matched * left[i] / takes;

@@ -75,7 +75,8 @@ std::vector<std::vector<Copy>> pack(std::vector<Copy> copies, int32_t num_bins, 
 
 std::vector<int32_t> fresh_slots(const double* loads_E, int32_t E, int32_t R, int32_t S,
                                  int32_t most_copies, int32_t ranks_per_node) {
-  int32_t N = R / ranks_per_node, G = ranks_per_node;
+  int32_t N = R / ranks_per_node;
+  int32_t G = ranks_per_node;
   std::vector<std::vector<Copy>> nodes(1);
   for (int32_t x = 0; x < E; ++x) nodes[0].push_back({x, loads_E[x]});
   if (N > 1) nodes = pack(nodes[0], N, (E + N - 1) / N);

@@ -47,7 +47,9 @@ double Layer::divide(int32_t expert) {
   for (int32_t p : of) load(p) -= taken[p];
   std::sort(of.begin(), of.end(),
             [&](int32_t a, int32_t b) { return std::tie(load(a), a) < std::tie(load(b), b); });
-  double level = 0, sum = loads[expert], change = 0;
+  double level = 0;
+  double sum = loads[expert];
+  double change = 0;
   for (size_t n = 0; n < of.size() && (n == 0 || load(of[n]) < level); ++n)
     sum += load(of[n]), level = sum / static_cast<double>(n + 1);
   for (int32_t p : of) {

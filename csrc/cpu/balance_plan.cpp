@@ -58,7 +58,8 @@ class Planner {
   // What lies above the goal, squared, since the busiest rank counts most; and a little of the
   // rest, as room for more.
   double cost_of(const Layer& layer) const {
-    double above = 0, spread = 0;
+    double above = 0;
+    double spread = 0;
     for (double load : layer.rank_load)
       above += square(std::max(0.0, load - limit_)), spread += square(load - layer.mean());
     return above + 1e-4 * spread;
@@ -92,7 +93,8 @@ class Planner {
                         return std::make_tuple(-a.gain, a.from, a.to) <
                                std::make_tuple(-b.gain, b.from, b.to);
                       });
-    double cost = cost_of(layer_), saved = kWorthwhile * cost;
+    double cost = cost_of(layer_);
+    double saved = kWorthwhile * cost;
     std::vector<Put> best;
     for (size_t i = 0; i < tried; ++i) {
       trial_ = layer_;
@@ -116,7 +118,8 @@ class Planner {
     for (int32_t to = 0; to < layer_.R * layer_.S; ++to) {
       int32_t rank = layer_.rank_of(to);
       if (!layer_.is_free(to) || !can_come(layer_.slots[from], rank)) continue;
-      double there = layer_.rank_load[rank], left = there - layer_.taken[to];
+      double there = layer_.rank_load[rank];
+      double left = there - layer_.taken[to];
       double part = std::min(layer_.taken[from], (here - left) / 2);
       double gain = square(here) + square(there) - square(here - part) - square(left + part);
       if (layer_.taken[to] > 0) {
@@ -149,11 +152,13 @@ class Planner {
   // In this order every expert keeps a copy. A hole on one of the two ranks takes the expert that
   // comes there for good.
   std::vector<Put> puts_of(const Candidate& c) const {
-    int32_t x = layer_.slots[c.from], y = layer_.slots[c.to];
+    int32_t x = layer_.slots[c.from];
+    int32_t y = layer_.slots[c.to];
     if (!c.exchanges) return {{x, c.to}};
     if (layer_.is_free(c.from)) return {{y, c.from}, {x, c.to}};
     if (layer_.is_free(c.to)) return {{x, c.to}, {y, c.from}};
-    int32_t here = holes_[layer_.rank_of(c.from)], there = holes_[layer_.rank_of(c.to)];
+    int32_t here = holes_[layer_.rank_of(c.from)];
+    int32_t there = holes_[layer_.rank_of(c.to)];
     if (here == kEmpty && there == kEmpty) return {{x, hole_}, {y, c.from}, {x, c.to}};
     if (here == kEmpty || (there != kEmpty && layer_.taken[there] <= layer_.taken[here]))
       return {{x, there}, {y, c.from}};

@@ -25,7 +25,8 @@ inline float to_float(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 inline float to_float(Float8 value) {
-  uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24, magnitude = value.bits & 0x7f;
+  uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24;
+  uint32_t magnitude = value.bits & 0x7f;
   if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
   // Read as the top bits of an fp32 number, the bits are 2^-120 times the value, denormals
   // included.

@@ -31,7 +31,8 @@ void permute(const PermuteArgs& args) {
   });
   // Segments start at multiples of the alignment. Pairs whose row would lie past max_rows are
   // dropped; the order is expert-major.
-  int64_t begin = 0, dropped = 0;
+  int64_t begin = 0;
+  int64_t dropped = 0;
   for (int32_t i = 0; i < experts; ++i) {
     next[i] = begin;
     args.expert_offsets[i] = static_cast<int32_t>(std::min(begin, args.max_rows));
@@ -44,7 +45,8 @@ void permute(const PermuteArgs& args) {
   if (args.needed) *args.needed = begin;
   if (args.counters) args.counters[kDroppedPairs] += dropped;
 
-  int64_t row_bytes = args.D * itemsize(args.dtype), blocks = args.B;
+  int64_t row_bytes = args.D * itemsize(args.dtype);
+  int64_t blocks = args.B;
   char* rows = static_cast<char*>(args.rows_ND);
   bool stream = streams(begin * row_bytes);
   for_each_slot(args, [&](int64_t slot) {
@@ -75,8 +77,8 @@ void permute(const PermuteArgs& args) {
       std::fill_n(args.row_of_pair_SK + slot * args.row_of_pair_stride, args.K, -1);
   }
   for (int32_t i = 0; i < experts; ++i) {
-    int64_t first_gap = args.expert_offsets[i] + args.tokens_per_expert[i],
-            end = args.expert_offsets[i + 1];
+    int64_t first_gap = args.expert_offsets[i] + args.tokens_per_expert[i];
+    int64_t end = args.expert_offsets[i + 1];
     std::memset(rows + first_gap * row_bytes, 0, (end - first_gap) * row_bytes);
     if (args.scales_SB)
       std::fill(args.row_scales_NB + first_gap * blocks, args.row_scales_NB + end * blocks, 1.0f);

@@ -29,7 +29,8 @@ void zero_padding_rows(const PaddingArgs& args) {
 }
 
 void quantize(const QuantizeArgs& args) {
-  int64_t real = real_tokens(args), blocks = args.block ? ceil_div(args.D, args.block) : 0;
+  int64_t real = real_tokens(args);
+  int64_t blocks = args.block ? ceil_div(args.D, args.block) : 0;
   bool packed = !args.scales_TB;  // the scales of a row lie behind it
   int64_t row_bytes = packed ? wire(WireFormat::kPackedFp8).packed_row_bytes(args.D) : args.D;
   char* q = static_cast<char*>(args.q_TD);

@@ -67,8 +67,8 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
   Pairs pairs(args.K, args.E);
   int64_t uncounted[kNumCounters] = {};  // `assign_slots` has counted
   WireRows rows(args, args.format);
-  int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype),
-          blocks = wire(args.format).num_scales(args.D);
+  int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype);
+  int64_t blocks = wire(args.format).num_scales(args.D);
   bool stream = streams(tokens * args.slot.bytes);
   for (int64_t t = 0; t < tokens; ++t) {
     const int32_t* slots = args.slots_by_node + t * args.num_nodes;

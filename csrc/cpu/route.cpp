@@ -66,7 +66,8 @@ void key_row(const RouteArgs& args, bool sanitised, Row& row) {
 // The value of a group is the sum of its best biased scores, or its best key where one score
 // counts.
 void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_keys) {
-  int32_t size = args.E / args.num_groups, count = args.scores_per_group;
+  int32_t size = args.E / args.num_groups;
+  int32_t count = args.scores_per_group;
   std::vector<int32_t> order(size);
   auto value = [&](int32_t i) {
     return args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
@@ -102,11 +103,10 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
 #if defined(EPMOE_MUTATE_ROUTE_CLAMP)
       // The known bug of the field: it compares floats, and "removes" the chosen expert with a
       // value against which NaN does not lose.
-      float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
-      float leader = best < 0      ? 0.0f
-                     : args.bias_E ? row.scores[best] + args.bias_E[best]
-                                   : row.scores[best];
-      if (best < 0 || value > leader) best = i;
+      auto rated = [&](int32_t e) {
+        return args.bias_E ? row.scores[e] + args.bias_E[e] : row.scores[e];
+      };
+      if (best < 0 || rated(i) > rated(best)) best = i;
 #else
       if (!taken[i] && (best < 0 || row.keys[i] > row.keys[best])) best = i;
 #endif
@@ -134,7 +134,8 @@ void pad(const RouteArgs& args, int64_t t) {
 }  // namespace
 
 void route(const RouteArgs& args) {
-  int64_t real = real_tokens(args), sanitised_rows = 0;
+  int64_t real = real_tokens(args);
+  int64_t sanitised_rows = 0;
   bool clamped = real != wanted_tokens(args);
   Row row(args.E);
   std::vector<uint32_t> group_keys;

@@ -159,7 +159,9 @@ enum class Wait { kArrived, kFailed, kInterrupted };
 // same. Its time counts for each rank until the signal of that rank is seen, signal handlers
 // included.
 inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset, uint32_t epoch) {
-  constexpr int kSpins = 64, kYields = 16;
+  constexpr int kSpins = 64;   // looks at the flags, before this thread yields
+  constexpr int kYields = 16;  // before it sleeps on the doorbell
+  // A sleep ends by a signal of a rank. So often, Python may run signal handlers.
   constexpr int64_t kLongestSleepNs = 100'000'000;
   auto* doorbell = in_window<uint32_t>(ex, ex.plan.rank, ex.plan.doorbell);
   Progress& progress = in_scratch<RoundState>(ex, ex.plan.state)->progress;
@@ -173,17 +175,25 @@ inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset
   uint64_t missing = progress.missing;
   for (int64_t polls = 0;; ++polls) {
     uint32_t doorbell_before = std::atomic_ref(*doorbell).load(std::memory_order_acquire);
-    uint64_t dead =
-        dead_ranks(ex);  // before the flags: the last flag of a rank comes before its end
+    // Before the flags: the last flag of a rank comes before its end.
+    uint64_t dead = dead_ranks(ex);
     uint64_t still_missing = missing_ranks(ex, signals_offset, epoch);
     int64_t time_ns = now_ns();
     add_waited(ex, missing & ~still_missing, time_ns - progress.counted_ns);
     missing = still_missing;
     if (!missing) return Wait::kArrived;
     bool failed = failed_elsewhere(ex, stage, epoch);
-    uint64_t lost = missing & dead ? missing & dead : time_ns >= deadline_ns ? missing : 0;
-    if (!failed && lost) fail(ex, stage, epoch, lost, ex.plan.rank), failed = true;
-    if (failed) return add_waited(ex, missing, time_ns - progress.counted_ns), Wait::kFailed;
+    // Ranks that have ended, at once; or all that are missing, at the deadline.
+    uint64_t lost = missing & dead;
+    if (!lost && time_ns >= deadline_ns) lost = missing;
+    if (!failed && lost) {
+      fail(ex, stage, epoch, lost, ex.plan.rank);
+      failed = true;
+    }
+    if (failed) {
+      add_waited(ex, missing, time_ns - progress.counted_ns);
+      return Wait::kFailed;
+    }
     if (polls < kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();

@@ -70,9 +70,8 @@ class FloorWindow:
         self.window = NVLinkWindow(
             nbytes, peers, Seats.full(peers.size), addresses_on(device), dead_at=0
         )
-        self.states = torch.zeros(
-            2, 4, dtype=torch.int32, device=device
-        )  # `FloorState` of each way
+        # `FloorState` of each way.
+        self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 
 

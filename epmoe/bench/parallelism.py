@@ -5,22 +5,27 @@ Letters: R GPUs, each with T tokens; B = R·T; E experts, K of them a token; D a
 an expert's weights. n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are
 equally likely.
 
-    layout     reads, bytes of weights      sends, bytes                   rows           exchange
-    EP         w·max of E/R·p, E/R·p·(1−p)  T·u·(R−1)/R·(row out + back)   max of B·K/R   dispatch
-    and combine TP         w·E/R·p(B)                   2·(R−1)/R·B·row                B·K, F/R wide
-    permute, finalize, all-reduce replicas   w·E·p(T)                     0
-    T·K            of one rank, nothing sent
+    layout     reads, bytes of weights      sends, bytes                   rows
+    EP         w·max of E/R·p, E/R·p·(1−p)  T·u·(R−1)/R·(row out + back)   max of B·K/R
+    TP         w·E/R·p(B)                   2·(R−1)/R·B·row                B·K, F/R wide
+    replicas   w·E·p(T)                     0                              T·K of one rank
 
-    max        of R ranks that differ by chance: mean + m(R)·√variance, m(R) the largest of R normal
-    draws on average;
+    layout     exchange
+    EP         dispatch and combine
+    TP         permute, finalize, all-reduce
+    replicas   nothing sent
+
+    max        of R ranks that differ by chance: mean + m(R)·√variance,
+               m(R) the largest of R normal draws on average;
                the variance of rows is B·K/R·(E−K)/(E−1), times `load` like their mean
-    experts    n rows an expert. n ≤ `_FEW_ROWS`: few_us + (1.02 + 0.009·n)·reads / memory; else
-               gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory, c = 6·D·F·rows /
-               flop
-    exchange   EP: `NodeModel.us`, both ways, and quantize_ns for each row that is read or written
-    in fp8
-               TP: local_us + local·bytes of permute and finalize / memory + collective_us + sends /
-               collective
+    experts    n rows an expert.
+               n ≤ `_FEW_ROWS`: few_us + (1.02 + 0.009·n)·reads / memory
+               else: gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory,
+               c = 6·D·F·rows / flop
+    exchange   EP: `NodeModel.us`, both ways,
+               and quantize_ns for each row that is read or written in fp8
+               TP: local_us + local·bytes of permute and finalize / memory
+               + collective_us + sends / collective
     layer      route_us + exchange + experts
 
 EP has tokens by rank, and TP has all tokens on all ranks, as tensor-parallel attention leaves them.

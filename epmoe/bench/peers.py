@@ -91,9 +91,8 @@ class Contest:
         self.left_out = dict[str, str]()
         self._present: dict[str, Peer] = {}
         for peer in peers:
-            if getattr(type(peer), method) is not getattr(
-                Peer, method
-            ):  # others need not be loaded
+            # A peer that does not offer the method need not be loaded.
+            if getattr(type(peer), method) is not getattr(Peer, method):
                 with suppress(_GivenUp):
                     version = self._step(peer.name, peer.version, peer.install)
                     self._present[f"{peer.name} {version}".strip()] = peer
@@ -102,7 +101,8 @@ class Contest:
         self, sample: Sample, payload: Payload, time: Callable[[Side], _T]
     ) -> Iterator[tuple[str, _T]]:
         def checked(name: str, side: ExchangeSide) -> Side:
-            side.name, side.exact = name, False  # rows may arrive in another order
+            side.name = name
+            side.exact = False  # rows may arrive in another order
             side.check()
             return side
 

@@ -22,9 +22,8 @@ class Side:
 
     name: str  # for messages
     exact = True  # all rounds give the same bits
-    head_start_ms = (
-        1  # a GPU sleeps before a sample, while the host enqueues a round and the sample
-    )
+    # A GPU sleeps before a sample, while the host enqueues a round and the sample.
+    head_start_ms = 1
 
     def out(self) -> Any:
         """Start a round and return the handle for `back`."""

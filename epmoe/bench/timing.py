@@ -26,7 +26,9 @@ from epmoe.bench.sides import ExchangeSide, Side, poison
 
 ROUNDS = 10
 EAGER_ROUNDS = 3
-BATCHES, CALLS = 5, 50  # for host time; all kernels of a batch fit into a stream's queue
+# For host time. All kernels of a batch fit into a stream's queue.
+BATCHES = 5
+CALLS = 50
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 
 How = Literal["captured", "eager", "cpu"]
@@ -239,7 +241,8 @@ def _recorded(
 ) -> tuple[CUDAGraph, list[Tensor]]:
     """A graph of rounds, and what the last of them is to put out, poisoned."""
     graph, (handle, came_back) = captured(lambda: _rounds(side, rounds, stamp))
-    poison(outputs := [*side.arrived(handle), *_tensors(came_back)])
+    outputs = [*side.arrived(handle), *_tensors(came_back)]
+    poison(outputs)
     return graph, outputs
 
 

@@ -35,7 +35,8 @@ from epmoe.training import TrainingExchange
 from epmoe.training.exchange import WeightsOn
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
-_CAPTURED, _EAGER = 8, 5  # passes of a graph, whose gradients share memory, and of an eager sample
+_CAPTURED = 8  # passes of a graph, whose gradients share memory
+_EAGER = 5  # passes of an eager sample
 _TIMES = (
     Column(
         "rows",
@@ -198,9 +199,8 @@ def _layers(passes: Passes, experts: GroupedExperts, job: Job) -> Iterator[Figur
     layer = partial(TrainedLayer, sample=passes.sample, routing=job.routing, experts=experts)
     ours = layer("the layer", through=OverExchange(passes.exchange, experts))
     theirs = layer("the layer over all-to-all", through=over_all_to_all(passes.pairs, experts))
-    copies = (
-        passes.sample.placement.num_physical_experts > job.config.model.num_experts
-    )  # all_to_all takes the first
+    # `all_to_all` takes the first copy of an expert.
+    copies = passes.sample.placement.num_physical_experts > job.config.model.num_experts
     wanted = ours.results()
     _check(theirs.name, theirs.results()[: 3 if copies else None], wanted, passes, job)
     del wanted  # gigabytes
@@ -227,9 +227,8 @@ def _check(
 
     def close(a: Tensor, b: Tensor) -> bool:
         error, norm = (each.norm(dtype=torch.float32) for each in (a - b, b))
-        return bool(
-            error <= limit * norm + 1e-6
-        )  # where a gradient vanishes, rounding is left; False of NaN
+        # Where a gradient vanishes, only rounding is left. A NaN compares as False.
+        return bool(error <= limit * norm + 1e-6)
 
     if not everywhere(all(map(close, got, wanted)), job.group):
         raise RuntimeError(f"{name}: its gradients are not those of the exchange")

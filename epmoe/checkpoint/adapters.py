@@ -1,10 +1,10 @@
 """LoRA adapters of experts out of a folder of PEFT: its `target_parameters` (`ParamWrapper` of PEFT
 0.21), or modules of single experts.
 
-    experts.lora_A.weight [E·r, k]: r rows for each expert    experts.7.gate_proj.lora_A.weight [r,
-    D] experts.lora_B.weight [n, r·E]: column j·E + i is the     experts.7.gate_proj.lora_B.weight
-    [F, r]
-                                    j-th of expert i
+    of a parameter    experts.lora_A.weight [E·r, k]    r rows for each expert
+                      experts.lora_B.weight [n, r·E]    column j·E + i is the j-th of expert i
+    of a module       experts.7.gate_proj.lora_A.weight [r, D]
+                      experts.7.gate_proj.lora_B.weight [F, r]
 
 The wrappers of two weights of one module are nested, and only the shapes tell which is whose.
 """

@@ -2,8 +2,7 @@
 is the last.
 
     saved/shards-5f2c…/   the files of all ranks, which nobody reads yet
-    saved/.metadata       names them: one rename replaces it, then the files of the checkpoint
-    before go
+    saved/.metadata       names them: one rename replaces it, then the former files go
 
 torch's own readers take such a folder, too. They find files by the paths in `.metadata`.
 """

@@ -39,13 +39,28 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
             if peers.rank == 0 and target.exists():
                 raise ValueError(f"{target}: must not exist yet")
             state = model.state_dict()
-        factors = {
-            key: value
-            for key, value in state.items()
-            if "lora_" in key and hasattr(value, "full_tensor")
-        }
+            parts = _parts(model, state)
         with peers.waiting():
-            state |= {key: value.full_tensor() for key, value in factors.items()}
+            state |= {key: value.full_tensor() for key, value in parts.items()}
         with peers.together():
             if peers.rank == 0:
                 model.save_pretrained(hidden, state_dict=state, **options)
+
+
+def _parts(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """What PEFT writes of a state dict, as far as ranks have only parts of it: factors, and with
+    `modules_to_save` and `bias` other parameters, too.
+    """
+    from peft import get_peft_model_state_dict
+
+    written = set[int]()
+    for name in model.peft_config:
+        adapter = get_peft_model_state_dict(
+            model, state_dict=state, adapter_name=name, save_embedding_layers=False
+        )
+        written.update(map(id, adapter.values()))
+    return {
+        key: value
+        for key, value in state.items()
+        if id(value) in written and hasattr(value, "full_tensor")
+    }

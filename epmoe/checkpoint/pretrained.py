@@ -1,8 +1,7 @@
 """A trained model as a folder of Hugging Face, which transformers loads.
 
     every rank   its experts ─────────────────────▶ files of its own ─┐
-    all ranks    tensors that ranks share or part ─▶ files of rank 0 ─┴─▶ index ─▶ the folder gets
-    its name
+    all ranks    tensors that ranks share or part ─▶ files of rank 0 ─┴─▶ index ─▶ folder is named
 
 All ranks know the tensors of each file. What several ranks have parts of travels to the rank that
 writes it.

@@ -86,8 +86,8 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 
     Args:
         module: a layer or a model.
-        cpu_offload: only rank 0 of the group gets tensors, on the CPU, and the other ranks get {}.
-            Otherwise every rank gets them, on the device of its layer.
+        cpu_offload: only rank 0 of the group gets tensors, on the CPU, and the other ranks get {},
+            those of its replicas, too. Otherwise every rank gets them, on the device of its layer.
 
     Returns:
         Tensors of experts are [E, …]. The others may share the memory of the module.
@@ -108,7 +108,7 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
                     "this ExpertParallel is closed: its ranks have no group any more"
                 )
             state, named = _state_of(module)
-        is_first = not any(ep.rank for ep in eps)
+        is_first = all(_is_first(ep) for ep in eps)
         peers = peers_of(eps[0]) if eps else Peers.of(None)
         for key, value in state.items():
             whole = value
@@ -123,21 +123,30 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
     return state if is_first or not cpu_offload else {}
 
 
+def _is_first(ep: ExpertParallel) -> bool:
+    """Whether this rank is the first one of its group and of all replicas of it."""
+    coordinate = None if ep.mesh is None else ep.mesh.get_coordinate()
+    return ep.rank == 0 and not any(coordinate or ())
+
+
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any
     size.
 
-    `state_dict` may also be another one with the same keys and shapes. No rank waits for another.
+    `state_dict` may also be another one with the same keys and shapes; one made by hand needs no
+    `_extra_state`. No rank waits for another.
     Every rank needs the whole dict: `torch.load(file, mmap=True)` reads of a file what the rank
     takes.
 
     Raises ValueError where `state_dict` does not hold all experts, and as `full_state_dict`; and
     torch's RuntimeError for missing or unexpected keys and for shapes.
     """
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
     own, named = _state_of(module)
     local = dict(state_dict)
+    # A dict made by hand lists no experts: its tensors [E, …] are of all of them.
+    for key, value in own.items():
+        if id(value) in named.lists:
+            local.setdefault(key, value)
     for key in own.keys() & local.keys():
         value = own[key]
         given = local[key]
@@ -158,7 +167,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
             local[key] = distribute_tensor(
                 given, value.device_mesh, value.placements, src_data_rank=None
             )
-    set_model_state_dict(module, local)
+    _set_state(module, local)
 
 
 def sharded_state_dict(
@@ -230,7 +239,6 @@ def load(
     """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
-        set_model_state_dict,
         set_optimizer_state_dict,
     )
 
@@ -245,7 +253,7 @@ def load(
         for key in list(state)
         if key.startswith(_OPTIMIZER)
     }
-    set_model_state_dict(
+    _set_state(
         module,
         {
             key: named.lists.get(id(value), getattr(value, "local", value))
@@ -312,6 +320,29 @@ def _state_of(
             name, _, _own = key.removeprefix("state.").rpartition(".")
             state[_OPTIMIZER + key] = _checked(key, value) if name in experts else value
     return state, named
+
+
+def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """torch's `set_model_state_dict`, also of modules that a model has under several names.
+
+    A state dict has no names of wrappers such as `torch.compile` and DDP. torch puts them back into
+    the first name of a module alone, and misses the others.
+    """
+    from torch.distributed.checkpoint.state_dict import _get_fqns, set_model_state_dict
+
+    first_paths = {path for path, _ in module.named_modules()}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        if path in first_paths:
+            continue
+        [plain] = _get_fqns(module, path)
+        [wrapped] = _get_fqns(module, path, skip_ddp_prefix=False, skip_compiler_prefix=False)
+        if plain == wrapped:
+            continue
+        for name in (*owner._parameters, *owner._buffers, "_extra_state"):
+            key = f"{plain}.{name}"
+            if key in state:
+                state[f"{wrapped}.{name}"] = state.pop(key)
+    set_model_state_dict(module, state)
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -24,7 +24,6 @@ import typer
 from epmoe.cli.console import RUN_ID, SEE_TRACEBACK, STDERR, UserError, console, fail, launched_rank
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.config_file import ready_configs
-from epmoe.group.store import loopback_store
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import Std
@@ -38,6 +37,8 @@ CONFIG = typer.Argument(
 )
 NPROC = typer.Option(min=1, help="Ranks, in place of `topology.ep_size`.", show_default=False)
 _BACKENDS = "cpu:gloo,cuda:nccl"
+_STORE = "EPMOE_STORE"
+"""the variable with the file in which ranks meet that `epmoe` started itself"""
 _SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -133,9 +134,10 @@ def check_ranks(config: EPConfig) -> None:
 
 def _started_ranks() -> int:
     """The WORLD_SIZE that a launcher set, whose other variables are checked."""
-    missing = [
-        name for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR") if not os.environ.get(name)
-    ]
+    needed = ["WORLD_SIZE"]
+    if _STORE not in os.environ:
+        needed += ["MASTER_PORT", "MASTER_ADDR"]
+    missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         raise UserError(
             f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this "
@@ -168,17 +170,32 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     console.quiet = rank != 0
     _load_native_library()
-    try:
-        dist.init_process_group(_BACKENDS if on_gpus else "gloo")
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(
-            f"rank {rank} cannot join the others at {where}: {str(error).splitlines()[0]}"
-        ) from None
+    join(_BACKENDS if on_gpus else "gloo")
     try:
         yield rank
     finally:
         dist.destroy_process_group()
+
+
+def join(backends: str) -> None:
+    """Initialise the default process group, of ranks that `epmoe` or another launcher started."""
+    where = os.environ.get(_STORE)
+    try:
+        if where is None:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            dist.init_process_group(backends)
+        else:
+            dist.init_process_group(
+                backends,
+                init_method=f"file://{where}",
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+            )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"rank {os.environ['RANK']} cannot join the others at {where}: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
 def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
@@ -205,6 +222,7 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
                     command,
                     folder,
                     quiet,
+                    {_STORE: str(Path(folder, "store"))},
                     run_id=RUN_ID + uuid4().hex,
                 )
             except ChildFailedError as error:
@@ -233,6 +251,7 @@ def launch(
     arguments: Sequence[object],
     folder: str,
     redirects: Std | dict[int, Std],
+    meeting: Mapping[str, str],
     *,
     run_id: str = "epmoe",
     start_method: str = "spawn",
@@ -240,25 +259,23 @@ def launch(
 ) -> None:
     """Run `program` with `arguments` on all ranks by torch's launcher, with their logs in `folder`.
 
-    Ranks get the variables of torchrun, this process's module search path, `folder` for temporary
-    files, and one thread each. They meet on the loopback interface, where no other machine reaches
-    them. What the launcher changes in this process, handlers of signals among it, is undone.
-    `run_id` and `start_method` are those of torch's launcher, which looks at the ranks every
-    `look_s` seconds. Raises ChildFailedError if a rank fails, SignalException if a signal ends this
-    process.
+    Ranks get the variables of torchrun, and those of `meeting` in place of MASTER_ADDR and
+    MASTER_PORT: a store at a port would obey every user of this machine. They also get this
+    process's module search path, `folder` for temporary files, and one thread each. gloo connects
+    them on the loopback interface, where no other machine reaches them. What the launcher changes
+    in this process, handlers of signals among it, is undone. `run_id` and `start_method` are those
+    of torch's launcher, which looks at the ranks every `look_s` seconds. Raises ChildFailedError if
+    a rank fails, SignalException if a signal ends this process.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    store = loopback_store()
     everywhere = {
         "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": store.port,
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
+        **meeting,
     }
     variables = {
         rank: {

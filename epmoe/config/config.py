@@ -483,8 +483,9 @@ class EPConfig(Strict):
         """The config for the MoE layers of a Hugging Face model: `model`, and all of `routing` and
         `experts`.
 
-            config = EPConfig.from_hf("/checkpoints/Qwen3-30B-A3B", ep_size=8,
-            exchange={"transport": "nvlink"})
+            config = EPConfig.from_hf(
+                "/checkpoints/Qwen3-30B-A3B", ep_size=8, exchange={"transport": "nvlink"}
+            )
 
         It needs no transformers to read a path, and downloads nothing. Environment variables
         override keys, as those of a file. Where it sets `routing.selection_bias`, `ep.route` and

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from epmoe.exchange.memory import round_up
 
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # which `mmap` does not have
-_WORDS_BYTES = 512
-_UNREAD_BYTES = 16 << 20
+# Flags of Linux that `mmap` does not have.
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_WORDS_BYTES = 512  # room for `Status` and `Progress` of csrc/plan.h
+_UNREAD_BYTES = 16 << 20  # of the memory that fills an empty seat, again and again
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -68,7 +70,9 @@ class HostMemory:
         self._libc.mmap.argtypes = [
             ctypes.c_void_p,
             ctypes.c_size_t,
-            *[ctypes.c_int] * 3,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
             ctypes.c_long,
         ]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -99,9 +103,11 @@ class HostMemory:
         return descriptor
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
-        shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        flags, descriptor = (own, -1) if descriptor is None else (shared, descriptor)
+        if descriptor is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            descriptor = -1
+        else:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         for begin in range(address, address + times * nbytes, nbytes):
             self._mmap(begin, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
 
@@ -128,8 +134,10 @@ class Places:
     """
 
     def __init__(self, memory: Memory, count: int, nbytes: int) -> None:
-        self.count, self.stride = count, round_up(nbytes, memory.granule)
-        self._memory, self._mapped = memory, dict[int, int]()  # bytes by address
+        self.count = count
+        self.stride = round_up(nbytes, memory.granule)
+        self._memory = memory
+        self._mapped = dict[int, int]()  # bytes by address
         self._begin = memory.reserve(count * self.stride)
         kept = os.getpid(), memory, self._mapped, self._begin, count * self.stride
         weakref.finalize(self, _give_back, *kept).atexit = False
@@ -159,14 +167,16 @@ class Places:
         begin = self._begin + place * self.stride
         piece = round_up(_UNREAD_BYTES, self._memory.granule)
         times, rest = divmod(round_up(nbytes, self._memory.granule), piece)
+        # Whole pieces share one memory. The rest has one of its own.
         for address, size, many in ((begin, piece, times), (begin + times * piece, rest, 1)):
-            if size * many:
-                descriptor = self._memory.create(size)
-                try:
-                    self._memory.map(descriptor, address, size, many)
-                finally:
-                    os.close(descriptor)
-                self._mapped |= {address + i * size: size for i in range(many)}
+            if size * many == 0:
+                continue
+            descriptor = self._memory.create(size)
+            try:
+                self._memory.map(descriptor, address, size, many)
+            finally:
+                os.close(descriptor)
+            self._mapped |= {address + i * size: size for i in range(many)}
         return self.view(place, nbytes)
 
     def view(self, place: int, nbytes: int, begin: int = 0) -> Tensor:
@@ -187,9 +197,8 @@ class Places:
 def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
     if os.getpid() != owner:
         return
-    with suppress(
-        RuntimeError, TimeoutError
-    ):  # of a GPU that has failed, or that may still read it
+    # The GPU may have failed, or may still read the memory.
+    with suppress(RuntimeError, TimeoutError):
         _unmap(memory, mapped)
         memory.free(begin, nbytes)
 
@@ -210,9 +219,8 @@ class Addresses:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.left = list[
-            dict[str, int]
-        ]()  # sizes of the plans of groups that were left, for errors
+        # Sizes of the plans of groups that were left, for errors.
+        self.left = list[dict[str, int]]()
         self.abandon()
 
     def abandon(self) -> None:
@@ -236,9 +244,10 @@ class Addresses:
         """uint8 [nbytes], the same memory for equal layouts until `unmap_scratch`, which keeps its
         address.
         """
-        places = self._scratch.get(layout) or self._scratch.setdefault(
-            layout, Places(self.memory, 1, nbytes)
-        )
+        places = self._scratch.get(layout)
+        if places is None:
+            places = Places(self.memory, 1, nbytes)
+            self._scratch[layout] = places
         return places.view(0, nbytes) if places.mapped else places.map(0, None, nbytes)
 
     def words(self) -> Tensor:

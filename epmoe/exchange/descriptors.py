@@ -97,9 +97,8 @@ class Descriptors:
                 "zero_gaps": zero_gaps,
             }
             plan = self._plan.as_ints(**{} if aligned else {"alignment": 1, "small_alignment": 1})
-            fields = words(
-                "ExchangeDescriptor", defaultdict(int, self._of_all | of_round)
-            )  # nothing of training
+            # Fields of training are 0.
+            fields = words("ExchangeDescriptor", defaultdict(int, self._of_all | of_round))
             values = [*plan, *fields, *self._windows]
             self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._made[flags]
@@ -131,10 +130,8 @@ class Descriptors:
         fields.row_weights = 0 if into.row_weights is None else into.row_weights.data_ptr()
         if into.multiplies is not None:
             outputs, products = into.multiplies
-            fields.outputs, fields.outputs_stride_bytes = (
-                outputs.data_ptr(),
-                outputs.stride(0) * outputs.itemsize,
-            )
+            fields.outputs = outputs.data_ptr()
+            fields.outputs_stride_bytes = outputs.stride(0) * outputs.itemsize
             fields.products = products.data_ptr()
         return made
 

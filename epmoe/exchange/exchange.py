@@ -82,9 +82,8 @@ class Exchange(ABC):
     global_ranks: list[int]  # [R]
     rounds: RoundState
     deadlines: Deadlines
-    layout: object = (
-        None  # what CUDA graphs of its rounds rest on; None: on more than can be compared
-    )
+    # What CUDA graphs of its rounds rest on; None: on more than can be compared.
+    layout: object = None
     templates: Templates
     thread: int = 0  # that is in a call, or 0
 
@@ -309,10 +308,8 @@ class Exchange(ABC):
                 and not self.failed
                 and not rounds.is_of_another()
             ):
-                with (
-                    suppress(RuntimeError),
-                    temporarily_clear_interpreter_stack(),
-                ):  # see `refuse_tangents`
+                # The reason is in `refuse_tangents`.
+                with suppress(RuntimeError), temporarily_clear_interpreter_stack():
                     skip()
             raise
 

@@ -57,26 +57,25 @@ class Extra(NamedTuple):
             x, scales = ops.quantize_fp8(contiguous_rows(x), None, T, wire.block)
         if scales is not None:
             scales = F.pad(scales, (0, blocks - wire.num_scales(D)), value=1.0)
+
+        # Whole lines behind the row, of which the protocol leaves `EXTRA_IN_LINE` bytes each.
         lines = (width - D) * x.itemsize // LINE_BYTES
         tokens = given.reshape(T, math.prod(self.shape)).contiguous().view(torch.uint8)
-        padded = F.pad(tokens, (0, lines * EXTRA_IN_LINE - self.nbytes)).view(
-            T, lines, EXTRA_IN_LINE
-        )
-        tail = F.pad(padded, (0, LINE_BYTES - EXTRA_IN_LINE)).view(T, lines * LINE_BYTES)
-        rows = torch.cat(
-            [part.view(torch.int64) for part in (aligned_rows(x), tail)], 1
-        )  # bits, in few elements
+        padded = F.pad(tokens, (0, lines * EXTRA_IN_LINE - self.nbytes))
+        in_lines = padded.view(T, lines, EXTRA_IN_LINE)
+        tail = F.pad(in_lines, (0, LINE_BYTES - EXTRA_IN_LINE)).view(T, lines * LINE_BYTES)
+
+        # Copy bits, in as few elements as possible.
+        rows = torch.cat([part.view(torch.int64) for part in (aligned_rows(x), tail)], 1)
         return rows.view(x.dtype), scales
 
     def read(self, rows: Tensor, D: int) -> Tensor:
         """[…, *shape] of longer rows […, width]: a view up to 12 bytes a token, else a copy."""
         tail = rows[..., D:].view(torch.uint8)
         if self.nbytes > EXTRA_IN_LINE:
-            tail = (
-                tail.unflatten(-1, (-1, LINE_BYTES))[..., :EXTRA_IN_LINE]
-                .flatten(-2)[..., : self.nbytes]
-                .contiguous()
-            )
+            # Several lines: what lies between them falls out in a copy.
+            in_lines = tail.unflatten(-1, (-1, LINE_BYTES))[..., :EXTRA_IN_LINE]
+            tail = in_lines.flatten(-2)[..., : self.nbytes].contiguous()
         return tail[..., : self.nbytes].view(self.dtype).view(*rows.shape[:-1], *self.shape)
 
 
@@ -88,10 +87,10 @@ def check_extra(given: object, T: int, device: torch.device, most_bytes: int) ->
         raise ValueError(f"`extra` must be [{T}, …], a row for each token, got {describe(given)}")
     if given.device != device:
         raise ValueError(f"`extra` must be on {device}, got {given.device}")
-    if not 1 <= (nbytes := Extra.of(given).nbytes) <= most_bytes:
+    nbytes = Extra.of(given).nbytes
+    if not 1 <= nbytes <= most_bytes:
         raise ValueError(
             f"`extra` must have from 1 to {most_bytes} bytes a token, as `capacity.extra_bytes` "
-            f"says, got {nbytes}: "
-            f"{describe(given)}"
+            f"says, got {nbytes}: {describe(given)}"
         )
     check_forward_only(given)

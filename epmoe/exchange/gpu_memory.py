@@ -16,15 +16,14 @@ import torch
 
 from epmoe.exchange.addresses import HostMemory, Memory
 
-_PINNED, _POSIX_DESCRIPTOR, _DEVICE, _READ_WRITE, _RECOMMENDED = (
-    1,
-    1,
-    1,
-    3,
-    1,
-)  # enumerators of cuda.h
+# Enumerators of cuda.h.
+_PINNED = 1  # of `CUmemAllocationType`
+_POSIX_DESCRIPTOR = 1  # of `CUmemAllocationHandleType`
+_DEVICE = 1  # of `CUmemLocationType`
+_READ_WRITE = 3  # of `CUmemAccess_flags`
+_RECOMMENDED = 1  # of `CUmemAllocationGranularity_flags`
 _RELAXED = 2  # of `CUstreamCaptureMode`
-_OUT_OF_MEMORY = 2
+_OUT_OF_MEMORY = 2  # of `CUresult`
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemGetAllocationGranularity": (c_void_p, c_void_p, c_int),
     "cuMemAddressReserve": (c_void_p, c_size_t, c_size_t, c_uint64, c_uint64),
@@ -74,16 +73,18 @@ class GpuMemory:
         location = _Location(_DEVICE, device.index)
         self._properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
         self._access = _Access(location, _READ_WRITE)
+        granule = c_size_t()
         self._call(
             "cuMemGetAllocationGranularity",
-            byref(granule := c_size_t()),
+            byref(granule),
             byref(self._properties),
             _RECOMMENDED,
         )
         self.granule = granule.value
 
     def reserve(self, nbytes: int) -> int:
-        self._call("cuMemAddressReserve", byref(address := c_uint64()), nbytes, 0, 0, 0)
+        address = c_uint64()
+        self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
         return address.value
 
     def free(self, address: int, nbytes: int) -> None:
@@ -91,19 +92,15 @@ class GpuMemory:
 
     def create(self, nbytes: int) -> int:
         handle = self._new(nbytes)
+        descriptor = c_int()
         try:
             self._call(
-                "cuMemExportToShareableHandle",
-                byref(descriptor := c_int()),
-                handle,
-                _POSIX_DESCRIPTOR,
-                0,
+                "cuMemExportToShareableHandle", byref(descriptor), handle, _POSIX_DESCRIPTOR, 0
             )
         finally:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
-        os.set_inheritable(
-            descriptor.value, False
-        )  # a program that is started would keep the memory
+        # A program that is started would otherwise keep the memory.
+        os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
@@ -111,11 +108,9 @@ class GpuMemory:
         if descriptor is None:
             handle = self._new(nbytes)
         else:
+            handle = c_uint64()
             self._call(
-                "cuMemImportFromShareableHandle",
-                byref(handle := c_uint64()),
-                descriptor,
-                _POSIX_DESCRIPTOR,
+                "cuMemImportFromShareableHandle", byref(handle), descriptor, _POSIX_DESCRIPTOR
             )
         with ExitStack() as undo:
             try:
@@ -124,9 +119,8 @@ class GpuMemory:
                     undo.callback(self._call, "cuMemUnmap", begin, nbytes)
             finally:
                 self._call("cuMemRelease", handle)  # the mappings keep the memory
-            self._call(
-                "cuMemSetAccess", address, times * nbytes, byref(self._access), 1
-            )  # once: it takes long
+            # This call takes long, so there is one for all pieces.
+            self._call("cuMemSetAccess", address, times * nbytes, byref(self._access), 1)
             undo.pop_all()
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -139,18 +133,20 @@ class GpuMemory:
         captures a graph.
         """
         with torch.cuda.device(self.device):
-            # a thread has no context before its first call of the runtime
+            # A thread has no context before its first call of the runtime.
             torch.cuda.is_current_stream_capturing()
             self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
     def _new(self, nbytes: int) -> c_uint64:
-        self._call("cuMemCreate", byref(handle := c_uint64()), nbytes, byref(self._properties), 0)
+        handle = c_uint64()
+        self._call("cuMemCreate", byref(handle), nbytes, byref(self._properties), 0)
         return handle
 
     def _call(self, function: str, *arguments: Any) -> None:
         code = getattr(self._driver, function)(*arguments)
         if code:
-            self._driver.cuGetErrorString(code, byref(text := ctypes.c_char_p()))
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(code, byref(text))
             why = f"{function} of CUDA failed: {(text.value or b'unknown error').decode()}"
             raise MemoryError(why) if code == _OUT_OF_MEMORY else RuntimeError(why)
 

@@ -84,6 +84,16 @@ class _OfLayout(HoldsWindows):
         raise AttributeError(name)
 
 
+class Slabs(NamedTuple):
+    """Values of `Received` that exist with layout="rank" only."""
+
+    x: Tensor
+    scales: Tensor | None
+    ids: Tensor
+    weights: Tensor
+    read_extra: Callable[[], Tensor] | None
+
+
 class Received(_OfLayout):
     """The rows that arrived, by source rank: `recv` of a `Dispatched`.
 
@@ -113,17 +123,32 @@ class Received(_OfLayout):
     ids: Tensor
     weights: Tensor
 
-    def __init__(self, counts: Tensor, slabs: tuple[Any, ...] = ()) -> None:
-        """`slabs` are the other values, with layout="rank"."""
+    def __init__(self, counts: Tensor, slabs: Slabs | None) -> None:
+        """`slabs` is None with layout="expert"."""
         self.counts = counts
-        if slabs:
-            self.x, self.scales, self.ids, self.weights, self._extra = slabs
+        # Without slabs these slots stay empty, and `_OfLayout.__getattr__` refuses to read them.
+        if slabs is not None:
+            self.x = slabs.x
+            self.scales = slabs.scales
+            self.ids = slabs.ids
+            self.weights = slabs.weights
+            self._extra = slabs.read_extra
 
     def __repr__(self) -> str:
         names = "counts", "x", "scales", "ids", "weights"
-        return describe_fields(
-            self, {name: getattr(self, name) for name in names if hasattr(self, name)}
-        )
+        fields = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return describe_fields(self, fields)
+
+
+@dataclass(slots=True)
+class ExpertMajor:
+    """Values of `Dispatched` that exist with layout="expert" only."""
+
+    rows: Tensor
+    scales: Tensor | None
+    expert_offsets: Tensor
+    tokens_per_expert: Tensor
+    read_extra: Callable[[], Tensor] | None
 
 
 @dataclass(slots=True)
@@ -132,16 +157,23 @@ class RoundTemplate:
 
     shape: RoundShape
     descriptor: Tensor | None  # of `Descriptors.of`; None over several nodes
-    values: tuple[Any, ...]  # of `Dispatched`: layout, dtype, hidden_size, recv
-    rows: tuple[
-        Any, ...
-    ]  # of `Dispatched`, with layout="expert": rows, scales, offsets, counts, and reads `extra`
-    small_alignment_tokens: int  # of the memory plan
-    alignment: int  # of the round, where the call brings more tokens
-    small_alignment: int  # and where it brings at most so many, whatever the other ranks bring
+
+    # Values of `Dispatched`.
+    layout: Layout
+    dtype: torch.dtype  # of y
+    hidden_size: int
+    recv: Received
+    expert_major: ExpertMajor | None  # None with layout="rank"
+
+    # Of a round: `small_alignment` where the call brings at most `small_alignment_tokens`, whatever
+    # the other ranks bring, and otherwise `alignment`.
+    small_alignment_tokens: int
+    small_alignment: int
+    alignment: int
+
     rows_per_token: float  # rows of an expert for each token of a rank, on average: R · K / P
-    # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some
-    # y
+    # A y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs
+    # some y.
     like: Tensor
     rounds: ReferenceType[Any]  # the `RoundState` of the exchange that has made it
     rank: int
@@ -245,16 +277,23 @@ class Dispatched(_OfLayout):
         self.sent = sent
         self.num_tokens = tokens
         self.epoch = sent.epoch
-        self.alignment = (
-            template.small_alignment
-            if tokens <= template.small_alignment_tokens
-            else template.alignment
-        )
-        self.layout, self.dtype, self.hidden_size, self.recv = template.values
-        if template.rows:
-            self.rows, self.scales, self.expert_offsets, self.tokens_per_expert, self._extra = (
-                template.rows
-            )
+        if tokens <= template.small_alignment_tokens:
+            self.alignment = template.small_alignment
+        else:
+            self.alignment = template.alignment
+        self.layout = template.layout
+        self.dtype = template.dtype
+        self.hidden_size = template.hidden_size
+        self.recv = template.recv
+        # With layout="rank" these slots stay empty, and `_OfLayout.__getattr__` refuses to read
+        # them.
+        expert_major = template.expert_major
+        if expert_major is not None:
+            self.rows = expert_major.rows
+            self.scales = expert_major.scales
+            self.expert_offsets = expert_major.expert_offsets
+            self.tokens_per_expert = expert_major.tokens_per_expert
+            self._extra = expert_major.read_extra
 
     @property
     def segments(self) -> dict[str, Any]:
@@ -269,11 +308,8 @@ class Dispatched(_OfLayout):
         }
 
     def __repr__(self) -> str:
-        names = (
-            ("rows", "scales", "expert_offsets", "tokens_per_expert")
-            if self.layout == "expert"
-            else ("recv",)
-        )
-        return describe_fields(
-            self, {name: getattr(self, name) for name in names}, self.sent.summary()
-        )
+        names = ["recv"]
+        if self.layout == "expert":
+            names = ["rows", "scales", "expert_offsets", "tokens_per_expert"]
+        fields = {name: getattr(self, name) for name in names}
+        return describe_fields(self, fields, self.sent.summary())

@@ -33,10 +33,8 @@ TOTALS = (
     "health.aborted_rounds",
 )
 _ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
-_EPOCHS = {
-    "cpu": 1 << 32,
-    "cuda": (1 << 32) - 4,
-}  # by device: how many there are; see `next_epoch` in csrc/cuda
+# How many epochs there are on each device; see `next_epoch` in csrc/cuda.
+_EPOCHS = {"cpu": 1 << 32, "cuda": (1 << 32) - 4}
 
 
 @dataclass(frozen=True)
@@ -160,18 +158,24 @@ def raise_on_failure(
     originator = seats.rank_in(status.originator)
     stage = STAGES[status.stage]
     ranks = seats.ranks_in(status.missing)
+
+    # Calls of a round that do not match.
     if code == constant("kMismatch"):
         if not latched:
             status.code = 0
-        tags = (status.tag, seats.rank_in(other - 1 >> 16), other - 1 & 0xFFFF) if other else None
-        differing = (
-            differences(of_ranks[rank], of_ranks[ranks[0]])
-            if (of_ranks := calls()) and ranks
-            else {}
-        )
+        tags = None
+        if other:
+            # See `Status.other` in csrc/plan.h.
+            tags = (status.tag, seats.rank_in(other - 1 >> 16), other - 1 & 0xFFFF)
+        differing = {}
+        of_ranks = calls()
+        if of_ranks and ranks:
+            differing = differences(of_ranks[rank], of_ranks[ranks[0]])
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
     if code == constant("kOutOfTurn"):
         raise EPOrderError(stage, epoch, status.phases)
+
+    # A kernel or a rank that came too late.
     missing = [global_ranks[rank] for rank in ranks]
     if code == constant("kUnscheduled"):
         why = (
@@ -180,21 +184,19 @@ def raise_on_failure(
         )
         raise EPTimeoutError(stage, epoch, ranks, missing, why)
     assert code == constant("kTimeout"), f"unknown status code {code}"
+    ended = [r for r in ranks if dead >> r & 1]
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
-    if (
-        ranks == [originator] and len(global_ranks) > 1
-    ):  # no deadline makes a rank report itself missing
+    # No deadline makes a rank report itself missing: it has left the round.
+    if ranks == [originator] and len(global_ranks) > 1:
         why = (
             f"ended early: {named} left the group by an exception or with a round open, or had "
             "an EPOrderError"
         )
-    elif ended := [r for r in ranks if dead >> r & 1]:
-        which = (
-            "whose process has ended"
-            if ended == ranks
-            else f"of which the process of rank(s) {ended} has ended"
-        )
+    elif ended:
+        which = f"of which the process of rank(s) {ended} has ended"
+        if ended == ranks:
+            which = "whose process has ended"
         why = f"missed {named}, {which}, first seen by rank {originator}"
     elif rank in ranks:
         why += (
@@ -204,7 +206,6 @@ def raise_on_failure(
     else:
         why += (
             ": raise exchange.timeout_s if the ranks are only slow; ranks with several "
-            "ExpertParallels must use them "
-            "in one order"
+            "ExpertParallels must use them in one order"
         )
     raise EPTimeoutError(stage, epoch, ranks, missing, why)

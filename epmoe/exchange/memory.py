@@ -26,7 +26,7 @@ NUM_COUNTERS = 8
 LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
-# On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it
+# On GPUs. An expert with fewer rows takes as long as its weights take to read, however many rows it
 # has.
 _ROWS_BEYOND_WEIGHTS = 137
 
@@ -127,136 +127,17 @@ class MemoryPlan:
         `config.seated`. `nvlink` says whether the windows lie in GPU memory; by default, whether
         `exchange.transport` is "nvlink".
         """
-        nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
+        if nvlink is None:
+            nvlink = config.exchange.transport == "nvlink"
         config = config.seated
         placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
             return cls._over_nodes(config, rank, placement, nvlink)
-        R = config.topology.ep_size
-        M = config.capacity.max_num_tokens_per_rank
-        K = config.model.num_experts_per_tok
-        D = config.model.hidden_size
-        E = placement.num_experts
-        P = placement.num_physical_experts
-        e = placement.num_local_experts(rank)
-        x_dtype = config.model.torch_dtype
-        alignment = config.alignment
-        small_alignment = config.small_alignment if nvlink else alignment
-        most = max(map(placement.num_local_experts, range(R)))
-        section = config.placement
-        layers = section.layers if section.live else 0
-        copies = (
-            round_up(section.most_copies, LINE_INTS)
-            if layers
-            else placement.copies_table().shape[1]
-        )
-        few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K) if layers and nvlink else 0
-        # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
-        worst = R * M * K + (most if nvlink else e) * (alignment - 1)
-        N = round_up(config.capacity.max_expert_rows or worst, alignment)
-        payload, combine = (
-            WIRE_FORMATS[n] for n in (config.exchange.payload, config.exchange.combine_payload)
-        )
-        width = payload.width(D, config.capacity.extra_bytes, x_dtype)  # of a row with its `extra`
-        x_items = payload.row_items(width, x_dtype)
-        x_scales = payload.num_scales(width)
-        per_line = 16 // combine.scale.itemsize if combine.scale else 1
-        combine_scales = round_up(combine.num_scales(D), per_line)
-        x_stride = payload.row_bytes(width, x_dtype)
-        combine_stride = combine.row_bytes(D, x_dtype)
-        ll_tokens = min(M, LL_MAX_TOKENS)
-        # With more tokens large blocks of a GEMM are full on average, and small ones would read
-        # weights twice.
-        small_tokens = min(ll_tokens, config.tokens_that_fill(alignment) - 1)
-        ll_row_stride, ll_sum_stride = (
-            round_up(wire.row_bytes(n, x_dtype) + wire.scale_bytes(n), 16)
-            for wire, n in ((payload, width), (combine, D))
-        )
-        i32 = torch.int32
-        i64 = torch.int64
-        f32 = torch.float32
-        layout: _Layout = [
-            ("window", "signal.dispatch", (R, SIGNAL_BYTES), torch.uint8),
-            ("window", "signal.combine", (R, SIGNAL_BYTES), torch.uint8),
-            ("window", "signal.error", (R,), i64),
-            ("window", "signal.dead", (1,), i64),
-            ("window", "doorbell", (1,), i32),
-            ("window", "recv.x", (R, M, x_items), payload.dtype_of(x_dtype)),
-            ("window", "recv.scales", (R, M, x_scales), payload.scale or f32),
-            ("window", "recv.ids", (R, M, K), i32),
-            ("window", "recv.weights", (R, M, K), f32),
-            (
-                "window",
-                "combine.rows",
-                (R, M, combine.row_items(D, x_dtype)),
-                combine.dtype_of(x_dtype),
-            ),
-            ("window", "combine.scales", (R, M, combine_scales), combine.scale or f32),
-            ("window", "combine.values", (R, M, K), i64 if nvlink else f32),
-            ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
-            ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
-            ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
-            ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
-            ("window", "ll.rows", (R, ll_tokens, ll_row_stride) if nvlink else (0,), torch.uint8),
-            ("window", "ll.pairs", (R, ll_tokens, K, LINE_INTS) if nvlink else (0,), i32),
-            ("window", "ll.sums", (R, ll_tokens, ll_sum_stride) if nvlink else (0,), torch.uint8),
-            ("window" if nvlink else "scratch", "rows", (N, x_items), payload.dtype_of(x_dtype)),
-            ("window" if nvlink else "scratch", "row_scales", (N, x_scales), payload.scale or f32),
-            ("scratch", "state", (112,), i32),
-            ("scratch", "counts", (R,), i32),
-            ("scratch", "slots_used", (R,) if nvlink else (0,), i32),
-            ("scratch", "slots", (M, R), i32),
-            ("scratch", "expert_offsets", (e + 1,), i32),
-            ("scratch", "tokens_per_expert", (e,), i32),
-            ("scratch", "row_of_pair", (R, M, K), i32),
-            ("scratch", "table.expert_map", (P,), i32),
-            ("scratch", "table.owners", (P,), i32),
-            ("scratch", "table.copies", (layers, 2, E, copies) if layers else (E, copies), i32),
-            ("scratch", "table.num_copies", (0 if layers else E,), i32),
-            ("scratch", "table.sentinels", (R,), i32),
-            ("scratch", "table.local_index", (P,) if nvlink else (0,), i32),
-            ("scratch", "pair_weights", (R, M, K) if nvlink else (0,), f32),
-            ("scratch", "health.counters", (NUM_COUNTERS,), i64),
-            ("scratch", "health.tokens_per_expert", (layers or 1, e), i64),
-            ("scratch", "health.rows_sent", (R,), i64),
-            ("scratch", "health.waited_ns", (R,), i64),
-            ("scratch", "health.aborted_rounds", (R,), i64),
-        ]
+        sizes = _sizes(config, rank, placement, nvlink)
+        layout = _layout(config, sizes, nvlink)
         for parts in _reserved:
             layout += [("window", name, *part) for name, part in parts(config).items()]
-        buffers = _laid_out(layout)
-        sizes = dict(
-            R=R,
-            rank=rank,
-            M=M,
-            K=K,
-            D=D,
-            E=E,
-            P=P,
-            num_local_experts=e,
-            copies=int(copies),
-            max_rows=N,
-            alignment=alignment,
-            small_alignment=small_alignment,
-            small_alignment_tokens=small_tokens,
-            payload_format=payload.number,
-            combine_format=combine.number,
-            x_stride_bytes=x_stride,
-            combine_stride_bytes=combine_stride,
-            scale_blocks=x_scales,
-            combine_scale_blocks=combine_scales,
-            most_local_experts=most,
-            layers=layers,
-            few_tokens=few_tokens,
-            num_sms=config.exchange.num_sms or 2**31 - 1,
-            ll_max_tokens=ll_tokens,
-            ll_row_stride_bytes=ll_row_stride,
-            ll_sum_stride_bytes=ll_sum_stride,
-            dispatch_senders=0,
-            combine_senders=0,
-            combine_team=0,  # csrc/launch_policy.h chooses
-        )
-        return cls(buffers, sizes)
+        return cls(_laid_out(layout), sizes)
 
     @classmethod
     def _over_nodes(
@@ -267,7 +148,8 @@ class MemoryPlan:
         N = topology.num_nodes
         S = config.rows_per_node
         inside = cls.build(config.of_node(), rank % G, placement.of_node(rank // G, G), nvlink)
-        P, E, copies = placement.num_physical_experts, *placement.copies_table().shape
+        P = placement.num_physical_experts
+        E, copies = placement.copies_table().shape
         slot = RailSlot.of(config)
         row = config.model.hidden_size * config.model.torch_dtype.itemsize
         u8 = torch.uint8
@@ -275,19 +157,11 @@ class MemoryPlan:
         i64 = torch.int64
         rail = _laid_out(
             [
-                (
-                    "rail",
-                    "rail.received",
-                    (N, S, slot.bytes),
-                    u8,
-                ),  # of the own node first, then by node
+                # From the own node first, then by node.
+                ("rail", "rail.received", (N, S, slot.bytes), u8),
                 ("rail", "rail.sent", (N - 1, S, slot.bytes), u8),
-                (
-                    "rail",
-                    "rail.returned",
-                    (N - 1, S + 1, row),
-                    u8,
-                ),  # the last row: see `Slabs.back`
+                # One row more than a slab has: see `Slabs.back`.
+                ("rail", "rail.returned", (N - 1, S + 1, row), u8),
                 ("rail", "rail.slots", (config.capacity.max_num_tokens_per_rank, N), i32),
                 ("rail", "rail.counts", (N,), i32),
                 ("rail", "rail.total.needed", (1,), i32),
@@ -350,6 +224,173 @@ class MemoryPlan:
             if b.region == region
         )
         return max(ends, default=0)
+
+
+def _sizes(config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> dict[str, int]:
+    """The fields of `ExchangePlan` that are no offsets. `config` and `placement` count seats."""
+    R = config.topology.ep_size
+    M = config.capacity.max_num_tokens_per_rank
+    K = config.model.num_experts_per_tok
+    D = config.model.hidden_size
+    E = placement.num_experts
+    x_dtype = config.model.torch_dtype
+    payload = WIRE_FORMATS[config.exchange.payload]
+    combine = WIRE_FORMATS[config.exchange.combine_payload]
+
+    # Experts of ranks. Experts that move have tables for each layer, with room for more copies.
+    num_local_experts = placement.num_local_experts(rank)
+    most_local_experts = max(map(placement.num_local_experts, range(R)))
+    layers = 0
+    copies = placement.copies_table().shape[1]
+    few_tokens = 0
+    if config.placement.live:
+        layers = config.placement.layers
+        copies = round_up(config.placement.most_copies, LINE_INTS)
+        if nvlink:
+            few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K)
+
+    # Expert-major rows. GPUs write into each other's, so these are equally many on all GPUs.
+    alignment = config.alignment
+    gaps = (most_local_experts if nvlink else num_local_experts) * (alignment - 1)
+    worst = R * M * K + gaps
+    max_rows = round_up(config.capacity.max_expert_rows or worst, alignment)
+
+    # Up to so many tokens, segments have small gaps: with more, large blocks of a GEMM are full on
+    # average, and small ones would read weights twice.
+    ll_tokens = min(M, LL_MAX_TOKENS)
+    small_alignment = config.small_alignment if nvlink else alignment
+    small_alignment_tokens = min(ll_tokens, config.tokens_that_fill(alignment) - 1)
+
+    # A row as it travels: to the experts with its `extra`, and back. Its scales come behind it in
+    # lines of the LL protocol; on the way back they fill whole lines of 16 bytes elsewhere, too.
+    width = payload.width(D, config.capacity.extra_bytes, x_dtype)
+    scale_blocks = payload.num_scales(width)
+    scales_per_line = 16 // combine.scale.itemsize if combine.scale else 1
+    combine_scale_blocks = round_up(combine.num_scales(D), scales_per_line)
+    x_stride_bytes = payload.row_bytes(width, x_dtype)
+    combine_stride_bytes = combine.row_bytes(D, x_dtype)
+    ll_row_stride_bytes = round_up(x_stride_bytes + payload.scale_bytes(width), 16)
+    ll_sum_stride_bytes = round_up(combine_stride_bytes + combine.scale_bytes(D), 16)
+
+    return dict(
+        R=R,
+        rank=rank,
+        M=M,
+        K=K,
+        D=D,
+        E=E,
+        P=placement.num_physical_experts,
+        num_local_experts=num_local_experts,
+        copies=int(copies),
+        max_rows=max_rows,
+        alignment=alignment,
+        small_alignment=small_alignment,
+        small_alignment_tokens=small_alignment_tokens,
+        payload_format=payload.number,
+        combine_format=combine.number,
+        x_stride_bytes=x_stride_bytes,
+        combine_stride_bytes=combine_stride_bytes,
+        scale_blocks=scale_blocks,
+        combine_scale_blocks=combine_scale_blocks,
+        most_local_experts=most_local_experts,
+        layers=layers,
+        few_tokens=few_tokens,
+        num_sms=config.exchange.num_sms or 2**31 - 1,
+        ll_max_tokens=ll_tokens,
+        ll_row_stride_bytes=ll_row_stride_bytes,
+        ll_sum_stride_bytes=ll_sum_stride_bytes,
+        # 0: csrc/launch_policy.h chooses.
+        dispatch_senders=0,
+        combine_senders=0,
+        combine_team=0,
+    )
+
+
+def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout:
+    """The buffers of the window, then those of scratch, in the order of csrc/plan.h."""
+    R = sizes["R"]
+    M = sizes["M"]
+    K = sizes["K"]
+    D = sizes["D"]
+    E = sizes["E"]
+    P = sizes["P"]
+    N = sizes["max_rows"]
+    e = sizes["num_local_experts"]
+    copies = sizes["copies"]
+    layers = sizes["layers"]
+    ll_tokens = sizes["ll_max_tokens"]
+    u8 = torch.uint8
+    i32 = torch.int32
+    i64 = torch.int64
+    f32 = torch.float32
+
+    # Elements of a row as it travels.
+    x_dtype = config.model.torch_dtype
+    payload = WIRE_FORMATS[config.exchange.payload]
+    row_dtype = payload.dtype_of(x_dtype)
+    row_items = payload.row_items(payload.width(D, config.capacity.extra_bytes, x_dtype), x_dtype)
+    row_scales = sizes["scale_blocks"]
+    combine = WIRE_FORMATS[config.exchange.combine_payload]
+    sum_dtype = combine.dtype_of(x_dtype)
+    sum_items = combine.row_items(D, x_dtype)
+    sum_scales = sizes["combine_scale_blocks"]
+
+    # On GPUs, ranks write into each other's expert-major rows.
+    region_of_rows: Region = "window" if nvlink else "scratch"
+
+    def on_gpus(*shape: int) -> tuple[int, ...]:
+        return shape if nvlink else (0,)
+
+    return [
+        # Signals of all ranks.
+        ("window", "signal.dispatch", (R, SIGNAL_BYTES), u8),
+        ("window", "signal.combine", (R, SIGNAL_BYTES), u8),
+        ("window", "signal.error", (R,), i64),
+        ("window", "signal.dead", (1,), i64),
+        ("window", "doorbell", (1,), i32),
+        # Rows by source, and the rows that return, by the rank of their experts.
+        ("window", "recv.x", (R, M, row_items), row_dtype),
+        ("window", "recv.scales", (R, M, row_scales), payload.scale or f32),
+        ("window", "recv.ids", (R, M, K), i32),
+        ("window", "recv.weights", (R, M, K), f32),
+        ("window", "combine.rows", (R, M, sum_items), sum_dtype),
+        ("window", "combine.scales", (R, M, sum_scales), combine.scale or f32),
+        ("window", "combine.values", (R, M, K), i64 if nvlink else f32),
+        # What GPUs need to take rows one by one.
+        ("window", "recv.flags", on_gpus(R, M), i32),
+        ("window", "recv.ordinals", on_gpus(R, M, K), i32),
+        ("window", "recv.counts", on_gpus(R, R * sizes["most_local_experts"] + 2), i64),
+        ("window", "combine.flags", on_gpus(R, M), i32),
+        # Lines of the LL protocol.
+        ("window", "ll.rows", on_gpus(R, ll_tokens, sizes["ll_row_stride_bytes"]), u8),
+        ("window", "ll.pairs", on_gpus(R, ll_tokens, K, LINE_INTS), i32),
+        ("window", "ll.sums", on_gpus(R, ll_tokens, sizes["ll_sum_stride_bytes"]), u8),
+        # Rows by expert.
+        (region_of_rows, "rows", (N, row_items), row_dtype),
+        (region_of_rows, "row_scales", (N, row_scales), payload.scale or f32),
+        # The round: `RoundState` of csrc/plan.h, and where its rows are.
+        ("scratch", "state", (112,), i32),
+        ("scratch", "counts", (R,), i32),
+        ("scratch", "slots_used", on_gpus(R), i32),
+        ("scratch", "slots", (M, R), i32),
+        ("scratch", "expert_offsets", (e + 1,), i32),
+        ("scratch", "tokens_per_expert", (e,), i32),
+        ("scratch", "row_of_pair", (R, M, K), i32),
+        # Tables of the placement. With experts that move, quotas have the number of copies.
+        ("scratch", "table.expert_map", (P,), i32),
+        ("scratch", "table.owners", (P,), i32),
+        ("scratch", "table.copies", (layers, 2, E, copies) if layers else (E, copies), i32),
+        ("scratch", "table.num_copies", (0 if layers else E,), i32),
+        ("scratch", "table.sentinels", (R,), i32),
+        ("scratch", "table.local_index", on_gpus(P), i32),
+        ("scratch", "pair_weights", on_gpus(R, M, K), f32),
+        # Totals of all rounds.
+        ("scratch", "health.counters", (NUM_COUNTERS,), i64),
+        ("scratch", "health.tokens_per_expert", (layers or 1, e), i64),
+        ("scratch", "health.rows_sent", (R,), i64),
+        ("scratch", "health.waited_ns", (R,), i64),
+        ("scratch", "health.aborted_rounds", (R,), i64),
+    ]
 
 
 def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:

@@ -45,7 +45,8 @@ from epmoe.group.waiting import device_ends, interruptible
 from epmoe.native import ops
 from epmoe.native.layouts import constant, place, struct
 
-_written_to: list[object] = []  # what kernels that had not ended at a release may write
+# What kernels that had not ended at a release may still write.
+_written_to: list[object] = []
 # Sizes of a plan on which CUDA graphs rest, in words of users.
 _COUNTS = {
     "R": "ranks or seats (R)",
@@ -61,7 +62,8 @@ _COUNTS = {
     "payload_format": "payload",
     "combine_format": "combine payload",
 }
-# then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
+# Seconds in which a host asks for a word without a pause. Later the wait may take milliseconds
+# longer, and notices a GPU that has failed.
 _SPIN_S = 1.0
 
 
@@ -88,55 +90,69 @@ class NodeExchange(Exchange):
         addresses: Addresses,
         seats: Seats,
     ) -> None:
-        self.config, self.plan, self.window, self._addresses = config, plan, window, addresses
-        self.device = device = addresses.memory.device
-        self.global_ranks, self.seats, self.seat = global_ranks, seats, plan.sizes["rank"]
+        self.config = config
+        self.plan = plan
+        self.window = window
+        self._addresses = addresses
+        self.device = addresses.memory.device
+        self.global_ranks = global_ranks
+        self.seats = seats
+        self.seat = plan.sizes["rank"]
         self.rank = seats.rank_in(self.seat)
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
-        starts = [region.data_ptr() for region in window.regions]
-        scratch = addresses.scratch((*plan.as_ints(), *starts), plan.scratch_bytes)
+        self.rows_key = "capacity.max_expert_rows"
+
+        # The buffers, in the window and in scratch.
+        window_starts = [region.data_ptr() for region in window.regions]
+        scratch = addresses.scratch((*plan.as_ints(), *window_starts), plan.scratch_bytes)
         self.memory = window.local, scratch
         regions = {"window": window.local, "scratch": scratch}
-        inside = (buffer for buffer in plan.buffers if buffer.region in regions)
-        self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
+        self.views = {
+            buffer.name: buffer.view(regions[buffer.region])
+            for buffer in plan.buffers
+            if buffer.region in regions
+        }
+        rows = self.views["rows"]
+        self._rows = None if rows.is_inference() else rows
         self._clear(placement)
-        if (
-            device.type == "cpu" or not config.placement.live
-        ):  # otherwise `LiveExperts` has tables to write
+        # Otherwise `LiveExperts` writes the tables first.
+        if self.device.type == "cpu" or not config.placement.live:
             self.begin()
-        # Every call reads these words, at a hundredth of the host time that reading a tensor's
-        # element takes.
-        Status = struct("Status")
-        Progress = struct("Progress")
+
+        # Words in host memory that the kernels write. Every call reads them, at a hundredth of the
+        # host time that reading a tensor's element takes.
         self._words = addresses.words()
-        self.status = Status.from_address(self._words.data_ptr())  # which the kernels write
-        progress = self._words.data_ptr() + ctypes.sizeof(Status)
-        if device.type == "cpu":
+        words = self._words.data_ptr()
+        self.status = struct("Status").from_address(words)
+        if self.device.type == "cpu":
             progress = self.views["state"].data_ptr() + struct("RoundState").progress.offset
-        self.rounds = rounds = RoundState(Progress.from_address(progress))
+        else:
+            progress = words + ctypes.sizeof(struct("Status"))
+        self.layout = *plan.as_ints(), *window_starts, scratch.data_ptr(), words
+
+        # The state of rounds, and what calls share.
+        rounds = RoundState(struct("Progress").from_address(progress))
+        self.rounds = rounds
         times = config.exchange
         self.deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        self.descriptors = Descriptors(
-            plan, self._words.data_ptr(), starts, self.deadlines, zero_gaps
-        )
-        self.layout = *plan.as_ints(), *starts, scratch.data_ptr(), self._words.data_ptr()
+        self.descriptors = Descriptors(plan, words, window_starts, self.deadlines, zero_gaps)
         self.templates = Templates(
-            config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors
+            config, self.device, self.views, rounds, self.rank, plan.sizes, self.descriptors
         )
+
+        # What the host looks at besides.
         self._totals = Totals(self.views)
-        self._errors, self._counts = (
-            Peek(self.views[name]) for name in ("signal.error", "recv.counts")
-        )
+        self._errors = Peek(self.views["signal.error"])
+        self._counts = Peek(self.views["recv.counts"])
+        first_s = math.inf
+        if self.device.type == "cuda":
+            first_s = 0.0
+            self._watch = watch_of(self.views)
+            self._looking = Lock()
         # The times of the next looks at what has not begun. Polls take no look of a launch away.
-        first_s = 0.0 if device.type == "cuda" else math.inf
         self._look_at: dict[Comes, float] = {"launch": first_s, "replay": first_s, None: first_s}
-        if device.type == "cuda":
-            self._watch, self._looking = watch_of(self.views), Lock()
-        rows = self.views["rows"]
-        self._rows = None if rows.is_inference() else rows
-        self.rows_key = "capacity.max_expert_rows"
 
     @takes_turn
     def dispatch(self, call: Call) -> Dispatched:
@@ -160,9 +176,8 @@ class NodeExchange(Exchange):
     def combine(
         self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None
     ) -> Tensor:
-        if (
-            self.status.code
-        ):  # `check_open` alone would cost each round two calls more, as elsewhere here
+        # Asked here first, since `check_open` alone would cost each round two calls more.
+        if self.status.code:
             self.check_open(dispatched)
         self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
         if dispatched.layout != layout:
@@ -191,8 +206,9 @@ class NodeExchange(Exchange):
         memory = (*self.memory, sent.descriptor)
         if self.device.type == "cpu":
             ops.combine(sent.template.like, None, *memory)
-        # a launch waits for nobody; it receives what others send, since LL lines must be re-armed
         else:
+            # A launch waits for nobody. It receives what others send, since LL lines must be
+            # re-armed.
             if rounds.state == SENT:
                 ops.dispatch_recv(*sent.arguments)
             if rounds.state == DISPATCHED:
@@ -204,24 +220,34 @@ class NodeExchange(Exchange):
     def drop_reports(self) -> None:
         if not self.failed:
             self.status.code = 0
-        self.status.needed_rows = self.status.aborted = 0
+        self.status.needed_rows = 0
+        self.status.aborted = 0
 
     def look(self, launches: bool = False) -> None:
         """On a GPU, once in a while: if a kernel does not begin, report it as a kernel would.
 
         `launches`: a kernel comes next, on the current stream.
         """
+        # What comes next on the current stream. Another thread than the opener's is on another one.
+        comes: Comes = None
+        if launches:
+            comes = "launch"
+        elif self.rounds.opener == get_ident():
+            comes = "replay"
+
+        # Once in a while.
         time_s = monotonic()
-        # Another thread is on another stream.
-        comes: Comes = (
-            "launch" if launches else "replay" if self.rounds.opener == get_ident() else None
-        )
         if time_s < self._look_at[comes]:
             return
         self._look_at[comes] = time_s + LOOK_S
         words = self.status
-        if words.code or (late := self._late(comes)) is None:
+        if words.code:
             return
+        late = self._late(comes)
+        if late is None:
+            return
+
+        # A kernel does not begin. Ranks that another one has reported missing are the cause.
         code = constant("kUnscheduled")
         originator = self.seat
         missing = 1 << self.seat
@@ -230,26 +256,27 @@ class NodeExchange(Exchange):
             originator, missing = next(
                 (seat, mask) for seat, mask in enumerate(late.reports) if mask
             )
-        words.stage, words.epoch, words.missing, words.originator = (
-            late.stage,
-            late.epoch,
-            missing,
-            originator,
-        )
-        words.code = code
+        words.stage = late.stage
+        words.epoch = late.epoch
+        words.missing = missing
+        words.originator = originator
+        words.code = code  # last: it says that the others are written
 
     def _late(self, comes: Comes) -> Late | None:
         rounds = self.rounds
         timeout_s = self.deadlines.wait_s()
-        with suppress(RuntimeError), torch.cuda.device(self.device):  # of a GPU that has failed
-            if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(
-                blocking=False
-            ):
+        # Where the GPU has failed, nothing is late.
+        with suppress(RuntimeError), torch.cuda.device(self.device):
+            # Only one thread looks at a time, and none while it captures.
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            if not self._looking.acquire(blocking=False):
                 return None
             try:
                 this_stream = torch.cuda.current_stream().cuda_stream
+                # On another stream, it also waits for what the stream of the last launch has.
                 if comes == "launch" and rounds.last_stream not in (None, this_stream):
-                    comes = None  # the kernel also waits for what the stream of the last launch has
+                    comes = None
                 return self._watch.look(monotonic(), timeout_s, rounds.phases, comes)
             finally:
                 self._looking.release()
@@ -290,7 +317,8 @@ class NodeExchange(Exchange):
         """The error of a round, ended since the last call, that needed more expert-major rows than
         there are.
         """
-        needed, self.status.needed_rows = self.status.needed_rows, 0
+        needed = self.status.needed_rows
+        self.status.needed_rows = 0
         if not needed:
             return None
         return EPOverflowError(needed, self.plan.sizes["max_rows"], key=self.rows_key)
@@ -299,7 +327,8 @@ class NodeExchange(Exchange):
         """Ranks that have aborted rounds that ended since the last call, as a mask, and the last
         such round.
         """
-        mask, self.status.aborted = self.status.aborted, 0
+        mask = self.status.aborted
+        self.status.aborted = 0
         return self.seats.mask_of_ranks(mask), self.status.aborted_epoch
 
     @property
@@ -310,8 +339,11 @@ class NodeExchange(Exchange):
         return self.device.type == "cuda" or code == constant("kTimeout")
 
     def missing(self) -> int:
-        mask = self.status.missing if self.status.code == constant("kTimeout") else 0
-        with suppress(RuntimeError):  # of a GPU that has failed
+        mask = 0
+        if self.status.code == constant("kTimeout"):
+            mask = self.status.missing
+        # What other ranks have reported. A GPU that has failed tells nothing.
+        with suppress(RuntimeError):
             for errors in self._errors.read_within(LONG_S) or ():
                 for reported in errors.tolist():
                     mask |= reported
@@ -322,9 +354,8 @@ class NodeExchange(Exchange):
 
     def end_waits(self) -> None:
         if len(self.global_ranks) > 1 and not self.failed:
-            with suppress(
-                RuntimeError
-            ):  # of a GPU that has failed: the others run into their deadline
+            # Where the GPU has failed, the other ranks run into their deadline.
+            with suppress(RuntimeError):
                 self.report("signal.error", 1 << self.seat)
 
     def streams(self) -> list[torch.cuda.Stream]:
@@ -335,12 +366,9 @@ class NodeExchange(Exchange):
         last = self.rounds.last_stream
         if last is None or last == current.cuda_stream:
             return [current]
-        external = (
-            torch.cuda.ExternalStream(last, self.device)
-            if last
-            else torch.cuda.default_stream(self.device)
-        )
-        return [current, external]
+        if last == 0:
+            return [current, torch.cuda.default_stream(self.device)]
+        return [current, torch.cuda.ExternalStream(last, self.device)]
 
     @property
     def latched(self) -> Tensor:
@@ -356,11 +384,13 @@ class NodeExchange(Exchange):
         if wait and self.device.type == "cuda":
             interruptible(torch.cuda.current_stream(self.device).synchronize)
         counts = self._totals.read()
+        # The kernels count by seat.
         by_rank = self.seats.by_rank
-        waited_s = by_rank(counts.waited_s)
-        aborted = by_rank(counts.aborted_rounds)
         return replace(
-            counts, rows_sent=by_rank(counts.rows_sent), waited_s=waited_s, aborted_rounds=aborted
+            counts,
+            rows_sent=by_rank(counts.rows_sent),
+            waited_s=by_rank(counts.waited_s),
+            aborted_rounds=by_rank(counts.aborted_rounds),
         )
 
     def release(self, close: Callable[[], None] = lambda: None) -> None:
@@ -373,35 +403,38 @@ class NodeExchange(Exchange):
         self._released = True
         self.window.deaths.close()
         ended = False
-        with suppress(
-            RuntimeError
-        ):  # of a GPU or a round that has failed, whose kernels end by themselves
+        # Where the GPU or a round has failed, its kernels end by themselves.
+        with suppress(RuntimeError):
             ended = device_ends(self.device, self.deadlines.wait_s())
         close()
         with suppress(RuntimeError):
             if ended:
-                if self.thread not in (0, caller := get_ident()):
+                # A call of another thread may still use the windows: they stay mapped.
+                caller = get_ident()
+                if self.thread not in (0, caller):
                     self._addresses.abandon()
                     return
                 self.thread = caller  # no other one gets in any more
                 self._turn_replays_away()
                 self.window.places.unmap()
                 return
+        # Kernels may still write.
         _written_to.append((self, close))
         self._addresses.abandon()
 
     def _turn_replays_away(self) -> None:
-        """Kernels of this group that start from now on, in replays, do nothing and
-        tell the host.
-        """
-        if self.device.type == "cuda":
-            state = struct("RoundState")()
-            state.latched = 1
-            failure = struct("Status").from_buffer(state, struct("RoundState").failure.offset)
-            failure.code, failure.epoch = constant("kOutdated"), len(self._addresses.left)
-            self._addresses.left.append(self.plan.sizes)
-            self.views["state"].copy_(torch.frombuffer(state, dtype=torch.int32))
-            torch.cuda.synchronize(self.device)
+        """From now on, kernels of this group in replays do nothing, and tell the host."""
+        if self.device.type != "cuda":
+            return
+        # A latched state, whose failure names this group by its number among those left.
+        state = struct("RoundState")()
+        state.latched = 1
+        failure = struct("Status").from_buffer(state, struct("RoundState").failure.offset)
+        failure.code = constant("kOutdated")
+        failure.epoch = len(self._addresses.left)
+        self._addresses.left.append(self.plan.sizes)
+        self.views["state"].copy_(torch.frombuffer(state, dtype=torch.int32))
+        torch.cuda.synchronize(self.device)
 
     def _raise_outdated(self) -> NoReturn:
         """A replay has found the state of a group that this rank has left."""
@@ -416,20 +449,21 @@ class NodeExchange(Exchange):
         raise EPStateError(
             "a replay did nothing: its CUDA graph was captured in an earlier group, with "
             f"{', '.join(others) or 'other windows'}; capture it again, or ask "
-            "`ep.capture_is_valid(generation)` "
-            "before a replay"
+            "`ep.capture_is_valid(generation)` before a replay"
         )
 
     def has_more_rounds(self) -> bool:
         if self.device.type == "cuda":
-            spin_until = time.monotonic() + _SPIN_S
-            while self.rounds.has_more_rounds is None and time.monotonic() < spin_until:
+            # The word usually comes at once.
+            spin_until = monotonic() + _SPIN_S
+            while self.rounds.has_more_rounds is None and monotonic() < spin_until:
                 self.check()
                 time.sleep(0)  # lets other threads run
             if self.rounds.has_more_rounds is None:
                 self.wait_for_device(self.deadlines.first_s)
                 self.check()
-        elif self.rounds.has_more_rounds is None:  # until every rank has closed the last round
+        elif self.rounds.has_more_rounds is None:
+            # Wait until every rank has closed the last round.
             arguments = torch.empty(0, 0, device="cpu"), None, *self.memory, self.descriptors.any()
             ops.combine_recv(*arguments)
             self._wait_on(ops.combine_recv, arguments, CLOSED)
@@ -437,16 +471,21 @@ class NodeExchange(Exchange):
         return bool(self.rounds.has_more_rounds)
 
     def _clear(self, placement: Placement) -> None:
+        """Zeros for what counts, and tables of the placement."""
         views = self.views
         sizes = self.plan.sizes
-        if self.device.type == "cuda":  # see `_unread_y`
+
+        # Memory for `_unread_y`.
+        if self.device.type == "cuda":
             y_bytes = sizes["M"] * sizes["D"] * self.config.model.torch_dtype.itemsize
             self._unread = views["rows"].flatten().view(torch.uint8)
             if self._unread.numel() < y_bytes:  # few rows, or rows of fp8
                 self._unread = torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
+
         for name in ("counts", *TOTALS):
             views[name].zero_()
         self.mark_empty_seats()
+
         views["table.expert_map"].copy_(placement.expert_map(self.seat))
         views["table.owners"].copy_(torch.tensor(placement.owners))
         if not self.config.placement.live:  # otherwise `LiveExperts` writes quotas
@@ -454,9 +493,8 @@ class NodeExchange(Exchange):
             views["table.num_copies"].copy_(placement.num_copies())
         if views["table.local_index"].numel():
             views["table.local_index"].copy_(torch.tensor(placement.local_index))
-        views["table.sentinels"].copy_(
-            torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)])
-        )
+        sentinels = [placement.sentinel(seat) for seat in range(placement.ep_size)]
+        views["table.sentinels"].copy_(torch.tensor(sentinels))
 
     def begin(self) -> None:
         """Let rounds begin, once all tables are written: replays of graphs of earlier groups take
@@ -476,20 +514,26 @@ class NodeExchange(Exchange):
         It lies in the own window, where only this rank writes and reads it.
         """
         empty = self.seats.empty
-        counts = self.views["recv.counts"]
-        dispatch, combine = (self.views[name] for name in ("signal.dispatch", "signal.combine"))
+        combine = self.views["signal.combine"]
         if self.device.type == "cpu":
-            for headers in (dispatch, combine):
-                headers.view(torch.int32)[empty, struct("RoundHeader").empty.offset // 4] = 1
+            of_header = struct("RoundHeader").empty.offset // 4
+            for headers in (self.views["signal.dispatch"], combine):
+                headers.view(torch.int32)[empty, of_header] = 1
             return
+
+        # On GPUs, words of 8 bytes: an epoch in the low half, which each round takes for its own,
+        # and a value in the high half.
         epoch = constant("kEmptySeat")
-        shape = constant("kEmptySeatShape")
-        no_rows = (
-            epoch | 1 << 32
-        )  # of the LL protocol in dispatch; of a rank that aborts nothing in combine
+        # No rows: in dispatch by the LL protocol, and in combine of a rank that aborts nothing.
+        no_rows = epoch | 1 << 32
+        # A shape that agrees with every call. Its highest bit is set, so the int64 is negative.
+        any_shape = (epoch | constant("kEmptySeatShape") << 32) - (1 << 64)
+
+        # Pairs of each expert: none. The first two words are the rows and the shape of the call.
+        counts = self.views["recv.counts"]
         counts[empty] = epoch
         counts[empty, 0] = no_rows
-        counts[empty, 1] = epoch | (shape << 32) - (1 << 64)
+        counts[empty, 1] = any_shape
         combine.view(torch.int64)[empty, 0] = no_rows
 
     def opened(self, call: Call) -> Sent:
@@ -502,19 +546,17 @@ class NodeExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
-        return rounds.open(
-            Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens), call.tag
-        )
+        sent = Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens)
+        return rounds.open(sent, call.tag)
 
     def received(self, sent: Sent) -> Dispatched:
         """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as
         `check_open`.
         """
         dispatched = self.rounds.receive(sent)
-        if torch.is_grad_enabled() and self._rows is not None:
-            increment_version(
-                self._rows
-            )  # a backward pass that needs rows of an earlier round raises
+        if self._rows is not None and torch.is_grad_enabled():
+            # A backward pass that needs rows of an earlier round raises then.
+            increment_version(self._rows)
         if self.status.code:
             self.check_open(dispatched)
         return dispatched
@@ -539,8 +581,9 @@ class NodeExchange(Exchange):
     def _closed(self, y: Tensor) -> Tensor:
         """In state CLOSED, after the operator; returns y. Raises what `poll` does."""
         self.rounds.close()
+        # Asked here first, since `poll` alone would cost each round a call more.
         words = self.status
-        if words.code or words.needed_rows or words.aborted:  # `poll` alone would cost a call more
+        if words.code or words.needed_rows or words.aborted:
             self.poll()
         return y
 
@@ -570,7 +613,8 @@ class NodeExchange(Exchange):
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
         progress = rounds.progress
         try:
-            # The operator has returned so that Python can run signal handlers.
+            # The operator has returned so that Python can run signal handlers. In an odd phase it
+            # has sent already, and only receives.
             while progress.deadline_ns and not self._released:
                 (receive if progress.phases & 1 else operator)(*arguments)
         finally:
@@ -590,10 +634,7 @@ class NodeExchange(Exchange):
         It lies over the expert-major rows. A combine without rows does not read them, and other
         ranks write into them only after this rank has opened its next dispatch, a later kernel.
         """
+        T = sent.num_tokens
         D = sent.template.shape.hidden_size
         dtype = sent.template.like.dtype
-        return (
-            self._unread[: sent.num_tokens * D * dtype.itemsize]
-            .view(dtype)
-            .view(sent.num_tokens, D)
-        )
+        return self._unread[: T * D * dtype.itemsize].view(dtype).view(T, D)

@@ -45,9 +45,8 @@ class Peek:
             self._event = torch.cuda.Event()
             self._lock = RLock()
             self._under_way = False  # a copy whose reader did not wait for it
-            with torch.inference_mode(
-                False
-            ):  # otherwise a later read could not write them outside inference mode
+            # A later read outside inference mode must be able to write them.
+            with torch.inference_mode(False):
                 self._copies = [
                     torch.empty_like(buffer, device="cpu", pin_memory=True) for buffer in buffers
                 ]

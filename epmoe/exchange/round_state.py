@@ -54,9 +54,8 @@ class RoundState:
     handle: Sent | Dispatched | None = None  # that the last call of the open round returned
     y: Tensor | None = None  # of the open round, from combine_send to combine_recv
     opener: int = 0  # the thread that opened the last round
-    epoch: int = (
-        0  # of the last round, also where a signal handler has ended it, or unmapped the window
-    )
+    # Of the last round, also where a signal handler has ended it, or unmapped the window.
+    epoch: int = 0
     template: RoundTemplate | None = None  # of the last round, for `skip`
     most_tokens: int | None = None  # of `at_most`: no rank brings more to rounds that open now
     trained: int = 0  # forward rounds of training so far whose backward rounds run here
@@ -103,7 +102,8 @@ class RoundState:
         """
         self.y = None
         self.opener = get_ident()
-        self.epoch, self.template = sent.epoch, sent.template
+        self.epoch = sent.epoch
+        self.template = sent.template
         self.progress.tag = tag
         self.handle = sent
         return sent

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Lock, Thread
+from typing import NamedTuple
 
 from epmoe.group.deaths import this_process
 from epmoe.group.peers import Peers
@@ -39,7 +40,8 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
     some may yet ask at this rank's socket.
 
     Raises RuntimeError where the ranks are on several machines or cannot reach one another's
-    sockets, or a rank has ended, and TimeoutError where a rank did not answer.
+    sockets, may not open enough files, or a rank has ended, and TimeoutError where a rank did not
+    answer.
     """
     rank = peers.rank
     size = peers.size
@@ -72,15 +74,17 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
             p: stack.enter_context(_connected(sockets[p][1], what, deadline))
             for p, what in whats.items()
         }
-        peers.all_gather(
-            None
-        )  # all have reached all: otherwise they would not reach one that has failed
+        # Wait until all have reached all: a rank that fails later cuts off nobody who still
+        # connects.
+        peers.all_gather(None)
         received = dict[int, dict[int, int]]()
         for peer, connection in reached.items():
-            received[peer] = _received(connection, whats[peer], deadline)
-            for number, descriptor in received[peer].items():
+            kept = _received(connection, whats[peer], deadline)
+            received[peer] = kept.descriptors
+            for number, descriptor in kept.descriptors.items():
                 (undo if number == _PROCESS else stack).callback(os.close, descriptor)
-            if _WINDOW not in received[peer]:
+            # Without the descriptor of a process, its end would be seen at a deadline only.
+            if kept.lost or _WINDOW not in kept.descriptors:
                 raise RuntimeError(
                     f"{whats[peer]}: it has closed it, or `ulimit -n` is too low here"
                 )
@@ -99,7 +103,8 @@ class Handout:
 
     def __init__(self) -> None:
         self.name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
-        self._kept, self._lock = dict[int, int](), Lock()
+        self._kept = dict[int, int]()
+        self._lock = Lock()
         stack = contextlib.ExitStack()
         stack.callback(_close_all, self._kept)
         self._listener = stack.enter_context(_handing_out(self.name, self._kept, self._lock))
@@ -118,10 +123,16 @@ class Handout:
             _close([self._kept.pop(number)] if number in self._kept else [])
             self._kept[number] = descriptor
 
-    def drop_below(self, least: int) -> None:
-        """Keep no smaller numbers than this."""
+    def drop(self, most: int) -> None:
+        """Keep the `most` largest numbers at most."""
         with self._lock:
-            for number in sorted(number for number in self._kept if number < least):
+            for number in sorted(self._kept)[: max(len(self._kept) - most, 0)]:
+                os.close(self._kept.pop(number))
+
+    def drop_others(self, numbers: set[int]) -> None:
+        """Keep none but these numbers."""
+        with self._lock:
+            for number in self._kept.keys() - numbers:
                 os.close(self._kept.pop(number))
 
 
@@ -145,8 +156,8 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     deadline = time.monotonic() + SOCKET_TIMEOUT_S
     with _connected(name, what, deadline) as connection:
         kept = _received(connection, what, deadline)
-    found = kept.pop(number, None)
-    _close(kept.values())
+    found = kept.descriptors.pop(number, None)
+    _close(kept.descriptors.values())
     if found is None:
         raise RuntimeError(
             f"{what}: its process does not keep it any more (or `ulimit -n` is too low here)"
@@ -154,8 +165,16 @@ def fetch_descriptor(name: str, number: int, what: str) -> int:
     return found
 
 
-def _received(connection: socket.socket, what: str, deadline: float) -> dict[int, int]:
-    """What a `Handout` keeps, by number: less of it where this process may not open more files."""
+class _Received(NamedTuple):
+    """What a `Handout` keeps."""
+
+    descriptors: dict[int, int]
+    """by number"""
+    lost: list[int]
+    """numbers of others, for which this process may not open more files"""
+
+
+def _received(connection: socket.socket, what: str, deadline: float) -> _Received:
     _set_deadline(connection, deadline)
     try:
         message, descriptors, _, _ = socket.recv_fds(
@@ -163,7 +182,9 @@ def _received(connection: socket.socket, what: str, deadline: float) -> dict[int
         )
     except TimeoutError:
         raise TimeoutError(f"{what}: its process does not answer") from None
-    return dict(zip(struct.unpack(f"{len(message) // 8}q", message), descriptors, strict=False))
+    numbers = struct.unpack(f"{len(message) // 8}q", message)
+    arrived = len(descriptors)
+    return _Received(dict(zip(numbers[:arrived], descriptors, strict=True)), [*numbers[arrived:]])
 
 
 @contextlib.contextmanager
@@ -228,9 +249,8 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
                     f"{what} ({error}): its process has closed it, or is in a container with "
                     "another network namespace"
                 ) from error
-        if (
-            _user_of(connection) != os.getuid()
-        ):  # every user can take the name of a process that has ended
+        # Every user can take the name of a process that has ended.
+        if _user_of(connection) != os.getuid():
             raise RuntimeError(f"{what}: another user answers at the socket of its process")
         yield connection
 

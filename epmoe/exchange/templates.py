@@ -5,7 +5,7 @@ few of them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 from weakref import ref
 
 import torch
@@ -15,7 +15,7 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.extra import Extra, check_extra
-from epmoe.exchange.handles import Received, RoundShape, RoundTemplate
+from epmoe.exchange.handles import ExpertMajor, Received, RoundShape, RoundTemplate, Slabs
 from epmoe.exchange.round_state import RoundState
 from epmoe.native.arguments import (
     FLOATS,
@@ -31,8 +31,9 @@ from epmoe.native.layouts import constant
 
 
 class Templates:
-    """The calls that one exchange has taken so far, by the values that rounds of a
-    template share.
+    """The calls that one exchange has taken so far, by the values that rounds of a template share.
+
+    Every call asks `of`, which therefore reads no more attributes than it needs.
     """
 
     def __init__(
@@ -45,19 +46,22 @@ class Templates:
         sizes: dict[str, int],
         descriptors: Descriptors | None,
     ) -> None:
-        self._config, self._device, self._views, self._descriptors = (
-            config,
-            device,
-            views,
-            descriptors,
-        )
-        self._rounds, self._rank = ref(rounds), rank
-        self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
-        section = config.placement
-        self._first_tag, self._last_tag = (
-            (1, section.layers) if section.live else (0, constant("kMaxTag"))
-        )
+        self._config = config
+        self._device = device
+        self._views = views
+        self._rounds = ref(rounds)
+        self._rank = rank
+        self._sizes = sizes
+        self._descriptors = descriptors
+        self._always_aligned = config.capacity.alignment is not None
+        # Tags are numbers of layers where experts of layers move.
+        self._first_tag = 0
+        self._last_tag = constant("kMaxTag")
+        if config.placement.live:
+            self._first_tag = 1
+            self._last_tag = config.placement.layers
         self._payload = WIRE_FORMATS[config.exchange.payload]
+        self._element = self._payload.element
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
@@ -70,30 +74,39 @@ class Templates:
             _refuse_tag(tag, self._first_tag, self._last_tag)
         try:
             T, D = x.shape
-            shape = rows, K = ids.shape
-            kind = (
-                None if extra is None else Extra.of(extra) if isinstance(extra, Tensor) else extra
-            )
-            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
-            template = self._templates.get(key)
+            ids_shape = ids.shape
+            rows, K = ids_shape
             device = self._device
-            if (
-                template is not None
-                and rows == T <= self._max_tokens
-                and weights.shape == shape
-                and x.device == device
-                and ids.device == device
-                and weights.device == device
-                and (scales is None) == (x.dtype is not self._payload.element)
-                and (scales is None or _fits(scales, self._payload, T, D, device))
-                and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
-                and (extra is None or isinstance(extra, Extra) or _extra_fits(extra, T, device))
-            ):
+
+            # What travels behind each row: its kind is a part of the shape of a round.
+            kind: Extra | None = None
+            extra_fits = True
+            if extra is None:
+                pass
+            elif isinstance(extra, Extra):
+                kind = extra
+            else:
+                kind = Extra.of(extra)
+                extra_fits = _extra_fits(extra, T, device)
+            dtype = x.dtype
+            key = (D, K, dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
+            template = self._templates.get(key)
+
+            # A call like an earlier one differs from it in these only.
+            shapes_fit = rows == T <= self._max_tokens and weights.shape == ids_shape
+            on_device = x.device == device and ids.device == device and weights.device == device
+            wants_grad = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+            scales_fit = (dtype is self._element) == (scales is not None)
+            if scales is not None:
+                scales_fit = scales_fit and _fits(scales, self._payload, T, D, device)
+            call_fits = shapes_fit and on_device and scales_fit and extra_fits and not wants_grad
+            if template is not None and call_fits:
                 return template, T
         except (AttributeError, TypeError, ValueError):
             pass  # not even tensors of two dimensions: `_check` raises
         _check(self._config, self._device, call)
-        self._templates[key] = template = self._new(RoundShape(*key))
+        template = self._new(RoundShape(*key))
+        self._templates[key] = template
         return template, T
 
     def no_tokens(self, shape: RoundShape, tag: int) -> Call:
@@ -102,18 +115,22 @@ class Templates:
         payload = self._payload
         extra = shape.extra
         x = torch.empty(0, D, dtype=shape.dtype, device=self._device)
+        no_scales = None
+        if x.dtype is payload.element:
+            no_scales = x.new_empty(0, payload.num_scales(D), dtype=payload.scale)
+        no_extra = None
+        if extra is not None:
+            no_extra = x.new_empty(0, *extra.shape, dtype=extra.dtype)
         return Call(
             x,
             ids=x.new_empty(0, shape.top_k, dtype=shape.ids_dtype),
             weights=x.new_empty(0, shape.top_k, dtype=shape.weights_dtype),
-            scales=x.new_empty(0, payload.num_scales(D), dtype=payload.scale)
-            if x.dtype is payload.element
-            else None,
+            scales=no_scales,
             layout=shape.layout,
             weight_rows=shape.weight_rows,
             tag=tag,
             aligned=shape.aligned,
-            extra=None if extra is None else x.new_empty(0, *extra.shape, dtype=extra.dtype),
+            extra=no_extra,
         )
 
     def with_extra(self, call: Call, kind: Extra) -> Call:
@@ -122,60 +139,88 @@ class Templates:
         return call._replace(x=x, scales=scales, extra=kind)
 
     def _new(self, shape: RoundShape) -> RoundTemplate:
-        D, K, x_dtype, _, _, layout, _, aligned, extra = shape
-        aligned = aligned or self._always_aligned
-        views = self._views
+        D = shape.hidden_size
         sizes = self._sizes
-        payload = self._payload
-        wire = payload.dtype_of(x_dtype)
-        scale = payload.scale
-        y_dtype = self._config.model.torch_dtype if x_dtype is payload.element else x_dtype
-        width = D if extra is None else extra.width(D, payload, x_dtype)
-        items = payload.row_items(D, x_dtype)
-        blocks = payload.num_scales(D)
-        held: tuple[Any, ...] = ()
-        if layout == "expert":
-            rows = rows_as(views["rows"], wire, payload.row_items(width, x_dtype))
-            scales = (
-                rows_as(views["row_scales"], scale, payload.num_scales(width))[:, :blocks]
-                if scale
-                else None
-            )
-            read_extra = None if extra is None else partial(extra.read, rows, items)
-            held = (
-                rows[:, :items],
-                scales,
-                views["expert_offsets"],
-                views["tokens_per_expert"],
-                read_extra,
-            )
-            received = Received(views["counts"])
-        else:
-            slabs = _slabs_as(views["recv.x"], wire, payload.row_items(width, x_dtype))
-            scales = _slabs_as(views["recv.scales"], scale, blocks) if scale else None
-            pairs = (
-                _slabs_as(views["recv.ids"], torch.int32, K),
-                _slabs_as(views["recv.weights"], torch.float32, K),
-            )
-            read_extra = None if extra is None else partial(extra.read, slabs, items)
-            received = Received(views["counts"], (slabs[..., :items], scales, *pairs, read_extra))
-        made = self._descriptors
-        descriptor = (
-            None if made is None else made.of(layout == "expert", shape.weight_rows, aligned)
-        )
+        aligned = shape.aligned or self._always_aligned
+
+        # y has the dtype of x, or the config's where x is quantized already.
+        y_dtype = shape.dtype
+        if shape.dtype is self._payload.element:
+            y_dtype = self._config.model.torch_dtype
+
+        # The buffers in which rows arrive, by expert or by source.
+        is_expert_major = shape.layout == "expert"
+        expert_major = self._expert_major(shape) if is_expert_major else None
+        slabs = None if is_expert_major else self._slabs(shape)
+
+        descriptor = None
+        if self._descriptors is not None:
+            descriptor = self._descriptors.of(is_expert_major, shape.weight_rows, aligned)
+        ranks_per_expert = self._config.topology.ep_size / self._config.num_physical_experts
         return RoundTemplate(
             shape,
             descriptor,
-            values=(layout, y_dtype, D, received),
-            rows=held,
+            layout=shape.layout,
+            dtype=y_dtype,
+            hidden_size=D,
+            recv=Received(self._views["counts"], slabs),
+            expert_major=expert_major,
             small_alignment_tokens=sizes["small_alignment_tokens"],
-            alignment=sizes["alignment"] if aligned else 1,
             small_alignment=sizes["small_alignment"] if aligned else 1,
-            rows_per_token=self._config.topology.ep_size * K / self._config.num_physical_experts,
+            alignment=sizes["alignment"] if aligned else 1,
+            rows_per_token=shape.top_k * ranks_per_expert,
             like=torch.empty(0, D, dtype=y_dtype, device=self._device),
             rounds=self._rounds,
             rank=self._rank,
         )
+
+    def _expert_major(self, shape: RoundShape) -> ExpertMajor:
+        """Expert-major rows of rounds of this shape, in the buffers."""
+        payload = self._payload
+        views = self._views
+        D = shape.hidden_size
+        width = self._width(shape)
+        items = payload.row_items(D, shape.dtype)
+        dtype = payload.dtype_of(shape.dtype)
+        rows = rows_as(views["rows"], dtype, payload.row_items(width, shape.dtype))
+        scales = None
+        if payload.scale:
+            # Behind the scales of a row come those of its `extra`, which nobody reads.
+            scales = rows_as(views["row_scales"], payload.scale, payload.num_scales(width))
+            scales = scales[:, : payload.num_scales(D)]
+        return ExpertMajor(
+            rows[:, :items],
+            scales,
+            views["expert_offsets"],
+            views["tokens_per_expert"],
+            None if shape.extra is None else partial(shape.extra.read, rows, items),
+        )
+
+    def _slabs(self, shape: RoundShape) -> Slabs:
+        """Rank-major rows of rounds of this shape, in the buffers."""
+        payload = self._payload
+        views = self._views
+        D = shape.hidden_size
+        K = shape.top_k
+        items = payload.row_items(D, shape.dtype)
+        dtype = payload.dtype_of(shape.dtype)
+        x = _slabs_as(views["recv.x"], dtype, payload.row_items(self._width(shape), shape.dtype))
+        scales = None
+        if payload.scale:
+            scales = _slabs_as(views["recv.scales"], payload.scale, payload.num_scales(D))
+        return Slabs(
+            x[..., :items],
+            scales,
+            _slabs_as(views["recv.ids"], torch.int32, K),
+            _slabs_as(views["recv.weights"], torch.float32, K),
+            None if shape.extra is None else partial(shape.extra.read, x, items),
+        )
+
+    def _width(self, shape: RoundShape) -> int:
+        """Elements of a row with its `extra`."""
+        if shape.extra is None:
+            return shape.hidden_size
+        return shape.extra.width(shape.hidden_size, self._payload, shape.dtype)
 
 
 def rows_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
@@ -194,9 +239,7 @@ def _slabs_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
 
 
 def _fits(scales: Tensor, payload: WireFormat, T: int, D: int, device: torch.device) -> bool:
-    """Whether `scales` needs no copy and no error: as many as `payload` has, with
-    contiguous rows.
-    """
+    """Whether `scales` needs no copy and no error: as many as `payload` has, in contiguous rows."""
     return (
         scales.shape == (T, D // payload.block)
         and scales.dtype is payload.scale
@@ -230,6 +273,8 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     model = config.model
     capacity = config.capacity
     refuse_tangents()
+
+    # The flags.
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
     if not isinstance(weight_rows, bool):
@@ -243,13 +288,14 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
             "`apply_router_weight_on_input` needs expert-major rows: it must be False with "
             "layout='rank'"
         )
+
+    # x, and its scales if it is quantized already.
     D = model.hidden_size
     K = model.num_experts_per_tok
     M = capacity.max_num_tokens_per_rank
     dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
-    payload, combine = (
-        WIRE_FORMATS[name] for name in (config.exchange.payload, config.exchange.combine_payload)
-    )
+    payload = WIRE_FORMATS[config.exchange.payload]
+    combine = WIRE_FORMATS[config.exchange.combine_payload]
     element = payload.element
     scale = payload.scale
     if element is None or scale is None:
@@ -263,14 +309,18 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     elif getattr(x, "dtype", None) == element:
         what = f"{dtype_name(scale)} [T, D/{payload.block}] where `x` is {dtype_name(element)}"
         raise ValueError(f"`scales` must be {what}, got {describe(scales)}")
-    elif (
-        config.topology.num_nodes > 1
-    ):  # rows reach nodes quantized, and return in the dtype of the config
+    elif config.topology.num_nodes > 1:
+        # Rows reach nodes quantized, and return in the dtype of the config.
         dtypes = dtypes[:1]
     check_tensor("x", x, dtypes, ("T", "D"), device)
     T, hidden = x.shape
     block = max(payload.block, combine.block)
-    step, whole = (block, f"blocks of {block}") if block else (16 // x.dtype.itemsize, "16 bytes")
+    if block:
+        step = block
+        whole = f"blocks of {block}"
+    else:
+        step = 16 // x.dtype.itemsize
+        whole = "16 bytes"
     if hidden > D or hidden < 1 or hidden % step:
         raise ValueError(
             f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got "
@@ -281,6 +331,8 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
             f"`x` has {T} tokens, but capacity.max_num_tokens_per_rank is {M}: set it to at least "
             f"{T} on all ranks"
         )
+
+    # Ids and weights, and what needs the shape of x.
     check_tensor("ids", ids, INTS, (T, "K"), device)
     if not 1 <= ids.shape[1] <= K:
         raise ValueError(f"`ids` must be int32 or int64 [{T}, 1..{K}], got {describe(ids)}")
@@ -294,6 +346,8 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
                 "`.contiguous()`"
             )
         check_forward_only(scales)
+
+    # What travels behind each row.
     if call.extra is None:
         return
     if weight_rows:

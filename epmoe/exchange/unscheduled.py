@@ -60,11 +60,11 @@ class CopyInStream:
     """
 
     def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        with torch.inference_mode(
-            False
-        ):  # otherwise `start` could not write it outside inference mode
+        # `start` must be able to write it outside inference mode.
+        with torch.inference_mode(False):
             self._copied = torch.zeros_like(buffer, device="cpu", pin_memory=True)
-        self._buffer, self._stream = buffer, stream
+        self._buffer = buffer
+        self._stream = stream
         self._bytes = (ctypes.c_char * buffer.nbytes).from_address(self._copied.data_ptr())
 
     def start(self) -> None:
@@ -118,7 +118,10 @@ class _Mark:
 
     def put(self, time_s: float, phases: int) -> None:
         self.copy.start()
-        self.set, self.phases, self.set_s, self.came_s = True, phases, time_s, math.inf
+        self.phases = phases
+        self.set_s = time_s
+        self.came_s = math.inf
+        self.set = True
 
     def read(self, time_s: float) -> bytes | None:
         """The state where its stream has reached it, else None."""
@@ -173,21 +176,28 @@ class Watch:
 
         The host has launched so many `phases` by `time_s`.
         """
-        # Marks are read before the state: a state that differs from a mark's is then a later one.
+        # Read the marks before the state: a state that differs from a mark's is then a later one.
         launched = self._read_launches(time_s, phases, comes is not None)
         if self._poll.read(time_s):
             self._poll.set = False
             self._reached = self._poll.phases
+
+        # Compare the state of now with theirs. Without one, nobody can tell.
         state = self._now.read()
         late = None
         if state:
             if state != self._state:
                 self._state = state
                 self._moved_s = time_s
-            late = self._late(
-                time_s, timeout_s, min(self._launch_due_s(launched), self._replay_due_s(phases))
-            )
-        marks = self._launches if comes == "launch" else [self._poll] if comes else []
+            due_s = min(self._launch_due_s(launched), self._replay_due_s(phases))
+            late = self._late(time_s, timeout_s, due_s)
+
+        # Set a mark in front of what comes next.
+        marks = []
+        if comes == "launch":
+            marks = self._launches
+        elif comes == "replay":
+            marks = [self._poll]
         mark = next((mark for mark in marks if mark.is_free), None)
         if mark:
             mark.put(time_s, phases)
@@ -195,11 +205,15 @@ class Watch:
 
     def _late(self, time_s: float, timeout_s: float, due_s: float) -> Late | None:
         now = _parsed(self._state)
+        # The stage that comes next: combine of the open round, or dispatch of the next one.
         late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
         if time_s - due_s >= timeout_s:
             return late
-        if time_s - self._moved_s >= timeout_s and any(reports := self._errors.read() or b""):
-            return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
+        # Other ranks may have given the round up: int64 words, a mask of each rank.
+        if time_s - self._moved_s >= timeout_s:
+            reports = self._errors.read() or b""
+            if any(reports):
+                return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
         return None
 
     def _read_launches(
@@ -210,12 +224,15 @@ class Watch:
         `returned`: no other thread is in the launch that follows the last mark.
         """
         for mark in self._launches:
-            if (
-                returned and phases == mark.phases
-            ):  # it has launched nothing: other work may come behind the mark
+            # The call has launched nothing: other work may come behind the mark.
+            if returned and phases == mark.phases:
                 mark.set = False
-        launched = [mark for mark in self._launches if phases != mark.phases]
-        return [(mark, copied) for mark in launched if (copied := mark.read(time_s))]
+        reached = []
+        for mark in self._launches:
+            copied = mark.read(time_s) if phases != mark.phases else None
+            if copied:
+                reached.append((mark, copied))
+        return reached
 
     def _launch_due_s(self, launched: list[tuple[_Mark, bytes]]) -> float:
         """The time from which a kernel that a call has launched could have begun, and has not."""
@@ -243,7 +260,9 @@ def _parsed(state: bytes) -> ctypes.Structure:
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:
     state = views["state"]
-    before_launch = CopyInStream(state), CopyInStream(state)
     return Watch(
-        before_launch, CopyInStream(state), CopyOfNow.of(state), CopyOfNow.of(views["signal.error"])
+        before_launch=(CopyInStream(state), CopyInStream(state)),
+        at_poll=CopyInStream(state),
+        now=CopyOfNow.of(state),
+        errors=CopyOfNow.of(views["signal.error"]),
     )

@@ -95,20 +95,19 @@ class SharedMemoryWindow:
 def available_memory_bytes() -> int:
     """Bytes that this machine, or the container around this process, can still give."""
     free = [sys.maxsize]
+    # The machine, which says it in KiB.
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free.append(
-            int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-        )
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+        free.append(int(available.split()[1]) * 1024)
+    # The container, where it has a limit: "max" is no number.
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int(_CGROUP.joinpath("memory.max").read_text())
         used = int(_CGROUP.joinpath("memory.current").read_text())
-        statistics = dict(
-            line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines()
-        )
-        free.append(
-            limit - used + int(statistics["inactive_file"])
-        )  # page cache that is reclaimed at once
+        lines = _CGROUP.joinpath("memory.stat").read_text().splitlines()
+        statistics = dict(line.split() for line in lines)
+        # The page cache among what is used is reclaimed at once.
+        free.append(limit - used + int(statistics["inactive_file"]))
     return min(free)
 
 
@@ -117,8 +116,7 @@ def check_room(nbytes: int, available: int) -> None:
     if nbytes > available:
         raise MemoryError(
             f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} "
-            "are available: "
-            "lower capacity.max_num_tokens_per_rank"
+            "are available: lower capacity.max_num_tokens_per_rank"
         )
 
 
@@ -159,15 +157,16 @@ def map_windows(
         undo.callback(places.unmap)
         own = places.create(nbytes)
         try:
-            wait = clear(local := places.map(mine, own, nbytes))
+            local = places.map(mine, own, nbytes)
+            wait = clear(local)
             regions = {seat: places.map_unread(seat, nbytes) for seat in seats.empty}
             with share_descriptors(own, peers) as (descriptors, processes):
                 for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
                     regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
+                # Own windows are cleared while others are mapped.
                 wait()
-                peers.all_gather(
-                    None
-                )  # all have cleared their windows: any may write into them now
+                # All have cleared their windows: any rank may write into them from here on.
+                peers.all_gather(None)
         finally:
             os.close(own)
         undo.pop_all()

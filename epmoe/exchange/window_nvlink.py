@@ -17,9 +17,8 @@ from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
 from epmoe.group.waiting import first_answer
 
-_LAST_WORDS_S = (
-    0.02  # after the end of a process, until what it has stored is here and waits have seen it
-)
+# After the end of a process, until what it has stored is here and waits have seen it.
+_LAST_WORDS_S = 0.02
 
 
 class NVLinkWindow:
@@ -55,9 +54,8 @@ class NVLinkWindow:
         self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses, clear)
         self._seat = seats.of_ranks[peers.rank]
         self.local = self.regions[self._seat]
-        self._words = [
-            window.view(torch.int64) for window in self.regions
-        ]  # for `store`, which allocates nothing
+        # Views for `store`, which allocates nothing.
+        self._words = [window.view(torch.int64) for window in self.regions]
         self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
         self._stores = itertools.count()
         self._stream = torch.cuda.Stream(device)

@@ -36,7 +36,10 @@ ANSWER_OF_NEW_S = 1.0  # for a sign of a new rank
 _LOOK_S = (
     0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
 )
+_CONNECT_S = 0.25  # gloo's timeout in the first attempt; it takes up to five of them
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
+_MOST_WORDS = 500  # characters of a reason that another rank reads
+_GONE = "a rank is gone"
 FORMED = "formed"
 FAILED = "failed"
 
@@ -140,11 +143,10 @@ class Meeting:
 
     def key_of(self, member: int) -> str:
         """Where it shows that it is there, see `Presence`."""
-        return (
-            f"{self.name.rpartition('/')[0]}/there/{member}"
-            if member >= 0
-            else f"arrivals/{-1 - member}"
-        )
+        if member < 0:
+            return f"arrivals/{-1 - member}"
+        group, _, _ = self.name.rpartition("/")
+        return key_of_rank(group, member)
 
     def sign_of(self, member: int) -> Sign:
         """What this rank sees of a member: of one that has not come yet, whether its process
@@ -201,26 +203,32 @@ class Meeting:
         deadline = time.monotonic() + timeout_s
 
         def look() -> None:
-            if (
-                self.outcome() == FAILED
-                or self.anybody_lost(decision)
-                or time.monotonic() > deadline
-            ):
-                raise RuntimeError("a rank is gone")
+            if self.outcome() == FAILED:
+                raise RuntimeError(self.why_failed(len(decision.members)))
+            if self.anybody_lost(decision) or time.monotonic() > deadline:
+                raise RuntimeError(_GONE)
 
         leave_group()
-        # torch also counts groups that failed, and their number must be the same on all ranks
+        # Nobody connects before all members are about to: each connects at once then.
+        board = self.board
+        board.write(f"ready/{rank}", "ready")
+        while not all(board.read(f"ready/{other}") for other in range(len(decision.members))):
+            look()
+            time.sleep(POLL_S)
+        # torch also counts groups that failed, and their number must be the same on all ranks.
         _world.group_count = 0
         store = self.root.store
         assert isinstance(store, OutlivingStore)
-        _kept[:], store.look = [store], look
+        _kept[:] = [store]
+        store.look = look
+        # gloo looks at no death while it connects, and takes several of its timeouts for a member
+        # that has ended. So the first attempts are short, and the next ones give slow members time.
+        attempt = int(self.name.rpartition("/")[2])
+        connect_s = min(timeout_s, decision.last_call_s, _CONNECT_S * 2**attempt)
         timeout = connect = timedelta(seconds=timeout_s)
-        if (
-            dist.get_debug_level() != dist.DebugLevel.DETAIL
-        ):  # there a group keeps the timeout of its connecting
-            connect = min(
-                timeout, timedelta(seconds=decision.last_call_s)
-            )  # of a member that ends while it connects
+        # With details a group keeps the timeout of its connecting.
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+            connect = timedelta(seconds=connect_s)
         group = dist.PrefixStore(f"{self.board.name}/group", store)
         size = len(decision.members)
         dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=connect)
@@ -248,8 +256,26 @@ class Meeting:
                 time.sleep(POLL_S)
         return self.outcome() == FORMED
 
-    def fail(self) -> None:
+    def fail(self, rank: int | None = None, error: BaseException | None = None) -> None:
+        """End the attempt. A rank that could not do its part says why before."""
+        if error is not None:
+            self.board.write(f"why/{rank}", f"{type(error).__name__}: {error}"[:_MOST_WORDS])
         self.board.settle("outcome", FAILED)
+
+    def why_failed(self, size: int) -> str:
+        """What the first rank has said that could not do its part."""
+        for rank in range(size):
+            why = self.board.read(f"why/{rank}")
+            if why:
+                return f"rank {rank}: {why[:_MOST_WORDS]}"
+        return _GONE
+
+
+def key_of_rank(group: str, rank: int) -> str:
+    """Where a rank shows that it is there, in the meetings for the group behind this one: `group`
+    is <origin>/<generation>.
+    """
+    return f"{group}/there/{rank}"
 
 
 def arrive(root: Board) -> int:

@@ -39,6 +39,14 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
         names = group.mesh_dim_names
         if not names or names[-1] != EP:
             raise ValueError(f"the last dimension of the mesh `group` must be {EP!r}, got {names}")
+        # A process group numbers its ranks in ascending order, a mesh by their places. Where these
+        # differ, a rank would hold the experts of one number under the name of the other.
+        ranks = group.mesh
+        if not bool((ranks.diff(dim=-1) > 0).all()):
+            raise ValueError(
+                f"the ranks of the mesh `group` must ascend along {EP!r}, as those of a process "
+                f"group do, got {ranks.tolist()}"
+            )
         return group.get_group(EP)
     if not isinstance(group, dist.ProcessGroup):
         if (

@@ -4,6 +4,7 @@ by name says so.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -14,6 +15,9 @@ from pathlib import Path
 from threading import Thread, current_thread
 
 _END_S = 2.0  # for a note that is under way when the thread is to end
+
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""errors of a process, or a machine, that may not open more files"""
 
 
 class Deaths:
@@ -49,9 +53,17 @@ class Deaths:
 
 
 def this_process() -> list[int]:
-    """A new descriptor of this process, or none where the kernel or a sandbox gives none."""
-    with suppress(OSError, AttributeError):
+    """A new descriptor of this process, or none where the kernel or a sandbox gives none.
+
+    Raises OSError where this process may not open more files: others would not see its end.
+    """
+    try:
         return [os.pidfd_open(os.getpid())]
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
+    except AttributeError:  # a Python that was built for an old kernel
+        pass
     return []
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import reprlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
@@ -155,16 +155,17 @@ def _differing(configs: list[str], rank: int, others: list[int]) -> str:
 
 
 @contextmanager
-def opening(peers: Peers) -> Iterator[Agreement]:
-    """A step of `Peers.together` in which a group opens. Yields an agreement to be reached, or
-    raises EPOpenError.
+def opening(peers: Peers, then: Callable[[], object]) -> Iterator[Agreement]:
+    """A step of `Peers.together` in which a group opens; `then` makes this rank one of the group.
+
+    Yields an agreement to be reached. Raises EPOpenError, which names ranks that are missing.
     """
     check_backend(peers.group)
     agreement = Agreement()
     if peers.size > 1:
         RollCall.of(peers, "opening").arrive()
     try:
-        with peers.together():
+        with peers.together(then):
             yield agreement
     except MissingRankError as error:
         assert peers.timeout_s is not None

@@ -5,10 +5,11 @@ reach all others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from epmoe.group.errors import EPStateError
+from epmoe.group.waiting import Whole
 
 _Value = TypeVar("_Value")
 _KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
@@ -138,34 +140,48 @@ class Peers:
         return None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A step that fails on all ranks if it fails on one. Collective at its end.
+    def together(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A step that succeeds on all ranks, or fails on all. Collective at its end.
 
         A rank that fails reports it in place of its next `all_gather`, whichever that is on the
-        others, and raises its own error. The others raise the error of the first such rank, as a
-        MemoryError, EPStateError, ValueError or RuntimeError.
+        others, and raises its own error: any exception, KeyboardInterrupt and SystemExit too. The
+        others raise the error of the first such rank, as a MemoryError, EPStateError, ValueError or
+        RuntimeError.
+
+        The last word of the step is whole: what a signal handler raises meanwhile is raised after
+        it, when the step has succeeded on all ranks. So `then` is what this rank changes once it
+        has: it runs as a part of the last word, on another thread.
         """
         try:
-            with self.part():
+            with self.part(then):
                 yield
         except _ReportedError as reported:
             raise reported.as_shared() from reported.__cause__
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def part(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
         """A step of these ranks within a step of a larger group. An error in it goes on to the
         larger group.
         """
+        last_word = Whole(partial(self._agree, then))
         try:
             yield
-            self.all_gather(None)
-        except Exception as error:
+            last_word.run()
+        except BaseException as error:
+            # Behind the last word there is nobody to report to: the step has its outcome.
+            if last_word.settle():
+                raise
             if isinstance(error, (MissingRankError, _ReportedError)) and error.peers is self:
                 raise
             self._report(error)
             raise
 
-    def _report(self, error: Exception) -> None:
+    def _agree(self, then: Callable[[], object]) -> None:
+        """The last word of a step that has succeeded here."""
+        self._raise_reported(self._gather_values((None, None)))
+        then()
+
+    def _report(self, error: BaseException) -> None:
         """Report that this rank has failed. Raises _ReportedError where another's error explains
         more.
         """
@@ -197,6 +213,19 @@ class Peers:
             raise _ReportedError(self, min(problems))
 
     def _exchange(self, value: _Value) -> list[_Value]:
+        """Every rank's value. It takes one or two gathers, of which a signal handler's exception
+        leaves none out: it is raised before them or after them.
+        """
+        if self.group is None:
+            return [value]
+        gathers = Whole(partial(self._gather_values, value))
+        try:
+            return gathers.run()
+        except BaseException:
+            gathers.settle()
+            raise
+
+    def _gather_values(self, value: _Value) -> list[_Value]:
         if self.group is None:
             return [value]
         data = json.dumps(value).encode()

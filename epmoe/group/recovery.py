@@ -4,6 +4,7 @@ and go on in it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +24,14 @@ from epmoe.group.board import (
     Meeting,
     Presence,
     arrive,
+    key_of_rank,
     leave_group,
 )
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.store import POLL_S, OutlivingStore, Store
+
+_log = logging.getLogger("epmoe")
 
 _LEAVES = "leaves"  # what a former rank says in place of those that it knows to have ended
 _Entered = TypeVar("_Entered")
@@ -66,6 +70,7 @@ def recover(
             a `TCPStore` that the launcher hosts. It serves one ExpertParallel.
         load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them. Where it
             raises, `ep` is closed, and this rank may call again: it loads all its experts then.
+            This rank shows signs of life until it has returned, whatever it waits for.
         min_ranks: with fewer the ranks wait for new ones.
         max_ranks: new ranks are taken in up to this number; by default to the size so far, or
             `min_ranks`. A group of more ranks than `topology.max_ranks`, its seats, gets as many
@@ -78,7 +83,8 @@ def recover(
     Raises:
         EPStateError: the others go on without this rank.
         ValueError: the store is a FileStore, or holds a decision that no rank has written.
-        TimeoutError: no group of `min_ranks` has formed in time.
+        TimeoutError: no group of `min_ranks` has formed in time. It has the error of the last
+            attempt as its cause.
         MemoryError: the windows do not fit.
         PermissionError: other users can write into the folder.
     """
@@ -86,6 +92,26 @@ def recover(
     most = max_ranks or max(ep.size, min_ranks)
     wanted = Wanted(min_ranks, most, wait_s, timeout_s, backend)
     ep.alone(lambda: regroup(ep, store, load_weights, wanted))
+
+
+class _AttemptError(Exception):
+    """An attempt to form a group has failed, since a rank has died or could not do its part."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(str(error))
+        self.error = _without_frames(error)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error, which keeps no process group: the others wait until that of a failed attempt ends.
+
+    The frames of an error, and a MissingRankError itself, hold the group.
+    """
+    cause = error.__cause__
+    error.__traceback__ = None
+    error.__context__ = None
+    error.__cause__ = None if cause is None or hasattr(cause, "peers") else _without_frames(cause)
+    return error
 
 
 @dataclass(frozen=True)
@@ -114,10 +140,12 @@ def regroup(
     )
     here = Presence(meeting.root, meeting.key_of(ep.rank))
     moves = None
+    cause: BaseException | None = None  # of the last attempt that failed here
     try:
+        # One attempt after another, until a group has formed.
         while moves is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no group has formed within {wanted.timeout_s:g} s")
+                raise _timeout(f"no group has formed within {wanted.timeout_s:g} s", cause)
             outcome = meeting.outcome()
             if outcome == FORMED:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
@@ -125,7 +153,10 @@ def regroup(
                 before = meeting.decision()
                 meeting = meeting.following()
                 continue
-            decision = _decide(meeting, ep, wanted, deadline, before)
+            try:
+                decision = _decide(meeting, ep, wanted, deadline, before)
+            except TimeoutError as error:
+                raise _timeout(str(error), cause) from cause
             if wanted.leaves:
                 ep.close()
                 return False
@@ -135,14 +166,28 @@ def regroup(
                     "join"
                 )
             placement = None if decision.config.placement.live else decision.config.place_experts()
-            moves = _enter(
-                meeting, decision, ep.rank, wanted.backend, partial(ep.go_on, None, placement, True)
-            )
-        here.ended = True
+            opens = partial(ep.go_on, None, placement, True)
+            try:
+                moves = _enter(meeting, decision, ep.rank, wanted.backend, opens)
+            except _AttemptError as failed:
+                cause = failed.error
+                _log.warning("recover: attempt %s has failed: %s", meeting.name, cause)
+        # Others may look for this rank in the next meeting already: it is there while it loads,
+        # whatever it waits for.
+        before_loading = here
+        here = Presence(meeting.root, key_of_rank(f"{ep.origin}/{ep.generation}", ep.rank))
+        before_loading.ended = True
         load_weights(moves)
     finally:
         here.ended = True
     return True
+
+
+def _timeout(message: str, cause: BaseException | None) -> TimeoutError:
+    """An error that also says why the last attempt has failed, and has that as its cause."""
+    error = TimeoutError(message if cause is None else f"{message}; the last attempt: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _decide(
@@ -221,27 +266,30 @@ def take_in(
     """
     deadline = time.monotonic() + timeout_s
     root = Board(OutlivingStore(store), "epmoe")
+    cause: BaseException | None = None  # of the last attempt that failed here
     while time.monotonic() < deadline:
         arrival = arrive(root)
         here = Presence(root, f"arrivals/{arrival}")
         try:
-            while (
-                not (answer := root.read(f"arrivals/{arrival}/answer"))
-                and time.monotonic() < deadline
-            ):
+            # The ranks of the group answer with the name of their meeting.
+            answer = ""
+            while not answer and time.monotonic() < deadline:
                 time.sleep(POLL_S)
+                answer = root.read(f"arrivals/{arrival}/answer")
+            if not answer:
+                break
             meeting = Meeting(root, answer)
+            decision = meeting.decision()
             member = -1 - arrival
-            decision = meeting.decision() if answer else None
-            if (
-                decision is not None and member in decision.members
-            ):  # otherwise the group had no place left
-                entered = _enter(meeting, decision, member, backend, partial(make, decision.config))
-                if entered is not None:
-                    return entered
+            if decision is None or member not in decision.members:
+                continue  # the group had no place left
+            return _enter(meeting, decision, member, backend, partial(make, decision.config))
+        except _AttemptError as failed:
+            cause = failed.error
+            _log.warning("join_group: attempt %s has failed: %s", meeting.name, cause)
         finally:
             here.ended = True
-    raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
+    raise _timeout(f"nobody has taken this rank in within {timeout_s:g} s", cause)
 
 
 def _enter(
@@ -250,9 +298,9 @@ def _enter(
     member: int,
     backend: str,
     open_: Callable[[Confirm], _Entered],
-) -> _Entered | None:
-    """Get into the group: what `open_` returns in its process group; None where another rank has
-    died meanwhile.
+) -> _Entered:
+    """Get into the group: what `open_` returns in its process group. Raises _AttemptError, with its
+    cause, where this attempt has failed and another may succeed.
 
     Whatever it raises, a signal handler's error too, fails the attempt for all. They must not wait
     for this rank then: it leaves the process group, which ends with the exception at last.
@@ -263,13 +311,13 @@ def _enter(
         meeting.connect(decision, rank, form_s, backend)
         return open_(partial(meeting.confirm, decision, rank, form_s))
     except BaseException as error:
-        meeting.fail()
+        meeting.fail(rank, error)
         leave_group()
-        if isinstance(error, RuntimeError) and not isinstance(
-            error, EPStateError
-        ):  # EPResumeError, or torch's
-            return None
-        raise
+        # EPResumeError, or torch's; all other errors are for the caller.
+        if not isinstance(error, RuntimeError) or isinstance(error, EPStateError):
+            raise
+        failure = error
+    raise _AttemptError(failure)
 
 
 def _place(old: Placement, members: list[int]) -> Placement:

@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,18 +25,25 @@ _FOLDER = "epmoe-board"
 _LONGEST_NAME = 200  # of a file, in bytes; most file systems have 255
 
 
-def loopback_store() -> dist.TCPStore:
-    """A store for ranks of this machine, hosted by this process, such as that of `recover`.
+def folder_store(folder: str | os.PathLike[str]) -> dist.Store:
+    """A store in a folder, for `torch.distributed.init_process_group(store=…)`: that of `recover`.
 
-    Ranks connect by `TCPStore("127.0.0.1", store.port)`. No other machine can: torch alone would
-    listen everywhere.
+    It is there as long as the folder, outlives every rank, and no rank that dies leaves half a
+    record in it. Only this user decides there. A `TCPStore` obeys whoever reaches its port, which
+    on the loopback interface is every user of the machine; and it lists its keys, so that none is
+    a secret.
+
+    Args:
+        folder: all ranks see it. It is made where it is not there. The ranks of a run need one of
+            their own, in which no earlier run has left words.
+
+    Returns:
+        The store; `recover` takes the folder itself.
+
+    Raises:
+        PermissionError: other users own the folder or can write into it.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
+    return OutlivingStore(folder)
 
 
 class OutlivingStore(dist.Store):

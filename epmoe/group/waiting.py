@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import math
 import time
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -15,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 _Value = TypeVar("_Value")
+_LOOK_S = 0.1  # from one look at the end of work to the next, if its word should be missed
 
 
 def device_ends(
@@ -69,6 +72,69 @@ def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0
         if pause_s:
             time.sleep(pause_s)
     return ask()
+
+
+class Whole(Generic[_Value]):
+    """Work that is done once and to its end, or not at all, whatever signal handlers raise.
+
+    It runs on a thread of its own, since Python runs signal handlers on the main thread only. A
+    handler may raise before it begins, while it runs, or behind it: `settle` tells which, and the
+    exception is raised after the work.
+    """
+
+    def __init__(self, work: Callable[[], _Value]) -> None:
+        self._work = work
+        self._turn = [True]  # whoever pops it decides: the thread begins, or nobody ever will
+        self._running = allocate_lock()
+        self._running.acquire()
+        self._has_ended = False
+        self._error: BaseException | None = None
+
+    def run(self) -> _Value:
+        """Do the work. Raises what it raises, or what a signal handler raises meanwhile."""
+        start_new_thread(self._run, ())
+        while not self._has_ended:
+            self._running.acquire(timeout=_LOOK_S)
+        return self._result()
+
+    def settle(self) -> bool:
+        """Whether the work has been done, for the caller of `run` that has got an exception.
+
+        It waits for the end of work that has begun, also where further handlers raise. Work that
+        has not begun never will.
+        """
+        with suppress(IndexError):
+            self._turn.pop()
+            return False
+        while not self._has_ended:
+            with suppress(BaseException):  # the caller has an exception to raise already
+                self._running.acquire(timeout=_LOOK_S)
+        self._error = None
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._turn.pop()
+        except IndexError:
+            return
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+        self._has_ended = True
+        self._running.release()
+
+    def _result(self) -> _Value:
+        # An error that refers to itself by its frames would keep what they hold, such as a process
+        # group whose end other ranks wait for.
+        error = self._error
+        self._error = None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+        return self._value
 
 
 class Promise(Generic[_Value]):

@@ -46,8 +46,8 @@ class HealthCollector(Collector):
     - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
     - `epmoe_aborted_rounds_total` with `source`, the rank that aborted the rounds
     - with `placement.live`, `epmoe_moved_experts_total`, `epmoe_moved_bytes_total`,
-      `epmoe_stalled_moves_total` and `epmoe_refused_plans_total`, and `epmoe_layer_rows_total` with
-      `layer`, the tag of a layer: rows of this rank's experts
+      `epmoe_stalled_moves_total`, `epmoe_stalled_plans_total` and `epmoe_refused_plans_total`, and
+      `epmoe_layer_rows_total` with `layer`, the tag of a layer: rows of this rank's experts
 
     Args:
         exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by
@@ -74,6 +74,9 @@ class HealthCollector(Collector):
         stalled = _counter(
             "stalled_moves", "Times that a move of this rank got no further within the deadline"
         )
+        waiting = _counter(
+            "stalled_plans", "Times that a rank has sent no loads for a plan within the deadline"
+        )
         refused = _counter("refused_plans", "Plans of moves that ranks have refused")
         found = self._exchanges() if callable(self._exchanges) else self._exchanges
         for name, ep in (
@@ -91,6 +94,7 @@ class HealthCollector(Collector):
                 moved.add_metric(labels, ep.live.moved)
                 moved_bytes.add_metric(labels, ep.live.moved_bytes)
                 stalled.add_metric(labels, ep.live.stalls)
+                waiting.add_metric(labels, ep.live.stalled_plans)
                 refused.add_metric(labels, health.refused_plans)
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))
@@ -104,7 +108,7 @@ class HealthCollector(Collector):
                 for index, value in zip(names, values, strict=True):
                     family.add_metric([*labels, str(index)], value)
         yield from (rounds, *counters.values(), sent, tokens, waited, aborted, layers)
-        yield from (moved, moved_bytes, stalled, refused)
+        yield from (moved, moved_bytes, stalled, waiting, refused)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

@@ -1,7 +1,8 @@
 """One `ExpertParallel` for all layers of a host framework that can share it.
 
-    shapes, settings ─ make_config ─▶ EPConfig ─ Session.share ─▶ one ExpertParallel for a group and
-    these shapes
+    shapes, settings ─ make_config ─▶ EPConfig ─ Session.share ─▶ ExpertParallel
+
+There is one `ExpertParallel` for a group and these shapes.
 
 Layers number themselves by `ExpertParallel.new_tag`, in the order in which the framework makes or
 first calls them.

@@ -2,8 +2,9 @@
 and captured.
 
     --override.imports epmoe.integrations.torchtitan.dispatcher
-    --override.imports epmoe.integrations.torchtitan.selective_ac     with selective activation
-    checkpointing
+    --override.imports epmoe.integrations.torchtitan.selective_ac
+
+The second is for selective activation checkpointing.
 
 The model is built for the "hybridep" backend, whose config torchtitan fills with the sizes that
 windows need, and whose `non_blocking_capacity_factor` stands for a dispatch without CPU
@@ -29,9 +30,8 @@ from epmoe.integrations.session import TRAINING_DEADLINES, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
-_exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = (
-    WeakValueDictionary()
-)  # layers share windows
+# Layers with the same key share windows.
+_exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValueDictionary()
 
 
 class EpmoeTokenDispatcher(BaseEPTokenDispatcher):

@@ -4,6 +4,8 @@ have equal work.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +28,8 @@ from epmoe.live.policy import Policy, few_moves
 LEAST_GAIN = 0.002
 _LOOKS = 20  # for a plan, between two gatherings of loads
 _CALLS = 1 << 31  # numbers of calls of `finish`, which then begin again
+
+_log = logging.getLogger("epmoe")
 
 
 class Serving(Member, Protocol):
@@ -80,6 +84,9 @@ class Balancer:
         plan: the last one, on rank 0; None on the others. With the default policy, layers whose
             moves do not pay keep their slots.
         history: what plans have changed, in order.
+        stalls: how often ranks have sent no loads for the deadline of a round while others have, so
+            that there is no plan: they leave `tick` out. Each is also a warning of the logger
+            `epmoe`.
 
     Raises:
         EPStateError: `placement.live` is not set.
@@ -117,13 +124,17 @@ class Balancer:
 
     def _begin(self) -> None:
         self._generation = self._ep.generation
-        self._counted = self._planned = (
-            0  # of rank 0: the tick of the last plan, and its call of `replace`
-        )
-        self._taken = self._recorded = (
-            0  # calls of `replace`: the last one here, and that of the last `Step`
-        )
+        # Of rank 0: the tick of the last plan, and the call of `replace` that carries it out.
+        self._counted = 0
+        self._planned = 0
+        # Calls of `replace`: the last one here, and that of the last `Step`.
+        self._taken = 0
+        self._recorded = 0
         self._planning: Promise[Plan] | None = None
+        # By rank: the tick at which it has sent its loads last. By rank that is behind: this tick,
+        # and since when nothing has come from it.
+        self._sent_at: list[int] = []
+        self._missing: dict[int, tuple[int, float]] = {}
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     @takes_turn_of_exchange
@@ -150,7 +161,7 @@ class Balancer:
         live.ticks += 1
         if live.ticks % self._every == 0:
             live.send_loads()
-            live.mail.post(Word.COUNTED, live.ticks, [0])
+            live.mail.post(Word.COUNTED, live.ticks, range(self._ep.size))
         if live.ticks % max(1, self._every // _LOOKS) == 0 and self._is_idle:
             self._look()
 
@@ -190,6 +201,21 @@ class Balancer:
             self._take()
         self._going_on(ep.apply, timeout_s)
 
+    def waits_for(self) -> list[int]:
+        """Other ranks that this balancer needs before it gets further, as far as this rank knows.
+
+        While experts move: those of `Moves.waits_for`. Before a plan: those whose loads are behind
+        the newest ones. They call `tick` later than others, or not at all. Any thread may call it.
+        """
+        moves = self._live.moves
+        if moves is not None and not moves.done:
+            return moves.waits_for()
+        return [rank for rank in _behind(self._sent_at) if rank != self._ep.rank]
+
+    @property
+    def stalls(self) -> int:
+        return self._live.stalled_plans
+
     def close(self) -> None:
         """End the thread. Moves that are under way go on with `ep.poll`."""
         self._worker.close()
@@ -228,12 +254,14 @@ class Balancer:
         live = self._live
         if words is None:
             return
+        self._sent_at = [row[Word.COUNTED] for row in words]
+        self._count_stalls()
         if words[0][Word.PLANNED] > live.calls:
             self._take()
         elif self._ep.rank != 0:
             return
         elif (planning := self._planning) is None:
-            counted = min(row[Word.COUNTED] for row in words)
+            counted = min(self._sent_at)
             if counted > self._counted:
                 self._counted = counted
                 self._plan()
@@ -243,16 +271,39 @@ class Balancer:
         elif planning.done and all(row[Word.PLAN] >> 32 >= live.calls for row in words):
             self._publish(planning.get())  # nobody still reads the last one
 
+    def _count_stalls(self) -> None:
+        """Count, and say, that nothing comes from ranks that are behind."""
+        now = time.monotonic()
+        # A rank that has sent something, or is not behind any more, begins anew.
+        behind = {rank: (self._sent_at[rank], now) for rank in _behind(self._sent_at)}
+        for rank, (tick, since) in self._missing.items():
+            if rank in behind and behind[rank][0] == tick:
+                behind[rank] = (tick, since)
+        self._missing = behind
+        # Each deadline that passes counts once.
+        wait_s = self._ep.exchange.deadlines.wait_s()
+        late = [rank for rank, (_, since) in behind.items() if now - since > wait_s]
+        if not late:
+            return
+        for rank in late:
+            self._missing[rank] = (self._sent_at[rank], now)
+        self._live.stalled_plans += 1
+        _log.warning(
+            "rank %d: no experts move, since rank(s) %s have sent no loads at tick %d, which other "
+            "ranks have: do they call `Balancer.tick` at every step?",
+            self._ep.rank,
+            late,
+            max(self._sent_at),
+        )
+
     def _plan(self) -> None:
         loads = self._live.loads()
         recent = (loads - self._last_loads).clamp(min=0)
         if not recent.any():
             return
         self._last_loads = loads
-        self._recent, self._planning = (
-            recent,
-            self._worker.submit(partial(self._plan_for, recent, self._live.slots)),
-        )
+        self._recent = recent
+        self._planning = self._worker.submit(partial(self._plan_for, recent, self._live.slots))
 
     def _plan_for(self, loads: Tensor, slots: Tensor) -> Plan:
         """Ask the policy. The table of its plan goes into the windows of all ranks, so it must fit
@@ -275,14 +326,13 @@ class Balancer:
         has on all ranks.
         """
         live = self._live
-        number = self._live.calls + 1
+        number = live.calls + 1
         live.mail.share("moves.planned_loads", self._recent)
         live.mail.share("moves.planned_slots", plan.slots)
-        self.plan, self._planning, self._planned = (
-            plan,
-            None,
-            number,
-        )  # before a signal handler raises behind the word
+        # Before the word, behind which a signal handler may raise.
+        self.plan = plan
+        self._planning = None
+        self._planned = number
         live.mail.post(Word.PLANNED, number, range(self._ep.size))
 
     def _take(self) -> None:
@@ -292,10 +342,16 @@ class Balancer:
         slots = live.mail.fetch(
             views["moves.planned_slots"].flatten()[: live.slots.numel()]
         ).view_as(live.slots)
-        self._taken = number = live.calls + 1
+        number = live.calls + 1
+        self._taken = number
         moves = live.replace(slots, self._weights, loads)
-        before, after = (
-            ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
-        )
+        before = [] if self.plan is None else self.plan.balance_before
+        after = [] if self.plan is None else self.plan.balance_after
         self.history.append(Step(live.ticks, moves.count, moves.total_bytes, before, after))
         self._recorded = number
+
+
+def _behind(sent_at: list[int]) -> list[int]:
+    """Ranks whose loads are older than the newest ones."""
+    newest = max(sent_at, default=0)
+    return [rank for rank, tick in enumerate(sent_at) if tick < newest]

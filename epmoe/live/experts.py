@@ -81,6 +81,7 @@ class LiveExperts:
         self.weights = weights
         self.moves: Moves | None = None
         self.calls = self.refused_plans = self.ticks = self.finishes = 0
+        self.stalled_plans = 0  # how often a rank has sent no loads in time, as `Balancer` counts
         self._earlier = 0, 0, 0  # experts, bytes and stalls of moves before those of `moves`
         self._settled: Moves | None = None  # the last moves whose end has been seen to
         self._untold: int | None = (

@@ -4,10 +4,12 @@ A version of the tables says which slots are in use; wave w lies between version
 rank goes its way:
 
     switch   to version w − 1, in which no token goes to the slots of wave w, and say so: VERSION
-    push     weights from slots that stay in use to the staging of the other rank, one part after
-    another: PUSHED copy     a part from the own staging into the slot, once all ranks have said
-    VERSION ≥ w − 1: COPIED ready    once all own slots of the wave have their weights: READY. When
-    all ranks are, switch to version w
+    push     weights from slots that stay in use to the staging of the other rank,
+             one part after another: PUSHED
+    copy     a part from the own staging into the slot,
+             once all ranks have said VERSION ≥ w − 1: COPIED
+    ready    once all own slots of the wave have their weights: READY.
+             When all ranks are, switch to version w
 
 Why no slot is overwritten in use: a rank says VERSION behind its last round with the old tables.
 Its combine of that round has waited for the sums of every rank that it sent tokens to, so their

@@ -1,9 +1,10 @@
 """`WeightReceiver`: a server takes versions of its weights from a trainer of other ranks, between
 two rounds.
 
-    rank 0   the newest version: TARGET           all are staged: flip behind round n: ROUND
-    rank r   maps and copies it beside the rounds: STAGED        the first tick behind round n + 2:
-    flip
+    rank 0   the newest version: TARGET
+    rank r   maps and copies it beside the rounds: STAGED
+    rank 0   all are staged, flip behind round n: ROUND
+    rank r   the first tick behind round n + 2: flip
 
 Why all ranks flip between the same rounds: rank 0 writes ROUND = n between its rounds n and n + 1.
 A rank that has opened round n + 2 sees the word: in round n + 1 it has got tokens of rank 0, or it
@@ -58,6 +59,7 @@ from epmoe.live.versions import (
     map_version,
     newest_version,
     own_folder,
+    what_is_there,
 )
 from epmoe.local.given import name_without_wrappers
 from epmoe.local.quantize import quantize_weights
@@ -203,9 +205,8 @@ class WeightReceiver:
                     f"version {version} of the weights did not come into {self._folder} within "
                     f"{timeout_s} s"
                 )
-                newest = f"the newest there is {newest_version(self._folder)}"
                 passed = "" if self.problem is None else f"; {self.problem}"
-                raise TimeoutError(f"{what}: {newest}{passed}")
+                raise TimeoutError(f"{what}: {what_is_there(self._folder)}{passed}")
 
     @property
     def exchange(self) -> Exchange:
@@ -634,16 +635,20 @@ def _check(name: str, version: Version, experts: Any, weights: Tensors, num_expe
 def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
     """int64 [count], `_NONE` each, in memory of all ranks that no file names any more."""
     path = ""
-    if peers.rank == 0:
-        handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(bytes([255]) * 8 * count)
-    path = peers.all_gather(path)[0]
-    words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
-    here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
-    peers.all_gather(None)  # all have mapped it
-    if peers.rank == 0 or not here:
-        Path(path).unlink(missing_ok=True)
+    here = False
+    try:
+        if peers.rank == 0:
+            handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(bytes([255]) * 8 * count)
+        path = peers.all_gather(path)[0]
+        words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
+        here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
+        peers.all_gather(None)  # all have mapped it
+    finally:
+        # Also where a rank raises or has died meanwhile: nobody else knows of the file.
+        if path and (peers.rank == 0 or not here):
+            Path(path).unlink(missing_ok=True)
     if not here:
         raise ValueError("all ranks of a server that receives weights must be on one machine")
     return words

@@ -1,8 +1,10 @@
 """Versions of a model's weights, which ranks of a trainer leave in a folder, and ranks of a server
 map from there.
 
-    rank of a trainer: send ─ a draft, renamed once it is whole ─▶ folder ─ mapped ─▶ rank of a
-    server: tick
+    rank of a trainer: send ─ draft, renamed once it is whole ─▶ folder
+                                                                    │ mapped
+                                                                    ▼
+                                                                 rank of a server: tick
 
 A version is complete once every rank of the trainer has its file there. A file never changes, and
 whoever has mapped one keeps its bytes, also once the trainer has removed it or has died. So neither
@@ -86,7 +88,8 @@ class WeightSender:
         folder: in memory, such as one in /dev/shm; the same for all ranks of the trainer, and for
             the server. It is made, for this user only. Whoever ends the job removes it. The trainer
             that begins last has it.
-        keep: whole versions that stay, from 2 to 253.
+        keep: whole versions that stay, from 2 to 253. As many newer ones that some ranks have not
+            sent yet stay, too.
         on_host: whether weights on a GPU are copied to the host's memory, for a server on CPUs, or
             where the GPU has no room for `keep` versions.
 
@@ -190,12 +193,12 @@ class WeightSender:
         note.unlink(missing_ok=True)
         # Look again: the rank that writes its part last sees a whole version.
         files = list(_files(os.listdir(self._folder)))
-        oldest = _oldest_to_keep(files, self._keep)
+        stay = _that_stay(files, self._keep)
         for file in files:
-            if file.version < oldest:  # of whichever rank
+            if file.version not in stay:  # of whichever rank: without a part it is not complete
                 (self._folder / file.name).unlink(missing_ok=True)
         for failed in self._folder.glob(f"{_FAILED}*"):
-            if _parsed(failed).version < oldest:
+            if _parsed(failed).version < min(stay):
                 failed.unlink(missing_ok=True)
 
     def _write(
@@ -208,10 +211,7 @@ class WeightSender:
     ) -> None:
         """Write a file of a version. What is in the tables comes into memory that this makes."""
         version = _parsed(whole).version
-        socket = None
-        if self._offers is not None:
-            oldest = _oldest_to_keep(files, self._keep - 1)  # before the new one takes room
-            socket = self._offer(version, tables, *self._offers, oldest)
+        socket = None if self._offers is None else self._offer(version, tables, files)
         for table in tables:
             table.update(
                 {name: _plain(value) for name, value in table.items() if not value.is_meta}
@@ -253,19 +253,16 @@ class WeightSender:
             )
             raise EPStateError(f"another trainer has begun to send into {self._folder}: {remedy}")
 
-    def _offer(
-        self,
-        version: int,
-        tables: list[dict[str, Tensor]],
-        memory: Memory,
-        handout: Handout,
-        oldest: int,
-    ) -> str:
-        """Put the tensors on the device of `memory` into a new piece of it; in the tables they
-        become meta tensors. Pieces of versions below `oldest` go.
+    def _offer(self, version: int, tables: list[dict[str, Tensor]], files: list[_File]) -> str:
+        """Put the tensors on the GPU into a new piece of its memory; in the tables they become meta
+        tensors. `files` are those in the folder before this version.
         """
+        assert self._offers is not None, "weights are handed over in memory of the GPU"
+        memory, handout = self._offers
         places, nbytes = _laid_out(tables, memory.device)
-        handout.drop_below(oldest)
+        # before the new one takes room
+        handout.drop_others(_that_stay(files, self._keep - 1))
+        handout.drop(MOST_DESCRIPTORS - 1)
         piece = Places(memory, 1, nbytes)
         try:
             descriptor = piece.create(nbytes)
@@ -304,6 +301,20 @@ def newest_version(folder: Path) -> int:
     except FileNotFoundError:
         return -1
     return max((parts[0].version for parts in _complete(_files(names))), default=-1)
+
+
+def what_is_there(folder: Path) -> str:
+    """The newest complete version, in words, and which ranks of the trainer a newer one lacks."""
+    newest = newest_version(folder)
+    said = f"the newest whole version is {newest}" if newest >= 0 else "no version is whole"
+    names = os.listdir(folder) if folder.exists() else []
+    parts = [file for file in _files(names) if file.version > newest]
+    if not parts:
+        return said
+    last = max(parts, key=lambda file: file.version)
+    sent = {file.rank for file in parts if file[1:3] == last[1:3] and file.size == last.size}
+    missing = [rank for rank in range(last.size) if rank not in sent]
+    return f"{said}; of version {last.version} rank(s) {missing} of the trainer have sent no part"
 
 
 def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
@@ -404,14 +415,6 @@ def _parsed(path: Path) -> _File:
     return next(_files([path.name.removeprefix(_FAILED)]))
 
 
-def _oldest_to_keep(files: Iterable[_File], keep: int) -> int:
-    """The keep-th newest whole version; below all where there are fewer. One that is not whole may
-    take no place of one that is.
-    """
-    whole = sorted({parts[0].version for parts in _complete(files)}, reverse=True)
-    return whole[keep - 1] if len(whole) >= keep else 0
-
-
 def _files(names: Iterable[str]) -> Iterator[_File]:
     for name in names:
         found = _FILE.fullmatch(name)
@@ -426,6 +429,17 @@ def _complete(files: Iterable[_File]) -> list[list[_File]]:
     for file in files:
         versions.setdefault((file.version, file.group, file.size), []).append(file)
     return [parts for (*_, size), parts in versions.items() if len(parts) == size]
+
+
+def _that_stay(files: list[_File], keep: int) -> set[int]:
+    """The `keep` newest whole versions, and as many newer ones that are not whole yet.
+
+    One below a whole version never becomes whole: each rank sends growing numbers.
+    """
+    whole = {parts[0].version for parts in _complete(files)}
+    newest = max(whole, default=-1)
+    unfinished = {file.version for file in files if file.version > newest}
+    return {*sorted(whole)[-keep:], *sorted(unfinished)[-keep:]}
 
 
 def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:

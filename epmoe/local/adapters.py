@@ -1,8 +1,9 @@
 """LoRA adapters of experts: for each row, low-rank products of its adapter are added to both
 products of its expert.
 
-    rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ zeros but for the C / A columns of the row's adapter ─ b
-    [e,2F,C] ─▶ [N,2F]
+    rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ zeros ─▶ [N,C] ─ b [e,2F,C] ─▶ [N,2F]
+
+`zeros`: what is not in the C / A columns of the row's adapter becomes 0.
 
 A adapters lie side by side in C columns, so that the experts' segments serve these products, too:
 nothing is sorted, and nothing looks at the host. A call computes all A adapters for each row.
@@ -25,6 +26,11 @@ from epmoe.native.arguments import FLOATS, check_tensor, dtype_name
 
 NO_ADAPTER = -1
 _LINE_BYTES = 16  # grouped GEMMs want strides of its multiples
+
+
+def _writable_anywhere() -> torch.inference_mode:
+    """For making buffers: those made in inference mode could not be written outside it."""
+    return torch.inference_mode(False)
 
 
 class LoRA(NamedTuple):
@@ -91,7 +97,7 @@ class ExpertAdapters(nn.Module):
             "down_a": (e, C, F),
             "down_b": (e, D, C),
         }
-        with torch.inference_mode(False):  # torch.compile takes no others outside of it
+        with _writable_anywhere():
             for name, shape in shapes.items():
                 zeros = torch.zeros(shape, dtype=experts.dtype, device=experts.w_down.device)
                 self.register_buffer(name, zeros, persistent=False)
@@ -169,7 +175,7 @@ class ExpertAdapters(nn.Module):
         Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay.
         Otherwise all are lost: an adapter of some experts only would be another one.
         """
-        with torch.inference_mode(False):  # as those of the constructor
+        with _writable_anywhere():
             for name, buffer in list(self.named_buffers()):
                 if len(buffer) != experts:
                     fitted = buffer.new_zeros(experts, *buffer.shape[1:])
@@ -215,12 +221,13 @@ class ExpertAdapters(nn.Module):
             a.zero_()
             b.zero_()
 
+    @_writable_anywhere()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         lost = False
         for name, buffer in list(self.named_buffers()):
-            like = fn(
-                buffer.new_empty(0)
-            )  # of all, `to_empty` would leave what no state dict fills
+            # `fn` gets an empty tensor: of all buffers, `to_empty` would leave those that no state
+            # dict fills.
+            like = fn(buffer.new_empty(0))
             moved = buffer.to(like) if not buffer.is_meta else torch.zeros(buffer.shape).to(like)
             lost |= buffer.is_meta or not (
                 moved.is_meta or moved.dtype == buffer.dtype or bool(moved.isfinite().all())

@@ -28,12 +28,8 @@ from epmoe.native.arguments import (
 from epmoe.native.formats import format_of_rows
 
 DTYPES = (*FLOATS, torch.float64, *FORMATS)
-_KEEP_DTYPE = (
-    "w_gate_up",
-    "w_down",
-    "gate_up_scales",
-    "down_scales",
-)  # under casts, if the weights have scales
+# These keep their dtypes under casts, if the weights have scales.
+_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")
 
 
 def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:
@@ -210,6 +206,7 @@ class GroupedExperts(nn.Module):
             up_offset,
         )
         self.averages_over = 1
+        self._frozen_by_dtype = list[str]()
         self._wanted, self._invariant = gemm, batch_invariant
         self._choose()
 
@@ -417,10 +414,20 @@ class GroupedExperts(nn.Module):
             return fn(bits_of(value)).view(value.dtype) if kept else fn(value)
 
         super()._apply(apply, recurse)
-        if self.dtype not in FLOATS:  # fp64, which serves only
-            self.requires_grad_(False)
+        self._freeze_by_dtype()
         self._choose()
         return self
+
+    def _freeze_by_dtype(self) -> None:
+        """Experts in fp64 serve only. Back in another dtype, those train that did before."""
+        if self.dtype not in FLOATS:
+            names = [name for name, value in self.named_parameters() if value.requires_grad]
+            self._frozen_by_dtype += names
+            self.requires_grad_(False)
+            return
+        for name in self._frozen_by_dtype:
+            getattr(self, name).requires_grad_(True)
+        self._frozen_by_dtype = []
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)

@@ -19,6 +19,7 @@ from torch import Tensor
 from epmoe.local.gemm.gemm import bias_of_rows
 from epmoe.local.gemm.gradients import bias_gradients, train_gemm, train_gemm_weights
 from epmoe.native import ops
+from epmoe.native.named import named
 
 
 class _OfEach(NamedTuple):
@@ -32,7 +33,7 @@ class _OfEach(NamedTuple):
     down_bias: Any
 
 
-@torch.library.custom_op("epmoe::train_experts", mutates_args=())
+@named("epmoe::train_experts")
 def train_experts(
     rows: Tensor,
     row_weights: Tensor | None,
@@ -80,7 +81,7 @@ def _(
     return rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], w_gate_up.shape[1])
 
 
-@torch.library.custom_op("epmoe::train_experts_backward", mutates_args=())
+@named("epmoe::train_experts_backward")
 def train_experts_backward(
     grad: Tensor,
     rows: Tensor | None,

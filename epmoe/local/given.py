@@ -10,11 +10,11 @@ leaves it at the node of the graph that reads it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 Routing = tuple[Tensor, Tensor | None]
 """ids [T, K] and weights [T, K]; None: those of the layer's own router"""
-Given = Routing | list[Routing] | Tensor | None
-"""of all calls of a layer, of each call, or ids [B, tokens, K] of which each call takes the next
-tokens
-"""
 _WRAPPERS = {
     "_orig_mod",
     "_checkpoint_wrapped_module",
@@ -43,14 +39,80 @@ _KEY = "epmoe.given"  # of a node's metadata
 _counting = RLock()
 
 
+class Record(Protocol):
+    """The routes of one layer, in a `replay`."""
+
+    def take(self, is_recompute: bool, x: Tensor) -> Routing:
+        """Those of the next call, or of the one call that a checkpoint computes again. Raises
+        ValueError where there are none, and EPStateError where nothing says which call it is.
+        """
+        ...
+
+
+class _OfAllCalls(NamedTuple):
+    """One entry for all calls."""
+
+    routing: Routing
+
+    def take(self, is_recompute: bool, x: Tensor) -> Routing:
+        return self.routing
+
+
+class _OfEachCall:
+    """An entry for each call, in order."""
+
+    def __init__(self, routings: list[Routing]) -> None:
+        self.routings = routings
+        self.calls = 0
+
+    def take(self, is_recompute: bool, x: Tensor) -> Routing:
+        if is_recompute and len(self.routings) > 1:
+            raise EPStateError(_ONE_PASS_EACH)
+        call = 0 if is_recompute else self.calls
+        if call == len(self.routings):
+            raise ValueError(f"`routes` has {call} calls of a layer, which is called once more")
+        self.calls = call + 1
+        return self.routings[call]
+
+
+class _OfTokens:
+    """Ids [B, tokens, K], of which each call takes the next tokens of each sequence."""
+
+    def __init__(self, ids_BTK: Tensor) -> None:
+        self.ids_BTK = ids_BTK
+        self.tokens = 0  # of a sequence, so far
+
+    def take(self, is_recompute: bool, x: Tensor) -> Routing:
+        sequences, length, _ = self.ids_BTK.shape
+        rows = x.shape[:-1].numel()
+        if is_recompute and self.tokens * sequences != rows:
+            raise EPStateError(_ONE_PASS_EACH)
+        if x.dim() == 3 and sequences not in (1, len(x)):
+            raise ValueError(
+                f"`routes` has {sequences} sequences, but a call of a layer has {len(x)}"
+            )
+        start = 0 if is_recompute else self.tokens
+        end = start + rows // sequences
+        if rows % sequences or end > length:
+            left = f"{length - start} tokens left, in each of {sequences} sequences"
+            raise ValueError(f"`routes` has {left}, but a call of a layer has {rows} in all")
+        self.tokens = end
+        return self.ids_BTK[:, start:end].flatten(0, 1), None
+
+
 class _Context:
     """What one `replay` or `adapters_of` gives to its layers. A graph of their calls keeps it
     alive.
     """
 
-    def __init__(self, layers: Mapping[Any, Given], adapter_ids: Tensor | None = None) -> None:
-        self.layers, self.adapter_ids = layers, adapter_ids
-        self.calls = dict.fromkeys(layers, 0)  # so far, or tokens of a sequence
+    def __init__(
+        self,
+        layers: Mapping[Any, Record] | Sequence[Any],
+        *,
+        adapter_ids: Tensor | None = None,
+    ) -> None:
+        self.layers = layers  # of a `replay`, with their routes
+        self.adapter_ids = adapter_ids
         self.awaited = 0  # calls whose backward pass is still to come
         self.task = (
             torch._C._current_graph_task_id()
@@ -59,32 +121,16 @@ class _Context:
         _count(layers, 1)
         weakref.finalize(self, _count, layers, -1).atexit = False
 
-    def routing(self, layer: nn.Module, again: bool, x: Tensor) -> Routing | None:
-        """That of the next call of a layer, or of the call that is made `again`."""
-        given = self.layers[layer]
-        if given is None or isinstance(given, tuple):
-            return given
-        call = 0 if again else self.calls[layer]
-        rows = x.shape[:-1].numel()
-        if again and (
-            self.calls[layer] * len(given) != rows if isinstance(given, Tensor) else len(given) > 1
-        ):
-            raise EPStateError(f"{_UNKNOWN}: give each forward pass a `replay` of its own")
-        if isinstance(given, Tensor):
-            end = call + rows // len(given)
-            if x.dim() == 3 and len(given) not in (1, len(x)):
-                raise ValueError(
-                    f"`routes` has {len(given)} sequences, but a call of a layer has {len(x)}"
-                )
-            if rows % len(given) or end > given.shape[1]:
-                left = f"{given.shape[1] - call} tokens left, in each of {len(given)} sequences"
-                raise ValueError(f"`routes` has {left}, but a call of a layer has {rows} in all")
-            self.calls[layer] = end
-            return given[:, call:end].flatten(0, 1), None
-        if call == len(given):
-            raise ValueError(f"`routes` has {call} calls of a layer, which is called once more")
-        self.calls[layer] = call + 1
-        return given[call]
+    @property
+    def is_replay(self) -> bool:
+        """Whether it has routes, and not adapters."""
+        return self.adapter_ids is None
+
+    def take_routing(self, layer: nn.Module, is_recompute: bool, x: Tensor) -> Routing:
+        """That of the next call of a layer, or of the one call that a checkpoint computes again."""
+        assert isinstance(self.layers, Mapping)
+        record: Record = self.layers[layer]
+        return record.take(is_recompute, x)
 
     def await_gradient(self, x: Tensor) -> None:
         """Note that a call has routes, until the gradient of its x is there."""
@@ -121,6 +167,7 @@ _UNKNOWN = (
     "a checkpoint computes a layer's call again, and does not say which one of those that "
     "`replay` has routed"
 )
+_ONE_PASS_EACH = f"{_UNKNOWN}: give each forward pass a `replay` of its own"
 _contexts: ContextVar[tuple[_Context, ...]] = ContextVar("epmoe.given", default=())
 _last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Context]] = weakref.WeakKeyDictionary()
 
@@ -168,17 +215,17 @@ def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor | NDArray[Any]) 
         yield
 
 
-def _by_token(routes: Tensor, layers: list[Any]) -> dict[Any, Given]:
+def _by_token(routes: Tensor, layers: list[Any]) -> dict[Any, Record]:
     if not layers:
         raise ValueError("`model` has no MoELayer")
     model = layers[0].ep.config.model
     ids = unpack_routes(
         routes, len(layers), model.num_experts, model.num_experts_per_tok, layers[0].ep.device
     )
-    return dict(zip(layers, ids, strict=True))
+    return {layer: _OfTokens(of_layer) for layer, of_layer in zip(layers, ids, strict=True)}
 
 
-def _by_call(routes: Mapping[str, Any], layers: dict[str, Any]) -> dict[Any, Given]:
+def _by_call(routes: Mapping[str, Any], layers: dict[str, Any]) -> dict[Any, Record]:
     given = {name_without_wrappers(name): value for name, value in routes.items()}
     odd = sorted(layers.keys() ^ given.keys())
     if odd:
@@ -209,43 +256,72 @@ def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
     layers = [layer for layer in layers_of(model).values() if layer.adapters is not None]
     if not layers:
         raise ValueError("`model` has no MoELayer with `adapters`")
-    with _within(_Context(dict.fromkeys(layers), ids)):
+    with _within(_Context(layers, adapter_ids=ids)):
         yield
 
 
-def given_to(layer: nn.Module, x: Tensor) -> tuple[Routing | None, Tensor | None]:
-    """The routing and the adapters of tokens that contexts give to a call of a layer, whose x is
-    [T, D] or [B, T, D]. Raises what `replay` says of calls.
+class ContextInputs(NamedTuple):
+    """What the contexts around a call of a layer give it."""
+
+    x: Tensor
+    """[T, D] or [B, T, D]: that of the call, of which the call takes this one"""
+    routing: Routing | None
+    adapter_ids: Tensor | None
+    """[T] or [B, T]"""
+
+
+def take_context_inputs(layer: nn.Module, x: Tensor) -> ContextInputs:
+    """What contexts give to a call of a layer, whose x is [T, D] or [B, T, D]. It takes the next
+    routes of a `replay`. Raises what `replay` says of calls.
     """
     task = torch._C._current_graph_task_id()
-    around = [
+    active = [
         context for context in _contexts.get() if context.task == task and layer in context.layers
     ]
-    again = task != -1 and not around
-    if again:
-        around = [context for context in _of_former_call(layer) if layer in context.layers]
-    replays = [context for context in around if context.adapter_ids is None]
-    routing = replays[-1].routing(layer, again, x) if replays else None
+    is_recompute = task != -1 and not active
+    if is_recompute:
+        active = [context for context in _of_former_call(layer) if layer in context.layers]
+
+    # The innermost context of each kind holds.
+    replays = [context for context in active if context.is_replay]
+    adapters = [context for context in active if not context.is_replay]
+    routing = None
     if replays:
-        _last[layer] = weakref.ref(replays[-1])
-        if x.requires_grad and not again:
-            replays[-1].await_gradient(x)
-    adapter_ids = next(
-        (context.adapter_ids for context in reversed(around) if context not in replays), None
-    )
+        innermost = replays[-1]
+        routing = innermost.take_routing(layer, is_recompute, x)
+        _last[layer] = weakref.ref(innermost)
+        x = _with_gradient(layer, x)
+        if x.requires_grad and not is_recompute:
+            innermost.await_gradient(x)
+    adapter_ids = adapters[-1].adapter_ids if adapters else None
     if adapter_ids is not None and x.dim() == 3 and adapter_ids.shape == x.shape[:1]:
         adapter_ids = adapter_ids[:, None].expand(x.shape[:2])  # one of each sequence
-    return routing, adapter_ids
+    return ContextInputs(x, routing, adapter_ids)
+
+
+def _with_gradient(layer: nn.Module, x: Tensor) -> Tensor:
+    """x, which requires grad where the call has a backward pass. Of a frozen front x needs none,
+    but its gradient says when this backward pass has come as far.
+
+    A checkpoint makes the same of the x that it computes again: it saves as many tensors then.
+    """
+    if x.requires_grad or not torch.is_grad_enabled():
+        return x
+    if not any(parameter.requires_grad for parameter in layer.parameters()):
+        return x
+    return x.detach().requires_grad_()
 
 
 def _of_former_call(layer: nn.Module) -> tuple[_Context, ...]:
     """The contexts of the call that a checkpoint makes again in this node of a graph."""
     node = torch._C._current_autograd_node()
-    link = None if node is None else node.metadata.get(_KEY)  # type: ignore[attr-defined]
-    if link is not None and (context := link()) is not None:
+    of_node = None if node is None else node.metadata.get(_KEY)  # type: ignore[attr-defined]
+    context: _Context | None = None if of_node is None else of_node()
+    if context is not None:
         return (*context.outer, context)
-    last = _last.get(layer)
-    if last is not None and (context := last()) is not None and context.awaited:
+    of_layer = _last.get(layer)
+    last = None if of_layer is None else of_layer()
+    if last is not None and last.awaited:
         raise EPStateError(
             f"{_UNKNOWN}: other hooks of saved tensors, such as those that offload them, must be "
             "outside of `replay`, "
@@ -286,10 +362,10 @@ def _count(layers: Iterable[Any], by: int) -> None:
             layer.contexts += by
 
 
-def _checked(name: str, value: Any, layer: Any) -> Routing | list[Routing]:
+def _checked(name: str, value: Any, layer: Any) -> Record:
     if isinstance(value, list):
-        return [_pair(name, each, layer) for each in value]
-    return _pair(name, value, layer)
+        return _OfEachCall([_pair(name, each, layer) for each in value])
+    return _OfAllCalls(_pair(name, value, layer))
 
 
 def _pair(name: str, value: Any, layer: Any) -> Routing:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from epmoe.local.gemm.blocks import multiply_blocks
 from epmoe.native import ops
+from epmoe.native.named import named
 
 
 def router_logits(
@@ -58,7 +59,7 @@ class _Logits(torch.autograd.Function):
         return by_x, by_weight, by_bias, None
 
 
-@torch.library.custom_op("epmoe::invariant_product", mutates_args=())
+@named("epmoe::invariant_product")
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, k] · weight [n, k]ᵀ, which may be transposed; rows have bits of their own."""
     if x.is_cuda:

@@ -18,9 +18,8 @@ from epmoe.local.route import Routing
 Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "drift", "adversarial"]
 
 _ZIPF_EXPONENT = 1.2
-_NORMAL_SIGMAS = (
-    4.0  # the E experts span this many standard deviations to either side of the middle expert
-)
+# The E experts span this many standard deviations to either side of the middle expert.
+_NORMAL_SIGMAS = 4.0
 # more than the range of the noise: hot experts come first, others only where K exceeds their number
 _HOT = 60.0
 
@@ -148,9 +147,8 @@ def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0], dtype=logits_TE.dtype)
     value_T1 = bad[torch.randint(len(bad), (tokens, 1), generator=generator)]
     victim_T1 = torch.randint(experts, (tokens, 1), generator=generator)
-    kind_T1 = torch.randint(
-        4, (tokens, 1), generator=generator
-    )  # 0: one expert, 1: all experts, 2 and 3: clean
+    # What a row gets: 0 is one wrong expert, 1 all experts wrong, 2 and 3 nothing.
+    kind_T1 = torch.randint(4, (tokens, 1), generator=generator)
     struck_TE = (kind_T1 == 1) | ((kind_T1 == 0) & (torch.arange(experts) == victim_T1))
     logits_TE.copy_(torch.where(struck_TE, value_T1, logits_TE))
 
@@ -172,9 +170,8 @@ def _spoil_routing(
     def pick(values: torch.Tensor) -> torch.Tensor:
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    kind_TK = torch.randint(
-        4, shape, generator=generator
-    )  # 0: duplicate, 1: bad id, 2: bad weight, 3: clean
+    # What a pair gets: 0 is a duplicate, 1 a bad id, 2 a bad weight, 3 nothing.
+    kind_TK = torch.randint(4, shape, generator=generator)
     kind_TK[torch.rand(shape[0], generator=generator) < 0.5] = 3
     ids_TK.copy_(torch.where(kind_TK == 0, ids_TK[:, :1], ids_TK))
     ids_TK.copy_(torch.where(kind_TK == 1, pick(torch.tensor(bad_ids)), ids_TK))

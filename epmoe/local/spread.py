@@ -15,9 +15,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from epmoe.config.placement import EP
 
-if (
-    TYPE_CHECKING
-):  # importing it takes half a second, which programs without spread experts do not need
+# Importing it takes half a second, which programs without spread experts need not spend.
+if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _HOOKED, _KEPT = "_epmoe_spread", "_epmoe_parameters"  # attributes of modules
@@ -29,14 +28,23 @@ def is_spread(value: object) -> TypeGuard[DTensor]:
     return mesh is not None and EP in (mesh.mesh_dim_names or ())
 
 
+def unspread_rows(module: nn.Module, e: int) -> list[str]:
+    """Names of parameters with a row for each of e experts of this rank, in a module of which
+    nothing is spread.
+    """
+    named = list(module.named_parameters())
+    if any(is_spread(value) for _, value in named):
+        return []
+    return [name for name, value in named if value.dim() >= 2 and len(value) == e]
+
+
 def local_view(value: Any, averages_over: int = 1) -> Any:
     """This rank's rows [e, …] of a DTensor; any other value as it is. Where autograd wants it,
     gradients of the rows reach the DTensor, divided by `averages_over`, and added over replicas in
     an order that does not change.
     """
-    local = getattr(
-        value, "_local_tensor", None
-    )  # of the public ways one costs 14 µs, and another makes a view
+    # Of the two public ways, one costs 14 µs, and the other makes a view.
+    local = getattr(value, "_local_tensor", None)
     if local is None:
         return value
     if not (torch.is_grad_enabled() and value.requires_grad):
@@ -88,9 +96,8 @@ def _to_views(module: nn.Module, _: object) -> None:
     ]
     for owner, name, value in kept:
         owner._parameters[name] = local_view(value, getattr(owner, "averages_over", 1))
-    for parametrized, made in _parametrized(
-        module
-    ):  # such as a weight to which PEFT adds a product
+    # Such as a weight to which PEFT adds a product.
+    for parametrized, made in _parametrized(module):
         made.append(_Rows(getattr(parametrized, "averages_over", 1)))
 
 
@@ -141,9 +148,12 @@ class _LocalView(torch.autograd.Function):
         mesh = spec.mesh
         placements = spec.placements
         if ctx.averages_over != 1:
-            grad = (
-                grad / ctx.averages_over
-            )  # not in place: it may be the gradient of another tensor, too
+            # Not in place: it may be the gradient of another tensor, too.
+            grad = grad / ctx.averages_over
+        has_replicas = any(placement.is_replicate() for placement in placements)
+        if not (has_replicas or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            # What `from_local` would check and copy is known.
+            return DTensor(grad, spec, requires_grad=False), None
         given = [Partial() if placement.is_replicate() else placement for placement in placements]
         whole = DTensor.from_local(
             grad, mesh, given, run_check=False, shape=spec.shape, stride=spec.stride

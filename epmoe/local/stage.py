@@ -1,7 +1,7 @@
 """The experts stage over weights that a module holds, epmoe's or a framework's: which GEMMs take
 them, and its calls.
 
-weights ─ Stage.choose ─▶ Stage ─ serve ─▶ outputs [N,D]        train: the same with gradients
+    weights ─ Stage.choose ─▶ Stage ─ serve ─▶ outputs [N,D]        train: the same with gradients
 """
 
 from __future__ import annotations

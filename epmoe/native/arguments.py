@@ -111,9 +111,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
     """`x` itself if each row is contiguous, with any stride between rows; otherwise a copy."""
     if x.stride()[-1] == 1 or x.shape[-1] <= 1:
         return x
-    return x.clone(
-        memory_format=torch.contiguous_format
-    )  # not `contiguous`, which may return `x` itself
+    # `contiguous` may return `x` itself, so it does not serve here.
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def aligned_rows(x: Tensor) -> Tensor:
@@ -122,9 +121,8 @@ def aligned_rows(x: Tensor) -> Tensor:
     """
     stride, element = x.stride()
     if x.data_ptr() % 16 or stride * x.itemsize % 16 or element != 1:
-        return x.clone(
-            memory_format=torch.contiguous_format
-        )  # not `contiguous`, which may return `x` itself
+        # `contiguous` may return `x` itself, so it does not serve here.
+        return x.clone(memory_format=torch.contiguous_format)
     return x
 
 

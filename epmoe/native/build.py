@@ -44,22 +44,29 @@ PROGRESS_S = 10.0
 PACKAGE = Path(__file__).resolve().parents[1]
 AHEAD_OF_TIME = PACKAGE / "_native" / "libepmoe.so"
 CUDA_LIBRARY = "libepmoe_cuda.so"
-# The library uses the stable ABI of torch 2.11, so it should work with every later torch.
-CXX_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000")
-# The symbols are those of torch's own CUDA builds: no implicit conversion from or to half or
-# bfloat16.
+CXX_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    # No fused multiply-add where the source has a product and a sum: CPUs and GPUs have equal bits.
+    "-ffp-contract=off",
+    # The stable ABI of torch 2.11, so that the library should work with every later torch.
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+)
 CUDA_FLAGS = (
     "-std=c++20",
     "-O3",
+    # As -ffp-contract=off.
     "--fmad=false",
+    # Profilers and compute-sanitizer name lines. It changes no machine code.
     "-lineinfo",
+    # The symbols of torch's own CUDA builds: no implicit conversion from or to half or bfloat16.
     "-D__CUDA_NO_HALF_OPERATORS__",
     "-D__CUDA_NO_HALF_CONVERSIONS__",
     "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
     "-D__CUDA_NO_HALF2_OPERATORS__",
 )
 HOPPER = "cuda/hopper/"  # sources with instructions of `sm_90a`
-OLDEST_ARCHITECTURE = 8
+OLDEST_ARCHITECTURE = 8  # major number of a compute capability
 TRIED_TORCH = ((2, 11), (2, 14))
 """Oldest and newest torch that epmoe was tried with."""
 
@@ -93,36 +100,42 @@ def build(
 
     cache = output_dir or _cache_dir()
     _check(cache.parent, around=True)
+
+    # All inputs. Whatever differs in one of them lies in another folder.
     gpus = _gpus(portable)
     rules = _rules(gpus, portable)
-    tools = [_version(tool) for tool in (_compiler(), "nvcc")[: 2 if gpus else 1]]
+    tools = [_version(_compiler())]
+    if gpus:
+        tools.append(_version("nvcc"))
     cpu = platform.machine() if portable else _cpu_features()
     files = _files()
     steps = _steps(files, defines, gpus)
     folder = cache / _digest(rules, *tools, cpu, torch.__version__, steps, *files, *files.values())
+    # ninja works here. Sources are no part of the name, so it compiles what an edit reaches.
     work = cache / f"ninja-{_digest(rules, *tools, cpu)}"
     library = folder / "libepmoe.so"
     for path in (cache, folder, work):
         _check(path)
+
     if not library.exists():
         with _lock(work / "builder.lock") as lock:
-            if not library.exists():  # no other process has made it in the meantime
-                purpose = (
-                    f"the CPU{' and GPUs of compute capability ' if gpus else ''}{', '.join(gpus)}"
-                )
+            # Another process may have made it in the meantime.
+            if not library.exists():
+                purpose = "the CPU"
+                if gpus:
+                    purpose += f" and GPUs of compute capability {', '.join(gpus)}"
                 print(
                     f"epmoe: compiling the native library for {purpose} into {folder}, once",
                     file=sys.stderr,
                 )
                 _make_folder(folder)
-                steps = f"to = ../../{folder.name}\ntorch = {torch.__version__}\n{rules}{steps}"
-                _write(files | {"build.ninja": steps}, work / "csrc")
+                head = f"to = ../../{folder.name}\ntorch = {torch.__version__}\n"
+                _write(files | {"build.ninja": head + rules + steps}, work / "csrc")
                 _run_ninja(work / "csrc", lock)
                 for path in folder.iterdir():
                     path.chmod(0o755)
-                os.replace(
-                    f"{library}.new", library
-                )  # last: whoever sees it finds all that is with it
+                # The library moves last: whoever sees it finds all that belongs to it.
+                os.replace(f"{library}.new", library)
                 print("epmoe: the native library is compiled", file=sys.stderr)
     for path in folder.glob("*.so"):
         _check(path)
@@ -150,9 +163,9 @@ def architectures() -> tuple[str, ...]:
     """
     import torch
 
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    names = re.split(r"[;,\s]+", listed.strip()) if listed.strip() else []
-    if names:
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    if listed:
+        names = re.split(r"[;,\s]+", listed)
         wrong = [name for name in names if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name)]
         if wrong:
             raise BuildError(
@@ -162,26 +175,35 @@ def architectures() -> tuple[str, ...]:
         gpus = range(torch.cuda.device_count())
         names = ["{}.{}".format(*torch.cuda.get_device_capability(gpu)) for gpu in gpus]
     kept = {name for name in names if int(name.split(".")[0]) >= OLDEST_ARCHITECTURE}
-    if listed.strip() and not kept:
+    if listed and not kept:
         raise BuildError(
             f"epmoe needs GPUs of compute capability 8.0 or newer, got {', '.join(names)}"
         )
-    return tuple(sorted(kept, key=lambda name: (float(re.sub(r"[^\d.]", "", name)), name)))
+
+    def order(name: str) -> tuple[float, str]:
+        # "10.0" comes behind "9.0", and "9.0+PTX" behind "9.0".
+        return float(re.sub(r"[^\d.]", "", name)), name
+
+    return tuple(sorted(kept, key=order))
 
 
 def _gpus(portable: bool = False) -> tuple[str, ...]:
     import torch
 
-    return architectures() if shutil.which("nvcc") and (portable or torch.version.cuda) else ()
+    has_cuda = portable or torch.version.cuda is not None
+    if not has_cuda or shutil.which("nvcc") is None:
+        return ()
+    return architectures()
 
 
 def problem_with_torch(version: str) -> str | None:
     """A sentence, without a full stop, for a user whose torch is outside `TRIED_TORCH`; None for
     every other torch.
     """
-    oldest, newest = (".".join(map(str, tried)) for tried in TRIED_TORCH)
-    if TRIED_TORCH[0] <= tuple(int(part) for part in version.split(".")[:2]) <= TRIED_TORCH[1]:
+    major, minor = version.split(".")[:2]
+    if TRIED_TORCH[0] <= (int(major), int(minor)) <= TRIED_TORCH[1]:
         return None
+    oldest, newest = (".".join(map(str, tried)) for tried in TRIED_TORCH)
     return (
         f"this epmoe was tried with torch {oldest} to {newest} (2.12 untested); this is torch "
         f"{version}"
@@ -195,14 +217,26 @@ def _rules(gpus: tuple[str, ...], portable: bool) -> str:
     cxx = shlex.quote(_compiler())
     host = f"-ccbin={cxx}" if os.environ.get("CXX") else ""
     native = "" if portable else "-march=native"
+
+    # Machine code for each architecture; +PTX also has code that later GPUs compile.
     codes = ""
     for gpu in gpus:
         number = gpu.removesuffix("+PTX").replace(".", "")
-        for kind in ("sm", "compute") if gpu.endswith("+PTX") else ("sm",):
-            codes += f" -gencode=arch=compute_{number},code={kind}_{number}"
+        codes += f" -gencode=arch=compute_{number},code=sm_{number}"
+        if gpu.endswith("+PTX"):
+            codes += f" -gencode=arch=compute_{number},code=compute_{number}"
+    # Instructions of Hopper alone, such as wgmma, are in no later GPU: nvcc wants the name sm_90a.
     hopper = re.sub(r"_90\b", "_90a", codes)
+
+    # -ccbin: nvcc compiles the host's part by the same compiler.
+    # `: torch $torch;` does nothing in the shell. It makes the version of torch a part of the
+    # command, and ninja compiles again what another command has made.
+    # `$$TORCH` is the folder of torch in the environment, where virtual environments differ;
+    # -fmacro-prefix-map keeps it out of the objects.
+    # -MMD writes the headers of a source for ninja, system headers apart.
     # A compiler may link its C++ library statically. Its facets must not be mixed with those of
     # torch's, or the text of an error ends the process: hence --exclude-libs.
+    # --threads=0 compiles the architectures of a source side by side.
     return f"""\
 builddir = ..
 codes = {codes}
@@ -229,11 +263,18 @@ def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...
     """What `build.ninja` builds by the rules, into the folder `$to`. A symbol is defined for
     sources that name it.
     """
+    # `build` takes the suffix away once all is there.
+    libraries = {"cpp": "libepmoe.so.new"}
+    if gpus:
+        libraries["cu"] = CUDA_LIBRARY
     text = ""
-    for kind, library in (("cpp", "libepmoe.so.new"), ("cu", CUDA_LIBRARY))[: 2 if gpus else 1]:
+    for kind, library in libraries.items():
         objects = []
-        for source in (name for name in files if name.endswith(f".{kind}")):
+        for source in files:
+            if not source.endswith(f".{kind}"):
+                continue
             symbols = [f"-D{symbol}" for symbol in defines if symbol in files[source]]
+            # Mutated libraries have objects of their own only for sources that the symbols change.
             objects.append(f"../objects/{source}{''.join(symbols)}.o")
             text += f"build {objects[-1]}: {kind} {source}\n  defines = {' '.join(symbols)}\n"
             if source.startswith(HOPPER):
@@ -286,9 +327,7 @@ def _cache_dir() -> Path:
 
 
 def _write(files: dict[str, str], folder: Path) -> None:
-    """Make `folder` hold these files and no others. Those that are there already keep
-    their times.
-    """
+    """Make `folder` hold these files and no others; those that are there keep their times."""
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in files:
             path.unlink()
@@ -337,11 +376,12 @@ def _run_ninja(folder: Path, lock: int) -> None:
         while code is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = ninja.wait(PROGRESS_S)
-            said = os.pread(out.fileno(), 1 << 24, 0).decode(
-                errors="replace"
-            )  # without moving ninja's place in it
-            if code is None and (steps := re.findall(r"^(\d+ of \d+ steps): ", said, re.MULTILINE)):
+            # `pread` does not move the place where ninja writes on.
+            said = os.pread(out.fileno(), 1 << 24, 0).decode(errors="replace")
+            steps = re.findall(r"^(\d+ of \d+ steps): ", said, re.MULTILINE)
+            if code is None and steps:
                 print(f"epmoe: {steps[-1]}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    # What the compilers said, without ninja's own lines.
     if code:
         failed = re.sub(r"^\d+ of \d+ steps: .*\n", "", said, flags=re.MULTILINE)
         raise BuildError(f"the native library did not compile:\n{failed.strip()}")
@@ -350,11 +390,10 @@ def _run_ninja(folder: Path, lock: int) -> None:
 def _check(path: Path, *, around: bool = False) -> None:
     who = who_else(path, around=around)
     if who:
+        remedy = f"run `chmod go-w {path}`" if around else "remove it"
         raise BuildError(
-            f"{path} {who}, who could put code there that this process would run: "
-            f"{f'run `chmod go-w {path}`' if around else 'remove it'}, or set EPMOE_CACHE_DIR to a "
-            "folder that "
-            "only you can write into"
+            f"{path} {who}, who could put code there that this process would run: {remedy}, or set "
+            "EPMOE_CACHE_DIR to a folder that only you can write into"
         )
 
 
@@ -372,12 +411,12 @@ def who_else(path: Path, *, around: bool = False) -> str | None:
         owners = {found.st_uid, link.st_uid} - {0, os.geteuid()}
         writers = _writers(found)
         if around:
-            owners = owners if os.geteuid() and stat.S_ISDIR(found.st_mode) else set()
-            writers = (
-                writers
-                if stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_ISVTX
-                else None
-            )
+            is_folder = stat.S_ISDIR(found.st_mode)
+            is_sticky = found.st_mode & stat.S_ISVTX
+            if not is_folder or os.geteuid() == 0:
+                owners = set()
+            if not is_folder or is_sticky:
+                writers = None
         if owners or writers:
             return f"belongs to user {owners.pop()}" if owners else f"can be written by {writers}"
     return None
@@ -395,9 +434,8 @@ def _writers(found: os.stat_result) -> str | None:
     with contextlib.suppress(KeyError):  # a container may have no names for its users
         user = pwd.getpwuid(os.geteuid()).pw_name
         group, _, _, members = grp.getgrgid(found.st_gid)
-    return (
-        None if group == user and set(members) <= {user} else f"group {group}"
-    )  # a umask of 002 has such groups
+    # Systems with a umask of 002 give each user a group of his own.
+    return None if group == user and set(members) <= {user} else f"group {group}"
 
 
 def _make_folder(path: Path) -> None:

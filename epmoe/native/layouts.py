@@ -48,9 +48,8 @@ def struct(name: str) -> type[ctypes.Structure]:
     for field in described:
         named, element, count, offset = field.split(":")
         bits = int(element.removeprefix("u").removeprefix("int"))
-        kind = getattr(
-            ctypes, f"c_{element}", ctypes.c_char * (bits // 8)
-        )  # bytes: a struct within the struct
+        # Where ctypes has no such type, it is a struct within the struct: bytes.
+        kind = getattr(ctypes, f"c_{element}", ctypes.c_char * (bits // 8))
         kind = kind * int(count) if count != "1" else kind
         _skip(fields, end, int(offset))
         fields.append((named, kind))

@@ -1,8 +1,7 @@
 """Layers as operators, which torch.compile and torch.export keep and do not look into.
 
-    x [T,D], routing, order ─ epmoe::moe(layer_id) ─▶ y [T,D]                       a `MoELayer`
-    x [T,D], ids, weights, parameters ─ epmoe::module(layer_id) ─▶ y [T,D]          a host
-    framework's module
+    a `MoELayer`         x [T,D], routing, order ─ epmoe::moe(layer_id) ─▶ y [T,D]
+    a host's module      x [T,D], ids, weights, parameters ─ epmoe::module(layer_id) ─▶ y [T,D]
 
 An operator finds its layer by a number. Placement and windows belong to the layer, so a graph holds
 no memory of an exchange. An operator returns y in new memory: inductor writes into outputs that
@@ -61,7 +60,12 @@ class Registry(Generic[_Named]):
         return number
 
     def find(self, number: int) -> _Named:
-        """The object under a number. Raises RuntimeError once it is gone."""
+        """The object under a number. Raises RuntimeError once it is gone.
+
+        A compiler may have made the number symbolic, as it does with attributes of modules under
+        FSDP2. `int` then makes one graph for each object.
+        """
+        number = int(number)
         named = self._objects.get(number)
         if named is None:
             raise RuntimeError(self._gone.format(number))

@@ -17,12 +17,8 @@ from torch import Tensor
 from epmoe.native import build
 from epmoe.native.formats import WIRE_FORMATS
 
-DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-)  # by their number in csrc/types.h
+# In the order of their numbers in csrc/types.h.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 _ROWS_AT_ONCE = 4096  # whose products are in fp32
 
@@ -34,6 +30,11 @@ _library.define(
     "scores_per_group, "
     "float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) -> (Tensor ids, Tensor "
     "weights)"
+)
+# Of the weights that route has given for `ids`, the gradients of the logits.
+_library.define(
+    "route_backward(Tensor grad_weights, Tensor logits, Tensor ids, Tensor weights, bool sigmoid, "
+    "bool renormalize, float renormalize_epsilon, float routed_scaling_factor) -> Tensor"
 )
 _library.define(
     "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int "
@@ -177,6 +178,11 @@ def _(logits: Tensor, top_k: int, *rest: object) -> tuple[Tensor, Tensor]:
     return ids, logits.new_empty(shape, dtype=torch.float32)
 
 
+@torch.library.register_fake("epmoe::route_backward")
+def _(grad_weights: Tensor, logits: Tensor, *rest: object) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
 @torch.library.register_fake("epmoe::permute")
 def _(
     x: Tensor, ids: Tensor, expert_map: Tensor, num_local_experts: int, *rest: Any
@@ -269,8 +275,6 @@ def _load() -> None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        reasons = [
-            str(error.__cause__ or error),
-            *([problem] if problem else []),
-        ]  # the cause has the linker's words
+        # The cause has the linker's words.
+        reasons = [str(error.__cause__ or error), *([problem] if problem else [])]
         raise build.BuildError(f"the native library does not load: {'; '.join(reasons)}") from None

@@ -1,9 +1,12 @@
 """The exchange over several nodes: a rail to the other nodes, and inside each node the exchange of
 one node.
 
-source rank ─ pack ─▶ slabs ─ rail ─▶ rank of the same local index on each node ─ dispatch of the
-node ─▶ experts y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each node ◀─ combine
-of the node ──────────┘
+    source rank                                    on each node, the rank of the same local index
+
+    x ─ pack ─▶ slabs ─────────── rail ──────────▶ slabs ─ dispatch of the node ─▶ rows
+                                                                                    │ experts
+                                                                                    ▼
+    y ◀─ sum in node order ◀───── rail ─────────── partial rows ◀─ combine of the node ─ outputs
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class HierarchicalExchange(Exchange):
         self.views = network.views
         self.rank = network.rank
         self.global_ranks = network.global_ranks
-        self.rounds, self.deadlines = network.rounds, network.deadlines
+        self.rounds = network.rounds
+        self.deadlines = network.deadlines
         self.templates = Templates(
             config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, None
         )
@@ -77,15 +81,16 @@ class HierarchicalExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
-        sent = self.rounds.open(
-            Sent(template, T, epoch, None, (), self.rounds.most_tokens), call.tag
-        )
+        sent = Sent(template, T, epoch, None, (), self.rounds.most_tokens)
+        self.rounds.open(sent, call.tag)
+
+        # Copy the tokens into a slab for each node.
         inside_epoch = self.node.rounds.count + 1
-        self.slabs = slabs = Slabs(
-            self.memory, template.shape, call, epoch, inside_epoch, sent.most_tokens
-        )
+        slabs = Slabs(self.memory, template.shape, call, epoch, inside_epoch, sent.most_tokens)
+        self.slabs = slabs
         slabs.pack(operands)
-        # before other ranks can know: an abort then starts what is not started
+
+        # The round is open before other ranks can know: an abort then starts what is not started.
         self.rounds.advance()
         self.network.start(slabs.out)
         return sent
@@ -104,17 +109,16 @@ class HierarchicalExchange(Exchange):
             if isinstance(opened, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
                 slabs.inside = node.dispatch_recv(opened)
             else:  # the other ranks of the node notice a mismatch
-                rows, extra = (
-                    (slabs.smallest_rows(), None)
-                    if differing
-                    else (slabs.rows(), slabs.shape.extra)
-                )
+                rows = slabs.rows()
+                extra = slabs.shape.extra
+                if differing:
+                    rows = slabs.smallest_rows()
+                    extra = None
                 slabs.inside = node.dispatch(slabs.inside_call(rows, extra))
         except EPMismatchError as error:
             ranks = differing or self.memory.of_node(error.differing_ranks)
-            self._mismatch(
-                ranks, differing, tags or self.network.tags_of_group(error.tags), differences
-            )
+            tags = tags or self.network.tags_of_group(error.tags)
+            self._mismatch(ranks, differing, tags, differences)
         except EPTimeoutError:
             self.check()
             raise
@@ -185,7 +189,8 @@ class HierarchicalExchange(Exchange):
                 needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit
             )
         mask, _ = self.node.take_aborted()
-        ranks, self._aborted = sorted({*self._aborted, *self.memory.of_mask(mask)}), []
+        ranks = sorted({*self._aborted, *self.memory.of_mask(mask)})
+        self._aborted = []
         raise_incomplete(
             overflow if self._raises_overflow else None,
             EPAbortedError(self.rounds.count, ranks) if ranks and self._raises_abort else None,
@@ -228,11 +233,9 @@ class HierarchicalExchange(Exchange):
         aborted = list(self._aborted_rounds)
         sent[self.memory.local :: G] = peek("rail.total.rows_sent")
         here = slice(self.memory.node * G, (self.memory.node + 1) * G)
-        sent[here], waited[here], aborted[here] = (
-            health.rows_sent,
-            health.waited_s,
-            health.aborted_rounds,
-        )
+        sent[here] = health.rows_sent
+        waited[here] = health.waited_s
+        aborted[here] = health.aborted_rounds
         own["timeouts"] = max(health.timeouts, self.network.failure is not None)
         for name in ("dropped_pairs", "clamped_num_tokens"):
             own[name] = getattr(health, name) + counted[name]
@@ -305,7 +308,8 @@ class HierarchicalExchange(Exchange):
         self.network.pending.append(slabs.last)
 
     def _take_needed(self) -> int:
-        needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
+        needed = int(self.views["rail.total.needed"])
+        self.views["rail.total.needed"][0] = 0
         return needed
 
     def _take_aborted(self) -> int:

@@ -52,12 +52,10 @@ class GlooRail:
     def __init__(
         self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta
     ) -> None:
-        self._roll_call, self._deadlines, self._device, self._ended = (
-            roll_call,
-            deadlines,
-            device,
-            False,
-        )
+        self._roll_call = roll_call
+        self._deadlines = deadlines
+        self._device = device
+        self._ended = False
         name = f"{roll_call.name}/rail/{roll_call.ranks[0]}"
         ranks = roll_call.ranks
         self._group = gloo_group(name, ranks.index(roll_call.rank), len(ranks), connect)
@@ -71,7 +69,8 @@ class GlooRail:
             raise RailError("the rail is closed")
         timeout_s = self._deadlines.wait_s(returning=transfer.returning)
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
-        options.timeout, options.asyncOp = timedelta(seconds=timeout_s + NETWORK_SLACK_S), True
+        options.timeout = timedelta(seconds=timeout_s + NETWORK_SLACK_S)
+        options.asyncOp = True
         arguments = (
             transfer.received,
             transfer.sent,

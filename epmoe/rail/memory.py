@@ -22,9 +22,8 @@ _TABLES = (
     "rail.table.node_of",
     "rail.table.node_local",
 )
-written_by_replays: list[
-    Tensor
-] = []  # of CUDA graphs, of earlier groups, too: nobody else gets their memory
+# Words that replays of CUDA graphs write, of earlier groups, too: nobody else gets their memory.
+written_by_replays: list[Tensor] = []
 
 
 class RailMemory:
@@ -50,20 +49,20 @@ class RailMemory:
         self.views = {
             buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"
         }
-        if device.type == "cuda":  # which the kernels write, and the host reads
-            needed, noticed = (
-                torch.zeros(1, dtype=dtype).pin_memory() for dtype in (torch.int32, torch.int64)
-            )
+        # Words of the host, which the kernels write.
+        if device.type == "cuda":
+            needed = torch.zeros(1, dtype=torch.int32).pin_memory()
+            noticed = torch.zeros(1, dtype=torch.int64).pin_memory()
             self.views |= {"rail.total.needed": needed, "rail.noticed": noticed}
             written_by_replays.extend((needed, noticed))
-        self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
+        self.ranks_per_node = config.topology.ranks_here
+        nodes = range(config.topology.num_nodes)
         self.node, self.local = divmod(rank, self.ranks_per_node)
         self.others = [node for node in nodes if node != self.node]
         self.rows_per_node = config.rows_per_node
         self.payload = WIRE_FORMATS[config.exchange.payload]
-        self.largest_block = max(
-            self.payload.block, WIRE_FORMATS[config.exchange.combine_payload].block
-        )
+        combine = WIRE_FORMATS[config.exchange.combine_payload]
+        self.largest_block = max(self.payload.block, combine.block)
         self.may_have_extra = config.capacity.extra_bytes > 0
         self.slot = RailSlot.of(config)
         self.tables = [self.views[name] for name in _TABLES]

@@ -61,22 +61,22 @@ class NcclRail:
     ) -> None:
         ranks = roll_call.ranks
         rank = roll_call.rank
-        self._roll_call, self._deadlines, self._device = roll_call, deadlines, device
+        self._roll_call = roll_call
+        self._deadlines = deadlines
+        self._device = device
         self._others = [int(one != rank) for one in ranks]
         self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams
         # again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
-        self._stream.wait_stream(
-            torch.cuda.current_stream(device)
-        )  # which `_meet`, on another thread, may not know
+        # `_meet` runs on another thread, which may not know the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()
         written_by_replays.extend((counts, shown))
         self._counts, self._told = words_of(shown)
-        marks = list(
-            zip(counts.split(1), shown[:4].split(1), strict=True)
-        )  # of `rail_mark`: started, ended
+        # The words that `rail_mark` counts and shows: started, ended.
+        marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
         self._latched: Tensor | None = None
         self._closed = Event()
@@ -88,9 +88,8 @@ class NcclRail:
                     f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more"
                 )
         except BaseException:
-            self._end(
-                self._group.abort
-            )  # a kernel that waits for a dead rank keeps the GPU from `resume`
+            # A kernel that waits for a dead rank would keep the GPU from `resume`.
+            self._end(self._group.abort)
             raise
 
     def _meet(self) -> None:
@@ -226,7 +225,8 @@ def _watch(
         for back in (False, True):
             started, ended = way = counts[2 * back : 2 * back + 2]
             if way != seen[back]:
-                seen[back], since[back] = way, now
+                seen[back] = way
+                since[back] = now
             elif started != ended:
                 late |= now - since[back] > deadlines.wait_s(returning=back, first=not counts[3])
         call = on_late()

@@ -54,7 +54,8 @@ class Network:
     deadlines: Deadlines
 
     def __post_init__(self) -> None:
-        self.device, self.rank = self.node.device, self.memory.of_rail(self.memory.node)
+        self.device = self.node.device
+        self.rank = self.memory.of_rail(self.memory.node)
         self.views = self.node.views | self.memory.views
         self.failure: Failure | None = None
         self.recording = RLock()  # held while a failure is recorded, until the node knows
@@ -180,14 +181,12 @@ class Network:
             tags = self.tags_of_group(error.tags)
             raise EPMismatchError(error.epoch, ranks, self.device.type == "cuda", tags) from None
         except EPTimeoutError as error:
-            missing = self.rail.missing(
-                (reported := self.reported()) or self.memory.of_node(error.missing_ranks)
-            )
-            where = (
-                "over the network, as a rank of this node reports"
-                if reported
-                else "within the node"
-            )
+            # What a rank of this node misses on another node is the cause.
+            reported = self.reported()
+            missing = self.rail.missing(reported or self.memory.of_node(error.missing_ranks))
+            where = "within the node"
+            if reported:
+                where = "over the network, as a rank of this node reports"
             self.keep_failure(missing, where)
 
     def tags_of_group(self, tags: Tags) -> Tags:
@@ -215,11 +214,10 @@ class Network:
 
     def missing(self) -> int:
         """Ranks of the group that are missing, as a mask."""
-        ranks = (
-            self.failure.missing
-            if self.failure
-            else self.reported() or self.memory.of_mask(self.node.missing())
-        )
+        if self.failure:
+            ranks = self.failure.missing
+        else:
+            ranks = self.reported() or self.memory.of_mask(self.node.missing())
         return sum(1 << rank for rank in ranks)
 
     def close(self) -> None:

@@ -31,7 +31,8 @@ class NetworkOnGPUs(Network):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._noticed = c_int64.from_address(self.views["rail.noticed"].data_ptr())
-        self._peek, self._peeked = Peek(*map(self.views.__getitem__, _PEEKED)), list[Tensor]()
+        self._peek = Peek(*map(self.views.__getitem__, _PEEKED))
+        self._peeked = list[Tensor]()
         self._last_stream: Any = None  # of the last round
         self.rail.watch(WeakMethod(self.on_late), self.node.latched)
 

@@ -41,10 +41,8 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
     """The rail between the nodes. Raises ValueError where there is none of this name, or none for
     the device.
     """
-    name, fitting = (
-        config.exchange.rail,
-        [name for name, rail in RAILS.items() if device.type in rail.devices],
-    )
+    name = config.exchange.rail
+    fitting = [fit for fit, rail in RAILS.items() if device.type in rail.devices]
     if not fitting:
         raise ValueError(
             "`device` must be cpu with several nodes: this torch has no NCCL, by which GPUs reach "
@@ -73,10 +71,9 @@ def check_shared_memory(config: EPConfig, device: torch.device) -> None:
     if needed > available:
         raise ValueError(
             f"`device` gives a block at most {available >> 10} KiB of shared memory, but the "
-            "exchange of "
-            f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks "
-            "needs "
-            f"{-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
+            f"exchange of {placement.num_physical_experts} physical experts over "
+            f"{placement.ep_size} ranks needs {-(-needed >> 10)}: take fewer experts, or a GPU as "
+            "large as A100 or H100"
         )
 
 
@@ -106,11 +103,12 @@ def open_window(
     """Collective, in a step of `Peers.together`. `undo` unmaps the window where a
     later step fails.
     """
-    shape = plan.window_bytes, peers, seats, addresses, plan["signal.dead"].offset
-    on_host = addresses.memory.device.type == "cpu"
-    window: Window = (
-        SharedMemoryWindow(*shape) if on_host else NVLinkWindow(*shape, plan.empty_lines)
-    )
+    arguments = plan.window_bytes, peers, seats, addresses, plan["signal.dead"].offset
+    window: Window
+    if addresses.memory.device.type == "cpu":
+        window = SharedMemoryWindow(*arguments)
+    else:
+        window = NVLinkWindow(*arguments, plan.empty_lines)
     undo.callback(window.places.unmap)
     undo.callback(window.deaths.close)
     return window
@@ -133,6 +131,8 @@ def open_exchange(
     G = config.topology.ranks_here
     N = config.topology.num_nodes
     times = config.exchange
+
+    # One node.
     if N == 1:
         with ExitStack() as undo:
             window = open_window(plan, peers, seats, addresses, undo)
@@ -141,6 +141,8 @@ def open_exchange(
             )
             undo.pop_all()
         return one
+
+    # Several nodes. The ranks of this node meet first.
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
@@ -150,15 +152,17 @@ def open_exchange(
     rounds = RoundState(struct("Progress")())
     deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
     with ExitStack() as undo:
+        # The rail to the ranks of the same local index, and a group of all hosts.
         of_rail = RollCall([m * G + local for m in range(N)], peers.rank, peers.size, name)
         rail = rail_of(config, device)(of_rail, deadlines, device, connect)
         undo.callback(rail.close)
         of_group = RollCall(list(range(peers.size)), peers.rank, peers.size, f"{name}/hosts")
         control = GlooRail(of_group, deadlines, torch.device("cpu"), connect)
         undo.callback(control.close)
-        peers.all_gather(
-            None
-        )  # all are connected: a rank that fails from here on cuts no other's connecting
+        # All are connected: a rank that fails from here on cuts off nobody who still connects.
+        peers.all_gather(None)
+
+        # The exchange inside of the node, then the one over the nodes around it.
         with node_peers.part():
             full = Seats.full(G)
             window = open_window(plan, node_peers, full, addresses, undo)

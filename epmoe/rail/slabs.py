@@ -49,11 +49,16 @@ class Slabs:
         inside_epoch: int,
         most_tokens: int | None,
     ) -> None:
-        self.memory, self.shape, self.epoch, self.inside_epoch = memory, shape, epoch, inside_epoch
+        self.memory = memory
+        self.shape = shape
+        self.epoch = epoch
+        self.inside_epoch = inside_epoch
         S = memory.rows_per_node
         self.slab_rows = slab_rows = S if most_tokens is None else max(1, min(most_tokens, S))
         self.limit = "capacity.max_rows_per_node" if slab_rows == S else "at_most"
-        self.call_tag, self.D, dtype = call.tag, shape.hidden_size, call.x.dtype
+        self.call_tag = call.tag
+        self.D = shape.hidden_size
+        dtype = call.x.dtype
         self.wire = memory.payload.dtype_of(dtype)
         on_cpu = memory.device.type == "cpu"
         # A call on a GPU may be replayed in other rounds, so its tag has the length of a slab

@@ -16,14 +16,16 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from epmoe.config.placement import EP
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.spread import add_hooks, check_same_rank, is_spread
+from epmoe.local.spread import add_hooks, check_same_rank, is_spread, unspread_rows
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import MOVES, TrainingExchange
+from epmoe.training.scalars import refuse_scalars_of_a_rank
 
 
 def problem_with(ep: ExpertParallel) -> str | None:
@@ -114,6 +116,7 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
                 made[rows] = nn.Parameter(whole, requires_grad=rows.requires_grad)
             owner._parameters[name] = made[rows]
     _watch_optimizers()
+    refuse_scalars_of_a_rank()
     add_hooks(
         module, views=not isinstance(module, GroupedExperts)
     )  # which look for views themselves, at less cost
@@ -154,7 +157,7 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
     # out of its names.
     for path, owner in module.named_modules():
         names += [f"{path}.{name}" for name, value in owner._parameters.items() if is_spread(value)]
-    _average(module, dist.get_world_size(process_group))
+    _average(module, dist.get_process_group_ranks(process_group))
     ignored = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     return module
@@ -175,7 +178,7 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard as shard
 
     mesh = options.get("mesh")
-    _average(module, dist.get_world_size() if mesh is None else mesh.size())
+    _average(module, dist.get_process_group_ranks(None) if mesh is None else _ranks_of(mesh))
     ignored = {value for value in module.parameters() if is_spread(value)}
     options["ignored_params"] = ignored | set(options.get("ignored_params") or ())
     policy = options.get("mp_policy")
@@ -309,9 +312,15 @@ _UNFIT = {
 }
 
 
-def _average(module: nn.Module, ranks: int) -> None:
-    """From now on, gradients of the experts are divided by the number of ranks. Raises ValueError
-    for other ranks.
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The global ranks of a mesh, without their places."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def _average(module: nn.Module, ranks: list[int]) -> None:
+    """From now on, gradients of the experts are divided by the number of these global ranks, which
+    average them. Raises ValueError where experts are spread over other ranks.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -323,20 +332,37 @@ def _average(module: nn.Module, ranks: int) -> None:
             raise ValueError(
                 problem_with(ep) or "the experts must be spread: call `epmoe.training.spread` once"
             )
+        _check_own_experts(owner)
         for name, value in owner._parameters.items():
             if not is_spread(value):
                 continue
-            spread_over = value.device_mesh.size()
-            if spread_over != ranks:
+            mesh = value.device_mesh
+            odd = sorted(set(ranks).symmetric_difference(_ranks_of(mesh)))
+            if odd:
+                where = "is one of the first only" if odd[0] in ranks else "is none of the first"
                 raise ValueError(
-                    f"`{name}` must be spread over the {ranks} ranks that average gradients, got "
-                    f"{spread_over}: give "
+                    f"`{name}` must be spread over the {len(ranks)} ranks that average gradients, "
+                    f"got {mesh.size()}, and rank {odd[0]} {where}: give "
                     'ExpertParallel a mesh ("replicate", "ep") of all of them, so that replicas of '
                     "experts stay alike"
                 )
-            mesh = value.device_mesh
             by_fsdp = mesh.size() // mesh[EP].size() if isinstance(owner, FSDPModule) else 1
-            owner.averages_over = ranks // by_fsdp  # type: ignore[assignment]
+            owner.averages_over = len(ranks) // by_fsdp  # type: ignore[assignment]
+
+
+def _check_own_experts(owner: nn.Module) -> None:
+    """Raises ValueError where a module with a `TrainingExchange` has experts that are not spread,
+    which DDP and FSDP would take for alike on all ranks.
+    """
+    for value in vars(owner).values():
+        if not isinstance(value, TrainingExchange) or value.ep.size == 1:
+            continue
+        names = unspread_rows(owner, value.ep.num_local_experts)
+        if names:
+            raise ValueError(
+                f"`{names[0]}` has a row for each expert of this rank, and must be spread: call "
+                "`epmoe.training.spread(experts, ep)` once"
+            )
 
 
 def _norm(

@@ -1,9 +1,10 @@
 """The operators of training, with their gradients: torch.compile and selective checkpointing know
 them by name.
 
-    epmoe::train_dispatch   x, weights ─▶ rows, row weights, link      gradients:
-    train_dispatch_backward epmoe::train_combine    expert rows, row weights, link ─▶ y
-    gradients: train_combine_backward
+    epmoe::train_dispatch    x, weights ─▶ rows, row weights, link
+    epmoe::train_combine     expert rows, row weights, link ─▶ y
+
+Their gradients are `train_dispatch_backward` and `train_combine_backward`.
 
 combine's backward opens a round, and dispatch's closes it. `link`, from dispatch to combine, makes
 the second follow the first where no gradient does, as on a rank without experts. It is fp32 [1] in
@@ -30,12 +31,13 @@ from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
 from epmoe.native.layouts import constant
+from epmoe.native.named import named
 from epmoe.training.debts import find, is_of_pass
 from epmoe.training.inductor import keep_order
 from epmoe.training.rounds import BACKWARD, EXACT, FORWARD, ON_ROWS
 
 
-@torch.library.custom_op("epmoe::train_dispatch", mutates_args=())
+@named("epmoe::train_dispatch")
 def train_dispatch(
     x: Tensor,
     ids: Tensor,
@@ -89,7 +91,7 @@ def _(
     return x.new_empty(N, x.shape[1]), offsets, tokens, x.new_empty(N, dtype=torch.float32), link
 
 
-@torch.library.custom_op("epmoe::train_combine", mutates_args=())
+@named("epmoe::train_combine")
 def train_combine(
     expert_rows: Tensor,
     row_weights: Tensor | None,
@@ -116,7 +118,7 @@ def _(
     return expert_rows.new_empty(ids.shape[0], expert_rows.shape[1])
 
 
-@torch.library.custom_op("epmoe::train_combine_backward", mutates_args=())
+@named("epmoe::train_combine_backward")
 def train_combine_backward(
     grad_y: Tensor,
     expert_rows: Tensor | None,
@@ -168,7 +170,7 @@ def _(
     return grad_y.new_empty(num_rows, grad_y.shape[1]), grad_weights, torch.empty_like(link)
 
 
-@torch.library.custom_op("epmoe::train_dispatch_backward", mutates_args=())
+@named("epmoe::train_dispatch_backward")
 def train_dispatch_backward(
     grad_rows: Tensor,
     grad_row_weights: Tensor,

@@ -1,9 +1,10 @@
 """The rounds of training: rows and their weights in new memory, and a value of each pair on the way
 back.
 
-    forward    x, weights ─ out ─▶ rows, row weights      expert rows ─ back ─▶ y
-    backward   grad y ───── out ─▶ grad expert rows       grad rows, grad row weights ─ back ─▶ grad
-    x, grad weights
+    forward    x, weights ─ out ─▶ rows, row weights
+               expert rows ─ back ─▶ y
+    backward   grad y ─ out ─▶ grad expert rows
+               grad rows, grad row weights ─ back ─▶ grad x, grad weights
 
 The backward pass of a layer is one round, since the gradient of a sum over rows is a copy, and that
 of a copy a sum.

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from epmoe.local.route import OWN_CHOICE, Routing
 from epmoe.local.route import route as forward_only
-from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
+from epmoe.native import ops
+from epmoe.native.arguments import (
+    FLOATS,
+    INTS,
+    check_tensor,
+    contiguous_rows,
+    describe,
+    token_count,
+)
+from epmoe.native.named import named
 from epmoe.training.debts import find
 
 
@@ -59,7 +68,7 @@ def counted(
     return Routing(*train_route(logits, top_k, ids, bias, tokens, num_real, number, **options))
 
 
-@torch.library.custom_op("epmoe::train_route", mutates_args=())
+@named("epmoe::train_route")
 def train_route(
     logits: Tensor,
     top_k: int,
@@ -155,6 +164,19 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
     if grad_TK is None:
         return (None,) * 7
     logits, ids, weights = ctx.saved_tensors
+    scoring, renormalize, epsilon = ctx.scoring
+    if not torch.is_grad_enabled():
+        return ops.route_backward(
+            grad_TK.float().contiguous(),
+            contiguous_rows(logits),
+            ids,
+            weights,
+            scoring == "sigmoid",
+            renormalize,
+            epsilon,
+            ctx.factor,
+        ), *(None,) * 6
+    # Torch differentiates this once more; the operator above has no gradients of gradients.
     real = weights != 0  # not of padding, nor of a score that is not finite
     scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)
     grad = grad_TK.double().where(real, 0.0) * ctx.factor

@@ -45,7 +45,8 @@ class Holder:
 
 
 CROWD = """
-extern "C" __global__ void __launch_bounds__(1024, 2) crowd(int milliseconds, const volatile int* stop) {
+extern "C" __global__ void __launch_bounds__(1024, 2)
+    crowd(int milliseconds, const volatile int* stop) {
   __shared__ volatile int word;
   int held[HELD];
   #pragma unroll

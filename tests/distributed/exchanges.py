@@ -263,10 +263,8 @@ def expected_slabs(
         ids[slab, used] = local_ids[sent].where(on_node[sent], sentinel).int()
         weights[slab, used] = live_weights[sent].where(on_node[sent], 0.0)
         counts[slab] += len(sent)
-        token[source], slot[source] = (
-            sent.tolist(),
-            range(slab * slots + used.start, slab * slots + used.stop),
-        )
+        token[source] = sent.tolist()
+        slot[source] = range(slab * slots + used.start, slab * slots + used.stop)
     flat = (part.flatten(0, 1) for part in (x, ids, weights))
     return Slabs(*flat, torch.tensor(counts, dtype=torch.int32), token, slot)
 

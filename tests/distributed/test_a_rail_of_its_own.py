@@ -53,10 +53,8 @@ class StoreRail:
         self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta
     ) -> None:
         self.roll_call, self.deadlines, self.heaps = roll_call, deadlines, list[Tensor]()
-        self.store, self.number = (
-            dist.PrefixStore(f"{roll_call.name}/store", _get_default_store()),
-            0,
-        )
+        self.store = dist.PrefixStore(f"{roll_call.name}/store", _get_default_store())
+        self.number = 0
 
     def allocate(self, nbytes: int) -> Tensor:
         self.heaps.append(torch.zeros(nbytes, dtype=torch.uint8))

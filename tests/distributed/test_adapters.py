@@ -9,12 +9,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import adapter_models
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import ON_GPUS, ON_THE_CPU, assert_close, captured, randn
+from interrupted_steps import of_all, steps_until_whole
 
 from epmoe import (
     EPAbortedError,
@@ -25,6 +27,7 @@ from epmoe import (
     MoELayer,
     checkpoint,
 )
+from epmoe.checkpoint.adapters import StoredAdapter
 
 E = 6
 K = 2
@@ -497,3 +500,24 @@ def test_in_graphs(open_ep, gemm, tokens):
     without = y.clone()
     assert torch.equal(without, layer(x))
     layer.ep.check()
+
+
+@ON_THE_CPU
+def test_an_adapter_wherever_a_handler_raises(open_ep, rank):
+    """All ranks have the adapter, or nobody."""
+    layer = make_layer(open_ep())
+    factors, scaling = ADAPTERS[0]
+    adapter = adapter_models.adapter_of(factors, E, list(range(E)), scaling)
+
+    def step(begun: Callable[[], None]) -> None:
+        layer.put_adapter(0, None)
+
+        def read(sizes: Any, _: bool) -> StoredAdapter:
+            begun()
+            return StoredAdapter.given(adapter, sizes)
+
+        layer._put_adapter("put_adapter", 0, "", read)
+
+    for _ in steps_until_whole(rank, step):
+        is_usable = 0 in layer.adapters.numbers and 0 not in layer.adapters.lost
+        assert len(set(of_all(is_usable))) == 1

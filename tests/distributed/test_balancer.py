@@ -15,6 +15,7 @@ from helpers import generator, randn
 from torch import Tensor
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
+from epmoe.config.deadlines import Deadlines
 from epmoe.live.balance import Plan, fresh
 from epmoe.live.layout import Word
 from epmoe.local.reference import moe_reference
@@ -253,6 +254,47 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
     balancer.finish()
     balancer.close()
     assert ep.live.calls == 1 and not balancer.history
+
+
+@pytest.mark.parametrize("ticks", [0, 3])
+def test_a_rank_that_leaves_tick_out_is_named(ep, size, rank, monkeypatch, caplog, ticks):
+    """From the first tick on, or later. Once it ticks again, there is a plan."""
+    if size == 1:
+        pytest.skip("a rank that others wait for")
+    late = size - 1
+    model = Model(ep)
+    balancer = Balancer(ep, every=4, policy=Planned())
+    monkeypatch.setattr(ep.exchange, "deadlines", Deadlines(0.05, 0.05, lambda: 2))
+
+    def step(tick: bool) -> None:
+        model.decode(torch.arange(8, device=ep.device), 0)
+        if tick:
+            balancer.tick()
+        ep.live.mail.flush()
+        dist.barrier()
+
+    for _ in range(ticks):
+        step(tick=True)
+    for _ in range(4):
+        step(tick=rank != late)
+    if rank != late:
+        tick_until(balancer, lambda: balancer.stalls >= 2)
+        assert late in balancer.waits_for() and ep.live.stalled_plans >= 2
+        assert f"rank(s) [{late}] have sent no loads" in caplog.text
+        assert not balancer.history
+    dist.barrier()
+    monkeypatch.undo()
+    while ep.live.ticks < 12:
+        balancer.tick()
+    ep.live.mail.flush()
+    dist.barrier()
+    if rank == 0:
+        tick_until(balancer, lambda: balancer.plan is not None)
+    ep.live.mail.flush()
+    dist.barrier()
+    balancer.finish()
+    assert len(balancer.history) == 1
+    balancer.close()
 
 
 def test_a_signal_handler_that_raises_as_a_plan_is_published(ep, size, rank, monkeypatch):

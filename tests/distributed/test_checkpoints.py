@@ -4,6 +4,7 @@ torch.distributed.checkpoint.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from exchanges import make_config
 from helpers import randn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 from epmoe import EPStateError, ExpertParallel, MoELayer, checkpoint
 from epmoe.local.spread import is_spread, local_view
@@ -170,6 +172,10 @@ def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, ki
     layer = MoELayer.from_full(ep, **full(kind, seed=50))
     layer.load_full_state_dict(saved)
     assert_holds(layer, kind)
+    by_hand = {key: value for key, value in saved.items() if "_extra_state" not in key}
+    other = MoELayer.from_full(ep, **full(kind, seed=51))
+    other.load_full_state_dict(by_hand)
+    assert_holds(other, kind)
     alone = MoELayer.from_full(ep_over(1, kind), **full(kind, seed=50))
     alone.load_state_dict(saved)  # that of a group of one rank
     assert_holds(alone, kind)
@@ -223,6 +229,48 @@ def test_the_logits_of_any_number_of_ranks_are_bitwise_the_same(ep_over, folder,
         third = model(ep, seed=90)
         checkpoint.load_full_state_dict(third, torch.load(folder / f"full{rank}.pt", mmap=True))
         assert torch.equal(third(x), want)
+
+
+def test_meshes_in_every_order(folder, rank, size):
+    """What one saves loads over any other, with the same bits of each expert, or the mesh is
+    refused on all ranks. It is where a rank's number would not be its place.
+    """
+    shapes = [(1, size)] if size % 2 else [(1, size), (2, size // 2)]
+    experts = 12  # which 2, 3 and 4 ranks divide, so that they are DTensors
+    given = {name: value[:experts] for name, value in full().items()}
+    want = {name: value[:experts] for name, value in expected().items()}
+    layers = list[MoELayer]()
+    for shape in shapes:
+        config = make_config(shape[1], experts=experts, top_k=K, hidden=D)
+        for order in itertools.permutations(range(size)):
+            ranks = torch.tensor(order).view(shape)
+            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "ep"))
+            if ranks.tolist() != ranks.sort(1).values.tolist():
+                with pytest.raises(ValueError, match="must ascend along 'ep'"):
+                    ExpertParallel(config, mesh, device="cpu")
+                continue
+            ep = ExpertParallel(config, mesh, device="cpu")
+            assert ep.rank == mesh.get_local_rank("ep")
+            layers.append(MoELayer.from_full(ep, **given))
+    for i, layer in enumerate(layers):
+        checkpoint.save(layer, folder / f"saved{i}")
+        state = checkpoint.full_state_dict(layer, cpu_offload=True)
+        holders = torch.tensor(int(bool(state)))
+        dist.all_reduce(holders)
+        assert holders == 1, "one rank of all replicas writes the file"
+        if state:
+            assert_same_bits(state, want)
+    for i, layer in itertools.product(range(len(layers)), layers):
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+        checkpoint.load(layer, folder / f"saved{i}")
+        held = layer.ep.logical_experts()
+        for name in ("w_gate_up", "w_down"):
+            rows = local_view(getattr(layer.experts, name).detach())
+            assert torch.equal(rows, given[name][held])
+    for layer in layers:
+        layer.ep.close()
 
 
 def test_a_part_of_the_ranks_saves_and_loads(ep_over, folder, rank, size):

@@ -136,9 +136,8 @@ def test_an_exception_in_a_round_keeps_the_ranks_in_step(
         else:
             assert_lost(run(layers, tokens, longest=longest), layers.ep, tokens, (fails_in - 1) * M)
         taken = layers.ep.health().rounds - before
-        alone = (
-            who == "rank 0" and not known and not nodes_of(size)
-        )  # then only rank 0 wanted the last rounds
+        # Whether only rank 0 wanted the last rounds.
+        alone = who == "rank 0" and not known and not nodes_of(size)
         assert taken == (min(fails_in + 1, 3) if alone else 3)
         check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
 

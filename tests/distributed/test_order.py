@@ -19,10 +19,9 @@ from waits import within
 from epmoe import EPOrderError, EPTimeoutError, ExpertParallel
 
 pytestmark = ON_GPUS
-AT_ONCE_S, LONG_S = (
-    10.0,
-    120.0,
-)  # the deadline is long, so that a test which passes has not run into it
+# The deadline is long, so that a test which passes has not run into it.
+AT_ONCE_S = 10.0
+LONG_S = 120.0
 
 
 class Stages:

@@ -128,9 +128,8 @@ def test_two_micro_batches_on_two_streams(make_ep, rank, size, device, larger, s
         inputs = [given(ep, tokens) for ep, tokens in zip(eps, batches, strict=True)]
         torch.cuda.synchronize()
         ys = {}
-        for i in (
-            order if n else [0, 1]
-        ):  # at first in the same order: an allocation of torch may wait for all kernels
+        # At first in the same order: an allocation of torch may wait for all kernels.
+        for i in order if n else [0, 1]:
             with torch.cuda.stream(streams[i]):
                 ys[i] = overlapped([(eps[i], inputs[i])])[0]
         torch.cuda.synchronize()

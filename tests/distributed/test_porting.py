@@ -60,6 +60,7 @@ def test_the_lines_give_what_the_page_says(make_ep, rank, size):
             torch.where((there >= first) & (there <= last), there - first, -1),
         )
         assert (local[source, count:] == -1).all()
+    # The shares come of sweeps.
     assert names["shares"].view(size, -1).sum(1).tolist() == pytest.approx(
         [E / size] * size, rel=1e-8
-    )  # by sweeps
+    )

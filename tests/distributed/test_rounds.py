@@ -222,9 +222,8 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
     call |= of_last(*inputs) if rank == size - 1 else {}
     call = {key: value if value is None else value.to(ep.device) for key, value in call.items()}
     says = re.escape(f"by this: {name} is {mine} here and {theirs} there; they must be equal")
-    elsewhere = (
-        ep.config.topology.num_nodes > 1
-    )  # ranks of other rails than the last one's hear of it, and no more
+    # Ranks of other rails than the last rank's hear of it, and no more.
+    elsewhere = ep.config.topology.num_nodes > 1
     says = "must be equal" if elsewhere else says
     with pytest.raises(epmoe.EPMismatchError, match=says) as error:
         # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
@@ -297,9 +296,8 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
         if ep.config.topology.num_nodes == 1 and not RANKS_SHARE_GPUS:
             waited_s = health.waited_s[0] - before
             assert 0 < waited_s < SOON_S
-            assert (
-                size > 2 or waited_s >= SHORT_S
-            )  # one of more ranks may have started its wait earlier
+            # Of more than two ranks, one may have started its wait earlier.
+            assert size > 2 or waited_s >= SHORT_S
     dist.barrier()
     again = make_ep()
     assert_y(run_round(again, tokens), again.config, tokens)
@@ -325,9 +323,8 @@ def test_health_counts(make_ep, rank, size):
     rows_sent = [0] * size
     for owner, rows in ((0, 2), (size - 1, 1)):  # of each source
         if owner // G == rank // G:
-            rows_sent[owner] = rows * (
-                size // G
-            )  # also those that its peers on the other nodes have sent it
+            # Also those that its peers on the other nodes have sent it.
+            rows_sent[owner] = rows * (size // G)
         else:
             rows_sent[owner // G * G + rank % G] = rows
     assert health.rows_sent == rows_sent

@@ -41,9 +41,8 @@ def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
     tokens = make_tokens(ep.config, rank, 9)
     inputs = given(ep, tokens)
     for _ in range(2):
-        if (
-            rank == 0 and stage == "opening"
-        ):  # the others have yet to end the round that this rank has given up
+        # The others have yet to end the round that this rank has given up.
+        if rank == 0 and stage == "opening":
             ep.dispatch_send(*inputs)
             ep.abort()
         d = ep.dispatch(*inputs) if stage == "combine" else None
@@ -240,9 +239,8 @@ def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device, fold
             epmoe.EPTimeoutError, match=r"dispatch of round 2 .*rank\(s\) \[0\]"
         ) as caught:
             d = ep.dispatch(*given(ep, tokens))
-            assert (
-                ep.combine(d.rows, d).eq(0).all()
-            )  # only on GPUs: the host has not seen the error yet
+            # This happens only on GPUs, where the host has not seen the error yet.
+            assert ep.combine(d.rows, d).eq(0).all()
             ep.check()
         assert caught.value.missing_ranks == [0]
         told[rank - 1].touch()

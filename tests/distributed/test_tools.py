@@ -25,11 +25,13 @@ from tool_models import (
     K,
     Kind,
     Model,
+    OwnExperts,
     assert_same,
     loss_of,
     tokens,
     train,
     train_alone,
+    weights_of,
     whole,
 )
 from torch import Tensor, nn
@@ -46,11 +48,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from epmoe import ExpertParallel, checkpoint, pack_routes, recording, replay
 from epmoe.local.spread import is_spread
-from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts, spread_adapters
+from epmoe.training import (
+    TrainingExchange,
+    clip_grad_norm_,
+    fully_shard,
+    ignore_experts,
+    spread,
+    spread_adapters,
+)
 
 RATE = 1e-2
 MAX_NORM = 0.05
@@ -389,6 +398,108 @@ def averaged(case: Case) -> None:
     )
 
 
+@tool("`AveragedModel(multi_avg_fn=…)`")
+def averaged_by_foreach(case: Case) -> None:
+    model = case.wrapped()
+    average = (
+        AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
+        if case.prepared
+        else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    )
+    optimizer = adamw(model.parameters())
+    average.update_parameters(model)
+    average.update_parameters(model)
+    before = whole(model)
+    train(model, optimizer)
+    average.update_parameters(model)
+    after = whole(model)
+    assert_same(whole(average), {name: (before[name] + after[name]) / 2 for name in before})
+
+
+@tool("`model.double()` and back by `float()`")
+def cast_and_back(case: Case) -> None:
+    trains(case, under_ddp(case.model().double().float()))
+
+
+@tool("layers that share experts, under `torch.compile`")
+def shared_experts(case: Case) -> None:
+    model = case.model()
+    model.blocks[1].moe.experts = model.blocks[0].moe.experts
+    wrapped = eagerly_compiled(under_ddp(model))
+    before = whole(model)
+    checkpoint.save(wrapped, case.folder / "saved")
+    zero_(model)
+    checkpoint.load(wrapped, case.folder / "saved")
+    assert_same(whole(model), before, 0.0)
+    state = copy.deepcopy(checkpoint.full_state_dict(wrapped))
+    zero_(model)
+    checkpoint.load_full_state_dict(wrapped, state)
+    assert_same(whole(model), before, 0.0)
+
+
+@tool("PEFT's `save_pretrained` under FSDP2, with `modules_to_save`")
+def peft_saved(case: Case) -> None:
+    peft = pytest.importorskip("peft")
+    names = ("w_gate_up", "w_down") if case.kind == "grouped" else ("up", "down")
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=[],
+        target_parameters=[f"moe.experts.{name}" for name in names],
+        modules_to_save=["dense"],
+        init_lora_weights=False,
+    )
+    model = spread_adapters(peft.get_peft_model(case.model(), config))
+    fully_shard(model)
+    folder = case.folder / "adapter"
+    if case.prepared:
+        checkpoint.save_adapter(model, folder)
+        alone = peft.PeftModel.from_pretrained(Model(case.kind), folder)
+        assert_same(whole(alone), whole(model), 0.0)
+        return
+    try:
+        model.save_pretrained(folder / str(dist.get_rank()))
+    finally:
+        model.unload()
+
+
+def number_of(case: Case, value: Tensor) -> float:
+    """What Python reads of a tensor: as the page says, of all ranks' experts."""
+    whole_value = value.full_tensor() if case.prepared and is_spread(value) else value
+    return whole_value.item()
+
+
+@tool("clipping by `item()` of each norm")
+def clip_by_item(case: Case) -> None:
+    model = case.wrapped()
+
+    def clips() -> None:
+        gradients = [p.grad for p in model.parameters()]
+        norm = sum(number_of(case, gradient.norm()) ** 2 for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, MAX_NORM / (norm + 1e-6)))
+
+    train(model, adamw(model.parameters()), clips)
+    case.is_right(model, max_norm=MAX_NORM)
+
+
+@tool("a step that `isfinite()` of gradients skips")
+def skip_by_isfinite(case: Case) -> None:
+    model = case.wrapped()
+    optimizer = adamw(model.parameters())
+
+    def step_if_finite() -> None:
+        if all([number_of(case, p.grad.isfinite().all()) for p in model.parameters()]):
+            optimizer.step()
+
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step == 1 and dist.get_rank() == 0:  # one rank alone has gradients that are not finite
+            next(p for p in model.parameters() if is_spread(p)).grad.to_local().fill_(torch.inf)
+        step_if_finite()
+    case.is_right(model, steps=1)
+
+
 def zero_(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -469,7 +580,7 @@ def full(case: Case) -> None:
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """One of a user, which goes parameter by parameter."""
+    """One of a user, which computes all updates before it applies any."""
 
     def __init__(
         self, parameters: Any, update: Callable[[nn.Parameter, dict[str, Tensor]], Tensor]
@@ -479,8 +590,10 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(self.update(p, self.state[p]), alpha=-RATE)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        updates = [self.update(p, self.state[p]) for p in parameters]
+        for p, update in zip(parameters, updates, strict=True):
+            p.add_(update, alpha=-RATE)
 
 
 def like_sm3(p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
@@ -504,6 +617,29 @@ def like_muon(p: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
     for _ in range(2):
         update = 1.5 * update - 0.5 * update @ update.mT @ update
     return update
+
+
+def like_lamb(p: nn.Parameter, state: dict[str, Tensor], case: Case) -> Tensor:
+    """Updates as large as the weights."""
+    return p.grad * (number_of(case, p.norm()) / (number_of(case, p.grad.norm()) + 1e-3))
+
+
+def like_prodigy(p: nn.Parameter, state: dict[str, Tensor], case: Case) -> Tensor:
+    """A rate that grows by how far the weights have gone along the gradients."""
+    start = state.setdefault("start", p.detach().clone())
+    return p.grad * (1.0 + 1e3 * abs(number_of(case, (p.grad * (start - p)).sum())))
+
+
+@tool("optimizers like LAMB and LARS")
+def lamb(case: Case) -> None:
+    update = functools.partial(like_lamb, case=case)
+    trains(case, case.wrapped(), functools.partial(OwnOptimizer, update=update))
+
+
+@tool("optimizers like Prodigy")
+def prodigy(case: Case) -> None:
+    update = functools.partial(like_prodigy, case=case)
+    trains(case, case.wrapped(), functools.partial(OwnOptimizer, update=update))
 
 
 def in_groups(optimizer: Callable[..., Any]) -> Callable[..., Any]:
@@ -592,9 +728,8 @@ def test_the_page_has_each_tool():
     ],
 )
 def test_each_cell_is_right_or_raises_before_a_weight_changes(ep, folder, name, kind):
-    for prepared, said in enumerate(
-        dict.fromkeys(ROWS[name].split(" | "))
-    ):  # two equal cells are one call
+    # Two equal cells are one call.
+    for prepared, said in enumerate(dict.fromkeys(ROWS[name].split(" | "))):
         case = Case(kind, bool(prepared), ep, folder / str(prepared))
         case.folder.mkdir(exist_ok=True)
         problem = None
@@ -649,6 +784,22 @@ def test_replicas_of_experts(size, kind, how):
         ep.check()
 
 
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_replicas_among_other_ranks_are_refused(size, how):
+    """As many ranks average gradients as the experts are spread over, but other ones."""
+    if size != 4:
+        pytest.skip("needs 4 ranks")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    config = make_config(2, experts=E, top_k=K, hidden=D)
+    with ExpertParallel(config, mesh["ep"], device="cpu") as ep:
+        model = Model("grouped", ep)
+        with pytest.raises(ValueError, match="must be spread over the 2 ranks .* got 2, and rank"):
+            if how == "ddp":
+                ignore_experts(model, mesh["pp"].get_group())
+            else:
+                fully_shard(model, mesh=mesh["pp"])
+
+
 @pytest.mark.parametrize("placement", [{"num_redundant_experts": 2}, {"strategy": "round_robin"}])
 def test_placements_that_no_dtensor_has_only_serve(size, placement):
     with ExpertParallel(
@@ -665,6 +816,39 @@ def test_placements_that_no_dtensor_has_only_serve(size, placement):
         for prepare in (ignore_experts, fully_shard):
             with pytest.raises(ValueError, match=why):
                 prepare(block)
+
+
+class OwnLayer(nn.Module):
+    """A router and experts of a user, around a `TrainingExchange`."""
+
+    def __init__(self, ep: ExpertParallel) -> None:
+        super().__init__()
+        self.exchange = TrainingExchange(ep)
+        router, up, down = weights_of(0, "own")
+        held = ep.logical_experts()
+        self.router = nn.Parameter(router)
+        self.experts = OwnExperts(up[held], down[held])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = nn.functional.linear(x, self.router).softmax(1).topk(K, 1)
+        routed = self.exchange.dispatch(x, ids, weights)
+        rows = self.experts(routed.rows, routed.expert_offsets)
+        return self.exchange.combine(rows, routed)
+
+
+def test_an_exchange_among_own_experts_that_are_not_spread(ep):
+    """DDP gives rank 0's experts to all ranks, and averages their gradients."""
+    x = tokens(0, ep.rank)
+    for prepare in (ignore_experts, fully_shard):
+        with pytest.raises(ValueError, match=r"`experts\.up` has a row for each .* be spread"):
+            prepare(OwnLayer(ep))
+    with pytest.raises(RuntimeError, match=r"`experts\.up` .* DDP has given all ranks those"):
+        DistributedDataParallel(OwnLayer(ep))(x)
+    layer = OwnLayer(ep)
+    spread(layer.experts, ep)
+    DistributedDataParallel(ignore_experts(layer))(x).sum().backward()
+    assert layer.experts.up.grad.to_local().isfinite().all()
+    ep.check()
 
 
 def test_own_experts_that_are_not_spread_are_refused(ep):

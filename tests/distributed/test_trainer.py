@@ -6,7 +6,7 @@ The recipes of docs/training.md, "In transformers". Over all ranks of torchrun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,9 +186,9 @@ def test_a_loop_of_accelerate(checkpoint: str, folder: Path, rank: int, size: in
             log.append((loss.item(), float(norm)))
         return log
 
-    make: Callable[[], tuple[Accelerator, Any, Any]] = lambda: prepared(
-        load(checkpoint, **FUNCTION)
-    )  # noqa: E731
+    def make() -> tuple[Accelerator, Any, Any]:
+        return prepared(load(checkpoint, **FUNCTION))
+
     accelerator, model, optimizer = make()
     steps(accelerator, model, optimizer, range(SAVED))
     accelerator.save_state(str(folder / "state"))

@@ -10,8 +10,10 @@ import pytest
 import torch
 from helpers import randn
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from epmoe import GroupedExperts, MoELayer
+from epmoe.local.spread import local_view
 from epmoe.training import TrainingExchange, route
 
 E = 6
@@ -134,7 +136,7 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
     for _ in range(2):
         got = torch.autograd.grad(step(inputs[0]), inputs, materialize_grads=True)
         before = ep.health().rounds
-        for a, b in zip(got, want, strict=True):
+        for a, b in zip(map(local_view, got), map(local_view, want), strict=True):
             limit = (
                 0.0 if backend == "aot_eager" else 1e-5 * b.abs().max().item()
             )  # inductor adds in another order
@@ -167,4 +169,44 @@ def test_shapes_and_shared_experts(make_ep, rank, shape):
     torch.testing.assert_close(y, alone + 2 * x)
     y.sum().backward()
     assert y.shape == x.shape and x.grad.shape == x.shape
+    ep.check()
+
+
+def gradients_of(call, model: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    inputs = [x, *model.parameters()]
+    return torch.autograd.grad(call(x).square().sum(), inputs)
+
+
+@pytest.mark.parametrize("wholly", [False, True])
+def test_checkpoints_in_what_is_compiled(make_ep, rank, wholly):
+    """Rounds that a checkpoint runs again stand between graphs."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=120.0)
+    first, second = layers = torch.nn.ModuleList(make_layers(ep, num_rows=256))
+    x = randn(T, D, seed=rank).to(ep.device).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        if wholly:
+            return 2 * checkpoint(lambda z: second(first(z)).tanh(), x, use_reentrant=False)
+        return checkpoint(second, checkpoint(first, x, use_reentrant=False), use_reentrant=False)
+
+    want = gradients_of(run, layers, x)
+    torch._dynamo.reset()
+    got = gradients_of(torch.compile(run, backend="aot_eager"), layers, x)
+    assert all(map(torch.equal, got, want))
+    ep.check()
+
+
+def test_compilers_may_make_numbers_of_layers_symbolic(make_ep, rank):
+    """As they do under FSDP2, and where docs/compile.md says that layers share a graph."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=120.0)
+    layers = torch.nn.Sequential(*make_layers(ep, 3, num_rows=256))
+    x = randn(T, D, seed=rank).to(ep.device).requires_grad_()
+    want = gradients_of(layers, layers, x)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        compiled = torch.nn.Sequential(
+            *(torch.compile(layer, backend="aot_eager") for layer in layers)
+        )
+        got = gradients_of(compiled, layers, x)
+    assert all(map(torch.equal, got, want))
     ep.check()

@@ -148,9 +148,8 @@ def test_batch_shared_by_all_ranks(name, rank, size):
     sent = torch.tensor(sum(layers.ep.health().rows_sent))
     dist.all_reduce(sent)
     moe_layers = 2 if name == "deepseek_v3" else 3
-    hops = (
-        min(size, 8) + layers.ep.config.topology.num_nodes - 1
-    )  # to each rank and each other node
+    # A row may go to each rank and to each other node.
+    hops = min(size, 8) + layers.ep.config.topology.num_nodes - 1
     assert sent <= moe_layers * (13 + 7) * hops  # each token once, not once from every rank
 
 

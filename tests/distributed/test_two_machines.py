@@ -60,9 +60,8 @@ def test_a_token_crosses_once_per_node(make_ep, rank, size, most):
     for source in range(size):
         rows = most or ep.config.rows_per_node
         out, back = (out + rows, back) if source in here else (out, back + rows)
-    notes = LOCAL_SIZE * (
-        size // LOCAL_SIZE - 1
-    )  # one row behind each slab that comes back: see `Slabs.back`
+    # One row lies behind each slab that comes back: see `Slabs.back`.
+    notes = LOCAL_SIZE * (size // LOCAL_SIZE - 1)
     want = out * (2 * D + 8 * K + 16) + (back + notes) * 2 * D
     if most is None:  # what `epmoe plan` prints
         plan = ep.memory_plan()

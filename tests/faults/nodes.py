@@ -44,9 +44,8 @@ class Nodes:
     """Two nodes of two ranks, which something hurts once."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        owners = [
-            (p + i) % RANKS for i in (0, G) for p in range(EXPERTS)
-        ]  # each node has all experts
+        # Each node has all experts.
+        owners = [(p + i) % RANKS for i in (0, G) for p in range(EXPERTS)]
         self.placement = Placement.build(EXPERTS, RANKS, "explicit", owners, EXPERTS)
         self.host, self.random = Host(folder, torch.device("cpu")), random.Random(seed)
 

@@ -29,10 +29,8 @@ class CudaRank(Rank):
     def write_round(self, n: int) -> None:
         before = dict.fromkeys(KINDS, n - 1)
         received = before | {"count word": n, f"{self.rows} flag": n}
-        late = self.protocol in (
-            FINAL_ROWS,
-            RANK_MAJOR,
-        )  # combine reads the rows, after it has opened
+        # Combine then reads the rows only after it has opened.
+        late = self.protocol in (FINAL_ROWS, RANK_MAJOR)
         if not late:
             received |= {self.rows: n}
         self.node("opened", n, before)

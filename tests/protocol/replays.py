@@ -97,9 +97,8 @@ class ReplayModel:
             yield f"{STAGES[stage]} ends", self._ended(state, kernel)
 
     def _after(self, step: str, state: State) -> State:
-        finds = (
-            self.alike or self.without == "scratch-of-its-own"
-        )  # what the next group writes into scratch
+        # What the next group writes into scratch is found again.
+        finds = self.alike or self.without == "scratch-of-its-own"
         if step == "latches":
             return state._replace(latched=True)
         if step == "unmaps":  # the memory goes, and with it what was in the windows

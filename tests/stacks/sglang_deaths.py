@@ -55,11 +55,9 @@ class Scheduler:
         self.case = case
         self.rank = ports.rank
         self.store = ports.store
-        self.metrics_reporter, self.async_d2h_worker, self.gracefully_exit = (
-            MagicMock(),
-            None,
-            False,
-        )
+        self.metrics_reporter = MagicMock()
+        self.async_d2h_worker = None
+        self.gracefully_exit = False
         dp_attn.get_parallel = lambda: SimpleNamespace(
             tp_group=SimpleNamespace(active_ranks_cpu=torch.ones(2))
         )

@@ -34,17 +34,13 @@ F = 64
 REDUNDANT = 2  # experts, of all ranks
 LAYERS = 2
 VOCABULARY = 64
-PHASES = (
-    0,
-    40,
-)  # the first of the tokens of prompts: few different ones, so that few experts get most rows
+# The first token of the prompts of a phase. Prompts have few different tokens, so that few experts
+# get most rows.
+PHASES = (0, 40)
 BATCH = 24  # prompts of a rank
 DEVICE = torch.device("cuda" if host.CUDA else "cpu")
-NAMES = {
-    "w1": "gate_proj",
-    "w3": "up_proj",
-    "w2": "down_proj",
-}  # of the shards of an expert, in a checkpoint
+# Names of the shards of an expert in a checkpoint.
+NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 def start() -> None:
@@ -82,9 +78,8 @@ class Model(nn.Module):
 
     def __init__(self, width: int = F) -> None:
         super().__init__()
-        self.embedding = randn(VOCABULARY, D, seed=1051).to(
-            DEVICE
-        )  # no token and no route of `PHASES` is near a tie
+        # With this seed, no token and no route of `PHASES` is near a tie.
+        self.embedding = randn(VOCABULARY, D, seed=1051).to(DEVICE)
         self.routers = [randn(E, D, seed=1151 + i).to(DEVICE) / D**0.5 for i in range(LAYERS)]
         self.layers = nn.ModuleList(
             host.make_layer(E + REDUNDANT, K, D, width, layer_id=i) for i in range(LAYERS)

@@ -53,9 +53,8 @@ def test_a_rank_dies(tmp_path: Path, case: str, by: str | None) -> None:
     assert by in done.stdout and "SIGQUIT received" in done.stdout, done.stdout[-6000:]
     assert not goes_on and done.returncode == -signal.SIGKILL, done.stdout[-6000:]
     (pids,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("pids ")]
-    while any(
-        _is_running(int(pid)) for pid in pids
-    ):  # for a moment, after a kill; else pytest's timeout ends this
+    # They run for a moment after a kill. If they stay, pytest's timeout ends this.
+    while any(_is_running(int(pid)) for pid in pids):
         time.sleep(0.01)
 
 

@@ -33,9 +33,8 @@ from torchtitan.protocols.module import Module
 
 from epmoe.integrations.torchtitan import EpmoeSelectiveAC, EpmoeTokenDispatcher
 
-if not hasattr(
-    torch.compiler, "_is_non_strict_tracing"
-):  # torch 2.11, which torchtitan 0.3 otherwise runs with
+# torch 2.11 lacks it. torchtitan 0.3 otherwise runs with this release.
+if not hasattr(torch.compiler, "_is_non_strict_tracing"):
     torch.compiler._is_non_strict_tracing = lambda: False
 
 D = 64
@@ -54,9 +53,8 @@ EXPERTS = {name: partial(nn.init.trunc_normal_, std=0.1) for name in ("w1_EFD", 
 
 @pytest.fixture(scope="session", autouse=True)
 def group():
-    os.environ["EPMOE_MODEL__DTYPE"] = (
-        "float32"  # of windows, which on GPUs are for bfloat16 by default
-    )
+    # Of windows, which on GPUs are for bfloat16 by default.
+    os.environ["EPMOE_MODEL__DTYPE"] = "float32"
     if ON_GPUS:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo")
@@ -67,9 +65,8 @@ def group():
 @pytest.fixture(scope="session")
 def mesh(group):
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
-    set_spmd_backend(
-        "partial_dtensor"
-    )  # with spmd_types, torchtitan's own all-to-all needs more than gloo has
+    # With spmd_types, torchtitan's own all-to-all needs more than gloo has.
+    set_spmd_backend("partial_dtensor")
     yield mesh
     set_spmd_backend("spmd_types")
 

@@ -19,10 +19,9 @@ import torchtitan.tools.utils as titan
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-titan.device_type, titan.device_module = (
-    "cpu",
-    torch.cpu,
-)  # before torchtitan's other modules take them
+# Set before torchtitan's other modules take them.
+titan.device_type = "cpu"
+titan.device_module = torch.cpu
 from torchtitan.components.checkpointer.base import ModelWrapper  # noqa: E402
 from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.config.override import apply_overrides  # noqa: E402

@@ -26,10 +26,8 @@ import pytest
 from vllm_server import ENVIRONMENT
 
 HERE = Path(__file__).parent
-PATH = [
-    *filter(None, [os.environ.get("PYTHONPATH")]),
-    str(HERE.parent),
-]  # our own, and the helpers of tests
+# Our own path, and the helpers of tests.
+PATH = [*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE.parent)]
 TIMEOUT_S = 600
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ALL = list(
@@ -140,9 +138,8 @@ def test_gpt_oss_in_mxfp4_as_it_is(models: Path, tmp_path: Path) -> None:
     plain = models / "gpt_oss_mxfp4.plain"
     tokens = two_ranks_serve(packed, tmp_path)
     assert tokens == two_ranks_serve(plain, tmp_path)
-    vllms = one_serves(
-        plain, tmp_path
-    )  # which round otherwise: of 40 tokens in bf16 some are near a tie
+    # vLLM's own kernels round otherwise: of 40 tokens in bf16 some are near a tie.
+    vllms = one_serves(plain, tmp_path)
     assert all(tokens[prompt][:2] == vllms[prompt][:2] for prompt in vllms)
 
 

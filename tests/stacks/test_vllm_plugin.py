@@ -129,9 +129,8 @@ def test_a_step_takes_the_smallest_size_that_holds_it(made: sizes.Sizes) -> None
         with step([longest, 0]):
             ep, most = made.for_this_step()
             assert (ep.config.capacity.max_num_tokens_per_rank, most) == (expected, longest)
-    with step(
-        [16, 21], ranks_per_batch=2
-    ):  # sequence parallel: each rank has a part of its replica's tokens
+    # Sequence parallel: each rank has a part of its replica's tokens.
+    with step([16, 21], ranks_per_batch=2):
         assert made.for_this_step() == (made.exchanges[made.tokens.index(13)], 11)
     assert (
         ep.config.exchange.timeout_s == 9 and ep.config.exchange.warmup_timeout_s == sizes.TIMEOUT_S

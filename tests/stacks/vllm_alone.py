@@ -120,9 +120,8 @@ def main(model: str, output: str, epmoe: str) -> None:
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         return [written(number, output) for number, output in zip(numbers, outputs, strict=True)]
 
-    mine = [number % len(PROMPTS) for number in range(len(PROMPTS) + 1)][
-        rank::ranks
-    ]  # as many on each rank
+    # Each rank has as many.
+    mine = [number % len(PROMPTS) for number in range(len(PROMPTS) + 1)][rank::ranks]
     result = {"alone": [generate(number)[0] for number in mine], "together": generate(*mine)}
     if ranks > 1 and json.loads(epmoe)["layout"] == "layer":
         result["as_trained"] = as_trained(layer, calls, ranks)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 FP8_MAX = 448.0
-torch.accelerator.empty_cache = lambda: (
-    None
-)  # which vLLM's workspace calls, and which fails without an accelerator
+# vLLM's workspace calls it, and it fails without an accelerator.
+torch.accelerator.empty_cache = lambda: None
 
 
 def moe_align_block_size(

@@ -65,10 +65,8 @@ def main(rank: int, store: str) -> None:
                 x, ids, routing_weights = batch(MODEL, tokens[rank], 10 * number + rank, CPU)
                 if on_input:  # as in Llama 4; powers of two are exact before and after fp8
                     ids, routing_weights = ids[:, :1], 0.25 * 2.0 ** (ids[:, :1] % 3)
-                with (
-                    step(list(tokens)),
-                    override_config(TILES),
-                ):  # which vLLM would choose by the name of the GPU
+                # vLLM would choose other tiles by the name of the GPU.
+                with step(list(tokens)), override_config(TILES):
                     y = layer(x, ids, routing_weights, on_input)
                     reference = partial(plain, weights) if layout == "layer" else alone
                     expected = reference(x, ids, routing_weights, on_input) if len(x) else x

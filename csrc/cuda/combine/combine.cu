@@ -72,11 +72,11 @@ __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* hea
 
 // What a kernel is compiled for.
 struct Variant {
-  int send_lines;  // lines of a row that a sending lane moves at once with the LL protocol; 0:
-                   // Simple protocol
-  bool coarse;     // receivers also sum send_lines lines at once, otherwise one; senders have more
-                   // pairs in flight
-  bool own;        // receivers make the sums for tokens of this rank, so that these do not travel
+  // Lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol.
+  int send_lines;
+  // Receivers also sum send_lines lines at once, otherwise one; senders have more pairs in flight.
+  bool coarse;
+  bool own;  // receivers make the sums for tokens of this rank, so that these do not travel
   WireFormat format;  // of the sums
   bool values;        // a value of each pair returns, too
 };
@@ -94,8 +94,10 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr Variant kVariant = Of::value;
   constexpr int kSendLines = kVariant.send_lines;
-  constexpr bool kLL = kSendLines > 0, kCoarse = kVariant.coarse, kOwn = kVariant.own,
-                 kValues = kVariant.values;
+  constexpr bool kLL = kSendLines > 0;
+  constexpr bool kCoarse = kVariant.coarse;
+  constexpr bool kOwn = kVariant.own;
+  constexpr bool kValues = kVariant.values;
   constexpr WireFormat kFormat = kVariant.format;
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks], max_slots[2];
@@ -117,10 +119,10 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
   if (args.send && args.receive) let_successor_start();
   if (sends) outgoing.read(b);  // load at once what does not depend on the round's state
   if (sends && threadIdx.x == 0) b.wait.say_started(kCombine);
-  if (threadIdx.x < 32) {  // one warp loads the state: the threads of a grid that load the same
-                           // line delay one another
-    constexpr int kStateInts = offsetof(RoundState, send_queue) / 4,
-                  kMaskAt = offsetof(RoundState, ll_mask) / 4;
+  // One warp loads the state: the threads of a grid that load the same line delay one another.
+  if (threadIdx.x < 32) {
+    constexpr int kStateInts = offsetof(RoundState, send_queue) / 4;
+    constexpr int kMaskAt = offsetof(RoundState, ll_mask) / 4;
     uint32_t word =
         threadIdx.x < kStateInts ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
     int32_t count =
@@ -135,8 +137,8 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
   }
   __syncthreads();
   b.wait.epoch = now.dispatch_epoch;
-  bool leader = blockIdx.x == 0,
-       ok = !(now.latched | (leader ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
+  bool leader = blockIdx.x == 0;
+  bool ok = !(now.latched | (leader ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
   // The block that starts first opens combine, with its last warp, which has the least to send.
   if (int32_t rank = block_threads() - 1 - threadIdx.x;
       leader && rank < plan.R && ok && args.send) {
@@ -206,11 +208,11 @@ auto variant_of(int64_t send_lines, bool coarse, bool own) {
     return Variant{
         .send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues};
   };
-  return send_lines == 0   ? combine_kernel<Compiled<of(0, false, false)>, T>
-         : send_lines == 1 ? combine_kernel<Compiled<of(1, false, false)>, T>
-         : own             ? combine_kernel<Compiled<of(kMaxSumLines, kCoarse, kCoarse)>, T>
-         : coarse          ? combine_kernel<Compiled<of(kMaxSumLines, kCoarse, false)>, T>
-                           : combine_kernel<Compiled<of(kMaxSumLines, false, false)>, T>;
+  if (send_lines == 0) return combine_kernel<Compiled<of(0, false, false)>, T>;
+  if (send_lines == 1) return combine_kernel<Compiled<of(1, false, false)>, T>;
+  if (own) return combine_kernel<Compiled<of(kMaxSumLines, kCoarse, kCoarse)>, T>;
+  if (coarse) return combine_kernel<Compiled<of(kMaxSumLines, kCoarse, false)>, T>;
+  return combine_kernel<Compiled<of(kMaxSumLines, false, false)>, T>;
 }
 // Rounds that return values have sums without scales.
 auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype,

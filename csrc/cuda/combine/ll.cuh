@@ -129,7 +129,9 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
   for (uint32_t left = returning; left || first; first = false) {
     LineData lines[kDepth][N];
     char* from[kDepth];
-    int32_t ranks[kDepth], count = 0, awaited = 0;
+    int32_t ranks[kDepth];
+    int32_t count = 0;
+    int32_t awaited = 0;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (!left) break;

@@ -19,7 +19,8 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
                                           int32_t source, int32_t s, ReceivedPair pair,
                                           char* shared, int32_t& stored) {
   constexpr WireTraits kWire = wire(kFormat);
-  constexpr int kCount = kPerVector<T>, kLanes = kWire.block / kCount;
+  constexpr int kCount = kPerVector<T>;
+  constexpr int kLanes = kWire.block / kCount;
   using Out =
       std::conditional_t<kWire.has_scales(), WireRegisters<kFormat, kCount>, Vector<T, kCount>>;
   static_assert(!kWire.has_scales() ||
@@ -86,8 +87,9 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
                                            char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
   WarpTeam team(b.kernel.team);
-  int32_t teams = b.kernel.send_blocks * team.teams(), num_slots = b.num_slots(false, b.plan.R),
-          stored = 0;
+  int32_t teams = b.kernel.send_blocks * team.teams();
+  int32_t num_slots = b.num_slots(false, b.plan.R);
+  int32_t stored = 0;
   for (int32_t turn = 0; outgoing.item < num_slots; ++turn) {
     int32_t claimed = 0;
     bool more = num_slots > teams;
@@ -128,7 +130,8 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   auto* y =
       reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
-  int32_t begin = vectors * chunk / chunks, end = vectors * (chunk + 1) / chunks;
+  int32_t begin = vectors * chunk / chunks;
+  int32_t end = vectors * (chunk + 1) / chunks;
   constexpr int kDepth = 2;  // ranks whose loads are in flight
   for (int32_t base = begin; base < end; base += 32 * kVectorsInFlight) {
     float sum[kVectorsInFlight][kCount] = {};

@@ -30,11 +30,13 @@ static __device__ __noinline__ void send_values(CombineBlock b, Slot slot, int32
 // pair's own rank has another one than 0.
 static __device__ __noinline__ bool recv_values(CombineBlock b, int32_t t, uint32_t sending_ranks) {
   const ExchangePlan& plan = b.plan;
-  int32_t lane = threadIdx.x % 32, slot = slot_of_sum(b, t, sending_ranks);
+  int32_t lane = threadIdx.x % 32;
+  int32_t slot = slot_of_sum(b, t, sending_ranks);
   bool has_pair = lane < b.now.K;
   float sum = 0.0f;
   for (uint32_t left = __ballot_sync(kAllLanes, slot >= 0); left; left &= left - 1) {
-    int32_t rank = __ffs(left) - 1, s = __shfl_sync(kAllLanes, slot, rank);
+    int32_t rank = __ffs(left) - 1;
+    int32_t s = __shfl_sync(kAllLanes, slot, rank);
     if (rank == plan.rank) {
       if (has_pair)
         sum += value_of(

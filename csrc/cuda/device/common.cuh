@@ -58,8 +58,8 @@ __device__ __forceinline__ float load_float(const void* base, DType dtype, int64
   bool wide = dtype == DType::kFloat32;
   uint32_t bits =
       wide ? static_cast<const uint32_t*>(base)[index] : static_cast<const uint16_t*>(base)[index];
-  float fp16 = __half2float(__ushort_as_half(static_cast<uint16_t>(bits))),
-        bf16 = __uint_as_float(bits << 16);
+  float fp16 = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  float bf16 = __uint_as_float(bits << 16);
   return wide ? __uint_as_float(bits) : dtype == DType::kFloat16 ? fp16 : bf16;
 }
 

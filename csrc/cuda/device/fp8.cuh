@@ -83,10 +83,12 @@ __device__ __forceinline__ Fp8Registers<kCount> to_fp8(const float (&values)[kCo
   auto packed = packed_fp8(
       values, [&](float value) { return corrected(value * inverse, value, scale, inverse); });
   if (scale < kSmall || has_nan<kCount>(packed)) {
-    float up = scale < kSmall ? 1.0f / kSmall : 1.0f, upscaled = scale * up;
+    float up = scale < kSmall ? 1.0f / kSmall : 1.0f;
+    float upscaled = scale * up;
     inverse = 1.0f / upscaled;
     packed = packed_fp8(values, [&](float value) {
-      float first = value * up * inverse, second = corrected(first, value * up, upscaled, inverse);
+      float first = value * up * inverse;
+      float second = corrected(first, value * up, upscaled, inverse);
       return is_nan(second) ? first : second;  // Inf - Inf
     });
   }

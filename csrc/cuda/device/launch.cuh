@@ -13,8 +13,9 @@ namespace epmoe::cuda {
 struct Device {
   static constexpr int kMaxDevices = 64;
   int index, multiprocessors;
-  int major;  // of the compute capability that this library's kernels were compiled for, not the
-              // GPU's: see below
+  // Of the compute capability that this library's kernels were compiled for, not the GPU's: see
+  // below.
+  int major;
 };
 
 // Never launched. Its code stands for that of all kernels, which nvcc compiles for the same

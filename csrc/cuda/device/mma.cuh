@@ -7,7 +7,10 @@
 namespace epmoe::cuda {
 
 __device__ __forceinline__ uint32_t component(const uint4& four, int i) {
-  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+  if (i == 0) return four.x;
+  if (i == 1) return four.y;
+  if (i == 2) return four.z;
+  return four.w;
 }
 
 // sums [16 weight rows, 8 tokens] += a [16, 16] · b [16, 8], in fp16 or bf16.

@@ -49,7 +49,8 @@ __device__ __forceinline__ int32_t physical(const RoutedPair& pair, int64_t E, i
 // One warp, a pair a lane, adds what is wrong with a token's pairs to the health counters. Once a
 // token.
 __device__ __forceinline__ void count_wrong(const RoutedPair& pair, int64_t E, int64_t* counters) {
-  int32_t lane = threadIdx.x % 32, expert = pair.expert(E);
+  int32_t lane = threadIdx.x % 32;
+  int32_t expert = pair.expert(E);
   bool valid = expert >= 0;
   uint32_t same = __match_any_sync(kAllLanes, valid ? expert : -1 - lane);
   auto add = [&](Counter counter, bool wrong) {

@@ -12,8 +12,10 @@ __device__ __forceinline__ int32_t aligned(int32_t length, int32_t alignment) {
 // of the last one. A lane takes neighbouring segments, so that one sum over the warp is enough.
 static __device__ __noinline__ void lengths_to_starts(int32_t* segments, int32_t count,
                                                       int32_t alignment) {
-  int32_t each = count / 32 + 1, begin = threadIdx.x * each, end = min(begin + each, count + 1),
-          sum = 0;
+  int32_t each = count / 32 + 1;
+  int32_t begin = threadIdx.x * each;
+  int32_t end = min(begin + each, count + 1);
+  int32_t sum = 0;
 #pragma unroll 1
   for (int32_t i = begin; i < end; ++i) {
     int32_t length = i < count ? segments[i] : 0;
@@ -28,7 +30,8 @@ static __device__ __noinline__ void lengths_to_starts(int32_t* segments, int32_t
 // The last of `count` segments, at least one, that starts at `place` or before it.
 __device__ __forceinline__ int32_t segment_at(const int32_t* starts, int32_t count,
                                               uint32_t place) {
-  int32_t low = 0, high = count - 1;
+  int32_t low = 0;
+  int32_t high = count - 1;
   while (low < high) {
     int32_t middle = (low + high + 1) / 2;
     if (static_cast<uint32_t>(starts[middle]) <= place)

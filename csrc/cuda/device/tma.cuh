@@ -53,8 +53,8 @@ __device__ __forceinline__ void tma_load(void* to, const void* from, int32_t byt
 #endif
 }
 
-// Waits until a phase of the mbarrier has completed. The n-th phase, counted from 0, has parity n
-// % 2.
+// Waits until a phase of the mbarrier has completed. Phases are counted from 0, and the parity of
+// phase n is n % 2.
 __device__ __forceinline__ void wait_mbarrier(uint64_t* mbarrier, uint32_t parity) {
 #ifdef EPMOE_TMA
   uint32_t done = 0;
@@ -121,8 +121,9 @@ struct TmaRing {
   char* buffers;        // [kBuffers, stride_bytes], aligned to 16 bytes
   uint64_t* mbarriers;  // [kBuffers]
   int32_t stride_bytes;
-  int32_t loaded = 0,
-          taken = 0;  // chunks whose load has started; chunks that this thread has taken
+  // Chunks whose load has started; chunks that this thread has taken.
+  int32_t loaded = 0;
+  int32_t taken = 0;
 
   // `first` is true in one thread, which initialises the mbarriers.
   __device__ __forceinline__ TmaRing(char* buffers, uint64_t* mbarriers, int32_t stride_bytes,

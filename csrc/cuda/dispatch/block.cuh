@@ -13,7 +13,8 @@ namespace epmoe::cuda {
 // of the call takes the bits that the two words have left.
 constexpr int kCountColumns = 2;
 constexpr int kMaxLLTokens = (1 << kLLTokenBits) - 1;
-constexpr int kSizeBits = 1 + 2 * kLLTokenBits, kShapeBits = 26;
+constexpr int kSizeBits = 1 + 2 * kLLTokenBits;
+constexpr int kShapeBits = 26;
 constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1;
 static_assert((32 - kSizeBits) + (32 - kShapeBits) ==
               std::bit_width(static_cast<uint32_t>(kMaxTag)));
@@ -105,7 +106,8 @@ struct DispatchKernel {
   // rank goes on.
   __device__ __forceinline__ int32_t block_number() const {
     int32_t block = blockIdx.x;
-    return block == 0 ? send_blocks : block <= send_blocks ? block - 1 : block;
+    if (block == 0) return send_blocks;
+    return block <= send_blocks ? block - 1 : block;
   }
   // The most pairs that a source can have for an expert. Counts come from peers and may be any
   // number.
@@ -120,8 +122,8 @@ struct DispatchKernel {
 
 // Simple protocol: where a token goes, by pair and by rank.
 struct Destinations {
-  int32_t row_or_ordinal[kMaxExchangeTopK];  // of a pair: its final row with kFinalRow, or its
-                                             // ordinal; -1 for none
+  // Of a pair: its final row with kFinalRow, or its ordinal; -1 for none.
+  int32_t row_or_ordinal[kMaxExchangeTopK];
   int32_t slot[kMaxExchangeRanks];
   char* row_at[kMaxExchangeRanks];  // null: no expert of the rank has room for it
   float* scales_at[kMaxExchangeRanks];
@@ -134,8 +136,8 @@ struct DispatchShared {
   int32_t tokens;   // real ones
   int32_t late;     // whether this block has sent while another that sends has not started
   int32_t sink;
-  int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token;
-                                          // receiving: rows from it
+  // Sending: rows for each rank before this token; receiving: rows from it.
+  int32_t rank_count[kMaxExchangeRanks];
   int32_t num_experts[kMaxExchangeRanks];
   int32_t sentinel[kMaxExchangeRanks];
   int32_t ll_tokens[kMaxExchangeRanks];  // of a source; 0 if it uses the Simple protocol
@@ -169,13 +171,13 @@ struct DispatchBlock {
   // In dynamic shared memory:
   char* chunks;       // [kPipelineStages, chunk_bytes]
   int32_t* location;  // [P] of a physical expert: its rank << 16 | its local index
-  int32_t* count;  // [P + 1] sending: pairs of each expert before this token; receiving: first row
-                   // of its segment
+  // [P + 1] sending: pairs of each expert before this token; receiving: first row of its segment.
+  int32_t* count;
   int32_t* send_offset;    // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
-  int32_t* only_copy;  // [E] where experts have copies: the one that every token takes, -1 where
-                       // tokens choose
-  bool trains;         // a round of training: `to_caller`; known to the compiler in the usual case
+  // [E] where experts have copies: the one that every token takes, -1 where tokens choose.
+  int32_t* only_copy;
+  bool trains;  // a round of training: `to_caller`; known to the compiler in the usual case
 
   __device__ __forceinline__ DispatchBlock(const DispatchKernel& kernel, DispatchShared& shared,
                                            uint32_t epoch, bool trains)
@@ -262,7 +264,8 @@ static __device__ __noinline__ float kept_weight(const DispatchArgs& args, int32
   return args.adds_only ? 1.0f : weight;
 }
 __device__ __forceinline__ float combine_weight(const DispatchBlock& b, int32_t row, float weight) {
-  return b.trains ? kept_weight(b.args, row, weight) : b.args.weight_rows ? 1.0f : weight;
+  if (b.trains) return kept_weight(b.args, row, weight);
+  return b.args.weight_rows ? 1.0f : weight;
 }
 
 }  // namespace epmoe::cuda

@@ -12,7 +12,8 @@ constexpr int kSourcesInFlight = 4;  // sources whose words are loaded at once
 template <int kGroupsInFlight>
 __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
-  auto R = static_cast<int32_t>(plan.R), P = static_cast<int32_t>(plan.P);
+  auto R = static_cast<int32_t>(plan.R);
+  auto P = static_cast<int32_t>(plan.P);
   count_tokens<kGroupsInFlight>(b, 0, tokens);
   __syncthreads();
   if (!b.may_open()) return;
@@ -21,7 +22,8 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   bool all = !b.kernel.uses_ll();
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < (all ? P * R : P); i += block_threads()) {
-    int32_t p = all ? i % P : i, rank = all ? i / P : b.location[p] >> 16;
+    int32_t p = all ? i % P : i;
+    int32_t rank = all ? i / P : b.location[p] >> 16;
     Word* words = b.kernel.counts(rank, plan.rank) + kCountColumns;
     Word::publish(words + b.column(b.location[p]), b.wait.epoch, b.count[p]);
   }

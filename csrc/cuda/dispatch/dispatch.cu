@@ -84,8 +84,8 @@ __device__ __noinline__ bool recv_ll_sources_too(const DispatchKernel& kernel,
 
 // What a kernel is compiled for.
 struct Variant {
-  int recv_lines;     // lines of a row that a receiving lane moves at once with the LL protocol; 0:
-                      // Simple protocol
+  // Lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
+  int recv_lines;
   bool coarse;        // senders also move recv_lines lines at once, otherwise one
   WireFormat format;  // of the payload
   int blocks_per_sm;  // that fit at least
@@ -109,9 +109,11 @@ template <typename Of, typename Source>
 __global__ void __launch_bounds__(threads_per_block(Of::value.recv_lines), Of::value.blocks_per_sm)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr Variant kVariant = Of::value;
-  constexpr int kRecvLines = kVariant.recv_lines, kSendLines = kVariant.send_lines();
-  constexpr bool kLL = kRecvLines > 0, kSkipSelf = kVariant.skips_self(),
-                 kMultiplies = kVariant.multiplies;
+  constexpr int kRecvLines = kVariant.recv_lines;
+  constexpr int kSendLines = kVariant.send_lines();
+  constexpr bool kLL = kRecvLines > 0;
+  constexpr bool kSkipSelf = kVariant.skips_self();
+  constexpr bool kMultiplies = kVariant.multiplies;
   constexpr WireFormat kFormat = kVariant.format;
   // Simple: waiting for pairs costs more than registers. LL: longer code costs more.
   constexpr int kGroupsInFlight = kRecvLines == 1 ? 1 : kLL ? 2 : 4;
@@ -128,12 +130,15 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.recv_lines), Of::v
   compute_now(&shared.sink, outgoing.t, outgoing.chunk.first);
   wait_for_predecessor();
   if (kernel.args.send && kernel.args.receive) let_successor_start();
-  bool sends = b.number < kernel.send_blocks, leader = b.number == kernel.send_blocks, ok = true;
+  bool sends = b.number < kernel.send_blocks;
+  bool leader = b.number == kernel.send_blocks;
+  bool ok = true;
   bool notifies = !sends && b.number < kernel.sending_blocks();
   // Load at once: the round's state, and the first chunk to send. One thread loads the state, since
   // the threads of a grid that load the same line delay one another.
   uint32_t last_epoch = 0;
-  int32_t latched = 0, phases = 0;
+  int32_t latched = 0;
+  int32_t phases = 0;
   if (threadIdx.x == 0) {
     if (sends || notifies) b.wait.say_started(kDispatch);
     last_epoch = round->combine_epoch, latched = round->latched, phases = round->phases;
@@ -284,9 +289,9 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .asked = progress.more_rounds,
                         .call = {}};
   kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));
-  Training training = args.outputs_ND  ? Training::kProducts
-                      : args.to_caller ? Training::kRows
-                                       : Training::kNone;
+  Training training = Training::kNone;
+  if (args.to_caller) training = Training::kRows;
+  if (args.outputs_ND) training = Training::kProducts;
   auto* variant = variant_for(policy.recv_lines, policy.coarse, policy.exclusive,
                               exchange.plan.payload_format, args.dtype, training);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes,

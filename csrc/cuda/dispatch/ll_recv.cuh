@@ -50,9 +50,11 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
       },
       r);
   if (!__all_sync(kAllLanes, notified)) return false;
-  auto id = static_cast<int32_t>(pair.x), place = static_cast<int32_t>(pair.y);
+  auto id = static_cast<int32_t>(pair.x);
+  auto place = static_cast<int32_t>(pair.y);
   float weight = has_pair ? __uint_as_float(pair.z) : 0.0f;
-  bool mine = has_pair && place >= 0 && b.owns(id), comes = __any_sync(kAllLanes, mine);
+  bool mine = has_pair && place >= 0 && b.owns(id);
+  bool comes = __any_sync(kAllLanes, mine);
   int32_t row = kForeign;
   if (b.args.expert_major) {
     row = mine ? b.row_of(id, place, r) : kForeign;

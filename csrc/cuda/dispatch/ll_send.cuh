@@ -53,7 +53,8 @@ struct OutgoingChunk {
 
   // Sends to the ranks that need the token and are in `allowed`.
   __device__ __forceinline__ void send(const DispatchBlock& b, uint32_t allowed) const {
-    int32_t lane = threadIdx.x % 32, R = static_cast<int32_t>(b.plan.R);
+    int32_t lane = threadIdx.x % 32;
+    int32_t R = static_cast<int32_t>(b.plan.R);
     // Tokens begin with different ranks, so that not all write to the same rank at once.
 #pragma unroll 1
     for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0)
@@ -115,7 +116,8 @@ struct RankSlots {
   }
   __device__ __forceinline__ void count(const DispatchBlock& b, const PairLanes& lanes) {
     auto R = static_cast<int32_t>(b.plan.R);
-    int32_t lane = threadIdx.x % 32, total = 0;
+    int32_t lane = threadIdx.x % 32;
+    int32_t total = 0;
 #pragma unroll 1
     for (int32_t rank = 0; rank < R; ++rank) {
       int32_t tokens = __popc(tokens_of(lanes, rank));
@@ -136,10 +138,14 @@ struct RankSlots {
 template <int kGroupsInFlight>
 __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
-  int32_t blocks = b.kernel.notify_blocks, block = b.number - b.kernel.send_blocks;
-  int32_t counted = 0, group = block_warps();
-  int32_t K = b.args.K, R = static_cast<int32_t>(plan.R), lane = threadIdx.x % 32,
-          warp = threadIdx.x / 32;
+  int32_t blocks = b.kernel.notify_blocks;
+  int32_t block = b.number - b.kernel.send_blocks;
+  int32_t counted = 0;
+  int32_t group = block_warps();
+  int32_t K = b.args.K;
+  int32_t R = static_cast<int32_t>(plan.R);
+  int32_t lane = threadIdx.x % 32;
+  int32_t warp = threadIdx.x / 32;
   bool rank_major = !b.args.expert_major;
   PairLanes lanes(K);
   if (block == 0) {
@@ -151,14 +157,16 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   }
 #pragma unroll 1
   for (int32_t begin = (block - 1) * group; begin < tokens; begin += blocks * group) {
-    int32_t end = min(begin + group, tokens), t = begin + warp * lanes.tokens + lanes.t,
-            ordinal = -1;
+    int32_t end = min(begin + group, tokens);
+    int32_t t = begin + warp * lanes.tokens + lanes.t;
+    int32_t ordinal = -1;
     bool real = lanes.k < K && t < end;
     RoutedPair pair(b.args, t, lanes.k, real);
     int32_t p = physical(b, t, pair);
     count_tokens<kGroupsInFlight>(b, counted, begin, 0, rank_major);
     counted = end;
-    uint32_t same = __match_any_sync(kAllLanes, p), before = same & ((1u << lane) - 1);
+    uint32_t same = __match_any_sync(kAllLanes, p);
+    uint32_t before = same & ((1u << lane) - 1);
     RankSlots slots(b, lanes, p);
     for (int32_t first = begin, turn = 0; first < end; first += lanes.tokens, ++turn) {
       __syncthreads();

@@ -20,13 +20,15 @@ __device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignme
 // The whole block computes where this source's pairs start on each expert's rank. Returns false,
 // without waiting, if a count is missing.
 __device__ __forceinline__ bool compute_send_offsets(DispatchBlock& b) {
-  auto most = static_cast<int32_t>(b.plan.most_local_experts),
-       alignment = static_cast<int32_t>(b.plan.alignment);
+  auto most = static_cast<int32_t>(b.plan.most_local_experts);
+  auto alignment = static_cast<int32_t>(b.plan.alignment);
   bool arrived = true;
   for (int32_t owner = threadIdx.x / 32; owner < b.plan.R; owner += block_warps()) {
     int32_t next = 0;
     for (int32_t base = 0; base < b.shared.num_experts[owner]; base += 32) {
-      int32_t local = base + threadIdx.x % 32, total = 0, before = 0;
+      int32_t local = base + threadIdx.x % 32;
+      int32_t total = 0;
+      int32_t before = 0;
       if (local < b.shared.num_experts[owner])
         arrived =
             arrived && each_source<false>(b, owner, local, 0, 1, [&](int32_t r, int32_t pairs) {
@@ -64,8 +66,8 @@ __device__ __forceinline__ void sum_source_counts(const DispatchBlock& b, int32_
 // expert's segment starts. A block that has sent also learns whether all that send have started.
 // Returns false if a rank did not open the round, or opened it with another shape.
 __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
-  auto experts = static_cast<int32_t>(b.plan.num_local_experts),
-       rank = static_cast<int32_t>(b.plan.rank);
+  auto experts = static_cast<int32_t>(b.plan.num_local_experts);
+  auto rank = static_cast<int32_t>(b.plan.rank);
   auto R = static_cast<int32_t>(b.plan.R);
   DispatchShared& shared = b.shared;
   __syncthreads();
@@ -82,7 +84,8 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   int32_t sharing = max(1, min(R, block_threads() / max(experts, 1)));
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < experts * sharing; i += block_threads()) {
-    int32_t share = i / experts, local = i - share * experts;
+    int32_t share = i / experts;
+    int32_t local = i - share * experts;
     arrived =
         arrived && each_source<true>(b, rank, local, share, sharing, [&](int32_t r, int32_t pairs) {
           atomicAdd(&b.count[local], pairs);

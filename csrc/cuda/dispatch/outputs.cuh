@@ -23,7 +23,8 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
     int64_t start = min(int64_t{b.count[i]}, plan.max_rows);
     in_scratch<int32_t>(b.ex, plan.expert_offsets)[i] = static_cast<int32_t>(start);
     if (i == experts) break;
-    int64_t total = b.pairs_of(i), kept = min(plan.max_rows - start, total);
+    int64_t total = b.pairs_of(i);
+    int64_t kept = min(plan.max_rows - start, total);
     in_scratch<int32_t>(b.ex, plan.tokens_per_expert)[i] = static_cast<int32_t>(kept);
     in_scratch<int64_t>(b.ex, plan.health_tokens_per_expert)[i] += kept;
     auto* dropped = reinterpret_cast<unsigned long long*>(
@@ -43,12 +44,14 @@ __device__ __forceinline__ void answer(const DispatchBlock& b) {
 // Zeros the gap rows that alignment leaves between segments; each block takes some experts.
 __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;
-  int64_t vectors = b.kernel.row_bytes() / 16, blocks = wire_scales(plan.payload_format, b.args.D);
+  int64_t vectors = b.kernel.row_bytes() / 16;
+  int64_t blocks = wire_scales(plan.payload_format, b.args.D);
   auto* rows = in_window<uint4>(b.ex, plan.rank, plan.rows);
   auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
 #pragma unroll 1
   for (int32_t i = blockIdx.x; i < plan.num_local_experts; i += gridDim.x) {
-    int64_t begin = b.count[i] + b.pairs_of(i), end = min(int64_t{b.count[i + 1]}, plan.max_rows);
+    int64_t begin = b.count[i] + b.pairs_of(i);
+    int64_t end = min(int64_t{b.count[i + 1]}, plan.max_rows);
 #pragma unroll 1
     for (int64_t v = begin * vectors + threadIdx.x; v < end * vectors; v += block_threads())
       rows[v] = make_uint4(0, 0, 0, 0);
@@ -65,7 +68,8 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
 // Training: rows past the last segment, and their weights, become zeros. The blocks of the grid
 // share them.
 __device__ __forceinline__ void zero_tail(const DispatchBlock& b) {
-  int64_t vectors = b.kernel.row_bytes() / 16, end = b.plan.max_rows;
+  int64_t vectors = b.kernel.row_bytes() / 16;
+  int64_t end = b.plan.max_rows;
   auto* rows = in_window<uint4>(b.ex, b.plan.rank, b.plan.rows);
 #pragma unroll 1
   for (int64_t n = b.count[b.plan.num_local_experts] + int64_t{blockIdx.x}; n < end;
@@ -81,9 +85,11 @@ __device__ __forceinline__ void zero_tail(const DispatchBlock& b) {
 // aligned to 16 bytes.
 __device__ __forceinline__ void fill_words(int32_t* words, int64_t begin, int64_t end,
                                            int32_t value) {
-  int64_t first = (begin + 3) / 4, last = end / 4, ahead = min(first * 4, end);
-  int64_t thread = int64_t{blockIdx.x} * block_threads() + threadIdx.x,
-          threads = int64_t{gridDim.x} * block_threads();
+  int64_t first = (begin + 3) / 4;
+  int64_t last = end / 4;
+  int64_t ahead = min(first * 4, end);
+  int64_t thread = int64_t{blockIdx.x} * block_threads() + threadIdx.x;
+  int64_t threads = int64_t{gridDim.x} * block_threads();
 #pragma unroll 1
   for (int64_t i = first + thread; i < last; i += threads)
     reinterpret_cast<int4*>(words)[i] = make_int4(value, value, value, value);
@@ -97,7 +103,8 @@ __device__ __forceinline__ void fill_unused_slots(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;
 #pragma unroll 1
   for (int64_t r = 0; r < plan.R; ++r) {
-    int64_t begin = (r * plan.M + b.shared.rank_count[r]) * plan.K, end = (r + 1) * plan.M * plan.K;
+    int64_t begin = (r * plan.M + b.shared.rank_count[r]) * plan.K;
+    int64_t end = (r + 1) * plan.M * plan.K;
     fill_words(in_window<int32_t>(b.ex, plan.rank, plan.recv_ids), begin, end,
                b.shared.sentinel[plan.rank]);
     fill_words(in_window<int32_t>(b.ex, plan.rank, plan.recv_weights), begin, end, 0);

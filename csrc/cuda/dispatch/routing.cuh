@@ -35,7 +35,8 @@ struct PairLanes {
   int32_t t, k;    // this lane's token, counted from the warp's first, and its pair
 
   __device__ __forceinline__ explicit PairLanes(int32_t K) {
-    int32_t lane = threadIdx.x % 32, log = 32 - __clz(K - 1);
+    int32_t lane = threadIdx.x % 32;
+    int32_t log = 32 - __clz(K - 1);
     tokens = 32 >> log, t = lane >> log, k = lane & ((1 << log) - 1);
   }
   // More tokens, whose lanes no shuffle finds; lanes that are left over have pair K.
@@ -53,7 +54,9 @@ struct PairLanes {
 template <int kGroupsInFlight>
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end,
                                              int32_t first_warp = 0, bool by_rank = true) {
-  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp;
+  int32_t K = b.args.K;
+  int32_t lane = threadIdx.x % 32;
+  int32_t warp = threadIdx.x / 32 - first_warp;
   if (warp < 0) return;
   PairLanes lanes = PairLanes::dense(K);
   int32_t step = (block_warps() - first_warp) * lanes.tokens;
@@ -68,7 +71,8 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
     }
 #pragma unroll
     for (int i = 0; i < kGroupsInFlight; ++i) {
-      int32_t p = physical(b, first + i * step, pairs[i]), owner = b.owner_of(p);
+      int32_t p = physical(b, first + i * step, pairs[i]);
+      int32_t owner = b.owner_of(p);
       if (p >= 0) atomicAdd(&b.count[p], 1);
       if (by_rank) {  // a token counts once for each rank
         uint32_t same = __match_any_sync(kAllLanes, owner < 0 ? -1 : lanes.t << 16 | owner);

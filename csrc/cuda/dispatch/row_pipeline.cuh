@@ -28,7 +28,8 @@ struct RowPipeline : TmaRing<kPipelineStages> {
 template <WireFormat kFormat, typename Source>
 __device__ __forceinline__ void quantize_chunk(const DispatchBlock& b, char* buffer,
                                                int32_t bytes) {
-  constexpr int kCount = kPerVector<Source>, kLanes = wire(kFormat).block / kCount;
+  constexpr int kCount = kPerVector<Source>;
+  constexpr int kLanes = wire(kFormat).block / kCount;
   constexpr int kEach = kMaxChunkBytes / (16 * kThreads);
   WireRegisters<kFormat, kCount> packed[kEach];
   float scales[kEach];
@@ -57,7 +58,8 @@ __device__ __forceinline__ void quantize_chunk(const DispatchBlock& b, char* buf
 template <WireFormat kFormat, typename Source>
 __device__ __forceinline__ void send_chunk(const DispatchBlock& b, int32_t t, int32_t chunk,
                                            const char* buffer, int32_t bytes) {
-  int32_t lane = threadIdx.x, R = static_cast<int32_t>(b.plan.R);
+  int32_t lane = threadIdx.x;
+  int32_t R = static_cast<int32_t>(b.plan.R);
   int64_t begin = chunk * b.kernel.chunk_bytes;
   // Lanes store one after the other. The rotation keeps all blocks from starting with rank 0.
   char* to = lane < R ? b.shared.destinations.row_at[(lane + blockIdx.x) % R] : nullptr;

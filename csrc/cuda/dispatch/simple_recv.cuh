@@ -68,7 +68,8 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
     if (!pairs) return true;
   }
   bool weigh = b.args.weight_rows && !wire(kFormat).has_scales();
-  int32_t begin = vectors * chunk / chunks, end = vectors * (chunk + 1) / chunks;
+  int32_t begin = vectors * chunk / chunks;
+  int32_t end = vectors * (chunk + 1) / chunks;
   constexpr int kDepth = kMultiplies ? 4 : 7;  // loads in flight
   float product = 0.0f;                        // of the row of this lane's pair
   for (int32_t base = begin; base < end; base += kDepth * 32) {

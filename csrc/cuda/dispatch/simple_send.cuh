@@ -14,11 +14,15 @@ __device__ __forceinline__ void assign_slots(DispatchBlock& b, int32_t t, int32_
   const ExchangePlan& plan = b.plan;
   DispatchShared& shared = b.shared;
   Destinations& destinations = b.shared.destinations;
-  int32_t lane = threadIdx.x, id = shared.ids[n][lane], owner = b.owner_of(id);
-  uint32_t ranks = shared.ranks[n], same = __match_any_sync(kAllLanes, id),
-           before = (1u << lane) - 1;
+  int32_t lane = threadIdx.x;
+  int32_t id = shared.ids[n][lane];
+  int32_t owner = b.owner_of(id);
+  uint32_t ranks = shared.ranks[n];
+  uint32_t same = __match_any_sync(kAllLanes, id);
+  uint32_t before = (1u << lane) - 1;
   int32_t ordinal = id < 0 ? -1 : b.count[id] + __popc(same & before);
-  int32_t slot = ranks >> lane & 1u ? shared.rank_count[lane] : -1, row = -1;
+  int32_t slot = ranks >> lane & 1u ? shared.rank_count[lane] : -1;
+  int32_t row = -1;
   if (id >= 0 && offsets_known) {
     int64_t wanted = int64_t{b.send_offset[b.column(b.location[id])]} + ordinal;
     row = wanted >= 0 && wanted < plan.max_rows ? static_cast<int32_t>(wanted) : -1;
@@ -58,8 +62,10 @@ __device__ __forceinline__ void send_pairs_of_slots(const DispatchBlock& b, int3
   const ExchangePlan& plan = b.plan;
   const Destinations& destinations = b.shared.destinations;
   for (int32_t i = threadIdx.x; i < plan.R * b.args.K; i += 32) {
-    int32_t rank = i / b.args.K, k = i % b.args.K, slot = destinations.slot[rank],
-            id = b.shared.ids[n][k];
+    int32_t rank = i / b.args.K;
+    int32_t k = i % b.args.K;
+    int32_t slot = destinations.slot[rank];
+    int32_t id = b.shared.ids[n][k];
     if (slot < 0) continue;
     int64_t pair = (plan.rank * plan.M + slot) * plan.K + k;
     in_window<int32_t>(b.ex, rank, plan.recv_ids)[pair] = id < 0 ? b.shared.sentinel[rank] : id;
@@ -87,9 +93,14 @@ __device__ __forceinline__ void publish_flags(const DispatchBlock& b, int32_t co
 // warps count the tokens up to the next one. Returns false if the round may not be opened.
 template <WireFormat kFormat, typename Source, int kGroupsInFlight>
 __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int32_t* head) {
-  int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, unsignaled = 0;
+  int32_t warp = threadIdx.x / 32;
+  int32_t lane = threadIdx.x % 32;
+  int32_t counted = 0;
+  int32_t unsignaled = 0;
   int32_t send_blocks = b.kernel.send_blocks;
-  bool sends = warp == 0, more = tokens > send_blocks, offsets_known = false;
+  bool sends = warp == 0;
+  bool more = tokens > send_blocks;
+  bool offsets_known = false;
   RowPipeline pipeline(b);
   if (sends && b.number < tokens) pipeline.load_chunk(b.number, 0);
   for (int32_t t = b.number, n = 0, next; t < tokens; t = next, n ^= 1) {

@@ -12,7 +12,8 @@ constexpr int kMaxExchangeTopK = 32;   // a warp gives each pair of a token one 
 
 // These values stand where a pair's row index would stand: the expert belongs to another rank, or
 // no row was left.
-constexpr int32_t kForeign = -1, kDropped = -2;
+constexpr int32_t kForeign = -1;
+constexpr int32_t kDropped = -2;
 
 __device__ __forceinline__ int32_t block_threads() { return static_cast<int32_t>(blockDim.x); }
 __device__ __forceinline__ int32_t block_warps() { return block_threads() / 32; }
@@ -64,7 +65,9 @@ struct Slot {
 // starts with itself; with kOthers it has no slots.
 template <bool kOthers = false>
 __device__ __forceinline__ Slot slot_of(const ExchangePlan& plan, int32_t n) {
-  auto R = static_cast<int32_t>(plan.R), sources = kOthers ? max(R - 1, 1) : R, s = n / sources;
+  auto R = static_cast<int32_t>(plan.R);
+  auto sources = kOthers ? max(R - 1, 1) : R;
+  auto s = n / sources;
   int32_t source = n - s * sources + static_cast<int32_t>(plan.rank) + kOthers;
   return {source < R ? source : source - R, s};
 }

@@ -11,7 +11,8 @@ namespace epmoe::cuda {
 constexpr int32_t kNoOther = 0x7fffffff;
 struct Mismatch {
   uint32_t ranks = 0;
-  int32_t tag = 0, other = kNoOther;
+  int32_t tag = 0;
+  int32_t other = kNoOther;
 };
 
 // The waits of one kernel: for one round, with one deadline each.
@@ -70,7 +71,8 @@ struct Wait {
   template <int N>
   __device__ __forceinline__ bool await(const Word* first, int64_t stride, int32_t rank,
                                         int32_t next, int32_t count, int32_t (&values)[N]) const {
-    int32_t missing = 0, missing_rank = rank;
+    int32_t missing = 0;
+    int32_t missing_rank = rank;
     return until(
         [&] {
           bool all = have_arrived(first, stride, count, values, missing);
@@ -206,7 +208,8 @@ struct Wait {
   }
 
   static __device__ __noinline__ void await_others(RoundState* round, Stage stage) {
-    constexpr uint64_t kLongestNs = 100'000'000, kArrivedNs = 1'000'000;
+    constexpr uint64_t kLongestNs = 100'000'000;
+    constexpr uint64_t kArrivedNs = 1'000'000;
     auto *receiving = static_cast<volatile int32_t*>(&round->receiving[stage]),
          *done = static_cast<volatile int32_t*>(&round->done[stage]);
     for (uint64_t begin_ns = now_ns(); *done < *receiving && now_ns() - begin_ns < kLongestNs;)

@@ -10,7 +10,9 @@ namespace epmoe::cuda {
 namespace {
 
 // Six blocks a multiprocessor write 3.3 TB/s of bf16 outputs on an H200, four 3.1 and two 2.3.
-constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 6;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlocksPerSM = 6;
 
 // A warp has a chunk of a row at a time, and each lane kCount consecutive outputs of it.
 template <typename T, bool kQuantize, bool kWide, int kCount = kPerVector<T>>
@@ -31,7 +33,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     using Pairs = GatesAndUps<T, kCount, kWide>;
     auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
     Pairs pairs(row, args.interleaved, args.F, first, count);
-    float gate[kCount] = {}, up[kCount] = {}, value[kCount];
+    float gate[kCount] = {};
+    float up[kCount] = {};
+    float value[kCount];
     pairs.add_to(gate, up, args.interleaved);
     if (args.bias_e2F) {
       auto* bias = static_cast<const T*>(args.bias_e2F) + int64_t{expert} * 2 * args.F;
@@ -77,8 +81,9 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t items = (rows.count() + 31) / 32 * chunks;
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < items;
        item += gridDim.x * kWarps) {
-    uint32_t group = item / chunks, n = group * 32 + threadIdx.x % 32,
-             first = (item - group * chunks) * kBlocksAtOnce;
+    uint32_t group = item / chunks;
+    uint32_t n = group * 32 + threadIdx.x % 32;
+    uint32_t first = (item - group * chunks) * kBlocksAtOnce;
     if (n >= rows.count()) continue;
     int64_t t = rows[n].t;
     float scale[kBlocksAtOnce];
@@ -101,9 +106,8 @@ cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t strea
         args.F % kPerVector<T> == 0 &&
         is_aligned(args.gate_up_N2F, args.gate_up_stride * static_cast<int64_t>(sizeof(T))) &&
         is_aligned(args.bias_e2F, 0);
-    auto* kernel = args.scales_BN
-                       ? (wide ? gated_rows<T, true, true> : gated_rows<T, true, false>)
-                       : (wide ? gated_rows<T, false, true> : gated_rows<T, false, false>);
+    auto* kernel = wide ? gated_rows<T, false, true> : gated_rows<T, false, false>;
+    if (args.scales_BN) kernel = wide ? gated_rows<T, true, true> : gated_rows<T, true, false>;
     return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N * chunks, kWarps), kThreads,
                           RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
                           static_cast<uint32_t>(chunks));

@@ -35,8 +35,8 @@ struct RowCopy {
   // start of the row.
   template <typename F>
   __device__ __forceinline__ void each(uint32_t chunk, F&& f) const {
-    auto first = static_cast<int32_t>(chunk * chunks.length),
-         last = min(first + chunks.length, chunks.vectors);
+    auto first = static_cast<int32_t>(chunk * chunks.length);
+    auto last = min(first + chunks.length, chunks.vectors);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
       if (int32_t index = first + threadIdx.x + j * blockDim.x; index < last) f(j, index);

@@ -7,7 +7,9 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256, kBlocksPerSM = 8, kEightsOfGroup = kMxfp4Group / 8;
+constexpr int kThreads = 256;
+constexpr int kBlocksPerSM = 8;
+constexpr int kEightsOfGroup = kMxfp4Group / 8;
 
 __global__ void __launch_bounds__(kThreads)
     dequantize(const __grid_constant__ DequantizeArgs args) {
@@ -15,7 +17,8 @@ __global__ void __launch_bounds__(kThreads)
   let_successor_start();
   auto* codes = static_cast<const uint32_t*>(args.codes);
   auto* out = static_cast<uint4*>(args.out);
-  const int64_t eights = kEightsOfGroup * args.num_groups, step = int64_t{kThreads} * gridDim.x;
+  const int64_t eights = kEightsOfGroup * args.num_groups;
+  const int64_t step = int64_t{kThreads} * gridDim.x;
   for (int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x; i < eights; i += step) {
     const Mxfp4Scale scale{__ldg(args.scales + i / kEightsOfGroup)};
     const uint32_t eight[] = {__ldg(codes + i)};

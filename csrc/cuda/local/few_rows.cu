@@ -61,12 +61,17 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown>, kBlocksPerSM<kDown>)
   // Down may read segments and weights while gate and up still run: these had waited for all that
   // wrote them.
   const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t row_bytes = kFp8 ? p.k : 2 * p.k, blocks = p.k / kScaleBlock;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t warp = threadIdx.x / 32;
+  const int32_t g = lane / 4;
+  const int32_t t = lane % 4;
+  const int64_t row_bytes = kFp8 ? p.k : 2 * p.k;
+  const int64_t blocks = p.k / kScaleBlock;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
   const int32_t lines = static_cast<int32_t>(row_bytes / kLineBytes);
   const int32_t groups = static_cast<int32_t>(p.columns / kColumns<kDown>);
-  const int32_t first_line = lines * warp / kWarps, last_line = lines * (warp + 1) / kWarps;
+  const int32_t first_line = lines * warp / kWarps;
+  const int32_t last_line = lines * (warp + 1) / kWarps;
   for (int64_t task = blockIdx.x; task < int64_t{num_experts} * groups; task += gridDim.x) {
     const Expert expert = experts[task / groups];
     const int32_t column = static_cast<int32_t>(task % groups) * kColumns<kDown>;

@@ -8,11 +8,14 @@
 
 namespace epmoe::cuda {
 
-constexpr int kTiles = 2, kTileRows = 16;  // matrices of 16 weight rows that a warp multiplies
+// Matrices of 16 weight rows that a warp multiplies.
+constexpr int kTiles = 2;
+constexpr int kTileRows = 16;
 constexpr int kWeightRows = kTiles * kTileRows;  // of a task
 constexpr int kExponentColumns = 16;             // of h that share a power of two
-constexpr int kLargestExponent = 247,
-              kHeadroom = 7;  // 2^7 times the power of two is at most the largest value
+// 2^7 times the power of two is at most the largest value.
+constexpr int kLargestExponent = 247;
+constexpr int kHeadroom = 7;
 
 // One of the two products, of one dtype.
 struct Product {
@@ -50,7 +53,8 @@ __device__ __forceinline__ int32_t rows_of_part(int32_t count, int32_t most) {
 
 // Entries of the table of experts. An expert with many rows has several, so that several blocks
 // share its rows.
-constexpr int kTableEntries = 1024, kMostParts = 16;
+constexpr int kTableEntries = 1024;
+constexpr int kMostParts = 16;
 inline int64_t table_entries(int64_t experts) {
   return std::max<int64_t>(experts, std::min<int64_t>(kTableEntries, kMostParts * experts));
 }
@@ -62,18 +66,20 @@ __device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_
                                                 Expert* experts) {
   __shared__ int32_t total;
   if (threadIdx.x < 32) {
-    const int32_t e = segments.num_local_experts,
-                  most = min(max(kTableEntries / max(e, 1), 1), kMostParts);
-    int32_t lane = threadIdx.x, found = 0;
+    const int32_t e = segments.num_local_experts;
+    const int32_t most = min(max(kTableEntries / max(e, 1), 1), kMostParts);
+    int32_t lane = threadIdx.x;
+    int32_t found = 0;
     for (int32_t first = 0; first < e; first += 32) {
       int32_t i = first + lane;
       SegmentRows rows = {};
       if (i < e) rows = rows_of_expert(segments, N, i);
       uint32_t have_rows = __ballot_sync(kAllLanes, rows.count > 0);
-      int32_t before = __popc(have_rows & ((1u << lane) - 1)), here = __popc(have_rows);
+      int32_t before = __popc(have_rows & ((1u << lane) - 1));
+      int32_t here = __popc(have_rows);
       if (__any_sync(kAllLanes, rows.count > kTokens)) {
-        int32_t step = rows_of_part<kTokens>(rows.count, most),
-                parts = (rows.count + step - 1) / step;
+        int32_t step = rows_of_part<kTokens>(rows.count, most);
+        int32_t parts = (rows.count + step - 1) / step;
         int32_t through = warp_inclusive_sum(parts);
         before = through - parts, here = __shfl_sync(kAllLanes, through, 31);
         for (int32_t part = 0; part < parts; ++part)
@@ -112,7 +118,9 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
                                               const float (&sums)[kTiles][kTokenTiles][4]) {
   constexpr int kTokens = 8 * kTokenTiles;
   __shared__ float partial[kWarps][kTokens][kWeightRows + 1];
-  const int32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int32_t warp = threadIdx.x / 32;
+  const int32_t g = threadIdx.x % 32 / 4;
+  const int32_t t = threadIdx.x % 4;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m)
@@ -126,7 +134,8 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
   // two.
   const int32_t outputs = min(expert.count - first, kTokens) * kColumns<kDown>;
   for (int32_t i = threadIdx.x; i < outputs; i += 32 * kWarps) {
-    const int32_t here = i / kColumns<kDown>, c = i % kColumns<kDown>;
+    const int32_t here = i / kColumns<kDown>;
+    const int32_t c = i % kColumns<kDown>;
     auto sum_of = [&](int32_t row) {
       float sum = 0.0f;
 #pragma unroll
@@ -145,7 +154,8 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
       int32_t gate = c / 8 * kTileRows + c % 8;
       float value = gated(sum_of(gate), sum_of(gate + 8), args.gating);
       if constexpr (kFp8) {
-        uint32_t lanes = __activemask(), most = bits_of(fabsf(value));
+        uint32_t lanes = __activemask();
+        uint32_t most = bits_of(fabsf(value));
 #pragma unroll
         for (int offset = kExponentColumns / 2; offset; offset /= 2)
           most = max(most, __shfl_xor_sync(lanes, most, offset, kExponentColumns));

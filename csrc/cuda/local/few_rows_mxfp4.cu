@@ -10,7 +10,8 @@ namespace {
 // A chunk is four groups of each weight row: lane 4 g + t has group t, 16 bytes, of rows g and g +
 // 8 of each tile.
 constexpr int kChunkGroups = 4;
-constexpr int kGroupBytes = kMxfp4Group / 2, kGroupRowBytes = kMxfp4Group * 2;
+constexpr int kGroupBytes = kMxfp4Group / 2;
+constexpr int kGroupRowBytes = kMxfp4Group * 2;
 constexpr int kRowChunkBytes = kChunkGroups * kGroupRowBytes;
 
 // What was measured is in docs/experiments.md, "MXFP4".
@@ -64,7 +65,8 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       // Codes i and i + 4 of eight are a pair, so columns i and i + 4 are one.
-      constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
+      constexpr uint32_t kLow = 0x5410;
+      constexpr uint32_t kHigh = 0x7632;
       const uint4 eight = load_if<false>(real, rows[n] + offset + 16 * j);
       const uint32_t b[2][2] = {
           {__byte_perm(eight.x, eight.z, kLow), __byte_perm(eight.x, eight.z, kHigh)},
@@ -81,17 +83,21 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
 template <bool kDown, int kTokenTiles>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
     few_rows_mxfp4(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
-  constexpr int kTokens = 8 * kTokenTiles, kChunks = kChunksOfStep<kTokenTiles>;
+  constexpr int kTokens = 8 * kTokenTiles;
+  constexpr int kChunks = kChunksOfStep<kTokenTiles>;
   extern __shared__ Expert experts[];
   Predecessor predecessor;
   if (!kDown) predecessor.wait();
   // Down may read segments and weights while gate and up still run: these had waited for all that
   // wrote them.
   const int32_t num_experts = list_experts<kTokens>(args.segments, args.N, experts);
-  const int32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int32_t warp = threadIdx.x / 32;
+  const int32_t g = threadIdx.x % 32 / 4;
+  const int32_t t = threadIdx.x % 4;
   const int32_t groups_of_row = static_cast<int32_t>(p.k / kMxfp4Group);
   const int32_t chunks = (groups_of_row + kChunkGroups - 1) / kChunkGroups;
-  const int32_t first_chunk = chunks * warp / kWarps, last_chunk = chunks * (warp + 1) / kWarps;
+  const int32_t first_chunk = chunks * warp / kWarps;
+  const int32_t last_chunk = chunks * (warp + 1) / kWarps;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
   const int32_t of_expert = static_cast<int32_t>(p.columns / kColumns<kDown>);  // tasks
   auto* scales = static_cast<const uint8_t*>(p.weight_scales);
@@ -163,9 +169,9 @@ cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream) {
-  return args.token_tiles == 1   ? launch_of<1>(args, stream)
-         : args.token_tiles == 2 ? launch_of<2>(args, stream)
-                                 : launch_of<4>(args, stream);
+  if (args.token_tiles == 1) return launch_of<1>(args, stream);
+  if (args.token_tiles == 2) return launch_of<2>(args, stream);
+  return launch_of<4>(args, stream);
 }
 
 }  // namespace epmoe::cuda

@@ -9,7 +9,8 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kInFlight = 8, kMaxThreads = 256;
+constexpr int kInFlight = 8;
+constexpr int kMaxThreads = 256;
 // Up to 256 slots finish sooner in blocks of 256 threads, because fewer blocks have to start. More
 // slots stream faster through blocks of 128.
 constexpr int64_t kMaxSlotsInLargeBlocks = 256;
@@ -70,8 +71,9 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
         }
       }
     }
-    Values out;  // As by `rounded`; written out, since by it nvcc makes 8 % more instructions,
-                 // which nobody has timed.
+    // As by `rounded`; written out, since by it nvcc makes 8 % more instructions, which nobody has
+    // timed.
+    Values out;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) out.at[i] = from_float<T>(sum[i]);
     if (active)
@@ -83,9 +85,9 @@ template <typename T, int kWidth>
 cudaError_t launch_sum(const FinalizeArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  int64_t vectors = args.D / kWidth,
-          chunks =
-              ceil_div(vectors, args.S <= kMaxSlotsInLargeBlocks ? kMaxThreads : kMaxThreads / 2);
+  int64_t vectors = args.D / kWidth;
+  int64_t chunks =
+      ceil_div(vectors, args.S <= kMaxSlotsInLargeBlocks ? kMaxThreads : kMaxThreads / 2);
   auto threads =
       static_cast<int>(ceil_div(ceil_div(vectors, std::max<int64_t>(chunks, 1)), 32) * 32);
   int64_t items = args.S * chunks;

@@ -30,7 +30,8 @@ struct GatesAndUps {
   // Where a half lies in a row.
   static __device__ __forceinline__ int64_t at(int half, bool interleaved, int64_t F,
                                                int64_t first) {
-    return interleaved ? 2 * first + half * kCount : half ? F + first : first;
+    if (interleaved) return 2 * first + half * kCount;
+    return half ? F + first : first;
   }
 
   __device__ __forceinline__ GatesAndUps(const Part& first, const Part& second)

@@ -17,15 +17,25 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 128, kColumns = 64;             // of a tile
-constexpr int kStep = 32;                                // of k, in shared memory at once
-constexpr int64_t kMostParts = 16, kShortestPart = 128;  // a multiple of kStep
+// A block computes a tile.
+constexpr int kThreads = 128;
+constexpr int kColumns = 64;
+constexpr int kStep = 32;  // elements of k in shared memory at once
+
+// Parts of k, which blocks of their own sum, and another kernel adds.
+constexpr int64_t kMostParts = 16;
+constexpr int64_t kShortestPart = 128;  // a multiple of kStep
 constexpr int kSumThreads = 256;
-constexpr int64_t kFewTokens = 64,
-                  kFewestTokens = 16;  // of 16 bits, of fp32: a tile has 8 up to so many
+
+// Up to so many tokens, a tile has 8 rows of x.
+constexpr int64_t kFewTokens = 64;     // with elements of 16 bits
+constexpr int64_t kFewestTokens = 16;  // with fp32
 constexpr int64_t kFewColumns = 16;    // of such a tile, for elements of 16 bits
-constexpr int kStages = 4, kStage = 64,
-              kVectors = kStage / 8;  // of k, loaded ahead, in vectors of 16 bytes
+
+// Elements of 16 bits are loaded ahead.
+constexpr int kStages = 4;
+constexpr int kStage = 64;            // elements of k in a stage
+constexpr int kVectors = kStage / 8;  // of 16 bytes, in a row of a stage
 
 int64_t part_length(int64_t k) {
   return std::max(kShortestPart, ceil_div(ceil_div(k, kMostParts), kStep) * kStep);
@@ -44,7 +54,8 @@ __device__ __forceinline__ void load_tile(const void* matrix, int64_t rows, int6
   int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < kRows;
        i += kThreads / 32) {  // a warp has four rows by eight k
-    int r = i / 4 * 4 + lane / 8, at = i % 4 * 8 + lane % 8;
+    int r = i / 4 * 4 + lane / 8;
+    int at = i % 4 * 8 + lane % 8;
     bool real = row + r < rows && from + at < end;
     tile[at][place(r, at)] =
         real ? static_cast<const float*>(matrix)[(row + r) * k + from + at] : 0.0f;
@@ -60,12 +71,15 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ __align__(16) float x[kStep][kColumns], weight[kStep][kColumns];
   wait_for_predecessor();
   let_successor_start();
-  const int64_t columns = ceil_div(args.n, kColumns), tiles = columns * ceil_div(args.T, kRows);
-  const int64_t tile = blockIdx.x % tiles, m = tile / columns * kRows,
-                n = tile % columns * kColumns;
+  const int64_t columns = ceil_div(args.n, kColumns);
+  const int64_t tiles = columns * ceil_div(args.T, kRows);
+  const int64_t tile = blockIdx.x % tiles;
+  const int64_t m = tile / columns * kRows;
+  const int64_t n = tile % columns * kColumns;
   const bool all = args.parts == nullptr;
   const int first = all ? 0 : static_cast<int>(blockIdx.x / tiles);
-  const int row = threadIdx.x / 16 * kPerThread, column = threadIdx.x % 16 * 4;
+  const int row = threadIdx.x / 16 * kPerThread;
+  const int column = threadIdx.x % 16 * 4;
   float total[kPerThread][4] = {};
   for (int part = first; part < (all ? parts : first + 1); ++part) {
     const int64_t end = min(args.k, (part + 1) * length);
@@ -127,7 +141,9 @@ __device__ __forceinline__ uint4 load_eight(const T* row, int64_t at, int64_t en
 // multiplies does not matter, as long as both sides agree.
 template <typename T, int kEights>
 struct WarpSums {
-  float total[kEights][4] = {}, sum[kEights][4] = {};  // of all parts that ended; of this part
+  // Of all parts that ended; of this part.
+  float total[kEights][4] = {};
+  float sum[kEights][4] = {};
 
   // Adds 32 of k.
   __device__ __forceinline__ void multiply_32(const uint4 (&weight)[2], const uint4 (&x)[kEights]) {
@@ -155,12 +171,14 @@ struct WarpSums {
   template <typename F>
   __device__ __forceinline__ void for_each(const InvariantLinearArgs& args, int64_t m, int64_t n,
                                            F&& f) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int g = threadIdx.x % 32 / 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kEights; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int64_t row = m + 8 * i + 2 * t + j % 2, column = n + g + j / 2 * 8;
+        const int64_t row = m + 8 * i + 2 * t + j % 2;
+        const int64_t column = n + g + j / 2 * 8;
         if (row < args.T && column < args.n) f(row * args.n + column, total[i][j]);
       }
   }
@@ -172,7 +190,8 @@ template <typename T, int kEights>
 __device__ __forceinline__ void multiply_part(WarpSums<T, kEights>& sums,
                                               const InvariantLinearArgs& args, int64_t m, int64_t n,
                                               int64_t from, int64_t length, bool wide) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
   const int64_t end = min(args.k, from + length);
 #pragma unroll 2
   for (int64_t at = from + 8 * t; at - 8 * t < end; at += 32) {
@@ -198,9 +217,10 @@ __global__ void __launch_bounds__(kThreads)
                     bool wide) {
   wait_for_predecessor();
   let_successor_start();
-  const int64_t columns = ceil_div(args.n, kColumns),
-                tiles = columns * ceil_div(args.T, 8 * kEights);
-  const int64_t tile = blockIdx.x % tiles, m = tile / columns * 8 * kEights;
+  const int64_t columns = ceil_div(args.n, kColumns);
+  const int64_t tiles = columns * ceil_div(args.T, 8 * kEights);
+  const int64_t tile = blockIdx.x % tiles;
+  const int64_t m = tile / columns * 8 * kEights;
   const int64_t n = tile % columns * kColumns + threadIdx.x / 32 * 16;
   const bool all = args.parts == nullptr;
   const int first = all ? 0 : static_cast<int>(blockIdx.x / tiles);
@@ -227,8 +247,10 @@ __global__ void __launch_bounds__(32 * kMostParts)
   wait_for_predecessor();
   let_successor_start();
   const int64_t columns = ceil_div(args.n, kFewColumns);
-  const int64_t m = blockIdx.x / columns * 8, n = blockIdx.x % columns * kFewColumns;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t m = blockIdx.x / columns * 8;
+  const int64_t n = blockIdx.x % columns * kFewColumns;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   WarpSums<T, 1> sums;
   multiply_part(sums, args, m, n, warp * length, length, wide);
 #pragma unroll
@@ -257,7 +279,8 @@ template <typename T, int kRows>
 __device__ __forceinline__ void copy_rows(const void* matrix, int64_t rows, int64_t k, int64_t row,
                                           int64_t from, uint4* stage) {
   constexpr int kAtOnce = kThreads / kVectors;  // rows
-  const int r = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
+  const int r = threadIdx.x / kVectors;
+  const int vector = threadIdx.x % kVectors;
   const int64_t at = from + 8 * vector;
   const int real_rows = at < k ? static_cast<int>(min(rows - row, int64_t{kRows})) : 0;
   const T* source = static_cast<const T*>(matrix) + (row + r) * k + at;
@@ -277,14 +300,18 @@ __device__ __forceinline__ void copy_rows(const void* matrix, int64_t rows, int6
 template <typename T, int kEights>
 __global__ void __launch_bounds__(kThreads, 3)
     multiply_stages(const __grid_constant__ InvariantLinearArgs args, int64_t length) {
-  constexpr int kRows = 8 * kEights,
-                kStageVectors = (kRows + kColumns) * kVectors;  // x, then the weight
+  // x, then the weight.
+  constexpr int kRows = 8 * kEights;
+  constexpr int kStageVectors = (kRows + kColumns) * kVectors;
   extern __shared__ uint4 ring[];
   wait_for_predecessor();
   let_successor_start();
   const int64_t columns = ceil_div(args.n, kColumns);
-  const int64_t m = blockIdx.x / columns * kRows, n = blockIdx.x % columns * kColumns;
-  const int warp_row = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int64_t m = blockIdx.x / columns * kRows;
+  const int64_t n = blockIdx.x % columns * kColumns;
+  const int warp_row = threadIdx.x / 32 * 16;
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
   auto stage_of = [&](int64_t from) {
     return ring + static_cast<uint32_t>(from) / kStage % kStages * kStageVectors;
   };
@@ -301,8 +328,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   int64_t end = length;  // of the part
   for (int64_t from = 0; from < args.k; from += kStage) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncthreads();  // this stage has come for all threads, and all have read the last one, which
-                      // is copied over
+    // This stage has come for all threads, and all have read the last one, which is copied over.
+    __syncthreads();
     copy(from + (kStages - 1) * kStage);
     const uint4* stage = stage_of(from);
     uint4 weight[kStage / 32][2], x[kStage / 32][kEights];
@@ -333,8 +360,8 @@ __global__ void __launch_bounds__(kSumThreads)
     add_parts(const __grid_constant__ InvariantLinearArgs args, int32_t parts) {
   wait_for_predecessor();
   let_successor_start();
-  const int64_t count = args.T * args.n,
-                at = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x;
+  const int64_t count = args.T * args.n;
+  const int64_t at = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x;
   if (at >= count) return;
   float total = args.parts[at];
   for (int part = 1; part < parts; ++part) total += args.parts[part * count + at];
@@ -348,8 +375,8 @@ bool is_wide(const InvariantLinearArgs& args) {
 
 template <typename T, int kPerThread>
 cudaError_t launch_tiles(const InvariantLinearArgs& args, cudaStream_t stream) {
-  const int64_t length = part_length(args.k),
-                tiles = ceil_div(args.T, 8 * kPerThread) * ceil_div(args.n, kColumns);
+  const int64_t length = part_length(args.k);
+  const int64_t tiles = ceil_div(args.T, 8 * kPerThread) * ceil_div(args.n, kColumns);
   const int32_t parts = parts_of(args.k);
   const int64_t blocks = args.parts ? tiles * parts : tiles;
   cudaError_t error;
@@ -397,7 +424,8 @@ bool fits_stages(const InvariantLinearArgs& args) {
 int64_t invariant_linear_parts(const InvariantLinearArgs& args) {
   Device device;
   if (takes_few(args) || current_device(device)) return 0;
-  const int64_t parts = parts_of(args.k), tiles = tiles_of_64(args);
+  const int64_t parts = parts_of(args.k);
+  const int64_t tiles = tiles_of_64(args);
   return parts > 1 && tiles * (fits_stages(args) ? 4 : 1) < device.multiprocessors ? parts : 0;
 }
 

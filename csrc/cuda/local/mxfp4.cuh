@@ -27,7 +27,9 @@ __device__ __forceinline__ uint32_t tiny_pair(uint32_t eight, int i) {
 // What makes values of tiny pairs. 2^126 times a scale above 2 is beyond bf16, so there is a second
 // factor then.
 struct Mxfp4Scale {
-  static constexpr uint32_t kBothHalves = 0x10001, kLargest = 128, kNaN = 255;
+  static constexpr uint32_t kBothHalves = 0x10001;
+  static constexpr uint32_t kLargest = 128;
+  static constexpr uint32_t kNaN = 255;
   uint32_t exponent;
 
   // Needs `more`.
@@ -52,7 +54,9 @@ __device__ __forceinline__ void bf16_of_eights(const uint32_t (&eights)[kCount],
       pairs[c][i] = multiply_bf16x2(tiny_pair(eights[i], c), scale.factor());
       if (kAlsoLarge && scale.is_large()) pairs[c][i] = multiply_bf16x2(pairs[c][i], scale.more());
     }
-  constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;  // codes i and i + 4 are a pair
+  // Codes i and i + 4 are a pair.
+  constexpr uint32_t kLow = 0x5410;
+  constexpr uint32_t kHigh = 0x7632;
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
     values[i] = make_uint4(

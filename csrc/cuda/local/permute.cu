@@ -21,7 +21,9 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kOneKernelSlots = 256, kThreads = 512, kCopyThreads = 256;
+constexpr int kOneKernelSlots = 256;
+constexpr int kThreads = 512;
+constexpr int kCopyThreads = 256;
 constexpr int kMaxSortBlocks = 128;  // of count_pairs and assign_rows
 
 // Threads of count_pairs and assign_rows. Each warp has a counter an expert in shared memory: with
@@ -85,7 +87,8 @@ __global__ void __launch_bounds__(kThreads)
     permute_small(const __grid_constant__ PermuteArgs args, Slots slots, Chunks chunks) {
   extern __shared__ int32_t
       shared[];  // Segment [e], local expert of each pair [S * K], rows of one slot [K]
-  int32_t experts = args.num_local_experts, pairs = static_cast<int32_t>(args.S) * args.K;
+  int32_t experts = args.num_local_experts;
+  int32_t pairs = static_cast<int32_t>(args.S) * args.K;
   auto* segment_E = reinterpret_cast<Segment*>(shared);
   int32_t *local_of_pair = shared + 3 * experts, *rows_K = local_of_pair + pairs;
   for (int i = threadIdx.x; i < experts; i += blockDim.x)
@@ -122,7 +125,8 @@ __global__ void __launch_bounds__(kThreads)
   for (; slot >= 0; item += gridDim.x, slot = slots.real_slot(item / chunks.count)) {
     if (item != blockIdx.x) copy.load(slot, item % chunks.count);
     for (int k = threadIdx.x / 32; k < args.K; k += blockDim.x / 32) {
-      int32_t pair = static_cast<int32_t>(slot) * args.K + k, local = local_of_pair[pair];
+      int32_t pair = static_cast<int32_t>(slot) * args.K + k;
+      int32_t local = local_of_pair[pair];
       int32_t row =
           local < 0 ? -1 : row_of(args, segment_E[local].begin, ordinal_of(local_of_pair, pair));
       if (threadIdx.x % 32 == 0) rows_K[k] = row;
@@ -144,7 +148,8 @@ struct PairRange {
   int32_t begin, end;
 
   __device__ __forceinline__ PairRange(const PermuteArgs& args, int32_t block_pairs) {
-    int32_t pairs = static_cast<int32_t>(args.S) * args.K, length = block_pairs / (blockDim.x / 32);
+    int32_t pairs = static_cast<int32_t>(args.S) * args.K;
+    int32_t length = block_pairs / (blockDim.x / 32);
     begin = min(blockIdx.x * block_pairs + threadIdx.x / 32 * length, pairs);
     end = min(begin + length, pairs);
   }
@@ -182,7 +187,8 @@ __global__ void __launch_bounds__(kThreads)
       next_WE[];  // first the counts of each warp, then the row of its next pair, by expert
   int32_t experts = args.num_local_experts, *counts_BE = static_cast<int32_t*>(args.workspace),
           before = 0;
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int lane = threadIdx.x % 32;
+  int warp = threadIdx.x / 32;
   PairRange range(args, block_pairs);
   count_by_warp(args, slots, range,
                 next_WE);  // ids and counts_R are older than count_pairs: no need to wait
@@ -209,7 +215,8 @@ __global__ void __launch_bounds__(kThreads)
   });
   int32_t* next_E = next_WE + warp * experts;
   for (int32_t from = range.begin; from < range.end; from += 32) {
-    int32_t pair = from + lane, local = pair < range.end ? local_expert(args, slots, pair) : -1;
+    int32_t pair = from + lane;
+    int32_t local = pair < range.end ? local_expert(args, slots, pair) : -1;
     unsigned same = __match_any_sync(kAllLanes, local), earlier = same & ((1u << lane) - 1);
     int32_t row = local < 0 ? -1 : row_of(args, next_E[local], __popc(earlier));
     __syncwarp();
@@ -223,7 +230,8 @@ template <typename V>
 __global__ void __launch_bounds__(kCopyThreads)
     copy_rows(const __grid_constant__ PermuteArgs args, Slots slots, Chunks chunks) {
   RowCopy<V, 4> copy(args, chunks);
-  uint32_t item = blockIdx.x, count = chunks.count;
+  uint32_t item = blockIdx.x;
+  uint32_t count = chunks.count;
   int64_t slot = slots.real_slot(item / count);
   if (slot >= 0)
     copy.load(slot, item % count);  // x and counts_R are older than count_pairs: no need to wait
@@ -245,8 +253,8 @@ cudaError_t launch_permute(const PermuteArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   int threads = sort_threads(args.num_local_experts);
-  int64_t pairs = args.S * args.K,
-          vectors = args.D * itemsize(args.dtype) / static_cast<int64_t>(sizeof(V));
+  int64_t pairs = args.S * args.K;
+  int64_t vectors = args.D * itemsize(args.dtype) / static_cast<int64_t>(sizeof(V));
   int64_t counter_bytes =
       static_cast<int64_t>(threads / 32) * args.num_local_experts * sizeof(int32_t);
   Slots slots = slots_of(args);

@@ -9,7 +9,9 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kPerLane = kScaleBlock / 32;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kPerLane = kScaleBlock / 32;
 
 template <typename V>
 __global__ void __launch_bounds__(kThreads) clear_rows(const __grid_constant__ PaddingArgs args) {
@@ -68,7 +70,8 @@ __global__ void __launch_bounds__(kThreads)
     quantize_blocks(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
   wait_for_predecessor();
   let_successor_start();
-  int64_t real = real_tokens(args), index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  int64_t real = real_tokens(args);
+  int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (index >= args.T * blocks) return;
   WarpBlock<T> block(args, index, blocks, real, wide);
   float scale = scale_for(block.largest());
@@ -125,11 +128,13 @@ cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
     using T = decltype(type);
     bool wide = args.D % kPerLane == 0 && args.x_stride % kPerLane == 0 &&
                 reinterpret_cast<uintptr_t>(args.x_TD) % (kPerLane * sizeof(T)) == 0;
-    int64_t blocks = ceil_div(args.D, kScaleBlock), grid = ceil_div(args.T * blocks, kWarps);
-    if (args.block)
-      return grid ? launch(args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>,
-                           grid, kThreads, 0, stream, args, blocks, wide)
-                  : cudaSuccess;
+    int64_t blocks = ceil_div(args.D, kScaleBlock);
+    int64_t grid = ceil_div(args.T * blocks, kWarps);
+    if (args.block) {
+      if (!grid) return cudaSuccess;
+      auto* kernel = args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>;
+      return launch(kernel, grid, kThreads, 0, stream, args, blocks, wide);
+    }
     if (cudaError_t error = cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), stream))
       return error;
     int64_t readers = std::clamp<int64_t>(grid, 1, 8 * device.multiprocessors);

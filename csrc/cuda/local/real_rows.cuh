@@ -14,8 +14,8 @@ struct SegmentRows {
 // What the segments say of an expert, clamped to rows below N.
 __device__ __forceinline__ SegmentRows rows_of_expert(const Segments& segments, int64_t N,
                                                       int32_t expert) {
-  int32_t last = static_cast<int32_t>(N),
-          begin = min(max(segments.expert_offsets[expert], 0), last);
+  int32_t last = static_cast<int32_t>(N);
+  int32_t begin = min(max(segments.expert_offsets[expert], 0), last);
   int32_t count = min(max(segments.expert_offsets[expert + 1], begin), last) - begin;
   if (segments.tokens_per_expert) count = min(max(segments.tokens_per_expert[expert], 0), count);
   return {begin, count};

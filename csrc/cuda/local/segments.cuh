@@ -10,7 +10,9 @@ constexpr int kMaxWarps = 16;  // of that block
 // The sum over this thread and all lower threads of the block.
 __device__ __forceinline__ int64_t block_inclusive_sum(int64_t value) {
   __shared__ int64_t totals[kMaxWarps];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  int lane = threadIdx.x % 32;
+  int warp = threadIdx.x / 32;
+  int warps = blockDim.x / 32;
   value = warp_inclusive_sum(value);
   if (lane == 31) totals[warp] = value;
   __syncthreads();
@@ -36,9 +38,11 @@ __device__ __forceinline__ void lay_out_segments(const PermuteArgs& args, bool w
   int64_t begin_of_tile = 0;
   for (int32_t tile = 0; tile < experts || tile == 0; tile += blockDim.x) {
     int32_t i = tile + threadIdx.x;
-    uint32_t pairs = i < experts ? total(i) : 0, alignment = args.alignment;
+    uint32_t pairs = i < experts ? total(i) : 0;
+    uint32_t alignment = args.alignment;
     uint32_t padded = alignment == 1 ? pairs : (pairs + alignment - 1) / alignment * alignment;
-    int64_t end = begin_of_tile + block_inclusive_sum(padded), begin = end - padded;
+    int64_t end = begin_of_tile + block_inclusive_sum(padded);
+    int64_t begin = end - padded;
     Segment segment = {static_cast<int32_t>(min(begin, args.max_rows)), 0,
                        static_cast<int32_t>(min(end, args.max_rows))};
     segment.kept = static_cast<int32_t>(min(int64_t{pairs}, args.max_rows - segment.begin));

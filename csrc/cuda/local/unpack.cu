@@ -9,7 +9,8 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256, kBlocksPerSM = 4;
+constexpr int kThreads = 256;
+constexpr int kBlocksPerSM = 4;
 constexpr int kInFlight = 4;  // vectors that a thread loads at once
 
 // A block has a row at a time. A thread loads the elements of a store of 16 bytes, which share a
@@ -21,7 +22,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   wait_for_predecessor();
   let_successor_start();
   RealRows rows(args.segments, args.N, table);
-  constexpr int kCount = kPerVector<T>, kStep = kThreads * kCount;
+  constexpr int kCount = kPerVector<T>;
+  constexpr int kStep = kThreads * kCount;
   static_assert(kScaleBlock % kCount == 0);
   using Packed = Vector<uint8_t, kCount>;
   int64_t row_bytes = wire(WireFormat::kPackedFp8).packed_row_bytes(args.D);

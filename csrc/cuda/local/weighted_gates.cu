@@ -9,7 +9,9 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 4;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlocksPerSM = 4;
 
 // A warp has a row at a time, and each lane kCount consecutive outputs of it, so that the gradient
 // of the row's weight is a sum in an order that does not change.
@@ -28,9 +30,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     int64_t t = place;
     bool real = !args.tokens_per_expert ||
                 place - args.segments.expert_offsets[expert] < args.tokens_per_expert[expert];
-    float weight = real && args.row_weights_N ? args.row_weights_N[t] : 1.0f, grad_weight = 0.0f;
+    float weight = real && args.row_weights_N ? args.row_weights_N[t] : 1.0f;
+    float grad_weight = 0.0f;
     for (int64_t first = threadIdx.x % 32 * kCount; first < args.F; first += 32 * kCount) {
-      float gate[kCount] = {}, up[kCount] = {};
+      float gate[kCount] = {};
+      float up[kCount] = {};
       if (real)
         Pairs(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, kInterleaved,
               args.F, first, kCount)
@@ -67,10 +71,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
 
 template <typename T, int kCount>
 auto* variant_of(bool backward, bool interleaved) {
-  return backward ? (interleaved ? weighted_gates<T, true, true, kCount>
-                                 : weighted_gates<T, true, false, kCount>)
-                  : (interleaved ? weighted_gates<T, false, true, kCount>
-                                 : weighted_gates<T, false, false, kCount>);
+  if (backward)
+    return interleaved ? weighted_gates<T, true, true, kCount>
+                       : weighted_gates<T, true, false, kCount>;
+  return interleaved ? weighted_gates<T, false, true, kCount>
+                     : weighted_gates<T, false, false, kCount>;
 }
 
 }  // namespace

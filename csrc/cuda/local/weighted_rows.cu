@@ -8,7 +8,9 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 4;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlocksPerSM = 4;
 constexpr int kInFlight = 4;  // vectors of each matrix that a thread loads at once
 
 // A team, the whole block or a warp, has a row at a time, and each of its threads every kTeam-th
@@ -22,7 +24,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   let_successor_start();
   RealRows rows(args.segments, args.N, table);
   using Part = Vector<T, kCount>;
-  constexpr int kTeams = kThreads / kTeam, kStep = kTeam * kCount;
+  constexpr int kTeams = kThreads / kTeam;
+  constexpr int kStep = kTeam * kCount;
   int turn = 0;
   for (uint32_t n = blockIdx.x * kTeams + threadIdx.x / kTeam; n < rows.count();
        n += gridDim.x * kTeams, turn ^= 1) {
@@ -79,11 +82,11 @@ cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t st
     constexpr int kWide = kPerVector<T>;
     bool wide = args.D % kWide == 0 && is_aligned(args.grad_ND, 0) &&
                 is_aligned(args.rows_ND, args.rows_stride * static_cast<int64_t>(sizeof(T)));
-    bool whole =
-        wide && args.D >= kThreads * kWide;  // then every thread of a block has a vector of the row
-    auto* kernel = whole  ? weighted_rows_backward<T, kWide, kThreads>
-                   : wide ? weighted_rows_backward<T, kWide, 32>
-                          : weighted_rows_backward<T, 1, 32>;
+    // Then every thread of a block has a vector of the row.
+    bool whole = wide && args.D >= kThreads * kWide;
+    auto* kernel = weighted_rows_backward<T, 1, 32>;
+    if (wide) kernel = weighted_rows_backward<T, kWide, 32>;
+    if (whole) kernel = weighted_rows_backward<T, kWide, kThreads>;
     return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N, whole ? 1 : kWarps), kThreads,
                           RealRows::shared_bytes(args.segments.num_local_experts), stream, args);
   });

@@ -14,7 +14,8 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kSlotThreads = 32 * kMaxWarps, kCopyThreads = 256;
+constexpr int kSlotThreads = 32 * kMaxWarps;
+constexpr int kCopyThreads = 256;
 
 __device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t,
                                             const RoutedPair& pair) {
@@ -46,12 +47,14 @@ __global__ void __launch_bounds__(kSlotThreads)
   wait_for_predecessor();
   let_successor_start();
   int32_t node = blockIdx.x;
-  int64_t tokens = real_tokens(args), wanted = 0;
+  int64_t tokens = real_tokens(args);
+  int64_t wanted = 0;
   unsigned long long dropped = 0;
   for (int64_t begin = 0; begin < args.T; begin += kSlotThreads) {
     int64_t t = begin + threadIdx.x;
     int32_t pairs = t < tokens ? pairs_on(args, t, node) : 0;
-    int64_t sum = block_inclusive_sum(pairs > 0), slot = wanted + sum - 1;
+    int64_t sum = block_inclusive_sum(pairs > 0);
+    int64_t slot = wanted + sum - 1;
     bool fits = pairs > 0 && slot < args.slab_rows;
     if (t < args.T)
       args.slots_by_node[t * args.num_nodes + node] = fits ? static_cast<int32_t>(slot) : -1;
@@ -89,11 +92,12 @@ __device__ __forceinline__ int32_t write_pairs(const RailPackArgs& args, int64_t
   uint32_t lower = (1u << lane) - 1;
   RoutedPair pair(args, t, lane, lane < args.K);
   if (real) count_wrong(pair, args.E, args.counters);
-  int32_t p = physical(args, t, pair), node = p < 0 ? -1 : args.node_of_P[p];
+  int32_t p = physical(args, t, pair);
+  int32_t node = p < 0 ? -1 : args.node_of_P[p];
   int32_t slot = node < 0 ? -1 : args.slots_by_node[t * args.num_nodes + node];
   char* at = slot < 0 || slot >= args.slab_rows ? nullptr : slot_at(args, node, slot);
-  uint32_t same = __match_any_sync(kAllLanes, node),
-           first = __ballot_sync(kAllLanes, at && !(same & lower));
+  uint32_t same = __match_any_sync(kAllLanes, node);
+  uint32_t first = __ballot_sync(kAllLanes, at && !(same & lower));
   if (at && !(same & lower)) slots[__popc(first & lower)] = at;
   __syncwarp();
   int32_t local = p < 0 ? -1 : args.node_local_P[p];
@@ -137,8 +141,9 @@ __device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t
                                              char* const* slots, int32_t count) {
   auto* row = reinterpret_cast<const Source*>(static_cast<const char*>(args.x_TD) +
                                               t * args.x_stride_bytes);
-  constexpr int kBlock = wire(kFormat).block, kPerLane = kBlock > 128 ? kBlock / 32 : 4,
-                kLanes = kBlock / kPerLane;
+  constexpr int kBlock = wire(kFormat).block;
+  constexpr int kPerLane = kBlock > 128 ? kBlock / 32 : 4;
+  constexpr int kLanes = kBlock / kPerLane;
   constexpr int kScales = 32 / kLanes;  // of a warp
   auto parts = static_cast<int32_t>((args.D + (kScales - 1) * kBlock) / (kScales * kBlock));
   int32_t lane = threadIdx.x % 32;
@@ -162,10 +167,12 @@ __device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t
 // Slots that no token uses have no experts, and the first slot says what the call is.
 __device__ __forceinline__ void complete_slabs(const RailPackArgs& args) {
   constexpr uint32_t kWarps = kCopyThreads / 32;
-  auto slab_rows = static_cast<uint32_t>(args.slab_rows),
-       all = static_cast<uint32_t>(args.num_nodes) * slab_rows;
+  auto slab_rows = static_cast<uint32_t>(args.slab_rows);
+  auto all = static_cast<uint32_t>(args.num_nodes) * slab_rows;
   for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < all; i += gridDim.x * kWarps) {
-    uint32_t node = i / slab_rows, slot = i % slab_rows, k = threadIdx.x % 32;
+    uint32_t node = i / slab_rows;
+    uint32_t slot = i % slab_rows;
+    uint32_t k = threadIdx.x % 32;
     if (slot >= static_cast<uint32_t>(args.rows_by_node[node]) && k < args.K)
       write_pair(args, slot_at(args, node, slot), k, -1, 0.0f);
   }

@@ -8,7 +8,8 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kInFlight = 4, kMaxThreads = 256;
+constexpr int kInFlight = 4;
+constexpr int kMaxThreads = 256;
 
 // Token t's partial row of node m; null if the token does not go there.
 template <typename T>
@@ -84,8 +85,9 @@ template <typename T, int kWidth>
 cudaError_t launch_sum(const RailSumArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  int64_t vectors = args.D / kWidth, chunks = ceil_div(vectors, kMaxThreads),
-          items = args.T * chunks;
+  int64_t vectors = args.D / kWidth;
+  int64_t chunks = ceil_div(vectors, kMaxThreads);
+  int64_t items = args.T * chunks;
   if (items == 0 && !args.latched)
     return cudaSuccess;  // without a token, a rank learns of failures all the same
   auto threads = static_cast<int>(ceil_div(ceil_div(vectors, chunks), 32) * 32);

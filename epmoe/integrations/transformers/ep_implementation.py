@@ -31,9 +31,8 @@ class EpmoeEP(EPImplementation):
         self._module = experts
         if can_group(experts) and fp8.is_quantized(experts):
             fp8.check(experts)
-            experts.requires_grad_(
-                False
-            )  # FSDP takes weights and scales of two dtypes only where they need no grad
+            # FSDP takes weights and scales of two dtypes only where they need no grad.
+            experts.requires_grad_(False)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted

@@ -1,8 +1,9 @@
 """A module's experts over the rows of a round: epmoe's experts stage in the memory of the module's
 parameters.
 
-    can_group ─ parameters_of ─▶ parameters ─ computation ─▶ experts(rows of a round), with
-    gradients or without
+    can_group ─ parameters_of ─▶ parameters ─ computation ─▶ experts(rows of a round)
+
+The experts have gradients, or none.
 
 It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts;
 here the rows are sorted already, and `expert_offsets` say where each expert's segment starts. On
@@ -29,9 +30,8 @@ from epmoe.native.arguments import FLOATS, wants_gradients
 
 _SILU: Gating = (False, math.inf, 1.0, 0.0)
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
-_stages: WeakKeyDictionary[Any, tuple[list[object], Stage]] = (
-    WeakKeyDictionary()
-)  # by module, with what it depends on
+# The stage of each module, with what it depends on.
+_stages: WeakKeyDictionary[Any, tuple[list[object], Stage]] = WeakKeyDictionary()
 
 
 def can_group(experts: Any) -> bool:

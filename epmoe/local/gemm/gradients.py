@@ -1,8 +1,8 @@
 """The grouped GEMM with gradients, and a bias for each expert, as operators: torch.compile and
 checkpoints know them.
 
-    rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]          bias [e,n] ─
-    epmoe::train_bias ─▶ [N,n]
+    rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]
+    bias [e,n] ─────────────────── epmoe::train_bias ─▶ [N,n]
 
 Rows lie expert by expert, as in gemm.py. Sums have one order, so gradients have the same bits on
 every run.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from epmoe.local.gemm.gemm import bias_of_rows
 from epmoe.local.gemm.table import GEMMS
+from epmoe.native.named import named
 
 _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
 
@@ -33,7 +34,7 @@ def choose_trained(
     return next(gemm.name for gemm in gemms if gemm.trains(gate_up, down))
 
 
-@torch.library.custom_op("epmoe::train_gemm", mutates_args=())
+@named("epmoe::train_gemm")
 def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
     """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert, by a GEMM of `choose_trained`. All are
     fp32, fp16 or bf16. Opaque, since compilers trace torch's in bf16 only.
@@ -52,7 +53,7 @@ def _(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[1])
 
 
-@torch.library.custom_op("epmoe::train_gemm_weights", mutates_args=())
+@named("epmoe::train_gemm_weights")
 def train_gemm_weights(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
     """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert: gradients of weights, 0 for an expert
     without rows.
@@ -77,7 +78,7 @@ def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: 
     return train_gemm_weights(grad, columns, offsets, gemm)[..., 0].contiguous()
 
 
-@torch.library.custom_op("epmoe::train_bias", mutates_args=())
+@named("epmoe::train_bias")
 def train_bias(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tensor:
     """`bias_of_rows` with gradients."""
     return (

@@ -1,0 +1,109 @@
+"""Operators that compilers know by name, and that eager calls do not pass.
+
+`torch.library.custom_op` costs the host 20 to 100 µs a call, most of it in wrappers of Python. Only
+those who look at operators need it: a compiler, a mode such as that of selective checkpoints, a
+transform of torch.func, a subclass of Tensor. For all other calls an operator here is its function,
+and its gradients are those of one `torch.autograd.Function`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+_PLAIN = frozenset({Tensor, nn.Parameter, int, bool, float, str, list, NoneType})
+"""Types of arguments at which nobody looks."""
+
+
+class Operator:
+    """What `named` returns. Call it with the arguments of its function."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._custom = torch.library.custom_op(name, function, mutates_args=())
+        namespace, short_name = name.split("::")
+        self._overload = getattr(getattr(torch.ops, namespace), short_name).default
+        self._differentiable: type[torch.autograd.Function] | None = None
+        parameters = inspect.signature(function).parameters.values()
+        self._defaults = {
+            each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY
+        }
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """`CustomOpDef.register_fake`."""
+        return self._custom.register_fake(fake)
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+    ) -> None:
+        """`CustomOpDef.register_autograd`, with its arguments.
+
+        Without `setup_context` the operator refuses gradients, by what `backward` raises.
+        """
+        self._custom.register_autograd(backward, setup_context=setup_context)
+        if setup_context is not None:
+            takes_options = bool(self._defaults)
+            self._differentiable = _function_of(
+                self._function, backward, setup_context, takes_options
+            )
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_looked_at(arguments):
+            return self._overload(*arguments, **options)
+        if not (torch.is_grad_enabled() and _any_requires_grad(arguments)):
+            return self._function(*arguments, **options)
+        # Gradients that nobody has registered are torch's to refuse.
+        if self._differentiable is None:
+            return self._overload(*arguments, **options)
+        return self._differentiable.apply(*arguments, self._defaults | options)
+
+
+def named(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """A decorator as `torch.library.custom_op(name, mutates_args=())`, for functions whose outputs
+    are new memory.
+    """
+    return lambda function: Operator(name, function)
+
+
+def _is_looked_at(arguments: tuple[Any, ...]) -> bool:
+    if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(type(each) not in _PLAIN and isinstance(each, Tensor) for each in arguments)
+
+
+def _any_requires_grad(arguments: tuple[Any, ...]) -> bool:
+    return any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
+
+
+def _function_of(
+    function: Callable[..., Any],
+    gradients: Callable[..., Any],
+    setup_context: Callable[..., Any],
+    takes_options: bool,
+) -> type[torch.autograd.Function]:
+    """The function with its gradients. Its last argument has the options, which come by name."""
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            *inputs, options = arguments
+            output = function(*inputs, **options)
+            by_name = {"keyword_only_inputs": options} if takes_options else {}
+            setup_context(ctx, inputs=tuple(inputs), output=output, **by_name)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            found = gradients(ctx, *grads)
+            return *(found if isinstance(found, tuple) else (found,)), None
+
+    Direct.__name__ = Direct.__qualname__ = function.__name__
+    return Direct

@@ -1,0 +1,75 @@
+"""Steps of all ranks in which a signal handler raises on rank 1, at every place in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from helpers import Interrupted
+
+import epmoe
+from epmoe.group import collective, join, peers, waiting
+
+FILES = {module.__file__ for module in (collective, contextlib, join, peers, waiting)} | {
+    sys.modules[epmoe.ExpertParallel.__module__].__file__
+}
+"""Where a rank is between the first line of a step and its outcome."""
+
+
+class Handler:
+    """A signal handler that raises once, behind so many steps of `FILES` from `arm` on."""
+
+    def __init__(self, events: int) -> None:
+        self.left = events
+        self.has_raised = False
+
+    def arm(self) -> None:
+        sys.setprofile(self._profile)
+
+    def _profile(self, frame: FrameType, what: str, _: object) -> None:
+        if frame.f_code.co_filename not in FILES or what not in ("call", "c_return"):
+            return
+        self.left -= 1
+        if self.left < 0:
+            sys.setprofile(None)
+            self.has_raised = True
+            raise Interrupted
+
+
+def of_all(value: Any) -> list[Any]:
+    """Every rank's value."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def outcome_of(step: Callable[[], object]) -> str:
+    """What becomes of a step on this rank: "whole", or the name of its error."""
+    try:
+        step()
+        sys.setprofile(None)
+        return "whole"
+    except (Exception, Interrupted) as error:
+        sys.setprofile(None)
+        return type(error).__name__
+
+
+def steps_until_whole(rank: int, step: Callable[[Callable[[], None]], None]) -> Iterator[list[str]]:
+    """What a step becomes on each rank, while a handler raises on rank 1 behind 0, 1, 2, … steps.
+
+    `step` calls its argument once it has begun. The last outcomes are those of a step in which no
+    handler has raised.
+    """
+    for events in itertools.count():
+        handler = Handler(events)
+        arm = handler.arm if rank == 1 else lambda: None
+        yield of_all(outcome_of(partial(step, arm)))
+        if not of_all(handler.has_raised)[1]:
+            assert events > 10
+            return

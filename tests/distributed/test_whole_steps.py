@@ -1,0 +1,80 @@
+"""A step of all ranks succeeds on all or fails on all, wherever a signal handler raises on one.
+
+A handler that raises before a rank is in the step changes nothing: the rank may call again, and the
+others still wait for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from exchanges import assert_y, make_tokens, run_round
+from helpers import ON_THE_CPU, Interrupted
+from interrupted_steps import Handler, of_all, outcome_of, steps_until_whole
+
+from epmoe.group.peers import Peers
+
+
+def test_together_wherever_a_handler_raises(rank):
+    """The other ranks have the outcome of rank 1: its `then` has run, or they raise its error."""
+    ranks = Peers.of(dist.group.WORLD, 20.0)
+    done: list[str] = []
+
+    def step(begun: Callable[[], None]) -> None:
+        done.clear()
+        with ranks.together(lambda: done.append("then")):
+            begun()
+            # A long value takes two gathers.
+            assert ranks.all_gather("x" * 5000 * (rank + 1))[1] == "x" * 10000
+
+    for outcomes in steps_until_whole(rank, step):
+        others = set(outcomes[:1] + outcomes[2:])
+        have_done = of_all(len(done))
+        assert others == ({"whole"} if have_done[1] else {"RuntimeError"}), outcomes
+        assert set(have_done) == {have_done[1]}
+    assert set(outcomes) == {"whole"}
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, Interrupted])
+def test_any_exception_of_a_step_is_reported(rank, raised):
+    ranks = Peers.of(dist.group.WORLD, 20.0)
+    expected = raised if rank == 1 else RuntimeError
+    with pytest.raises(expected) as caught, ranks.together():
+        if rank == 1:
+            raise raised
+    if rank != 1:
+        assert str(caught.value).startswith(f"rank 1: {raised.__name__}")
+    assert ranks.all_gather(rank) == list(range(ranks.size))
+
+
+@ON_THE_CPU
+@pytest.mark.slow
+def test_wake_wherever_a_handler_raises(ep, rank):
+    """All ranks call again until they are awake, as docs/graphs.md says. One that has begun to
+    restore its weights leaves.
+    """
+    tokens = make_tokens(ep.config, rank, 9)
+    for events in itertools.count():
+        ep.sleep()
+        handler = Handler(events)
+        arms = [handler.arm] if rank == 1 else []
+        restores: list[str] = []
+
+        def wake(arms: list[Callable[[], None]] = arms, restores: list[str] = restores) -> None:
+            if arms:
+                arms.pop()()
+            ep.wake(lambda: restores.append("begun"))
+
+        while ep.asleep:
+            outcome_of(wake)
+        has_left = ep._exchange is None
+        assert not has_left or restores, f"rank {rank} has left: {events}"
+        if any(of_all(has_left)):
+            break
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+        if not of_all(handler.has_raised)[1]:
+            break
+    assert events > 100

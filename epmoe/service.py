@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import NamedTuple, Self, TypeVar
 from weakref import WeakSet
 
@@ -41,6 +41,7 @@ from epmoe.group.store import Store
 from epmoe.group.waiting import device_ends
 from epmoe.live.balancer import Balancer
 from epmoe.live.experts import LiveExperts
+from epmoe.live.held import HeldVersions
 from epmoe.live.layout import EMPTY
 from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
@@ -56,6 +57,8 @@ class _Sleep(NamedTuple):
     """What an `ExpertParallel` knows while it sleeps."""
 
     group: dist.ProcessGroup | DeviceMesh | None
+    health: Health
+    """as it was then"""
     is_joined: bool = False
     """`wake` was interrupted behind the opening of the group: the windows are there, and this rank
     has not restored its weights.
@@ -134,6 +137,8 @@ class ExpertParallel(HoldsWindows):
     """The experts that move, with `placement.live`."""
     followers: WeakSet[Follower]
     """What this rank's layers keep for its experts: `resume` tells them of another group."""
+    versions: HeldVersions
+    """Of a trainer's weights, which this rank's layers have."""
     _seat: int
     _exchange: Exchange | None = None
     _mesh: DeviceMesh | None = None  # of the group
@@ -167,7 +172,9 @@ class ExpertParallel(HoldsWindows):
         ] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
         self.followers = WeakSet()
+        self.versions = HeldVersions()
         self._addresses = addresses_on(self.device)
+        self._reading = RLock()  # for `health` of any thread: the memory of its counts stays
         self._layouts = dict[int, object]()  # of each generation
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
@@ -292,7 +299,10 @@ class ExpertParallel(HoldsWindows):
         self._mesh = group if isinstance(group, DeviceMesh) else None
         if self.live is not None:
             return _lacking(self.live.held.tolist(), held or [[] for _ in self.live.held])
-        return old.moves(self.placement, ranks)[self.rank]
+        moves = old.moves(self.placement, ranks)[self.rank]
+        if moves:  # from elsewhere
+            self.versions.doubt()
+        return moves
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
         """Return the result of `call`, during which this thread has the turn. Another thread that
@@ -329,6 +339,7 @@ class ExpertParallel(HoldsWindows):
         experts are among the moves.
         """
         self._has_weights, self._asleep = False, None
+        self.versions.doubt()
         if self._exchange is not None:
             self._exchange.end_waits()
         self._leave()
@@ -348,9 +359,14 @@ class ExpertParallel(HoldsWindows):
         ):  # no other thread maps it
             joining, self._joining = self._joining, caller
             try:
-                self._addresses.unmap_scratch()
+                self._unmap_scratch()
             finally:
                 self._joining = joining
+
+    def _unmap_scratch(self) -> None:
+        """Give back what `health` reads, once nobody does. No other call comes to it by then."""
+        with self._reading:
+            self._addresses.unmap_scratch()
 
     def _leave(self) -> None:
         """`close`, but replays find the state of the group in scratch, and do nothing."""
@@ -378,10 +394,10 @@ class ExpertParallel(HoldsWindows):
 
         It waits for no other rank: the memory is free once all ranks sleep. Addresses and CUDA
         graphs stay; until then no graph may be replayed, and handles of earlier rounds, and their
-        tensors, must not be used any more. All calls but `wake`, `resume` and `close` raise
-        EPStateError. `free` is called once nothing runs on the GPU any more: it may free weights.
-        Raises EPStateError where a round is open or this object is closed, and what `check` and
-        `free` do; then it is awake.
+        tensors, must not be used any more. All calls but `wake`, `resume`, `close` and `health`
+        raise EPStateError. `free` is called once nothing runs on the GPU any more: it may free
+        weights. Raises EPStateError where a round is open or this object is closed, and what
+        `check` and `free` do; then it is awake.
         """
         self.alone(partial(self._sleep, free))
 
@@ -391,16 +407,17 @@ class ExpertParallel(HoldsWindows):
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")
         exchange.wait_for_device(self.config.exchange.timeout_s)
         exchange.poll()
-        group = self._mesh or self.group
+        asleep = _Sleep(self._mesh or self.group, self._counts(wait=False))
         if free is not None:
             free()
         try:
+            self._asleep = asleep  # before the counts go
             self._leave()
         finally:  # weights have gone, so it sleeps also where a signal handler raises
             self._has_weights = self._has_weights and free is None
-            self._asleep = _Sleep(group)
+            self._asleep = asleep
             self._leave()
-            self._addresses.unmap_scratch()
+            self._unmap_scratch()
 
     def wake(self, restore: Callable[[], object] = lambda: None) -> None:
         """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared.
@@ -920,15 +937,22 @@ class ExpertParallel(HoldsWindows):
         """Counts since the start, on this rank, which never fall. Any thread may read them; not
         during the capture of a CUDA graph. On a GPU it first waits for the current stream. With
         `wait=False` it waits for no kernel and delays none, so the counts of kernels under way are
-        partial.
+        partial. While this object sleeps, they are those of before. Raises EPStateError once it is
+        closed.
         """
+        if self._asleep is None or self._owner is not None:
+            _ = self.exchange  # raises once this object is closed
+            with self._reading:
+                if self._asleep is None:
+                    return self._counts(wait)
+        return self._asleep.health
+
+    def _counts(self, wait: bool) -> Health:
         health = self.exchange.health(wait)
         live = self.live
-        return (
-            health
-            if live is None
-            else dataclasses.replace(health, refused_plans=live.refused_plans)
-        )
+        if live is None:
+            return health
+        return dataclasses.replace(health, refused_plans=live.refused_plans)
 
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits, and does not stop the device.

@@ -547,3 +547,22 @@ def test_files_that_are_refused(tmp_path):
     refused("adapter_model.safetensors: cannot be read")
     file.unlink()
     refused("adapter_model.safetensors: cannot be read")
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_layer_of_either_mode_takes_adapters_in_either(ep, made, written):
+    """And still does when it was cast, copied, or has lost its adapters."""
+    adapter = adapter_models.adapter_of(FACTORS, E, ALL, 2.0)
+    with torch.inference_mode(made):
+        layer = layer_of(ep)
+        cast = layer_of(ep).double().float()
+        copied = copy.deepcopy(layer.adapters)
+        copied.regroup(E, whole=False)
+    with torch.inference_mode(written), torch.no_grad():
+        for each in (layer, cast):
+            each.put_adapter(0, adapter)
+            each.put_adapter(0, None)
+        copied.put_local(1, adapter)
+        copied.clear_local(1)
+        copied.regroup(E, whole=False)

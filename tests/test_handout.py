@@ -5,8 +5,11 @@ files.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
+
+import pytest
 
 from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 
@@ -50,3 +53,40 @@ def test_a_shortage_of_files_passes(monkeypatch):
     handout = handout_of(1)
     os.close(fetch_descriptor(handout.name, 1, "version 1 is not there"))
     assert not short
+
+
+def test_a_forked_child_does_not_outlive_it():
+    """Whoever asks for what a dead process gave hears so at once, though its child lives; and the
+    child keeps no descriptor.
+    """
+    told, tells = os.pipe()
+    stays, ends = os.pipe()
+    owner = os.fork()
+    if not owner:
+        handout = handout_of(1)
+        kept = handout._kept[1]
+        child = os.fork()
+        if not child:
+            os.close(ends)
+            os.write(tells, json.dumps([handout.name, _is_open(kept)]).encode())
+            os.read(stays, 1)
+            os._exit(0)
+        os._exit(0)
+    os.waitpid(owner, 0)
+    name, is_open = json.loads(os.read(told, 1000))
+    try:
+        with pytest.raises(RuntimeError, match="version 1 is not there .*has closed it"):
+            fetch_descriptor(name, 1, "version 1 is not there")  # not a TimeoutError, much later
+        assert not is_open
+    finally:
+        os.close(ends)
+        for each in (told, tells, stays):
+            os.close(each)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

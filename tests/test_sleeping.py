@@ -14,7 +14,7 @@ from helpers import NO_CUDA, alone, bytes_of, full_layer, interrupted_at, randn,
 from torch import Tensor, nn
 
 import epmoe
-from epmoe import service
+from epmoe import EPStateError, service
 from epmoe.exchange import addresses, node, window
 from epmoe.group import deaths, join
 from epmoe.live import sleeping
@@ -93,6 +93,31 @@ def test_what_has_gone_or_is_here_already():
     assert torch.equal(module.weight, want)
     module.weight.sum().backward()  # they train on
     assert bool((module.weight.grad == 1).all())
+
+
+@pytest.mark.parametrize("free", ["offload", "discard"])
+@torch.no_grad()
+def test_weights_that_are_loaded_before_their_memory_is_back(free):
+    """Into a group that has formed anew: refused. After `restore` they are right."""
+    with epmoe.ExpertParallel(alone()) as ep:
+        layer, _ = full_layer(ep)
+        kept = {name: value.clone() for name, value in layer.state_dict().items()}
+        new = {
+            name: value + 1 if value.is_floating_point() else value for name, value in kept.items()
+        }
+        weights = epmoe.SleepingWeights(layer)
+        for _ in range(2):
+            ep.sleep(getattr(weights, free))
+            assert len(ep.resume()) == ep.num_local_experts
+            layer.load_state_dict(new)
+            with pytest.raises(EPStateError, match="written while their memory was gone, and are"):
+                weights.restore()
+            if free == "offload":
+                assert all(map(torch.equal, layer.state_dict().values(), kept.values()))
+            layer.load_state_dict(new)
+            weights.restore()
+            assert all(map(torch.equal, layer.state_dict().values(), new.values()))
+            layer.load_state_dict(kept)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +244,46 @@ def test_another_thread_at_any_step(what):
             assert torch.equal(layer(x), want), step
             if not stops.came:
                 break
+
+
+@pytest.mark.parametrize("what", ["sleep", "wake", "close"])
+def test_another_thread_reads_health_at_any_step(what):
+    """Also while the group sleeps; once it is closed it is refused."""
+    with (
+        epmoe.ExpertParallel(alone()) as ep,
+        torch.inference_mode(),
+        ThreadPoolExecutor(1) as other,
+    ):
+        layer, _ = full_layer(ep)
+        x = randn(4, ep.config.model.hidden_size)
+        layer(x)
+        read = partial(ep.health, wait=False)
+        found = list[epmoe.Health | None]()
+
+        def reads() -> None:
+            error = (asked := other.submit(read)).exception(10)
+            assert error is None or isinstance(error, epmoe.EPStateError), error
+            found.append(None if error else asked.result())
+
+        before = ep.health()
+        if what == "wake":
+            ep.sleep()
+        for step in itertools.count():
+            with stopped_at(step, {service.__file__}, reads) as stops:
+                getattr(ep, what)()
+            if not stops.came:
+                break
+            if what == "sleep":
+                assert found[-1] == before == ep.health()
+                ep.wake()
+                layer(x)
+                before = ep.health()
+            elif what == "wake":
+                assert found[-1] is None or found[-1].rounds in (0, before.rounds)
+                ep.sleep()
+            else:
+                ep.resume()
+        assert len(found) > 5
 
 
 @pytest.mark.parametrize(

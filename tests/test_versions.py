@@ -5,24 +5,29 @@ the folder goes.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import alone, full_layer, randn
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
-from epmoe.live import receiver, versions
+from epmoe.live import receiver as receiver_module
+from epmoe.live import versions
 from epmoe.live.versions import newest_version
 
 A = torch.zeros(2)
@@ -208,10 +213,291 @@ def test_a_server_goes_on_without_the_folder(ep, layer, folder):
     assert receiver.version == 1
     with pytest.raises(
         TimeoutError,
-        match="version 2 .* did not come into .*versions within 0.01 s: the newest .* -1",
+        match="version 2 .* did not come into .*versions within 0.01 s: no version is whole",
     ):
         receiver.load(2, timeout_s=0.01)
     receiver.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@torch.inference_mode()
+def test_a_former_receiver_writes_into_no_memory_that_serves(
+    ep, layer, folder, monkeypatch, closes
+):
+    """Its thread is held up, until the next receiver of the same layers serves from the memory that
+    was free. `close`, or making that receiver, ends it.
+    """
+    served = full_layer(ep)[0]
+    sender = WeightSender(layer, folder)
+    made = threading.Event()
+    loaded = threading.Event()
+    threads: list[threading.Thread] = []
+    maps = receiver_module.map_version
+    copies = WeightReceiver._copy
+
+    def held_up_behind_a_map(*arguments: object) -> object:
+        found = maps(*arguments)
+        if threading.current_thread().name == "epmoe-weights":
+            threads.append(threading.current_thread())
+            made.wait(10)
+        return found
+
+    def held_up_before_a_copy(*arguments: object) -> None:
+        if threading.current_thread().name == "epmoe-weights":
+            loaded.wait(10)
+        copies(*arguments)
+
+    monkeypatch.setattr(receiver_module, "map_version", held_up_behind_a_map)
+    monkeypatch.setattr(WeightReceiver, "_copy", held_up_before_a_copy)
+    former = WeightReceiver(ep, served, folder)
+    _fill(layer, 1)
+    sender.send(1)
+    while not threads:
+        former._looked = 0.0
+        former.tick()
+    if closes:
+        former.close()
+    later = WeightReceiver(ep, served, folder)
+    made.set()
+    threads[0].join(0.2)  # it looks for free memory now
+    _fill(layer, 2)
+    sender.send(2)
+    later.load(2)
+    loaded.set()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    assert all(weight.eq(2).all() for weight in served.experts.parameters())
+    with pytest.raises(EPStateError, match="it is closed"):
+        former.tick()
+    later.close()
+
+
+@torch.inference_mode()
+def test_close_waits_for_a_copy(ep, layer, folder, monkeypatch):
+    sender = WeightSender(layer, folder)
+    begun = threading.Event()
+    ended = threading.Event()
+    copies = WeightReceiver._copy
+
+    def slowly(*arguments: object) -> None:
+        begun.set()
+        ended.wait(0.05)
+        try:
+            copies(*arguments)
+        finally:
+            ended.set()
+
+    receiver = WeightReceiver(ep, full_layer(ep)[0], folder)
+    monkeypatch.setattr(WeightReceiver, "_copy", slowly)
+    sender.send(1)
+    while not begun.is_set():
+        receiver._looked = 0.0
+        receiver.tick()
+    receiver.close()
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("spare", [True, False])
+@pytest.mark.parametrize(
+    "spoil, where",
+    [
+        (lambda sent, _: sent.experts.w_down[3, 1, 2].fill_(torch.nan), "`w_down` of expert 3"),
+        (lambda sent, _: sent.experts.w_gate_up[5, 0].fill_(-torch.inf), "`w_gate_up` of expert 5"),
+        (lambda sent, _: sent.experts.w_gate_up[0, 1].fill_(1e30), "`w_gate_up` of expert 0"),
+        (lambda _, dense: dense["a"].fill_(torch.nan), r"`dense\['a'\]`"),
+        (lambda _, dense: dense["b"].fill_(torch.inf), r"`dense\['b'\]`"),
+    ],
+)
+@torch.inference_mode()
+def test_a_version_that_is_not_finite_is_passed_over(layer, ep, folder, spoil, where, spare):
+    """By rounds, by `load` and by a receiver that begins; also where a value fits into the
+    trainer's dtype only.
+    """
+    served = deepcopy(layer).half()
+    sender = WeightSender(layer, folder)
+    options = {"spare": spare, "dense": lambda _: None}
+    receiver = WeightReceiver(ep, served, folder, **options)
+    dense = {"a": torch.zeros(2), "b": torch.zeros(()), "c": torch.zeros(0), "d": torch.arange(2)}
+    sender.send(1, dense)
+    receiver.load(1)
+    good = deepcopy(layer.experts.state_dict())
+    spoiled = {name: value.clone() for name, value in dense.items()}
+    spoil(layer, spoiled)
+    sender.send(2, spoiled)
+    while receiver.problem is None:
+        receiver._looked = 0.0
+        receiver.tick()
+    wanted = f"version 2 has values that are not finite in .*: {where}"
+    assert receiver.version == 1 and re.search(wanted, str(receiver.problem))
+    with pytest.raises(TimeoutError, match=wanted):
+        receiver.load(2, timeout_s=0.01)
+    assert receiver.version == 1
+    later = WeightReceiver(ep, served, folder, **options)
+    assert later.version < 2 and re.search(wanted, str(later.problem))
+    layer.experts.load_state_dict(good)
+    sender.send(3, dense)
+    later.load(3)
+    assert later.version == 3 and later.problem is None
+    later.close()
+    assert all(parameter.isfinite().all() for parameter in served.experts.parameters())
+
+
+@torch.inference_mode()
+def test_values_that_are_not_finite_may_be_let_in(ep, layer, folder):
+    WeightSender(layer, folder).send(1, {"a": torch.tensor(torch.inf)})
+    taken = []
+    options = {"dense": taken.append, "check_finite": False}
+    receiver = WeightReceiver(ep, layer, folder, **options)
+    assert receiver.version == 1 and taken[0]["a"].isinf()
+    receiver.close()
+
+
+def test_a_send_that_failed_on_one_rank_is_told_to_all(ep, layer, folder, monkeypatch):
+    """By their next `send`, once. That rank may send its part again, or all a larger version."""
+    two = SimpleNamespace(size=2, mesh=None, origin=ep.origin, generation=0, device=ep.device)
+    senders = [WeightSender(layer, folder) for _ in range(2)]
+    for rank, sender in enumerate(senders):
+        sender._ep = SimpleNamespace(**vars(two), rank=rank)
+    senders[0].send(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", Mock(side_effect=RuntimeError("no space left")))
+        with pytest.raises(OSError, match="version 1 does not fit"):
+            senders[1].send(1)
+    with pytest.raises(OSError, match=r"rank 1 could not send version 1: .*no space left"):
+        senders[0].send(2)
+    senders[1].send(1)
+    assert newest_version(folder) == 1 and len(os.listdir(folder)) == 3
+    for version in (2, 3):
+        for sender in senders:
+            sender.send(version)
+    assert newest_version(folder) == 3
+
+
+@torch.inference_mode()
+def test_what_a_rank_holds_outlives_its_receiver(ep, layer, folder):
+    """A receiver that finds no version knows the one that serves, unless a flip was interrupted or
+    experts were loaded from elsewhere.
+    """
+    served = full_layer(ep)[0]
+
+    def make(**options: object) -> WeightReceiver:
+        return WeightReceiver(ep, served, folder, **options)
+
+    WeightSender(layer, folder).send(1)
+    assert make().version == 1
+    shutil.rmtree(folder)
+    assert make().version == 1
+    ep.sleep()
+    ep.wake()
+    assert make().version == 1
+    assert ep.resume() == ()
+    receiver = make()
+    assert receiver.version == 1
+    with pytest.raises(TimeoutError):
+        receiver.load(2, timeout_s=0.0)
+
+    ep.sleep(lambda: None)
+    assert len(ep.resume()) == ep.num_local_experts
+    with pytest.raises(EPStateError, match="rank 0 has weights of several or unknown versions: l"):
+        make()
+    assert make(version=7).version == 7
+    sender = WeightSender(layer, folder)
+    sender.send(8, {"a": A})
+
+    def interrupted(_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        make(dense=interrupted)
+    shutil.rmtree(folder)
+    with pytest.raises(EPStateError, match="rank 0 has weights of several or unknown versions"):
+        make()
+    sender = WeightSender(layer, folder)
+    sender.send(9)
+    assert make().version == 9
+
+
+@torch.inference_mode()
+def test_first_weights_of_experts_that_move_elsewhere(ep, layer, folder):
+    """No receiver has brought them, so there is nothing to compare."""
+    ep.sleep(lambda: None)
+    ep.resume()
+    assert WeightReceiver(ep, layer, folder).version == -1
+
+
+class Block(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, nn.Linear(3, 3)
+
+
+def wrapped(kind: str, block: nn.Module) -> nn.Module:
+    match kind:
+        case "compile":
+            return torch.compile(block)
+        case "checkpoint_wrapper":
+            block.norm = checkpoint_wrapper(block.norm)
+            return checkpoint_wrapper(block)
+        case "DDP":  # whose name for it is the same
+            return nn.DataParallel(block)
+    return block
+
+
+WRAPPERS = ["", "compile", "checkpoint_wrapper", "DDP"]
+
+
+@pytest.mark.parametrize("server", WRAPPERS)
+@pytest.mark.parametrize("trainer", WRAPPERS)
+@torch.no_grad()
+def test_dense_names_have_no_wrappers(ep, folder, trainer, server):
+    """`load_state_dict` takes all, whichever side is wrapped."""
+    sent = wrapped(trainer, Block(full_layer(ep)[0]))
+    served = wrapped(server, Block(full_layer(ep)[0]))
+    dense = {name: value for name, value in sent.named_parameters() if "norm" in name}
+    WeightSender(sent, folder).send(1, dense)
+    taken = []
+    receiver = WeightReceiver(
+        ep,
+        served,
+        folder,
+        dense=lambda dense: taken.append(served.load_state_dict(dense, strict=False)),
+    )
+    assert len(dense) == 2 and taken[0].unexpected_keys == []
+    for got, want in zip(served.parameters(), sent.parameters(), strict=True):
+        assert torch.equal(got, want)
+    receiver.close()
+
+
+def test_dense_weights_that_nobody_takes(ep, layer, folder):
+    sender = WeightSender(layer, folder)
+    receiver = WeightReceiver(ep, layer, folder)
+    load = partial(layer.load_state_dict, strict=False)
+    sender.send(1, {"odd": A})
+    with pytest.raises(ValueError, match="version 1 has dense weights, such as 'odd': `dense` m"):
+        receiver.load(1)
+    with pytest.raises(ValueError, match=r"taken no weight, .* no such names: \['odd'\]"):
+        WeightReceiver(ep, layer, folder, dense=load)
+    sender.send(2, {"odd": A, "router_weight": layer.router_weight.detach() + 1})
+    receiver = WeightReceiver(ep, layer, folder, dense=load)
+    assert receiver.version == 2
+    receiver.close()
+
+
+def test_a_dense_weight_that_is_there_twice(ep, layer, folder):
+    senders = [WeightSender(layer, folder) for _ in range(2)]
+    with pytest.raises(ValueError, match="`dense` must have each weight once, got 'a'"):
+        senders[0].send(1, {"a": A, "_orig_mod.a": A})
+    two = SimpleNamespace(size=2, mesh=None, origin=ep.origin, generation=0, device=ep.device)
+    for rank, sender in enumerate(senders):
+        sender._ep = SimpleNamespace(**vars(two), rank=rank)
+        sender.send(1, {"a": A, f"b{rank}": A})
+    with pytest.raises(ValueError, match=r"`dense\['a'\]` of version 1 comes from several ranks"):
+        WeightReceiver(ep, layer, folder, dense=lambda _: None)
+
+
+def _fill(layer: nn.Module, value: float) -> None:
+    for weight in layer.experts.parameters():
+        weight.fill_(value)
 
 
 def test_a_version_that_one_rank_has_sent_is_named(tmp_path: Path) -> None:
@@ -238,5 +524,5 @@ def test_words_of_a_receiver_that_is_not_made_leave_no_file(tmp_path: Path, gath
 
     peers = SimpleNamespace(rank=0, all_gather=all_gather)
     with pytest.raises(RuntimeError, match="another rank has failed"):
-        receiver._shared_words(tmp_path, peers, 4)
+        receiver_module._shared_words(tmp_path, peers, 4)
     assert not list(tmp_path.iterdir())

@@ -97,7 +97,8 @@ class Handout:
     """Gives descriptors by number to this user's processes that ask at its abstract socket, by
     `fetch_descriptor`.
 
-    `close` ends it, as the end of this object does.
+    `close` ends it, as the end of this object does. A forked child has no part in it: its copies of
+    the socket and of the descriptors are closed, or they would outlive the process that answers.
     """
 
     def __init__(self) -> None:
@@ -105,10 +106,16 @@ class Handout:
         self._kept = dict[int, int]()
         self._lock = Lock()
         stack = contextlib.ExitStack()
-        stack.callback(lambda kept: _close(kept.values()), self._kept)
-        stack.enter_context(_handing_out(self.name, self._kept, self._lock))
+        stack.callback(_close_all, self._kept)
+        self._listener = stack.enter_context(_handing_out(self.name, self._kept, self._lock))
         self.close = weakref.finalize(self, stack.close)
         self.close.atexit = False
+        _open.add(self)
+
+    def disown(self) -> None:
+        """In a forked child: close its copies. Its only thread waits for no lock of another one."""
+        self._listener.close()
+        _close_all(self._kept)
 
     def keep(self, number: int, descriptor: int) -> None:
         """Give a descriptor, in place of the last one of this number, and close it in the end."""
@@ -127,6 +134,17 @@ class Handout:
         with self._lock:
             for number in self._kept.keys() - numbers:
                 os.close(self._kept.pop(number))
+
+
+_open = weakref.WeakSet[Handout]()
+
+
+def _disown_all() -> None:
+    for handout in list(_open):
+        handout.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def fetch_descriptor(name: str, number: int, what: str) -> int:
@@ -170,9 +188,9 @@ def _received(connection: socket.socket, what: str, deadline: float) -> _Receive
 
 
 @contextlib.contextmanager
-def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[None]:
+def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket.socket]:
     """Sends all that is kept to each of this user's processes that connects to an abstract socket,
-    on a thread.
+    on a thread. Gives the socket.
 
     It takes every connection at once: other users can connect, too, and must not fill the socket's
     queue.
@@ -201,9 +219,9 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[None]:
         thread = Thread(target=serve, daemon=True, name="epmoe-sockets")
         thread.start()
         try:
-            yield
+            yield listener
         finally:
-            if os.getpid() == owner:  # a fork has the same socket, and leaves it open
+            if os.getpid() == owner:  # a fork has closed its copy, and leaves this one open
                 ended = True
                 listener.shutdown(socket.SHUT_RDWR)
                 thread.join()
@@ -240,6 +258,11 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _close_all(kept: dict[int, int]) -> None:
+    while kept:
+        os.close(kept.popitem()[1])
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:

@@ -168,7 +168,13 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue = SimpleQueue[Promise[Any] | None]()
-        Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+        self._thread = Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def lives(self) -> bool:
+        """Whether its thread has not ended. In a forked child there is none."""
+        return self._thread.is_alive()
 
     def submit(self, compute: Callable[[], _Value]) -> Promise[_Value]:
         self._queue.put(result := Promise(compute))

@@ -30,12 +30,14 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,8 @@ from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
 from epmoe.live.copies import Tensors, copies_on
+from epmoe.live.finite import NotFiniteError, nonfinite_rows
+from epmoe.live.held import Held, HeldVersions, differences
 from epmoe.live.layout import EMPTY
 from epmoe.live.versions import (
     Version,
@@ -57,10 +61,11 @@ from epmoe.live.versions import (
     own_folder,
     what_is_there,
 )
+from epmoe.local.given import name_without_wrappers
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
 from epmoe.native import ops
-from epmoe.native.arguments import FLOATS, FP8
+from epmoe.native.arguments import FLOATS, FP8, dtype_name
 
 _log = logging.getLogger("epmoe")
 _LOOK_S = 0.005  # between two looks into the folder
@@ -75,6 +80,7 @@ class Serving(Member, Protocol):
 
     device: torch.device
     live: Any
+    versions: HeldVersions
 
     def logical_experts(self, tag: int = 0) -> list[int]: ...
 
@@ -99,24 +105,39 @@ class WeightReceiver:
             while rounds go on, and a flip swaps the two, or on GPUs copies within the memory of the
             GPU: weights keep the addresses that CUDA graphs have. Without it, a flip copies the
             weights from the trainer, and lasts as long as that.
-        dense: takes the other weights of a version at the flip, by name, on all ranks. If it, a
+        dense: takes the other weights of a version at the flip, by name, on all ranks. Names are
+            those of `model.state_dict()`, where it has them with or without wrappers of torch; else
+            the sender's without wrappers. It must be given where the trainer sends such weights;
+            and where it returns what `load_state_dict(…, strict=False)` does, one at least must
+            have been taken. If it, a
             copy or a signal handler raises in a flip, so does `tick`, and this rank has weights of
             two versions: call `tick` again before the next round, which does the flip again, or end
             the rank.
+        check_finite: whether a version is passed over that has NaN or Inf in experts, in the dtype
+            that they have here, or in `dense`. `problem` then says where. The look is one more read
+            of the version.
+        version: the number of the weights that the host has loaded itself, the same on all ranks;
+            None: what former receivers have brought, which `ep` knows.
 
     Attributes:
-        version: that serves; −1: the weights that the model had.
+        version: that serves; −1: weights that no receiver has brought.
         pause_s: how long the last flip took, callback included, and on GPUs until the GPU had done
             it.
-        problem: why the last version was not taken, or None. The next one is.
+        problem: why the last version was not taken, or None. The next one is. Where that was for
+            what one rank has, others name this rank.
 
     Raises:
         ValueError: `ep` has experts that move, the model has other experts, or a version does not
             fit; on all ranks.
         PermissionError: another user owns the folder, or can write into it.
+        EPStateError: the folder has no whole version that ranks could take, and they hold different
+            ones: such as after a death in the middle of a flip, with a rank that has joined, or
+            where `recover` has loaded lost experts. It says who holds what.
         EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
             them.
     """
+
+    _writes = False  # into memory that no version has
 
     def __init__(
         self,
@@ -126,8 +147,11 @@ class WeightReceiver:
         *,
         spare: bool = True,
         dense: Callable[[Tensors], object] | None = None,
+        check_finite: bool = True,
+        version: int | None = None,
     ) -> None:
         self._ep, self._generation, self._dense = ep, ep.generation, dense
+        self._check_finite = check_finite
         self.version, self.pause_s = _NONE, 0.0
         self.problem: BaseException | None = None
         self._target = _NONE
@@ -156,7 +180,16 @@ class WeightReceiver:
             self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
             self._worker = Worker("epmoe-weights")
             self._worker.submit(self._copies.begin_thread)
-            self._take_newest(peers, 0, 0.0)
+            self._check_state()
+            self._names = _names_of_state(model)
+            for former in list(_open):
+                if not former._of_other_layers(self._layers.values()):
+                    former.close()  # its thread takes memory for free that will serve
+            _open.add(self)
+            if version is not None:
+                ep.versions.put(self._layers.values(), Held(version, ""))
+            if not self._take_newest(peers, 0, 0.0):
+                self._go_on_with_held(peers)
 
     def load(self, version: int, timeout_s: float = 60.0) -> None:
         """Wait for a version, and take it or a newer one before this returns. Collective, between
@@ -172,7 +205,8 @@ class WeightReceiver:
                     f"version {version} of the weights did not come into {self._folder} within "
                     f"{timeout_s} s"
                 )
-                raise TimeoutError(f"{what}: {what_is_there(self._folder)}")
+                passed = "" if self.problem is None else f"; {self.problem}"
+                raise TimeoutError(f"{what}: {what_is_there(self._folder)}{passed}")
 
     @property
     def exchange(self) -> Exchange:
@@ -219,15 +253,54 @@ class WeightReceiver:
                 self._target = (
                     target  # at last: after an exception before it the next tick does this again
                 )
+            elif target > self.version and self.problem is None:
+                self._hear_of(target, staged)
             if ep.rank == 0:
                 self._decide(target, staged, count)
         return flips
 
     def close(self) -> None:
-        """End the thread, and let go of what is mapped. The version that serves stays."""
-        self._generation = _NONE
+        """End the thread, and let go of what is mapped. The version that serves stays.
+
+        It waits for a copy of the thread that is under way, and not for a map.
+        """
+        self._generation = _NONE  # before the look: the thread looks the other way around
         self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
+        while self._writes and self._worker.lives:
+            time.sleep(_GLANCE_S)
+
+    def _go_on_with_held(self, peers: Any) -> None:
+        """Serve what all ranks hold. Collective.
+
+        Raises EPStateError where that is not one version.
+        """
+        mine = self._ep.versions.of(self._layers.values())
+        gathered = peers.all_gather(mine)
+        differ = differences([None if held is None else Held(*held) for held in gathered])
+        if differ:
+            remedy = (
+                "let the trainer send a version and make the receiver again; or load the same "
+                "weights on all ranks, and say so by `version=`"
+            )
+            raise EPStateError(f"ranks serve different weights, {differ}: {remedy}")
+        assert mine is not None, "it has been compared"
+        self._target = mine.version
+        self.version = mine.version
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Copies into memory that no version has, unless this object is closed."""
+        self._writes = True  # before the look: see `close`
+        try:
+            self._check_open()
+            with self._copies.running():
+                yield
+        finally:
+            self._writes = False
+
+    def _of_other_layers(self, layers: Iterable[nn.Module]) -> bool:
+        return {*map(id, layers)}.isdisjoint(map(id, self._layers.values()))
 
     def _has_nothing_to_do(self) -> bool:
         """A glance at the words, in 1 µs: no flip and no version is to come. `tick` reads what has
@@ -240,12 +313,19 @@ class WeightReceiver:
 
     def _check_state(self) -> None:
         rounds = self.exchange.rounds
-        if self._ep.generation != self._generation:
+        self._check_open()
+        if rounds.state != CLOSED:
+            raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
+
+    @property
+    def _is_open(self) -> bool:
+        return self._ep.generation == self._generation
+
+    def _check_open(self) -> None:
+        if not self._is_open:
             raise EPStateError(
                 "it is closed, or the group has changed: make a new WeightReceiver on all ranks"
             )
-        if rounds.state != CLOSED:
-            raise EPStateError(f"round {rounds.count} is open: weights change between rounds")
 
     def _stage_and_say(self, number: int) -> None:
         """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick
@@ -259,13 +339,24 @@ class WeightReceiver:
                 self._staged, self.problem = self._stage(number), None
             except BaseException as error:
                 self.problem = error
-                _log.warning("version %d of the weights is not taken: %s", number, error)
+                if self._is_open:
+                    self._log_problem(number)
         if self._staged is None and number > self.version:  # not flipped to
             self._post(_STAGED + self._ep.rank, _failed(number))
             if self.problem is not None:
                 traceback.clear_frames(
                     self.problem.__traceback__
                 )  # which have what was mapped: copies may still run
+
+    def _hear_of(self, target: int, staged: list[int]) -> None:
+        """Say which rank has not taken a version that this rank could take."""
+        failed = [rank for rank, said in enumerate(staged) if said == _failed(target)]
+        if failed:
+            what = f"rank {failed[0]} has not taken version {target}: its `problem` says why"
+            self.problem = EPStateError(what)
+
+    def _log_problem(self, number: int) -> None:
+        _log.warning("version %d of the weights is not taken: %s", number, self.problem)
 
     def _decide(self, target: int, staged: list[int], round_number: int) -> None:
         """Rank 0 lets all ranks flip, or names another version."""
@@ -309,13 +400,22 @@ class WeightReceiver:
                 self._staged = None
                 self._begun = _NONE
                 staged = None
-                with suppress(FileNotFoundError):
+                why = ""
+                try:
                     staged = self._stage(newest)
-                if all(peers.all_gather(staged is not None)) and staged is not None:
+                except FileNotFoundError:
+                    pass  # it went with its trainer, or since there is a newer one
+                except NotFiniteError as error:
+                    why = str(error)
+                outcomes = peers.all_gather((staged is not None, why))
+                self.problem = next((NotFiniteError(why) for _, why in outcomes if why), None)
+                if staged is not None and all(has for has, _ in outcomes):
                     self._flip(staged)
                     self._target = newest
                     return True
-                gone = newest  # with its trainer, or since there is a newer one
+                if self.problem is not None:
+                    self._log_problem(newest)
+                gone = newest
             elif held >= least or found[0][2]:
                 return held >= least
             else:
@@ -342,8 +442,16 @@ class WeightReceiver:
                     weights,
                     self._ep.config.model.num_experts,
                 )
-            spare = self._spare
-            if spare is not None:
+            if version.dense and self._dense is None:
+                raise ValueError(
+                    f"version {number} has dense weights, such as {next(iter(version.dense))!r}: "
+                    "`dense` must take them"
+                )
+            if self._check_finite:
+                self._check_values(version, now)
+        spare = self._spare
+        if spare is not None:
+            with self._writing():
                 self._free = {
                     name: self._copies.free(own[name], spare[name], now[name]) for name in now
                 }
@@ -353,6 +461,8 @@ class WeightReceiver:
     def _flip(self, version: Version) -> None:
         self._await_device()
         start = time.perf_counter()
+        layers = self._layers.values()
+        self._ep.versions.put(layers, None)  # until all is there
         with self._copies.running():
             if self._free is None:
                 self._copy(version, self._weights())
@@ -360,31 +470,57 @@ class WeightReceiver:
                 for name, weights in self._weights().items():
                     self._copies.use(self._free[name], weights)
         if self._dense is not None:
-            self._dense(self._copies.owned(version.dense))  # it may keep them
+            named = {self._names.get(name, name): each for name, each in version.dense.items()}
+            taken = self._dense(self._copies.owned(named))  # it may keep them
+            _check_taken(named, taken)
         self._await_device()
+        self._ep.versions.put(layers, Held(version.number, version.trainer))
         self.version = version.number
         self.pause_s = time.perf_counter() - start
 
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
         for name in self._layers:
-            places = {
-                expert: (part.weights, i)
-                for part in version.experts[name]
-                for i, expert in enumerate(part.held)
-            }
-            for begin, end, weights, first in _runs(
-                [places[expert] for expert in self._held(name)]
-            ):
-                for each, values in weights.items():
-                    target = to[name][each][begin:end]
-                    rows = values[first : first + end - begin]
-                    if target.dtype == FP8:
-                        for i, quantized in enumerate(map(quantize_weights, rows)):
-                            target[i].copy_(quantized.q)
-                            to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
-                    else:
-                        target.copy_(rows)
+            if self._writes:  # otherwise it is a flip, which ends
+                self._check_open()
+            for each, begin, rows in self._rows(version, name):
+                target = to[name][each][begin : begin + len(rows)]
+                if target.dtype == FP8:
+                    for i, quantized in enumerate(map(quantize_weights, rows)):
+                        target[i].copy_(quantized.q)
+                        to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
+                else:
+                    target.copy_(rows)
+
+    def _rows(self, version: Version, name: str) -> Iterator[tuple[str, int, Tensor]]:
+        """What a version has for this rank's experts of a layer: the name of a weight, the first
+        row here, and values.
+        """
+        places = {
+            expert: (part.weights, i)
+            for part in version.experts[name]
+            for i, expert in enumerate(part.held)
+        }
+        for begin, end, weights, first in _runs([places[expert] for expert in self._held(name)]):
+            for each, values in weights.items():
+                yield each, begin, values[first : first + end - begin]
+
+    @torch.inference_mode()
+    def _check_values(self, version: Version, to: Mapping[str, Tensors]) -> None:
+        """Raises NotFiniteError, which says where the first value is that is not finite here."""
+        for name in self._layers:
+            held = self._held(name)
+            for each, begin, rows in self._rows(version, name):
+                dtype = to[name][each].dtype
+                if dtype == FP8:
+                    dtype = rows.dtype  # its scales take any finite values
+                odd = nonfinite_rows(rows, dtype)
+                if odd:
+                    where = f"`{each}` of expert {held[begin + odd[0]]} of {name!r}"
+                    _raise_not_finite(version, dtype, where)
+        for name, value in version.dense.items():
+            if nonfinite_rows(value[None], value.dtype):
+                _raise_not_finite(version, value.dtype, f"`dense[{name!r}]`")
 
     def _await_worker(self) -> None:
         idle = self._worker.submit(lambda: None)
@@ -408,6 +544,33 @@ class WeightReceiver:
 
     def _post(self, word: int, value: int) -> None:
         ops.post_word(self._words.view(torch.uint8), 8 * word, value)
+
+
+_open = WeakSet[WeightReceiver]()
+
+
+def _names_of_state(model: nn.Module) -> dict[str, str]:
+    """The names in a model's state dict, by those without wrappers, of which the trainer has
+    others.
+    """
+    names = list(model.state_dict(keep_vars=True))
+    counts = Counter(map(name_without_wrappers, names))
+    by_plain = {name_without_wrappers(name): name for name in names}
+    return {plain: name for plain, name in by_plain.items() if counts[plain] == 1}
+
+
+def _check_taken(dense: Mapping[str, Tensor], taken: object) -> None:
+    """`taken` is what `load_state_dict` returns, or anything else."""
+    unexpected = getattr(taken, "unexpected_keys", ())
+    if dense and dense.keys() <= {*unexpected}:
+        raise ValueError(
+            f"`dense` has taken no weight, since the model has no such names: {sorted(dense)[:3]}"
+        )
+
+
+def _raise_not_finite(version: Version, dtype: torch.dtype, where: str) -> NoReturn:
+    what = f"version {version.number} has values that are not finite in {dtype_name(dtype)}"
+    raise NotFiniteError(f"{what}: {where}")
 
 
 def _failed(version: int) -> int:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from epmoe.exchange.addresses import Places
 from epmoe.exchange.gpu_memory import memory_of
 from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
+from epmoe.group.errors import EPStateError
 
 
 class SleepingWeights:
@@ -85,14 +86,26 @@ class SleepingWeights:
         self._places.unmap()
 
     def restore(self) -> None:
-        """Their memory is back, after `offload` with its contents. Raises MemoryError where others
-        have it by now.
+        """Their memory is back, after `offload` with its contents. What loads weights comes after
+        it.
+
+        Raises MemoryError where others have it by now. Raises EPStateError where somebody has
+        written weights while their memory was gone, as a loader of `recover` or `resize` that did
+        not call this first: the memory is back then, without what was written. A GPU refuses such
+        writes itself.
         """
+        written = False
         if not self._places.mapped:
+            written = self._region.device.type == "cpu" and bool(self._region.any())
             self._map()
         if self._copy is not None:
             self._region.copy_(self._copy)
         self._copy = None
+        if written:
+            raise EPStateError(
+                "weights were written while their memory was gone, and are lost: call `restore` "
+                "before what loads them, and load them again"
+            )
 
     @property
     def _region(self) -> Tensor:

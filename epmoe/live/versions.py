@@ -22,7 +22,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,13 +40,14 @@ from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 from epmoe.group.errors import EPStateError
 from epmoe.live.copies import idle
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.given import layers_of
+from epmoe.local.given import layers_of, name_without_wrappers
 from epmoe.local.spread import local_view
 from epmoe.native.arguments import FLOATS, describe
 from epmoe.native.build import who_else
 
 MOST_VERSIONS = (1 << 40) - 1
 _TRAINER = ".trainer"
+_FAILED = ".failed-"  # before the name of a file that a rank could not write
 _FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.(\d+)-of-(\d+)")
 
 
@@ -74,10 +77,10 @@ class WeightSender:
     trainer has one.
 
     A rank writes its own experts, as they are when it calls `send`, and waits for no other rank and
-    for no server. Each version takes memory for all weights that are sent, and `keep` versions
-    stay, so that a server that has seen a version has time to map it. It is memory of the GPU where
-    the weights are on one, from which a server on GPUs of the same machine copies them by NVLink.
-    Of replicas of the experts the first one writes.
+    for no server. Each version takes memory for all weights that are sent. The newest `keep` whole
+    versions stay, and what is newer, so that a server that has seen one has time to map it. It is
+    memory of the GPU where the weights are on one, from which a server on GPUs of the same machine
+    copies them by NVLink. Of replicas of the experts the first one writes.
 
     Args:
         model: whose layers are `MoELayer`s with `GroupedExperts` that are not quantized, in
@@ -112,6 +115,7 @@ class WeightSender:
             own_folder(folder),
             keep,
         )
+        self._told = set[str]()  # names of what other ranks could not send
         self._ep = ep = next(iter(self._layers.values())).ep
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
         if self._writes:
@@ -125,12 +129,18 @@ class WeightSender:
         """Leave this rank's part of a version, a number that grows. All ranks of the trainer send
         the same versions.
 
-        `dense` are other weights, plain tensors by any name: the server's callback gets those of
-        all ranks. Raises ValueError where `version` is not above the versions that this rank has
-        sent, or a trainer before it; TypeError where `dense` is something else, such as a DTensor;
-        OSError, or MemoryError for that of a GPU, where the memory is full; and EPStateError where
-        another trainer has begun: then nothing was sent. On a GPU it waits for what the GPU has to
-        do.
+        `dense` are other weights, plain tensors by any name, of which parts go that wrappers of
+        torch have put there (torch.compile, DDP, FSDP, `checkpoint_wrapper`). One rank gives each
+        of them. The server's callback gets those of all ranks.
+
+        It waits for no other rank. Where another rank could not send a version, the next call here
+        says so, once, and sends nothing; that rank may send its part again, or all a larger one.
+
+        Raises ValueError where `version` is not above the versions that this rank has sent, or a
+        trainer before it, or a name is there twice; TypeError where `dense` is something else, such
+        as a DTensor; OSError, or MemoryError for that of a GPU, where the memory is full, and
+        OSError where that of another rank was; and EPStateError where another trainer has begun:
+        then nothing was sent. On a GPU it waits for what the GPU has to do.
         """
         plain = _plain_tensors({} if dense is None else dense)
         if not self._writes:
@@ -168,16 +178,47 @@ class WeightSender:
         )
         if odd:
             raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
+        self._hear_of_failures(group)
+        whole = self._folder / f"v{version:013}.{group}.{part[0]}-of-{part[1]}"
+        note = self._folder / f"{_FAILED}{whole.name}"
+        parts = {name: tuple(each) for name, each in experts.items()}
+        try:
+            self._write(whole, parts, plain, tables, files)
+        except EPStateError:  # another trainer has the folder
+            raise
+        except BaseException as error:
+            if self._ep.size > 1 and not whole.exists():
+                _leave_note(note, error)
+            raise
+        note.unlink(missing_ok=True)
+        # Look again: the rank that writes its part last sees a whole version.
+        files = list(_files(os.listdir(self._folder)))
+        stay = _that_stay(files, self._keep)
+        for file in files:
+            if file.version not in stay:  # of whichever rank: without a part it is not complete
+                (self._folder / file.name).unlink(missing_ok=True)
+        for failed in self._folder.glob(f"{_FAILED}*"):
+            if _parsed(failed).version < min(stay):
+                failed.unlink(missing_ok=True)
+
+    def _write(
+        self,
+        whole: Path,
+        parts: dict[str, tuple[Any, ...]],
+        dense: dict[str, Tensor],
+        tables: list[dict[str, Tensor]],
+        files: list[_File],
+    ) -> None:
+        """Write a file of a version. What is in the tables comes into memory that this makes."""
+        version = _parsed(whole).version
         socket = None if self._offers is None else self._offer(version, tables, files)
         for table in tables:
             table.update(
                 {name: _plain(value) for name, value in table.items() if not value.is_meta}
             )
-        whole = self._folder / f"v{version:013}.{group}.{part[0]}-of-{part[1]}"
         draft = whole.with_name(f".{whole.name}")
-        parts = {name: tuple(each) for name, each in experts.items()}
         try:
-            torch.save({"experts": parts, "dense": plain, "socket": socket}, draft)
+            torch.save({"experts": parts, "dense": dense, "socket": socket}, draft)
             self._check_trainer()
             draft.replace(whole)
         except BaseException as error:
@@ -189,11 +230,20 @@ class WeightSender:
                 )
                 raise OSError(f"{what}: {error}") from error
             raise
-        files = list(_files(os.listdir(self._folder)))
-        stay = _that_stay(files, self._keep)
-        for file in files:
-            if file.version not in stay:  # of whichever rank: without a part it is not complete
-                (self._folder / file.name).unlink(missing_ok=True)
+
+    def _hear_of_failures(self, group: str) -> None:
+        """Raises OSError once for each version of this group that another rank could not send."""
+        for note in sorted(self._folder.glob(f"{_FAILED}*")):
+            failed = _parsed(note)
+            if failed.group != group:  # of a trainer that has gone
+                note.unlink(missing_ok=True)
+            elif failed.rank != self._ep.rank and failed.name not in self._told:
+                self._told.add(failed.name)
+                why = ""
+                with suppress(OSError):
+                    why = note.read_text()
+                what = f"rank {failed.rank} could not send version {failed.version}"
+                raise OSError(f"{what}: {why or 'its memory is full'}; nothing was sent now")
 
     def _check_trainer(self) -> None:
         if os.readlink(self._folder / _TRAINER) != self._ep.origin:
@@ -237,6 +287,8 @@ class Version(NamedTuple):
     """The parts of a complete version, in mapped memory."""
 
     number: int
+    trainer: str
+    """its group of ranks"""
     experts: dict[str, list[Experts]]
     """by layer, of each rank of the trainer"""
     dense: dict[str, Tensor]
@@ -269,7 +321,8 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
     """Map a version, by `memory` what lies in that of a GPU.
 
     Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it
-    lies on GPUs, and this rank has none, or where two trainers have sent it.
+    lies on GPUs, and this rank has none, or where two trainers have sent it, or two ranks the same
+    dense weight.
     """
     found = _complete(_files(path.name for path in folder.glob(f"v{number:013}.*")))
     if len(found) > 1:
@@ -279,7 +332,7 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
         )
     if not found:
         raise FileNotFoundError(f"version {number} is not complete any more")
-    version = Version(number, {}, {})
+    version = Version(number, found[0][0].group, {}, {})
     for file in sorted(found[0]):
         with (folder / file.name).open(
             "rb"
@@ -288,6 +341,12 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
             part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if part["socket"] is not None:
             _map_offer(part, number, memory)
+        twice = version.dense.keys() & part["dense"].keys()
+        if twice:
+            raise ValueError(
+                f"`dense[{min(twice)!r}]` of version {number} comes from several ranks of the "
+                "trainer: one must send it"
+            )
         version.dense.update(part["dense"])
         for name, experts in part["experts"].items():
             version.experts.setdefault(name, []).append(Experts(*experts))
@@ -306,7 +365,7 @@ def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None
         descriptor = fetch_descriptor(
             part["socket"], number, f"version {number} is not there any more"
         )
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:  # nobody answers: its process is as good as gone
         raise FileNotFoundError(str(error)) from error
     try:
         region = Places(memory, 1, nbytes).map(0, descriptor, nbytes)
@@ -342,6 +401,18 @@ def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
 def shared_memory(device: torch.device) -> Memory | None:
     """Of a GPU, that other processes map; None on CPUs, where they map files."""
     return GpuMemory(device, partial(idle, device)) if device.type == "cuda" else None
+
+
+def _leave_note(note: Path, error: BaseException) -> None:
+    """Tell the other ranks, in the file's name at least."""
+    with suppress(OSError):
+        note.touch()
+        note.write_text(f"{type(error).__name__}: {error}")
+
+
+def _parsed(path: Path) -> _File:
+    """What the name of a file, or of a note, says."""
+    return next(_files([path.name.removeprefix(_FAILED)]))
 
 
 def _files(names: Iterable[str]) -> Iterator[_File]:
@@ -427,7 +498,11 @@ def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise TypeError(
                 f"`dense[{name!r}]` must be a plain tensor, {remedy}, got {describe(value)}"
             )
-    return {name: value.detach() for name, value in dense.items()}
+    made = {name_without_wrappers(name): value.detach() for name, value in dense.items()}
+    if len(made) < len(dense):
+        names = Counter(map(name_without_wrappers, dense))
+        raise ValueError(f"`dense` must have each weight once, got {names.most_common(1)[0][0]!r}")
+    return made
 
 
 def _plain(value: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ class ExpertAdapters(nn.Module):
                 self.register_buffer(name, zeros, persistent=False)
         self._choose()
 
+    @torch.inference_mode()  # buffers of either mode can be written in it
     def put_local(self, number: int, adapter: LoRA) -> None:
         """Make an adapter the one with this number on this rank, from the next call on.
 
@@ -152,6 +153,7 @@ class ExpertAdapters(nn.Module):
             made[name] = a, b
         return LoRA(**made)
 
+    @torch.inference_mode()  # as above
     def clear_local(self, number: int) -> None:
         """Make the adapter with this number zeros on this rank. Raises ValueError where there is no
         such number.
@@ -207,6 +209,7 @@ class ExpertAdapters(nn.Module):
         names = [choose("torch", *pair)[0] for pair in pairs]
         self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
 
+    @torch.inference_mode()  # as above
     def _lose(self) -> None:
         for buffer in self.buffers():
             buffer.zero_()

@@ -226,7 +226,7 @@ def _by_token(routes: Tensor, layers: list[Any]) -> dict[Any, Record]:
 
 
 def _by_call(routes: Mapping[str, Any], layers: dict[str, Any]) -> dict[Any, Record]:
-    given = {_plain(name): value for name, value in routes.items()}
+    given = {name_without_wrappers(name): value for name, value in routes.items()}
     odd = sorted(layers.keys() ^ given.keys())
     if odd:
         what = "is no layer of the model" if odd[0] in given else "has none"
@@ -342,10 +342,17 @@ def _within(context: _Context) -> Iterator[None]:
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
     """The `MoELayer`s of a model, by their names without wrappers of torch."""
-    return {_plain(name): each for name, each in model.named_modules() if hasattr(each, "contexts")}
+    return {
+        name_without_wrappers(name): each
+        for name, each in model.named_modules()
+        if hasattr(each, "contexts")
+    }
 
 
-def _plain(name: str) -> str:
+def name_without_wrappers(name: str) -> str:
+    """The name of a module or a tensor as it was before torch.compile, DDP, FSDP or
+    `checkpoint_wrapper` took its module.
+    """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

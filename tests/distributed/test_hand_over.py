@@ -5,6 +5,7 @@ token's outputs, through two layers and their routers, are those of one version.
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +25,10 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from waits import LONG_S, SOON_S
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
+from epmoe.group.errors import EPStateError
 from epmoe.group.waiting import Worker
 from epmoe.live import receiver as receiver_module
+from epmoe.live.held import FIRST, Held
 from epmoe.live.versions import newest_version
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
@@ -384,6 +387,72 @@ def test_a_load_whose_flip_fails_on_one_rank_is_done_again(rank, size, folder):
 
 
 @torch.inference_mode()
+def test_ranks_that_hold_different_versions_do_not_serve(rank, size, folder):
+    """A flip has failed on the last rank, and the version has gone. They say so, until the host or
+    the trainer has given all ranks the same.
+    """
+    if size < 2:
+        pytest.skip("one rank holds what it holds")
+    last = rank == size - 1
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model = Model(ep, 0, layers=1)
+        sender = WeightSender(model, folder)
+        sender.send(1)
+        receiver = WeightReceiver(ep, model, folder)
+        assert receiver.version == 1
+        if last:
+            ep.versions.put(model.layers, Held(2, "other"))  # as after a flip of this rank alone
+        dist.barrier()
+        for part in folder.glob("v*"):
+            part.unlink(missing_ok=True)
+        dist.barrier()
+        said = f"rank 0 has version 1 of trainer .*, rank {size - 1} has version 2 of trainer other"
+        with pytest.raises((EPStateError, RuntimeError), match=said):
+            WeightReceiver(ep, model, folder)
+        assert WeightReceiver(ep, model, folder, version=5).version == 5
+        assert WeightReceiver(ep, model, folder).version == 5
+        if last:  # as a rank that has joined
+            ep.versions.put(model.layers, FIRST)
+        with pytest.raises((EPStateError, RuntimeError), match="has the weights that it began w"):
+            WeightReceiver(ep, model, folder)
+        sender.send(6)
+        dist.barrier()
+        assert WeightReceiver(ep, model, folder).version == 6
+        dist.barrier()
+
+
+@torch.inference_mode()
+def test_a_version_that_is_not_finite_on_one_rank_is_passed_over_by_all(rank, size, folder):
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        model = Model(ep, 0, layers=1)
+        sender = WeightSender(Model(ep, 1, layers=1), folder)
+        receiver = WeightReceiver(ep, model, folder)
+        sender.send(1)
+        receiver.load(1)
+        sent = sender._layers["layers.0"].experts
+        sent.w_down[-1, 0, 0] = torch.nan if rank == size - 1 else 0.0
+        sender.send(2)
+        stop = torch.zeros(1, dtype=torch.int32)
+        while not stop:  # until all have heard of it
+            receiver.tick()
+            model(randn(1, D))
+            stop.fill_(receiver.problem is not None)
+            dist.all_reduce(stop, dist.ReduceOp.MIN)
+        last = f"rank {size - 1} has not taken version 2: its `problem` says why"
+        where = f"version 2 .* not finite in float32: `w_down` of expert {E - 1} of 'layers.0'"
+        assert re.match(where if rank == size - 1 else last, str(receiver.problem))
+        with pytest.raises((TimeoutError, RuntimeError), match=where):
+            receiver.load(2, 0.01)
+        assert receiver.version == 1 and re.match(where, str(receiver.problem))
+        sent.w_down[-1, 0, 0] = 0.0
+        sender.send(3)
+        receiver.load(3)
+        assert receiver.version == 3 and receiver.problem is None
+        receiver.close()
+        dist.barrier()
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("starts", [True, False])
 def test_a_version_that_goes_while_it_is_read(rank, size, folder, starts, monkeypatch):
     """The last rank comes too late, so all ranks take the newest one that is there then."""
@@ -401,11 +470,11 @@ def test_a_version_that_goes_while_it_is_read(rank, size, folder, starts, monkey
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
         model = Model(ep, 0, layers=1)
         sender = WeightSender(model, folder, keep=2)
-        receiver = None if starts else WeightReceiver(ep, model, folder)
+        receiver = None if starts else WeightReceiver(ep, model, folder, dense=model.take_routers)
         send(model, sender, 1)
         dist.barrier()
         monkeypatch.setattr(receiver_module, "map_version", overtaken)
-        receiver = receiver or WeightReceiver(ep, model, folder)
+        receiver = receiver or WeightReceiver(ep, model, folder, dense=model.take_routers)
         receiver.load(1)
         assert receiver.version == 3
         assert torch.equal(model.layers[0].experts.w_down, weights(3, 0)[2][ep.logical_experts()])

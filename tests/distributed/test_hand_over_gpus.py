@@ -6,6 +6,8 @@ On the CPU, anonymous shared memory stands for that of GPUs, and calls for repla
 
 from __future__ import annotations
 
+import secrets
+import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +23,7 @@ from test_hand_over import D, E, K, M, Model, send, side, wait_for
 from torch import Tensor
 
 from epmoe import WeightReceiver, WeightSender
+from epmoe.exchange import sockets
 from epmoe.exchange.addresses import HostMemory
 from epmoe.live import receiver as receiver_module
 from epmoe.live import versions
@@ -119,8 +122,8 @@ def test_a_replay_meets_one_version(rank, size, device, folder, kind):
 
 @torch.inference_mode()
 def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):
-    """The folder still names it. A server begins with its own weights, and takes the next trainer's
-    versions.
+    """The folder still names it. A server begins with its own weights, of which it knows the
+    version, and takes the next trainer's versions.
     """
     model = Model(make_ep(experts=E, top_k=K, hidden=D, max_tokens=M), 0)
     senders = [WeightSender(model, folder)]
@@ -138,7 +141,7 @@ def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):
     senders[0].send(4)
     receiver.load(4)
     receiver.close()
-    assert began == [3, -1] and receiver.version == 4
+    assert began == [3, 3] and receiver.version == 4
     dist.barrier()
 
 
@@ -150,3 +153,14 @@ def test_a_rank_on_a_cpu_takes_no_memory_of_gpus():
         versions._map_offer(part, 3, None)
     with pytest.raises(FileNotFoundError, match="version 3 is not there any more"):
         versions._map_offer(part, 3, HostMemory())
+
+
+def test_a_version_at_a_socket_where_nobody_answers_is_gone(monkeypatch):
+    """Such as one of a trainer that is stopped, or that has died beside a process of its own."""
+    monkeypatch.setattr(sockets, "SOCKET_TIMEOUT_S", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0epmoe-{secrets.token_hex(16)}")
+        listener.listen()
+        part = {"experts": {}, "dense": {}, "socket": listener.getsockname().decode()}
+        with pytest.raises(FileNotFoundError, match="version 3 is not there any more.*not answer"):
+            versions._map_offer(part, 3, HostMemory())

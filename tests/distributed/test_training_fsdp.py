@@ -115,7 +115,7 @@ class CallsItself(torch.nn.Module):
 
 def test_own_experts_that_call_themselves(make_ep):
     """The parameters are DTensors again, and have the gradients of both passes."""
-    ep = make_ep()
+    ep = make_ep(experts=4 * dist.get_world_size())
     e = ep.num_local_experts
     module = spread(CallsItself(e, 3).to(ep.device), ep)
     x = torch.full((e, 3), 2.0, device=ep.device)

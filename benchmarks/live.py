@@ -168,8 +168,8 @@ def main() -> None:
         say(f"{moves.count} experts move, during the first {len(busy)} steps")
         say(
             "a captured step of {} layers, {} tokens: {:.1f} µs (99th percentile {:.1f}, longest "
-            "{:.1f}); while "
-            "experts move {:.1f} ({:.1f}, {:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
+            "{:.1f}); while experts move {:.1f} ({:.1f}, "
+            "{:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
         )
         moves.cancel()
         live.apply(120.0)

@@ -44,8 +44,7 @@ PLOTS = {
         "A whole layer: route, dispatch, experts and combine",
         (
             "The layer by T on two H100: epmoe in fp8 and bf16, DeepGEMM's MegaMoE, FlashInfer and "
-            "the "
-            "floor"
+            "the floor"
         ),
         "epmoe, fp8",
     ),
@@ -55,25 +54,19 @@ _HEADER = (
     "# Benchmarks",
     "",
     "The newest result of each machine and subject; a *round* is one dispatch and one combine, T "
-    "the number of tokens "
-    "a rank. [docs/experiments.md](docs/experiments.md) has what bounds the kernels, what helped "
-    "and what was dropped. "
-    "`make benchmarks-report` writes this page from [benchmarks/](benchmarks), whose files have "
-    "more rows: edit those.",
+    "the number of tokens a rank. [docs/experiments.md](docs/experiments.md) has what bounds the "
+    "kernels, what helped and what was dropped. `make benchmarks-report` writes this page from "
+    "[benchmarks/](benchmarks), whose files have more rows: edit those.",
     "",
     "- **Times** on GPUs come from replays of a CUDA graph: the median, of the slowest rank. On "
-    "the CPU they are "
-    "medians of samples of rounds back to back. Between runs and machines most figures differ by "
-    "up to 3%.",
+    "the CPU they are medians of samples of rounds back to back. Between runs and machines most "
+    "figures differ by up to 3%.",
     "- **Outputs** of epmoe and of the floor are poisoned (filled with NaN) before the replays and "
-    "compared after. The "
-    "**floor** is one kernel each way that only stores the rows that must cross, raises flags and "
-    "waits.",
+    "compared after. The **floor** is one kernel each way that only stores the rows that must "
+    "cross, raises flags and waits.",
     "- **Expert-major** rows go straight into a grouped GEMM. **Rank-major** rows still need a "
-    "permute before the "
-    "experts and a finalize after them, which their times do not include. This project measured "
-    "every row, peers "
-    "included, unless a table names somebody else.",
+    "permute before the experts and a finalize after them, which their times do not include. This "
+    "project measured every row, peers included, unless a table names somebody else.",
     "",
     " ".join(f"![{plot.alt}]({plot.file})" for plot in PLOTS.values()),
     "",

@@ -90,8 +90,7 @@ def main() -> None:
                 "a shared expert during the exchange",
                 (
                     f"µs of a layer in graphs of ten; experts in fp8 ({experts.gemm}), the shared "
-                    "one "
-                    "in bf16."
+                    "one in bf16."
                 ),
                 [{"name": "what"}, *results.columns(TOKENS)],
                 [

@@ -163,8 +163,8 @@ class MoELayer(nn.Module):
         elif ours is None and (trained := unspread(ep, experts)):
             raise ValueError(
                 f"`experts` must be spread, since `{trained[0]}` requires grad: "
-                "`epmoe.training.spread(experts, ep)` "
-                "tells torch's tools that ranks have different experts"
+                "`epmoe.training.spread(experts, ep)` tells torch's tools that ranks have "
+                "different experts"
             )
         widest = ep.config.model.torch_dtype
         self._dtypes_of_config = [
@@ -569,8 +569,7 @@ class MoELayer(nn.Module):
         if exchange is None:
             raise RuntimeError(
                 "this MoELayer only serves, but x or a parameter requires grad: run under "
-                "torch.inference_mode() or "
-                f"torch.no_grad(); {self._why_no_gradients}"
+                f"torch.inference_mode() or torch.no_grad(); {self._why_no_gradients}"
             )
         # Where GroupedExperts multiply gradients, nobody keeps their outputs.
         grouped = isinstance(self.experts, GroupedExperts)
@@ -584,10 +583,9 @@ class MoELayer(nn.Module):
             if self.router_weight.dtype != self._router_dtype:
                 raise TypeError(
                     f"`router_weight` must be {dtype_name(self._router_dtype)}, as the layer was "
-                    "made, got "
-                    f"{dtype_name(self.router_weight.dtype)}: FSDP's mixed precision casts it, and "
-                    "the choice of "
-                    "experts needs its precision; `epmoe.training.fully_shard` leaves it as it is"
+                    f"made, got {dtype_name(self.router_weight.dtype)}: FSDP's mixed precision "
+                    f"casts it, and the choice of experts needs its precision; "
+                    "`epmoe.training.fully_shard` leaves it as it is"
                 )
             scored_TD = self._checked(x)
             x_TD = self._as_experts_take(scored_TD)
@@ -688,8 +686,7 @@ class MoELayer(nn.Module):
         if adapter_ids is not None and (lost := self.adapters.lost):
             raise EPStateError(
                 f"adapter(s) {sorted(lost)} are not whole any more, since the group has changed or "
-                "a call has failed: "
-                "load them again on all ranks, or clear them"
+                "a call has failed: load them again on all ranks, or clear them"
             )
         T = len(x_TD)
         device = x_TD.device
@@ -947,8 +944,7 @@ def _check_same(peers: Peers, **mine: object) -> None:
         if odd:
             raise ValueError(
                 f"all ranks must take the same adapter, but `{odd[0]}` is {first[odd[0]]!r} on "
-                "rank 0 and "
-                f"{theirs[odd[0]]!r} on rank {rank}"
+                f"rank 0 and {theirs[odd[0]]!r} on rank {rank}"
             )
 
 

@@ -811,9 +811,8 @@ class ExpertParallel(HoldsWindows):
         elif tag in self._tags and ((ref := self._tags[tag]) is None or ref() is not None):
             raise ValueError(
                 f"tag {tag} must belong to one layer, but another one of this ExpertParallel has "
-                "it: the tag is "
-                f"`layer_id` modulo {constant('kMaxTag') + 1}, or by default the next number that "
-                "is free"
+                f"it: the tag is `layer_id` modulo {constant('kMaxTag') + 1}, or by default the "
+                f"next number that is free"
             )
         self._tags[tag] = None if owner is None else weakref.ref(owner)
         return tag
@@ -1113,8 +1112,7 @@ class ExpertParallel(HoldsWindows):
             )
         return (
             f"this ExpertParallel belongs to process {self._owner}, of which this process is a "
-            "fork: each process "
-            "makes its own"
+            "fork: each process makes its own"
         )
 
     def _disown(self) -> None:

@@ -566,8 +566,8 @@ def test_a_torch_that_was_never_tried_is_said_to_be(version, is_tried):
 
 
 NEWER_TORCH = (
-    "import torch; torch.__version__ = '2.15.0'; from epmoe.native import ops; "
-    "ops.route; ops.permute; print('ok')"
+    "import torch; torch.__version__ = '2.15.0'; from epmoe.native import ops; ops.route; "
+    "ops.permute; print('ok')"
 )
 
 

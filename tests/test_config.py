@@ -197,16 +197,14 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             | {"capacity": {"max_num_tokens_per_rank": 2**20}},
             (
                 "`capacity.max_num_tokens_per_rank` must be at most 131039, as R·M·K rows are "
-                "numbered "
-                "in int32"
+                "numbered in int32"
             ),
         ),
         (
             {"capacity": {"alignment": 128, "max_expert_rows": 2**31 - 1}},
             (
                 "`capacity.max_expert_rows` must be at most 2147483520, the largest .* alignment "
-                "128, "
-                "got 2147483647"
+                "128, got 2147483647"
             ),
         ),
     ],

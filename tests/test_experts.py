@@ -122,8 +122,8 @@ def test_deepcopy_and_pickle():
         ),
         (
             ["w_gate_up", "w_down"],
-            r"^`w_gate_up` must be .* and `w_down` must be \[4, 16, 32\], "
-            r"got .* and \[4, 32, 16\], ",
+            r"^`w_gate_up` must be .* and `w_down` must be \[4, 16, 32\], got .* and \[4, 32, "
+            r"16\], ",
         ),
     ],
 )

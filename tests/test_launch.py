@@ -247,9 +247,9 @@ def test_ranks_meet_where_no_other_machine_reaches_them(ranks, tmp_path: Path) -
     """gloo listens on the loopback interface alone, and the store is a file of this user."""
     meet = (
         "import torch.distributed as dist; from epmoe.cli.launch import join; join('gloo'); "
-        "dist.barrier(); store = os.environ['EPMOE_STORE']; "
-        "assert os.stat(os.path.dirname(store)).st_mode & 0o777 == 0o700; "
-        "assert 'MASTER_PORT' not in os.environ; file = sys.argv[1] + "
+        "dist.barrier(); store = os.environ['EPMOE_STORE']; assert "
+        "os.stat(os.path.dirname(store)).st_mode & 0o777 == 0o700; assert 'MASTER_PORT' not in "
+        "os.environ; file = sys.argv[1] + "
     )
     meet += "str(rank); open(file, 'w').write('here')\nwhile os.path.exists(file): time.sleep(0.01)"
     files = [tmp_path / f"rank{rank}" for rank in range(2)]

@@ -263,8 +263,8 @@ def test_x_for_experts_of_the_user(ep):
     """The layer knows only the config's dtype of these experts."""
     layer = epmoe.MoELayer(ep, randn(E, D).to(ep.device), lambda rows, offsets, scales: rows)
     want = (
-        r"`x` must be float32 or float16 or bfloat16 \[T, 64\] or \[B, T, 64\], "
-        r"got float64 \[4, 64\]$"
+        r"`x` must be float32 or float16 or bfloat16 \[T, 64\] or \[B, T, 64\], got float64 \[4, "
+        r"64\]$"
     )
     with pytest.raises(TypeError, match=want):
         layer(randn(4, D).double().to(ep.device))

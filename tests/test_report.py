@@ -324,8 +324,8 @@ def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixtu
     one = result(config=limited, dropped=[11, 20], checks=[Check("error ≤ 1e-05", "0.9", False)])
     assert [row[3] for row in rank_table(one).rows] == ["9/20", "60/80"]
     cause = (
-        "31 of 100 pairs were dropped, most on rank 1 (20): `capacity.max_expert_rows` = 64 is "
-        "too small"
+        "31 of 100 pairs were dropped, most on rank 1 (20): `capacity.max_expert_rows` = 64 is too "
+        "small"
     )
     text = Elements(written(tmp_path, one)).text
     assert cause in text and "kept/pairs" in text and "60/80" in text

@@ -315,15 +315,15 @@ WRONG = {
             fp8_tensors(F), ".0.down_proj.weight", lambda t: t if t.dtype != FP8 else t.to(BF16)
         ),
         (
-            rf"`{BLOCK}.experts.1.down_proj.weight` is F8_E4M3 \[256, 128\], but .*"
-            rf"experts.0.down_proj.weight` is BF16 \["
+            rf"`{BLOCK}.experts.1.down_proj.weight` is F8_E4M3 \[256, 128\], but "
+            rf".*experts.0.down_proj.weight` is BF16 \["
         ),
     ),
     "an expert of another dtype": (
         lambda: changed(each(), ".4.up_proj", Tensor.half),
         (
-            r"experts.4.up_proj.weight` is F16 .*0.gate_proj.weight` is F32 .*: "
-            r"all experts must have one format"
+            r"experts.4.up_proj.weight` is F16 .*0.gate_proj.weight` is F32 .*: all experts must "
+            r"have one format"
         ),
     ),
     "more experts": (
@@ -331,8 +331,8 @@ WRONG = {
             each(), *(f"experts.6.{name}_proj.weight" for name in ("gate", "up", "down"))
         ),
         (
-            rf"{OF} experts.\*.down_proj.weight, .*, "
-            rf"but got also {BLOCK}.experts.6.down_proj.weight, "
+            rf"{OF} experts.\*.down_proj.weight, .*, but got also "
+            rf"{BLOCK}.experts.6.down_proj.weight, "
         ),
     ),
     "a gap": (
@@ -346,8 +346,8 @@ WRONG = {
     "three scales for a weight": (
         lambda: changed(fp8_tensors(F), SCALES, lambda t: t.flatten()[:1].repeat(3)),
         (
-            r"gate_proj.weight_scale_inv` is F32 \[3\], but scales must be F32 .* \[1, 2\] "
-            r"for \[128, 256\], one for each"
+            r"gate_proj.weight_scale_inv` is F32 \[3\], but scales must be F32 .* \[1, 2\] for "
+            r"\[128, 256\], one for each"
         ),
     ),
     "NVFP4": (
@@ -364,8 +364,8 @@ WRONG = {
             | {f"{BLOCK}.gate.weight": randn(E, D)}
         ),
         (
-            r"weight_scale` is F8_E4M3 \[128, 16\], but scales must be U8 or F8_E8M0 .*"
-            r"one for each group of 32"
+            r"weight_scale` is F8_E4M3 \[128, 16\], but scales must be U8 or F8_E8M0 .*one for "
+            r"each group of 32"
         ),
     ),
     "integers as scales": (
@@ -381,15 +381,15 @@ WRONG = {
             fp8_tensors(F), "_proj.weight", lambda t: t.to(BF16) if t.dtype == FP8 else t
         ),
         (
-            r"gate_proj.weight_scale_inv` is F32 .* but .*gate_proj.weight` is BF16 .*, "
-            r"which needs no scales"
+            r"gate_proj.weight_scale_inv` is F32 .* but .*gate_proj.weight` is BF16 .*, which "
+            r"needs no scales"
         ),
     ),
     "packed weights": (
         lambda: changed(each(), "_proj.weight", Tensor.byte),
         (
-            r"gate_proj.weight` is U8 .*, and .*down_proj.weight` is U8 .*: "
-            r"both must have one dtype of F64, F32, "
+            r"gate_proj.weight` is U8 .*, and .*down_proj.weight` is U8 .*: both must have one "
+            r"dtype of F64, F32, "
         ),
     ),
     "down in another dtype": (
@@ -414,8 +414,8 @@ WRONG = {
     "fused, shapes that do not fit": (
         lambda: changed(fused(), "experts.down_proj", lambda t: t[:, 1:].clone()),
         (
-            r"gate_up_proj` is F32 \[6, 256, 256\], and .*down_proj` is F32 \[6, 255, 128\], "
-            r"which do not fit"
+            r"gate_up_proj` is F32 \[6, 256, 256\], and .*down_proj` is F32 \[6, 255, 128\], which "
+            r"do not fit"
         ),
     ),
     "fused, with scales": (

@@ -340,8 +340,8 @@ def test_repr_of_results_says_shapes():
         repr(epmoe.quantize_fp8(x)) == "Quantized(q float8_e4m3fn [5, 64], scales float32 [5, 1])"
     )
     tables = (
-        "expert_offsets int32 [13], tokens_per_expert int32 [12], row_of_pair int32 [5, 3], "
-        "counts None"
+        "expert_offsets int32 [13], tokens_per_expert int32 [12], row_of_pair int32 [5, 3], counts "
+        "None"
     )
     permuted = epmoe.permute(x, ids, torch.arange(E, dtype=torch.int32), E)
     assert repr(permuted) == f"Permuted(rows float32 [15, 64], {tables})"

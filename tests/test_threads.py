@@ -185,8 +185,7 @@ def test_threads_without_order_get_errors_and_no_wrong_result(ep):
     assert refused <= {
         (
             "another thread is in a call of this ExpertParallel: one thread at a time, so order "
-            "their "
-            "calls"
+            "their calls"
         ),
         "round n is still open: call combine, or abort on all ranks, before dispatch",
     }

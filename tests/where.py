@@ -178,9 +178,8 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         missing(
             "A warning, and vLLM's own exchange serves: what tells it the adapters is undeclared. "
             "`FusedMoEPrepareAndFinalizeModular` would have to declare `set_lora_context`, and "
-            "`MoELoRAContext` to "
-            "have the ids of the tokens as `token_lora_mapping`, int32 [T], beside "
-            "`local_token_lora_mapping` of rows."
+            "`MoELoRAContext` to have the ids of the tokens as `token_lora_mapping`, int32 [T], "
+            "beside `local_token_lora_mapping` of rows."
         ),
         foreign("SGLang would have to hand a dispatcher the adapters of the tokens."),
         yes("test_given.py::test_adapters_of_sequences_and_tokens"),

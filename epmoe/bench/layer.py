@@ -40,8 +40,7 @@ _FIGURES = (
         "floor",
         (
             "µs to read the weights of experts that have rows at the speed of a copy, or to "
-            "compute, "
-            "where that is longer"
+            "compute, where that is longer"
         ),
         microseconds,
     ),

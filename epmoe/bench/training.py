@@ -74,8 +74,7 @@ _FIGURES = (
         "memory",
         (
             "GB of a GPU that the layer takes at most: weights, gradients, what autograd keeps, "
-            "and "
-            "epmoe's windows"
+            "and epmoe's windows"
         ),
         "{:.1f}".format,
     ),

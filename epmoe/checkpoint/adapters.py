@@ -363,8 +363,7 @@ def _pair(
     got = ", ".join(f"lora_{end} {describe(ends[end])}" for end in sorted(ends))
     raise ValueError(
         f"`{module}` must have lora_{_A} [{many}r, k] and lora_{_B} [n, {many}r], for r = {r} and "
-        f"n, k = {wanted}, got "
-        f"{got}"
+        f"n, k = {wanted}, got {got}"
     )
 
 

@@ -140,8 +140,7 @@ def _tensors(
         if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
             raise TypeError(
                 f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer "
-                "with "
-                f"`from_safetensors(…, dtype=…)`, got {layer.experts}"
+                f"with `from_safetensors(…, dtype=…)`, got {layer.experts}"
             )
         only_of_choice = layer.bias is not None and layer.logit_bias is None
         gate_bias: GateBias = "choice" if only_of_choice else "logits"
@@ -183,8 +182,7 @@ def _tensors(
         if missing:
             raise ValueError(
                 f"{source.path}: the model must have {', '.join(missing)}: let `shared` of "
-                f"`{prefix}` be a module "
-                "whose names end like these"
+                f"`{prefix}` be a module whose names end like these"
             )
     for each in saved:
         if each.dtype.itemsize == 1 and each.dtype.is_floating_point:

@@ -370,8 +370,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         if unread:
             raise ValueError(
                 f"{self._path(min(unread))}: the router of `{block}` must have a "
-                f"`{router}.weight`, and may have "
-                f"`{router}.bias` and one bias of the choice, got also {_some(unread)}"
+                f"`{router}.weight`, and may have `{router}.bias` and one bias of the choice, got "
+                f"also {_some(unread)}"
             )
         return {argument: name for argument, name in names.items() if name in self}
 
@@ -462,10 +462,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             where = self._path(min(held)) if held else self.path
             raise ValueError(
                 f"{where}: the experts of `{block}` must be `gate_proj`, `up_proj` and "
-                "`down_proj`, "
-                "or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and `down_proj` of "
-                "all, got "
-                f"{_some(self._under(f'{block}.'))}"
+                "`down_proj`, or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and "
+                f"`down_proj` of all, got {_some(self._under(f'{block}.'))}"
             )
         found = min(present, key=lambda each: len(patterns.difference(*each.values())))
         names = {pattern for of_argument in found.values() for pattern in of_argument}
@@ -478,8 +476,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             )
             raise ValueError(
                 f"{self._path(min(held - wanted or held))}: the experts of `{block}`, 0 to {E - 1} "
-                "as its router has "
-                f"{E} rows, have {_some(names)}, but {odd}"
+                f"as its router has {E} rows, have {_some(names)}, but {odd}"
             )
         return {
             argument: [f"{block}.{pattern}" for pattern in found[argument]] for argument in found

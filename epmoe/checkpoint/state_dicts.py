@@ -68,8 +68,8 @@ class _Named:
                 if value.shape[:1] != (len(held),):
                     raise ValueError(
                         f"`{key}` must have a row for each of the {len(held)} experts of this "
-                        "rank, got "
-                        f"{list(value.shape)}: after `resume`, give the layer its new experts first"
+                        f"rank, got {list(value.shape)}: after `resume`, give the layer its new "
+                        f"experts first"
                     )
                 from epmoe.checkpoint.rows import Rows  # takes most of a second
 
@@ -273,9 +273,8 @@ def check_held(state: Tensor, ep: ExpertParallel, want: Sequence[int]) -> None:
     if got != want:
         raise ValueError(
             f"the state dict has the weights of the logical experts {_listed(got)}, but rank "
-            f"{ep.rank} of {ep.size} "
-            f"holds {_listed(want)}: other ranks load what `full_state_dict` or "
-            "`epmoe.checkpoint.save` has saved"
+            f"{ep.rank} of {ep.size} holds {_listed(want)}: other ranks load what "
+            f"`full_state_dict` or `epmoe.checkpoint.save` has saved"
         )
 
 
@@ -306,9 +305,8 @@ def _state_of(
         ):
             raise ValueError(
                 f"`{name}` must belong to an ExpertParallel: GroupedExperts are the experts of one "
-                "rank, and nothing "
-                "says of which. Call `epmoe.training.spread`, or let a module around them have the "
-                "ExpertParallel"
+                "rank, and nothing says of which. Call `epmoe.training.spread`, or let a module "
+                "around them have the ExpertParallel"
             )
     if optimizer is not None:
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -359,8 +357,7 @@ def _checked(key: str, value: Any) -> Any:
     elif isinstance(value, Tensor) and value.numel() > 1:
         raise ValueError(
             f"`{key}` of the optimizer must be a DTensor, as its parameter, got "
-            f"{list(value.shape)}: a checkpoint "
-            "would keep that of one rank"
+            f"{list(value.shape)}: a checkpoint would keep that of one rank"
         )
     return value
 

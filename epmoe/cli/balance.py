@@ -78,9 +78,8 @@ def balance(
     if slots_LP.shape[1] == parsed.model.num_experts:
         console.print(
             "No slot is free, on any rank: each holds the only copy of its expert, and nothing can "
-            "move. "
-            f"`placement.{'slots_per_rank' if section.live else 'num_redundant_experts'}` gives "
-            "more slots."
+            f"move. `placement.{'slots_per_rank' if section.live else 'num_redundant_experts'}` "
+            f"gives more slots."
         )
     if out is not None:
         write_json(out, {"slots": plan.slots.tolist()})

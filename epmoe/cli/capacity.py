@@ -113,8 +113,7 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
     if limit is not None:
         yield (
             f"`capacity.max_expert_rows` = {limit:,} is enough for {capacity.load(limit):.2g} × "
-            f"the mean load: {mean}, "
-            f"{capacity.worst:,} the worst case. {beyond}"
+            f"the mean load: {mean}, {capacity.worst:,} the worst case. {beyond}"
         )
         return
     found = suggestions(config)
@@ -122,8 +121,8 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
         return
     yield (
         f"`capacity.max_expert_rows` would save memory. By default a rank has {capacity.worst:,} "
-        "rows, for the case "
-        f"that all tokens go to its experts; {mean}. Values that are safe for a load:"
+        f"rows, for the case that all tokens go to its experts; {mean}. Values that are safe for a "
+        f"load:"
     )
     columns = ("max_expert_rows", "the most loaded rank gets", "saves per node")
     table = plain_table(columns, words=columns[1:2])
@@ -147,10 +146,9 @@ def network(config: EPConfig) -> Iterator[str]:
     per_token = nodes * (1 - elsewhere)
     yield (
         f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and "
-        "goes to each of them "
-        f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or as many as "
-        "`ep.at_most` says. If these "
-        f"are its tokens, slabs are {nodes / per_token:.2f} × as long as the rows in them."
+        f"goes to each of them once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or "
+        f"as many as `ep.at_most` says. If these are its tokens, slabs are {nodes / per_token:.2f} "
+        f"× as long as the rows in them."
     )
     if config.capacity.max_expert_rows is None:
         yield (
@@ -178,8 +176,6 @@ def experts(config: EPConfig) -> list[str]:
         return []
     return [
         "Experts in bf16 or fp8 take DeepGEMM on GPUs of compute capability 9.0, where it is "
-        "installed (`pip install "
-        "epmoe[deep_gemm]`). Their rounds start the rows of each expert at a multiple of "
-        f"{config.alignment}: the rows "
-        "above have room for it."
+        "installed (`pip install epmoe[deep_gemm]`). Their rounds start the rows of each expert at "
+        f"a multiple of {config.alignment}: the rows above have room for it."
     ]

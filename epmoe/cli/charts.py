@@ -248,8 +248,8 @@ def loads(result: Result) -> Markup:
         logical = placement.logical(expert)
         copy = f" (copy of {logical})" if logical != expert and holder == "expert" else ""
         title = (
-            f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, "
-            f"{times(load / (mean or 1))} the mean"
+            f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, {times(load / (mean or 1))} "
+            f"the mean"
         )
         return element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title)
 

@@ -126,8 +126,8 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     size = config.topology.ep_size if config else 0
     if config and config.exchange.transport == "nvlink" and count < size:
         detail = (
-            f"torch sees {count}, and `exchange.transport` nvlink wants one for each of "
-            f"{size} ranks"
+            f"torch sees {count}, and `exchange.transport` nvlink wants one for each of {size} "
+            f"ranks"
         )
         yield Finding(
             "fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU"
@@ -155,8 +155,8 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     ]
     if cut:
         advice = (
-            "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink "
-            "domain must be visible"
+            "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink domain "
+            "must be visible"
         )
         yield Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
     elif count > 1:
@@ -212,8 +212,8 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     sizes = [plan.total_bytes for plan in rank_plans(config)]
     ranks = config.topology.ep_size
     advice = (
-        "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see "
-        "`epmoe plan`"
+        "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe "
+        "plan`"
     )
     if config.exchange.transport == "nvlink":
         if torch.cuda.device_count() < ranks:  # _gpus says so

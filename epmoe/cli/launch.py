@@ -141,8 +141,7 @@ def _started_ranks() -> int:
     if missing:
         raise UserError(
             f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this "
-            "command starts its ranks "
-            "itself, or start it under torchrun"
+            "command starts its ranks itself, or start it under torchrun"
         )
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         value = os.environ.get(name, "0")
@@ -400,6 +399,6 @@ def _load_native_library() -> None:
         ) as error:  # it does not load, or there is no home folder for the cache
             raise UserError(
                 f"the native library cannot be built or loaded: {' '.join(str(error).split())}; "
-                "EPMOE_CACHE_DIR names "
-                "a folder to build it in, EPMOE_LIBRARY a library that is built"
+                "EPMOE_CACHE_DIR names a folder to build it in, EPMOE_LIBRARY a library that is "
+                "built"
             ) from None

@@ -25,8 +25,7 @@ from epmoe.config.config import EPConfig
 GpuName = Literal["h100", "h200"]
 _ASSUMED = (
     "By constants of {gpu} that docs/parallelism.md lists. TP was measured on two H100 only, and "
-    "replicas nowhere. "
-    f"Layouts that differ by less than {WRONG:g} × count as equal."
+    f"replicas nowhere. Layouts that differ by less than {WRONG:g} × count as equal."
 )
 
 
@@ -63,9 +62,8 @@ def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Ta
         few = "".join(f"{name} up to T = {T:,}, then " for name, T in model.borders().items())
         yield (
             f"The layer's weights take {human_bytes(int(first['EP'].held_bytes))} a GPU with EP or "
-            "TP, and "
-            f"{human_bytes(int(first['replicas'].held_bytes))} with replicas. With EP experts take "
-            f"{few}a grouped GEMM."
+            f"TP, and {human_bytes(int(first['replicas'].held_bytes))} with replicas. With EP "
+            f"experts take {few}a grouped GEMM."
         )
         # The numbers of tokens for which something else is faster.
         wrong = []

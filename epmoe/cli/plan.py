@@ -82,8 +82,8 @@ def plan(
         return
     largest = max(plans, key=lambda p: p.total_bytes)
     title = (
-        f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE "
-        "layers of a model"
+        f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE layers "
+        "of a model"
     )
     console.print(title, soft_wrap=True)
     print_whole(_memory_table(largest, _totals(parsed, plans)))

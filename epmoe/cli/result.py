@@ -14,24 +14,24 @@ from epmoe.native.formats import WIRE_FORMATS
 _T = TypeVar("_T")
 STAGES = {
     "set up": (
-        "The first call of the first layer allocates the windows, and each rank maps those "
-        "of all others."
+        "The first call of the first layer allocates the windows, and each rank maps those of all "
+        "others."
     ),
     "gather": (
-        "FSDP collects the weights that the ranks share out (attention, embeddings, norms), "
-        "layer by layer."
+        "FSDP collects the weights that the ranks share out (attention, embeddings, norms), layer "
+        "by layer."
     ),
     "attention": "The attention of all layers, with its projections and its cache.",
     "other layers": (
-        "Embeddings, norms, dense and shared feed-forward layers, the output head, and "
-        "the residual sums."
+        "Embeddings, norms, dense and shared feed-forward layers, the output head, and the "
+        "residual sums."
     ),
     "route": (
         "The router scores the experts for each token and chooses the K best, with their weights."
     ),
     "dispatch": (
-        "Each token goes once to every rank that holds one of its experts, and its rows "
-        "are sorted by expert."
+        "Each token goes once to every rank that holds one of its experts, and its rows are sorted "
+        "by expert."
     ),
     "experts": (
         "The feed-forward networks of the experts that a rank holds compute the rows that arrived."
@@ -40,12 +40,12 @@ STAGES = {
         "Each rank sums its experts' outputs of a token, and the sums travel back and are added up."
     ),
     "agree": (
-        "The host waits, once a layer, for the word of the round whether any rank needs "
-        "another one."
+        "The host waits, once a layer, for the word of the round whether any rank needs another "
+        "one."
     ),
     "loop": (
-        "Around the model: the choice of the next token, the cache, and the ranks' agreement "
-        "to go on."
+        "Around the model: the choice of the next token, the cache, and the ranks' agreement to go "
+        "on."
     ),
 }
 """What each stage of a run is, in the order in which the stages follow each other."""
@@ -110,8 +110,8 @@ class Balancing:
         have = "expert has" if self.num_moves == 1 else "experts have"
         first, last = self.ends
         took = (
-            f"the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × "
-            "in the last"
+            f"the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × in "
+            "the last"
         )
         return f"{self.num_moves} {have} moved; {took}"
 
@@ -241,9 +241,8 @@ class Result:
         most = self.dropped.index(max(self.dropped))
         return (
             f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {most} "
-            f"({max(self.dropped):,}): "
-            f"`capacity.max_expert_rows` = {room:,} is too small for this load, and y lacks their "
-            "part"
+            f"({max(self.dropped):,}): `capacity.max_expert_rows` = {room:,} is too small for this "
+            f"load, and y lacks their part"
         )
 
     @property

@@ -208,10 +208,9 @@ def require_memory(config: EPConfig) -> None:
     if needed > available:
         raise UserError(
             f"this configuration needs {human_bytes(needed)} for its {ranks} ranks, and this "
-            "machine has "
-            f"{human_bytes(available)} available: lower `capacity.max_num_tokens_per_rank`, in the "
-            "file or for one "
-            "run (EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK=64); `epmoe plan` shows what it costs"
+            f"machine has {human_bytes(available)} available: lower "
+            f"`capacity.max_num_tokens_per_rank`, in the file or for one run "
+            "(EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK=64); `epmoe plan` shows what it costs"
         )
 
 

@@ -536,8 +536,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
     if not hasattr(config, "to_dict"):
         raise TypeError(
             "`source` must be a model or a configuration of transformers, a dict of its keys, or a "
-            "path, got "
-            f"{type(source).__name__}"
+            f"path, got {type(source).__name__}"
         )
     keys = dict(config.to_dict())
     # A model may have been cast since it was made.
@@ -561,8 +560,7 @@ def _experts(
         says_nothing = not value or _is_unset(value) or theirs in row.experts_keys.values()
         if not says_nothing and ours not in given:
             raise ConfigError(
-                f"{where}`{theirs}` {value!r} does not say whether it holds for the "
-                "experts of a "
+                f"{where}`{theirs}` {value!r} does not say whether it holds for the experts of a "
                 f"{config['model_type']}: give what does, experts={{{ours!r}: …}}"
             )
     acts = [config[name] for name in _ACTIVATION if config.get(name) is not None]
@@ -574,9 +572,8 @@ def _experts(
     if "alpha" not in {**found, **given}:
         raise ConfigError(
             f"{where}`hidden_act` must be one of {', '.join(map(repr, _ALPHAS))}, since "
-            "`GroupedExperts` compute "
-            f"gate · sigmoid(alpha · gate), got {act!r}: else {_BY_HAND}, and give `MoELayer` "
-            "experts of your own"
+            f"`GroupedExperts` compute gate · sigmoid(alpha · gate), got {act!r}: else {_BY_HAND}, "
+            f"and give `MoELayer` experts of your own"
         )
     return found
 
@@ -601,15 +598,13 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
     if isinstance(model_type, str) and model_type in REFUSED:
         raise ConfigError(
             f"{where}a {model_type} is not read, since {REFUSED[model_type]}: {_BY_HAND}, and give "
-            "ids and weights of "
-            "the model's own router to `dispatch`, and `MoELayer` experts of your own"
+            "ids and weights of the model's own router to `dispatch`, and `MoELayer` experts of "
+            "your own"
         )
     raise ConfigError(
         f"{where}model_type {model_type!r} is not known: {_BY_HAND}, and of `routing` what its "
-        "router does: 'scoring', "
-        "'renormalize', 'selection_bias', 'num_expert_groups', 'top_groups' and "
-        "'routed_scaling_factor'. Known are "
-        f"{', '.join(MODEL_TYPES)}"
+        "router does: 'scoring', 'renormalize', 'selection_bias', 'num_expert_groups', "
+        f"'top_groups' and 'routed_scaling_factor'. Known are {', '.join(MODEL_TYPES)}"
     )
 
 

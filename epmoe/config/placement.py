@@ -73,8 +73,8 @@ class Placement:
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
         if (assignment is None) == (strategy == "explicit"):
             raise ValueError(
-                f"`assignment` must be given with strategy 'explicit' and with no other, "
-                f"got {strategy!r} with {'none' if assignment is None else 'one'}"
+                f"`assignment` must be given with strategy 'explicit' and with no other, got "
+                f"{strategy!r} with {'none' if assignment is None else 'one'}"
             )
         if copied_experts is not None and strategy != "explicit":
             raise ValueError(
@@ -169,8 +169,7 @@ class Placement:
             )
             raise ValueError(
                 f"logical expert(s) {names} have no copy outside rank(s) {sorted(gone)}: load "
-                "their weights and say "
-                "where, as Placement.without(ranks, spread_lost=True) does"
+                "their weights and say where, as Placement.without(ranks, spread_lost=True) does"
             )
         for x in lost:
             first[x] = load.index(min(load))

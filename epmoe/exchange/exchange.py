@@ -250,8 +250,7 @@ class Exchange(ABC):
             return
         why = (
             f"did not end on this rank's own GPU within {timeout_s} s: its own kernel was not "
-            "scheduled, since others "
-            "hold the GPU, or it waits for ranks"
+            "scheduled, since others hold the GPU, or it waits for ranks"
         )
         stage = STAGES[self.rounds.state in (CLOSED, RETURNING)]
         raise EPTimeoutError(

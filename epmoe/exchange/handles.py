@@ -25,8 +25,7 @@ class HoldsWindows:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied: it holds windows of this process; "
-            "each process makes "
-            "its own ExpertParallel. Save a layer by its `state_dict()`"
+            "each process makes its own ExpertParallel. Save a layer by its `state_dict()`"
         )
 
 

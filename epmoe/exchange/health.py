@@ -190,8 +190,8 @@ def raise_on_failure(
     # No deadline makes a rank report itself missing: it has left the round.
     if ranks == [originator] and len(global_ranks) > 1:
         why = (
-            f"ended early: {named} left the group by an exception or with a round open, or had "
-            "an EPOrderError"
+            f"ended early: {named} left the group by an exception or with a round open, or had an "
+            "EPOrderError"
         )
     elif ended:
         which = f"of which the process of rank(s) {ended} has ended"
@@ -200,8 +200,8 @@ def raise_on_failure(
         why = f"missed {named}, {which}, first seen by rank {originator}"
     elif rank in ranks:
         why += (
-            ": this rank came too late, or its own kernel was not scheduled, since others held "
-            "the GPU"
+            ": this rank came too late, or its own kernel was not scheduled, since others held the "
+            "GPU"
         )
     else:
         why += (

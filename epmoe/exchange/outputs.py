@@ -87,6 +87,5 @@ def _refuse_fp8(name: str, rows: object, dispatched: Dispatched) -> None:
     if isinstance(rows, Tensor) and rows.dtype is FP8:
         raise TypeError(
             f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 "
-            "are the experts' "
-            "inputs, which count with their `scales`; combine takes outputs"
+            "are the experts' inputs, which count with their `scales`; combine takes outputs"
         )

@@ -186,8 +186,7 @@ class RoundState:
         if sent.template.rounds() is not self:
             raise EPStateError(
                 f"`{name}` belongs to another ExpertParallel, or to this one before `resume`: "
-                f"{call} takes the handle "
-                "that its own dispatch returned"
+                f"{call} takes the handle that its own dispatch returned"
             )
         if current is None:
             first, second = (

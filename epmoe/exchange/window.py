@@ -131,8 +131,8 @@ def _enough_files(ranks: int) -> Iterator[None]:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise RuntimeError(
             f"this process may not open more files (its limit is {most}): the windows of {ranks} "
-            "ranks take up to "
-            f"{4 * ranks} while they open; raise the limit, as `ulimit -n {most + 4 * ranks}` does"
+            f"ranks take up to {4 * ranks} while they open; raise the limit, as `ulimit -n "
+            f"{most + 4 * ranks}` does"
         ) from error
 
 

@@ -135,9 +135,8 @@ def check_size(config: EPConfig, peers: Peers) -> None:
     if peers.group is None and launched != "1":
         warnings.warn(
             f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: no experts are "
-            "spread, since this "
-            "process is a group of one. Call torch.distributed.init_process_group before, with "
-            "topology.ep_size as "
-            "large as the group",
+            "spread, since this process is a group of one. Call "
+            "torch.distributed.init_process_group before, with topology.ep_size as large as the "
+            "group",
             stacklevel=2,
         )

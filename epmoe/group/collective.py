@@ -79,8 +79,7 @@ def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[No
         names = [peers.global_ranks[rank] for rank in missing]
         why = (
             f"waited for rank(s) {missing} of the group (global rank(s) {names}), which ended or "
-            "did not come within "
-            f"exchange.warmup_timeout_s: {error}"
+            f"did not come within exchange.warmup_timeout_s: {error}"
         )
         if remedy:
             why += f"; {remedy}"

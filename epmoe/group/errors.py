@@ -44,8 +44,7 @@ class EPOpenError(EPError):
         self.missing_ranks = missing
         super().__init__(
             f"rank(s) {missing} of the group, global rank(s) {missing_global}, ended, or did not "
-            "come within "
-            f"exchange.warmup_timeout_s = {timeout_s} s to open an ExpertParallel"
+            f"come within exchange.warmup_timeout_s = {timeout_s} s to open an ExpertParallel"
         )
 
 
@@ -59,8 +58,7 @@ class EPResumeError(EPOpenError):
         EPError.__init__(
             self,
             f"the new group did not form within {timeout_s} s, or a rank ended ({error}): resume "
-            "in a group of ranks "
-            "that answer",
+            "in a group of ranks that answer",
         )
 
 
@@ -79,8 +77,7 @@ class EPOverflowError(EPError):
         self.needed_rows = needed
         super().__init__(
             f"a round needed {needed} {rows}, but {key} is {max_rows}: set it to at least "
-            f"{needed}, or "
-            "capacity.on_overflow to 'drop'"
+            f"{needed}, or capacity.on_overflow to 'drop'"
         )
 
 
@@ -97,9 +94,8 @@ class EPAbortedError(EPError):
         self.epoch, self.ranks = epoch, ranks
         super().__init__(
             f"round {epoch}: rank(s) {ranks} aborted the round, after an exception or by skip, so "
-            "this rank's y lacks "
-            "their experts. The round was closed, and the next one works; with exchange.on_abort "
-            "zeros it only counts"
+            "this rank's y lacks their experts. The round was closed, and the next one works; with "
+            "exchange.on_abort zeros it only counts"
         )
 
 
@@ -134,25 +130,21 @@ class EPMismatchError(EPError, ValueError):
             )
             what = (
                 f"the calls of rank(s) {ranks} differ from this rank's, that of rank {ranks[0]} by "
-                f"this: {named}; they "
-                "must be equal on all ranks"
+                f"this: {named}; they must be equal on all ranks"
             )
         elif tags is None:
             shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
             what = (
                 f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} "
-                "than this rank; they "
-                "must be equal on all ranks"
+                "than this rank; they must be equal on all ranks"
             )
         else:
             what = (
                 f"this rank's tag is {tags[0]}, that of rank {tags[1]} is {tags[2]}, and the calls "
-                f"of rank(s) {ranks} "
-                "differ. A tag names a layer, or in a backward round its forward round: a rank has "
-                "left out a round or "
-                "has another order of layers or of backward passes of micro-batches; `skip` takes "
-                "part in a round for "
-                "a rank that cannot"
+                f"of rank(s) {ranks} differ. A tag names a layer, or in a backward round its "
+                "forward round: a rank has left out a round or has another order of layers or of "
+                "backward passes of micro-batches; `skip` takes part in a round for a rank that "
+                "cannot"
             )
         then = (
             "This ExpertParallel can only be resumed or closed"
@@ -194,8 +186,7 @@ class EPOrderError(EPError):
         )[phases]
         super().__init__(
             f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine "
-            "alternate, each after "
-            "the end of the other: replay graphs in this order, and let the stream of a replay "
-            "wait for the stream of "
-            "the call or replay before it. This ExpertParallel can only be resumed or closed"
+            "alternate, each after the end of the other: replay graphs in this order, and let the "
+            "stream of a replay wait for the stream of the call or replay before it. This "
+            "ExpertParallel can only be resumed or closed"
         )

@@ -128,8 +128,7 @@ class Agreement:
                 )
                 raise ValueError(
                     f"the {what} of rank {peers.rank} differs from that of rank(s) {others}: it "
-                    "must be the same on "
-                    f"all{keys}"
+                    f"must be the same on all{keys}"
                 )
         self.origin, self.generation = (known or requests)[0].origin, newest + 1
         self.former = former if keeps else None

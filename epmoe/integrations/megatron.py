@@ -232,8 +232,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             plan = ep.memory_plan()
             logger.info(
                 f"epmoe {__version__} carries the tokens of Megatron's MoE layers: window "
-                f"{plan.window_bytes:,} "
-                f"bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
+                f"{plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
             )
             return ep
 

@@ -59,8 +59,8 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         if config.hidden_dim is None or config.num_max_tokens_per_rank is None:
             raise ValueError(
                 "epmoe needs `hidden_dim` and `num_max_tokens_per_rank`, which torchtitan fills in "
-                "for the hybridep "
-                "backend: choose it, and override it by epmoe.integrations.torchtitan.dispatcher"
+                "for the hybridep backend: choose it, and override it by "
+                "epmoe.integrations.torchtitan.dispatcher"
             )
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:

@@ -207,8 +207,8 @@ def check_slots(
     if twice.any():
         layer, rank, i = twice.nonzero()[0].tolist()
         raise ValueError(
-            f"`slots` must not hold an expert twice on a rank: layer {layer}, rank {rank}, "
-            f"expert {int(on_rank[layer, rank, i])}"
+            f"`slots` must not hold an expert twice on a rank: layer {layer}, rank {rank}, expert "
+            f"{int(on_rank[layer, rank, i])}"
         )
     if most_copies is not None and counts.max() > most_copies:
         most = int(counts.max())

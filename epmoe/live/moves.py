@@ -355,8 +355,8 @@ class Moves:
             if not fits or sizes.setdefault(layer, found) != found:
                 raise ValueError(
                     f"`weights` must return tensors on {device}, without gaps, and of the same "
-                    "sizes for all slots of "
-                    f"a layer, got {found} for slot {local} of tag {layer + 1}"
+                    f"sizes for all slots of a layer, got {found} for slot {local} of tag "
+                    f"{layer + 1}"
                 )
         return sizes
 

@@ -123,10 +123,8 @@ def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool
     if lacking and not spread_lost:
         raise ValueError(
             f"logical expert(s) {lost[lacking[0]][:_MOST_NAMED]} of layer {lacking[0]} have no "
-            "copy left, and "
-            f"{len(lacking)} layer(s) lack experts: load their weights, as "
-            "`resume(spread_lost=True)` says where, or "
-            "load all again, and give `placement`"
+            f"copy left, and {len(lacking)} layer(s) lack experts: load their weights, as "
+            "`resume(spread_lost=True)` says where, or load all again, and give `placement`"
         )
     for layer, experts in zip(slots, lost, strict=True):
         _fill(layer, experts, S)

@@ -248,8 +248,8 @@ class WeightSender:
     def _check_trainer(self) -> None:
         if os.readlink(self._folder / _TRAINER) != self._ep.origin:
             remedy = (
-                "each needs a folder of its own, and replicas of experts give ExpertParallel "
-                "their mesh"
+                "each needs a folder of its own, and replicas of experts give ExpertParallel their "
+                "mesh"
             )
             raise EPStateError(f"another trainer has begun to send into {self._folder}: {remedy}")
 
@@ -268,8 +268,8 @@ class WeightSender:
             descriptor = piece.create(nbytes)
         except MemoryError as error:
             why = (
-                f"version {version} needs {nbytes:,} bytes of GPU memory beside what torch "
-                "holds: take a smaller"
+                f"version {version} needs {nbytes:,} bytes of GPU memory beside what torch holds: "
+                "take a smaller"
             )
             raise MemoryError(f"{why} `keep`, torch.cuda.empty_cache(), or on_host=True") from error
         handout.keep(version, descriptor)

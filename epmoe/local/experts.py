@@ -362,15 +362,14 @@ class GroupedExperts(nn.Module):
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of "
-                f"{dtype_name(rows_ND.dtype)} have no "
-                "gradients: run under torch.inference_mode() or torch.no_grad()"
+                f"{dtype_name(rows_ND.dtype)} have no gradients: run under torch.inference_mode() "
+                "or torch.no_grad()"
             )
         trained = self._stage.trained
         if self._invariant and not GEMMS[trained].batch_invariant:
             raise RuntimeError(
                 f"`experts` are batch_invariant, and {trained}, the GEMM of their gradients, is "
-                "not: run under "
-                "torch.inference_mode() or torch.no_grad()"
+                "not: run under torch.inference_mode() or torch.no_grad()"
             )
         if row_weights is not None:
             check_tensor(

@@ -164,8 +164,8 @@ class _Context:
 
 
 _UNKNOWN = (
-    "a checkpoint computes a layer's call again, and does not say which one of those that "
-    "`replay` has routed"
+    "a checkpoint computes a layer's call again, and does not say which one of those that `replay` "
+    "has routed"
 )
 _ONE_PASS_EACH = f"{_UNKNOWN}: give each forward pass a `replay` of its own"
 _contexts: ContextVar[tuple[_Context, ...]] = ContextVar("epmoe.given", default=())
@@ -324,9 +324,8 @@ def _of_former_call(layer: nn.Module) -> tuple[_Context, ...]:
     if last is not None and last.awaited:
         raise EPStateError(
             f"{_UNKNOWN}: other hooks of saved tensors, such as those that offload them, must be "
-            "outside of `replay`, "
-            "and the backward pass of a forward pass without `replay` must not come between that "
-            "of one with it"
+            "outside of `replay`, and the backward pass of a forward pass without `replay` must "
+            "not come between that of one with it"
         )
     return ()
 

@@ -104,6 +104,5 @@ def _without_gradients(value: Tensor) -> Tensor:
 def _refuse(_: Tensor) -> NoReturn:
     raise RuntimeError(
         "a loss of recorded weights or logits has no gradients in a reentrant checkpoint, whose "
-        "first pass has none: "
-        "checkpoint with use_reentrant=False"
+        "first pass has none: checkpoint with use_reentrant=False"
     )

@@ -107,8 +107,7 @@ def route(
     if not 1 <= top_groups <= num_expert_groups or top_groups * (E // num_expert_groups) < top_k:
         raise ValueError(
             f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at "
-            f"least top_k = {top_k} "
-            f"experts, got {top_groups}"
+            f"least top_k = {top_k} experts, got {top_groups}"
         )
     group_size = E // num_expert_groups
     if scores_per_group is None:

@@ -72,8 +72,7 @@ def simulate_logits(
         if num_experts % num_expert_groups or not 1 <= top_groups <= num_expert_groups:
             raise ValueError(
                 f"`num_expert_groups` must divide {num_experts} experts and be at least "
-                "`top_groups`, "
-                f"got {num_expert_groups} and {top_groups}"
+                f"`top_groups`, got {num_expert_groups} and {top_groups}"
             )
         order_TG = torch.rand(num_tokens, num_expert_groups, generator=generator).argsort(dim=1)
         closed_TE = (order_TG >= top_groups).repeat_interleave(

@@ -82,8 +82,7 @@ def check_same_rank(name: str, given: object, value: object) -> None:
         if saved is not None and here is not None and saved[-1] != here[-1]:
             raise ValueError(
                 f"`{name}` has the experts of rank {saved[-1]}, but this is rank {here[-1]}: other "
-                "ranks load what "
-                "`full_state_dict` or `epmoe.checkpoint.save` has saved"
+                "ranks load what `full_state_dict` or `epmoe.checkpoint.save` has saved"
             )
 
 

@@ -22,8 +22,7 @@ from epmoe.native.arguments import FP8
 
 _UNALIGNED = (
     "fp8 weights are dequantized in this call, which is slow: give the experts rows of "
-    "`dispatch(…, aligned=True)` "
-    "and `alignment=dispatched.alignment`"
+    "`dispatch(…, aligned=True)` and `alignment=dispatched.alignment`"
 )
 
 

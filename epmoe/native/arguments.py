@@ -93,8 +93,7 @@ def refuse_tangents(*inputs: object) -> None:
     ):
         raise RuntimeError(
             "epmoe has no forward-mode derivatives, and runs under no transform of torch.func: use "
-            "backward() or "
-            "torch.autograd.grad"
+            "backward() or torch.autograd.grad"
         )
 
 

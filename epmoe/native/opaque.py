@@ -141,14 +141,12 @@ class ModuleLayer:
 
 _layers = Registry[Any](
     "no layer of this process has layer_id={}: a compiled or exported program runs only while a "
-    "layer of that number "
-    "exists"
+    "layer of that number exists"
 )
 _library = torch.library.Library("epmoe", "FRAGMENT")
 _library.define(
     "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, "
-    "Tensor(a!) order, "
-    "SymInt layer_id, Tensor? extra=None) -> Tensor"
+    "Tensor(a!) order, SymInt layer_id, Tensor? extra=None) -> Tensor"
 )
 _library.define(
     "module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor"

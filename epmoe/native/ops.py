@@ -25,11 +25,9 @@ _ROWS_AT_ONCE = 4096  # whose products are in fp32
 _library = torch.library.Library("epmoe", "DEF")
 _library.define(
     "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, SymInt num_rows, bool "
-    "sigmoid, "
-    "bool renormalize, float renormalize_epsilon, int num_expert_groups, int top_groups, int "
-    "scores_per_group, "
-    "float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) -> (Tensor ids, Tensor "
-    "weights)"
+    "sigmoid, bool renormalize, float renormalize_epsilon, int num_expert_groups, int top_groups, "
+    "int scores_per_group, float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) -> "
+    "(Tensor ids, Tensor weights)"
 )
 # Of the weights that route has given for `ids`, the gradients of the logits.
 _library.define(
@@ -38,9 +36,8 @@ _library.define(
 )
 _library.define(
     "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int "
-    "alignment, "
-    "SymInt max_rows, Tensor(a!)? counters) "
-    "-> (Tensor rows, Tensor expert_offsets, Tensor tokens_per_expert, Tensor row_of_pair)"
+    "alignment, SymInt max_rows, Tensor(a!)? counters) -> (Tensor rows, Tensor expert_offsets, "
+    "Tensor tokens_per_expert, Tensor row_of_pair)"
 )
 _library.define(
     "finalize(Tensor rows, Tensor row_of_pair, Tensor weights, Tensor? counts) -> Tensor"
@@ -56,9 +53,8 @@ _library.define(
 # unless the outputs are quantized.
 _library.define(
     "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? tokens_per_expert, Tensor? "
-    "bias, "
-    "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, "
-    "Tensor scales)"
+    "bias, bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor "
+    "out, Tensor scales)"
 )
 _library.define(
     "scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor"
@@ -71,10 +67,9 @@ _library.define("dequantize_mxfp4(Tensor codes, Tensor scales) -> Tensor")
 # fp8 have the order of the GEMMs for many rows: that of bf16 below, or DeepGEMM.
 _library.define(
     "few_rows(Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
-    "gate_up_bias, "
-    "Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, Tensor? "
-    "tokens_per_expert, "
-    "bool interleaved, float limit, float alpha, float up_offset, int token_tiles) -> Tensor"
+    "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, "
+    "Tensor? tokens_per_expert, bool interleaved, float limit, float alpha, float up_offset, int "
+    "token_tiles) -> Tensor"
 )
 # Grouped GEMMs in bf16 on GPUs of compute capability 9.0, by expert: rows [N, k] · weights [e, n,
 # k]ᵀ → [N, n], and grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
@@ -90,8 +85,7 @@ _library.define("invariant_linear(Tensor x, Tensor weight) -> Tensor")
 # zeros.
 _GATES = (
     "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, Tensor? tokens_per_expert, bool "
-    "interleaved, "
-    "float limit, float alpha, float up_offset"
+    "interleaved, float limit, float alpha, float up_offset"
 )
 _library.define(f"weighted_gates({_GATES}) -> Tensor")
 _library.define(f"weighted_gates_backward(Tensor grad, {_GATES}) -> (Tensor, Tensor)")
@@ -99,8 +93,7 @@ _library.define(f"weighted_gates_backward(Tensor grad, {_GATES}) -> (Tensor, Ten
 # returns.
 _library.define(
     "weighted_rows_backward_(Tensor(a!) grad, Tensor rows, Tensor? row_weights, Tensor "
-    "expert_offsets, "
-    "Tensor? tokens_per_expert) -> Tensor"
+    "expert_offsets, Tensor? tokens_per_expert) -> Tensor"
 )
 # Rows [T, D] in the format packed_fp8, [T, bytes of a row]; and back to [N, D], in the dtype of
 # `like`.
@@ -109,8 +102,8 @@ _library.define("unpack_fp8(Tensor packed, Tensor like, Tensor expert_offsets) -
 for _phase in ("", "_send", "_recv"):
     _library.define(
         f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? "
-        "num_tokens, SymInt num_rows, "
-        "Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
+        "num_tokens, SymInt num_rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> "
+        "()"
     )
     _library.define(
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, "
@@ -124,39 +117,34 @@ _library.define("read_words(Tensor words) -> Tensor")
 # the nodes send back.
 _library.define(
     "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt "
-    "num_rows, "
-    "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, "
-    "SymInt slab_rows, "
-    "int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, "
-    "Tensor(e!) needed, Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
+    "num_rows, Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor "
+    "descriptor, SymInt slab_rows, int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) "
+    "slots_of, Tensor(d!) counts, Tensor(e!) needed, Tensor(f!) counters, Tensor(g!) rows_sent) -> "
+    "()"
 )
 _library.define(
-    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, SymInt slab_rows, int node, "
-    "Tensor? missed, Tensor(a!)? latched, Tensor(b!)? noticed, Tensor(c!) y) -> ()"
+    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, SymInt slab_rows, int node, Tensor? "
+    "missed, Tensor(a!)? latched, Tensor(b!)? noticed, Tensor(c!) y) -> ()"
 )
 # CUDA only (epmoe/rail/nccl.py): what the host sees of transfers while the GPU runs ahead of it.
 _library.define(
     "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor(c!)? latched, Tensor(d!)? stop, bool "
-    "ends, "
-    "Tensor(e!)? sent, int slabs) -> ()"
+    "ends, Tensor(e!)? sent, int slabs) -> ()"
 )
 _library.define(
     "rail_tags(Tensor received, SymInt slab_rows, Tensor descriptor, int hidden_size, int top_k, "
-    "int dtype, int epoch, "
-    "Tensor(a!) differing) -> ()"
+    "int dtype, int epoch, Tensor(a!) differing) -> ()"
 )
 _library.define(
     "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool "
-    "expert_major, bool send, "
-    "bool receive, int multiprocessors, int major) -> Tensor"
+    "expert_major, bool send, bool receive, int multiprocessors, int major) -> Tensor"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
 # Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 [L, P].
 _library.define("balance_shares(Tensor loads, Tensor slots, int ep_size) -> Tensor")
 _library.define(
     "balance_plan(Tensor loads, Tensor slots, int ep_size, int max_moves, float goal, int "
-    "most_copies) "
-    "-> (Tensor slots, Tensor moves, Tensor balance)"
+    "most_copies) -> (Tensor slots, Tensor moves, Tensor balance)"
 )
 _library.define(
     "balance_fresh(Tensor loads, int ep_size, int slots_per_rank, int most_copies, int "

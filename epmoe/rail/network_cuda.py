@@ -75,8 +75,7 @@ class NetworkOnGPUs(Network):
         if self.pending and capturing:
             raise RuntimeError(
                 "a CUDA graph cannot wait for a round that was aborted before its capture: run a "
-                "round outside of the "
-                "graph first, on all ranks"
+                "round outside of the graph first, on all ranks"
             )
         if self._last_stream not in (None, stream) and not capturing:
             stream.wait_stream(self._last_stream)

@@ -126,8 +126,8 @@ class TrainingExchange:
             if configured != "auto":
                 raise ValueError(
                     f"`exchange.{key}` must be auto for training, whose gradients need windows for "
-                    "rows of x's dtype, "
-                    f"got {configured}; tokens travel as fp8 by TrainingExchange(…, payload='fp8')"
+                    f"rows of x's dtype, got {configured}; tokens travel as fp8 by "
+                    f"TrainingExchange(…, payload='fp8')"
                 )
         if ep.config.placement.live:
             raise ValueError(MOVES)

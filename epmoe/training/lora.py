@@ -51,9 +51,8 @@ def spread_adapters(model: nn.Module) -> nn.Module:
         if [place for place, _ in sharded] != [Shard(0)] or weight.shape[0] % sharded[0][1]:
             raise ValueError(
                 f"`{wrapper.parameter_name}` {list(weight.shape)} must be split evenly, and by "
-                "experts alone, for "
-                f"adapters of PEFT, got {weight.placements} over {tuple(weight.device_mesh.shape)} "
-                "ranks"
+                f"experts alone, for adapters of PEFT, got {weight.placements} over "
+                f"{tuple(weight.device_mesh.shape)} ranks"
             )
         for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values()):
             factor = linear.weight

@@ -37,15 +37,14 @@ def problem_with(ep: ExpertParallel) -> str | None:
     if placement.num_physical_experts > E:
         return (
             "`placement.num_redundant_experts` must be 0 for training: each copy of an expert "
-            "would get the gradient "
-            "of its own tokens alone"
+            "would get the gradient of its own tokens alone"
         )
     chunk = -(-E // ep.size)
     if placement.owners != (owners := tuple(x // chunk for x in range(E))):
         return (
             "`placement` must be that of torch.chunk for training, as DTensors are: a number of "
-            "experts that the ranks "
-            f"divide, with strategy 'linear', or strategy 'explicit' with assignment {list(owners)}"
+            f"experts that the ranks divide, with strategy 'linear', or strategy 'explicit' with "
+            f"assignment {list(owners)}"
         )
     return None
 
@@ -251,8 +250,8 @@ def check_spread(ep: ExpertParallel, experts: object) -> None:
     plain = unspread(ep, experts, frozen=True)
     if plain:
         remedy = (
-            "call `epmoe.training.spread(layer.experts, ep)` once, or "
-            "`spread_adapters(model)` for PEFT"
+            "call `epmoe.training.spread(layer.experts, ep)` once, or `spread_adapters(model)` for "
+            "PEFT"
         )
         why = problem_with(ep) or remedy
         raise RuntimeError(
@@ -305,8 +304,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 _UNFIT = {
     "Adafactor": (
-        "scales updates by norms of one rank's experts, since `item()` of a DTensor is of "
-        "its local part"
+        "scales updates by norms of one rank's experts, since `item()` of a DTensor is of its "
+        "local part"
     ),
     "ZeroRedundancyOptimizer": "gives the experts of all ranks to one of them",
 }

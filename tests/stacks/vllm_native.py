@@ -94,8 +94,7 @@ LIBRARIES: list[torch.library.Library] = []
 define(
     "_moe_C",
     "moe_align_block_size(Tensor ids, int num_experts, int block, Tensor(a!) sorted_ids, "
-    "Tensor(b!) experts, "
-    "Tensor(c!) total, Tensor? expert_map=None, Tensor? scatter=None) -> ()",
+    "Tensor(b!) experts, Tensor(c!) total, Tensor? expert_map=None, Tensor? scatter=None) -> ()",
     moe_align_block_size,
 )
 define(
@@ -107,7 +106,6 @@ define("_C", "silu_and_mul(Tensor(a!) output, Tensor rows) -> ()", silu_and_mul)
 define(
     "_C",
     "silu_and_mul_per_block_quant(Tensor(a!) output, Tensor rows, Tensor(b!) scales, int group, "
-    "Tensor? bound, "
-    "bool transposed) -> ()",
+    "Tensor? bound, bool transposed) -> ()",
     silu_and_mul_per_block_quant,
 )

@@ -117,8 +117,7 @@ def ratio(steps: list[Step], name: str, of: Any) -> str:
     with_ticks, without = (of([value for pair in pairs for value in pair[i]]) for i in (0, 1))
     return (
         f"{with_ticks * 1e3:.2f} ms with ticks, {without * 1e3:.2f} without: "
-        f"{with_ticks / without:.3f} "
-        f"({drawn[25]:.3f} to {drawn[974]:.3f})"
+        f"{with_ticks / without:.3f} ({drawn[25]:.3f} to {drawn[974]:.3f})"
     )
 
 
@@ -143,8 +142,8 @@ def summary(steps: list[Step]) -> str:
         of_step = sorted(s.tick_cpu for s in some)
         lines.append(
             f"ticks, {what} ({len(some)}), ms of the processor: median "
-            f"{median(of_step) * 1e3:.3f}, 99th percentile "
-            f"{last_percent(of_step) * 1e3:.3f}, most {of_step[-1] * 1e3:.3f}"
+            f"{median(of_step) * 1e3:.3f}, 99th percentile {last_percent(of_step) * 1e3:.3f}, most "
+            f"{of_step[-1] * 1e3:.3f}"
         )
     return "\n".join(lines)
 

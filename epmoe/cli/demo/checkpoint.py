@@ -60,8 +60,7 @@ def check(folder: Path, config: EPConfig) -> None:
     if config.exchange.transport != "nvlink" and needed > available:
         raise UserError(
             f"`--model` {folder}: {architecture} needs {human_bytes(needed)} in fp32, and this "
-            "machine has "
-            f"{human_bytes(available)} available"
+            f"machine has {human_bytes(available)} available"
         )
 
 

@@ -31,8 +31,8 @@ from epmoe.group.peers import Peers
 
 PROMPTS = (
     "The mixture of experts sends every token to",
-    "Once upon a time, in a village at the foot of the mountains, "
-    "there lived an old clockmaker who",
+    "Once upon a time, in a village at the foot of the mountains, there lived an old clockmaker "
+    "who",
     "A fox",
     "To bake good bread you need flour, water, salt, yeast and above all",
     "When the train left the station the rain had already stopped, and over the river",

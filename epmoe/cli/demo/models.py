@@ -59,14 +59,13 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
     console.print(
         "Each model generates text twice: in one process, then with its experts spread over "
         f"{config.topology.ep_size} processes, which exchange tokens through epmoe. The check is "
-        "that both runs "
-        "generate the same tokens."
+        "that both runs generate the same tokens."
     )
     if chosen:
         console.print(
             f"[bold]{', '.join(chosen)}: the weights are random and the models tiny[/] (3 layers, "
-            "hidden size 96, 24 "
-            "experts). The words mean nothing; --model FOLDER runs a checkpoint of your own."
+            "hidden size 96, 24 experts). The words mean nothing; --model FOLDER runs a checkpoint "
+            "of your own."
         )
     console.print()
     results = []

@@ -70,8 +70,8 @@ def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -
     if fp8.is_quantized(experts):
         raise RuntimeError(
             "quantized experts have no gradients with epmoe: run under torch.inference_mode() or "
-            "torch.no_grad(), or "
-            "load the checkpoint with `FineGrainedFP8Config(dequantize=True)` to train it"
+            "torch.no_grad(), or load the checkpoint with `FineGrainedFP8Config(dequantize=True)` "
+            "to train it"
         )
     return True
 

@@ -98,8 +98,7 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
         return None
     return ImportError(
         f"the installed DeepGEMM does not work with torch {torch.__version__} ({error}): torch "
-        "2.11 takes "
-        "sgl-deep-gemm 0.1.5; with later versions of torch try the newest"
+        "2.11 takes sgl-deep-gemm 0.1.5; with later versions of torch try the newest"
     )
 
 

@@ -18,8 +18,8 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kTokensOfBox = 16, kWeightsOfBox = 32;  // lines
-constexpr int kSwizzleBytes = 1024;                   // to whose multiples boxes are aligned
+constexpr int kTokensOfBox = 16;     // lines
+constexpr int kSwizzleBytes = 1024;  // of eight lines, to whose multiples boxes are aligned
 
 // A block: one thread that loads, and warpgroups. Where outputs become fp8, 128 of them share a
 // scale. Two blocks share a multiprocessor else: one loads while the other one waits for its first
@@ -30,19 +30,26 @@ struct Shape {
   static constexpr bool kFp8 = kOfFp8, kDown = kOfDown;
   static constexpr int kTokens = kMostTokens,
                        kLeavingBytes = kTokens * kLineBytes;  // products of a warpgroup
-  static constexpr int kGroups = kFp8 && !kDown ? 4 : 1, kBlocksPerSM = kGroups == 1 ? 2 : 1;
+  static constexpr int kGroups = !kFp8 ? 1 : kDown ? 2 : 4, kBlocksPerSM = kGroups <= 2 ? 2 : 1;
   static constexpr int kMultipliers = kGroups * kWarpgroup, kThreads = kMultipliers + 32;
+  // A stage has the weights of all warpgroups in as few boxes as can be: large ones load faster.
+  static constexpr int kBoxes = kDown ? 1 : 2, kWeightsOfBox = kGroups * 64 / kBoxes;  // lines
   static constexpr int kOutputs = kGroups * (kDown ? 64 : 32);  // columns of `out` in a tile
   static constexpr int kStages = kTokens == 32 ? (kGroups == 1 ? 7 : 4) : (kGroups == 1 ? 5 : 3);
   static constexpr int kStageBytes = kGroups * kBoxBytes + kTokens * kLineBytes;
   static constexpr int kScales = !kFp8 ? 0 : kDown ? 1 : 2;      // of weights, in a block of k
+  static constexpr int kLargest = kFp8 && !kDown ? kGroups : 0;  // values of h that a row keeps
   static constexpr int kElements = kLineBytes / (kFp8 ? 1 : 2);  // of k in a step
   using Stages = Ring<kStages, kStageBytes>;
 
+  // Products of scales, then the largest values of h.
+  __host__ __device__ static constexpr int64_t floats(int64_t k) {
+    return (kScales * (k / kScaleBlock) + kLargest) * kTokens;
+  }
   static int64_t shared_bytes(int64_t k, int64_t experts) {
     int64_t fixed = kSwizzleBytes + Stages::kBytes + kGroups * kLeavingBytes;
-    int64_t scales = kFp8 ? (kScales * (k / kScaleBlock) + kGroups) * kTokens * sizeof(float) : 0;
-    return fixed + scales + table_entries(experts) * static_cast<int64_t>(sizeof(Expert));
+    return fixed + floats(k) * static_cast<int64_t>(sizeof(float)) +
+           table_entries(experts) * static_cast<int64_t>(sizeof(Expert));
   }
 };
 
@@ -56,13 +63,12 @@ struct Tile {
   }
 };
 
-// The first weight row of a tile's i-th box. A warpgroup has two boxes: gates and their ups, or
-// both by turns.
+// The first weight row of a tile's i-th box: of gates and of their ups, or of both by turns.
 template <typename S>
 __device__ __forceinline__ int32_t box_row(const FewRowsArgs& args, const Tile& tile, int32_t i) {
-  if (S::kDown) return tile.column + i * kWeightsOfBox;
-  if (args.interleaved) return 2 * tile.column + i * kWeightsOfBox;
-  return tile.column + i / 2 * kWeightsOfBox + i % 2 * static_cast<int32_t>(args.F);
+  if (S::kDown) return tile.column;
+  if (args.interleaved) return 2 * tile.column + i * S::kWeightsOfBox;
+  return tile.column + i * static_cast<int32_t>(args.F);
 }
 
 // Down may read segments and weights while gate and up still run: these had waited for all that
@@ -73,11 +79,11 @@ __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Produc
                                            const Tiles& for_each_tile, typename S::Stages ring,
                                            Predecessor& predecessor) {
   constexpr int kRowBytes = kTokensOfBox * kLineBytes,
-                kWeightBytes = kWeightsOfBox * kLineBytes;  // of a box
+                kWeightBytes = S::kWeightsOfBox * kLineBytes;  // of a box
   const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
   auto load_weights = [&](const Tile& tile, int32_t step) {
     expect_bytes(ring.filled(), S::kGroups * kBoxBytes + tile.boxes() * kRowBytes);
-    for (int32_t i = 0; i < 2 * S::kGroups; ++i)
+    for (int32_t i = 0; i < S::kBoxes; ++i)
       load_box(weights, ring.stage() + i * kWeightBytes, ring.filled(), step * S::kElements,
                box_row<S>(args, tile, i), tile.expert);
   };
@@ -102,22 +108,40 @@ __device__ __forceinline__ void load_tiles(const FewRowsArgs& args, const Produc
   });
 }
 
+// The 64 weight rows of a warpgroup within a stage, in eights of lines: neighbours, or, where gates
+// and ups have boxes of their own, each kGroups-th eight of both boxes. So a warpgroup has 32 gates
+// and their ups.
+struct WeightsOfGroup {
+  uint32_t first, next;  // bytes: of the first eight, and from one to the next
+
+  template <typename S>
+  static __device__ __forceinline__ WeightsOfGroup of(const FewRowsArgs& args, int32_t group) {
+    if (S::kDown || args.interleaved)
+      return {static_cast<uint32_t>(group) * kBoxBytes, kSwizzleBytes};
+    return {static_cast<uint32_t>(group) * kSwizzleBytes, S::kGroups * kSwizzleBytes};
+  }
+  __device__ __forceinline__ uint64_t operand(uint32_t stage, int32_t k) const {
+    return wgmma_operand(stage + first + k, 0, next);
+  }
+};
+
 // The sums of a warpgroup in fp8: each step is a block of 128 of k, whose sums are scaled in fp32.
 // Addresses are those within a stage. `scales` [steps, kWidth] are products of the scales of rows
 // and weights.
 template <int kWidth, typename Stages>
-__device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, uint32_t a, uint32_t b,
-                                             const float* scales, float (&sums)[kWidth / 2]) {
+__device__ __forceinline__ void multiply_fp8(int32_t steps, Stages& ring, WeightsOfGroup a,
+                                             uint32_t b, const float* scales,
+                                             float (&sums)[kWidth / 2]) {
   float block[kWidth / 2] = {};
   scales += 2 * (threadIdx.x % 4);
   for (int32_t step = 0; step < steps; ++step, scales += kWidth) {
     ring.wait_filled();
     const uint32_t stage = ring.stage();
     wgmma_begin();
-    wgmma<Factors::kFirstFp8>(block, wgmma_operand(stage + a), wgmma_operand(stage + b));
+    wgmma<Factors::kFirstFp8>(block, a.operand(stage, 0), wgmma_operand(stage + b));
 #pragma unroll
     for (int k = 32; k < kLineBytes; k += 32)
-      wgmma<Factors::kFp8>(block, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
+      wgmma<Factors::kFp8>(block, a.operand(stage, k), wgmma_operand(stage + b + k));
     wgmma_commit();
     wgmma_wait<0>();
 #pragma unroll
@@ -146,8 +170,7 @@ __device__ __forceinline__ void write_scales(const FewRowsArgs& args, const Prod
   for (int32_t i = threadIdx.x; i < S::kScales * blocks * kWidth; i += S::kMultipliers) {
     const int32_t column = i % kWidth, block = i / kWidth % blocks, which = i / kWidth / blocks;
     const int64_t row = tile.row + column;
-    const int32_t block_row =
-        box_row<S>(args, tile, args.interleaved ? 4 * which : which) / kScaleBlock;
+    const int32_t block_row = box_row<S>(args, tile, which) / kScaleBlock;
     scales[i] = 0.0f;
     if (column < tile.count)
       scales[i] = (S::kDown ? args.h_scales_BN[block * args.h_scales_stride + row]
@@ -166,7 +189,8 @@ __device__ __forceinline__ void write_activated(const FewRowsArgs& args, const P
   constexpr int kCount = kPerVector<T>;
   const int32_t group = threadIdx.x / kWarpgroup, token = first + threadIdx.x % kWarpgroup / 4,
                 part = threadIdx.x % 4;
-  const int64_t row = tile.row + token, column = tile.column + 32 * group + kCount * part;
+  const int32_t eight = args.interleaved ? 4 * group + part : group + S::kGroups * part;
+  const int64_t row = tile.row + token, column = tile.column + kCount * eight;
   const bool real = token < tile.count;
   float gate[kCount] = {}, up[kCount] = {}, value[kCount] = {};
   if (real) {
@@ -216,7 +240,8 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
       return multiply_tile<S, kWidth + kTokensOfBox>(args, p, tile, ring, leaving, scales);
   const int32_t group = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32;
   const int32_t steps = static_cast<int32_t>(p.k) / S::kElements;
-  const uint32_t a = group * kBoxBytes, b = S::kGroups * kBoxBytes;
+  const auto a = WeightsOfGroup::of<S>(args, group);
+  const uint32_t b = S::kGroups * kBoxBytes;
   float sums[kWidth / 2] = {};
   barrier(1, S::kMultipliers);  // what the last tile has in shared memory has been read
   if constexpr (S::kFp8) {
@@ -228,7 +253,7 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
     ring.multiply(steps, [&](uint32_t stage) {
 #pragma unroll
       for (int k = 0; k < kLineBytes; k += 32)
-        wgmma<Factors::kAlong>(sums, wgmma_operand(stage + a + k), wgmma_operand(stage + b + k));
+        wgmma<Factors::kAlong>(sums, a.operand(stage, k), wgmma_operand(stage + b + k));
     });
   }
   leaving += group * S::kLeavingBytes;
@@ -237,12 +262,12 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Pro
   if constexpr (S::kDown) {
     using Part = Vector<__nv_bfloat16, 8>;
     const int32_t part = threadIdx.x % 8;
-    const int64_t column = tile.column + part * 8;
+    const int64_t column = tile.column + 64 * group + 8 * part;
     auto* out = static_cast<__nv_bfloat16*>(p.out) + tile.row * p.columns + column;
     Part bias = {};
 #pragma unroll
     for (int i = 0; p.bias && i < 8; ++i) bias.at[i] = p.bias[tile.expert * p.columns + column + i];
-    for (int32_t line = threadIdx.x / 8; line < tile.count; line += kWarpgroup / 8) {
+    for (int32_t line = threadIdx.x % kWarpgroup / 8; line < tile.count; line += kWarpgroup / 8) {
       Part products = *reinterpret_cast<const Part*>(leaving + in_box(line, part));
 #pragma unroll
       for (int i = 0; p.bias && i < 8;
@@ -269,8 +294,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSM)
   char* leaving = stages + S::kStages * S::kStageBytes;
   auto* mbarriers = reinterpret_cast<uint64_t*>(leaving + S::kGroups * S::kLeavingBytes);
   auto* scales = reinterpret_cast<float*>(mbarriers + 2 * S::kStages);
-  auto* experts = reinterpret_cast<Expert*>(
-      scales + (S::kFp8 ? (S::kScales * (p.k / kScaleBlock) + S::kGroups) * S::kTokens : 0));
+  auto* experts = reinterpret_cast<Expert*>(scales + S::floats(p.k));
   typename S::Stages ring(stages, mbarriers, 1, S::kMultipliers / 32);
   if (threadIdx.x == S::kMultipliers) prefetch(weights), prefetch(rows);
   Predecessor predecessor;
@@ -302,7 +326,7 @@ cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
                   weight_rows = S::kDown ? p.columns : 2 * p.columns;
     CUtensorMap weights, rows;
     if (cudaError_t error =
-            describe(weights, p.weights, p.k, weight_rows, e, kWeightsOfBox, kBytes))
+            describe(weights, p.weights, p.k, weight_rows, e, S::kWeightsOfBox, kBytes))
       return error;
     if (cudaError_t error = describe(rows, p.rows, p.k, args.N, 1, kTokensOfBox, kBytes))
       return error;

@@ -7,11 +7,13 @@
 namespace epmoe::cuda {
 
 // The place of a factor in shared memory, as written by TMA in lines of 128 bytes with their 16
-// bytes swizzled. Eight lines follow one another. `next` is the distance in bytes between parts of
-// 64 in a factor whose lines run across k.
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t shared_address, uint32_t next = 0) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightLines = 1024;
-  return kSwizzle128 | kEightLines >> 4 << 32 | uint64_t{next >> 4} << 16 |
+// bytes swizzled. Eight lines follow one another, and so do eights unless `eights` says otherwise.
+// `next` is the distance in bytes between parts of 64 in a factor whose lines run across k, and
+// `eights` that between eights of lines.
+__device__ __forceinline__ uint64_t wgmma_operand(uint32_t shared_address, uint32_t next = 0,
+                                                  uint32_t eights = 1024) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | uint64_t{eights >> 4} << 32 | uint64_t{next >> 4} << 16 |
          (shared_address & 0x3ffff) >> 4;
 }
 

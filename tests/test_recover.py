@@ -18,7 +18,7 @@ from pathlib import Path
 import host as ranks
 import pytest
 import torch.distributed as dist
-from helpers import ROOT, alone, long, slow
+from helpers import ON_THE_CPU, ROOT, alone, long, slow
 from host import Host
 from launched import context
 
@@ -318,6 +318,7 @@ def seconds_to_go_on(state, folder: Path) -> float:
     return time.monotonic() - began
 
 
+@ON_THE_CPU
 @pytest.mark.parametrize("number", [slow(1), slow(2)])
 def test_a_death_while_the_others_connect(host, number):
     """The others see it long before the last call: gloo takes several of its timeouts for it."""

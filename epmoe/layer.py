@@ -435,7 +435,8 @@ class MoELayer(nn.Module):
         (`exchange.on_abort`), and none of them waits.
         """
         compiles = torch.compiler.is_compiling()
-        exports = compiles and torch.compiler.is_exporting()
+        # torch 2.11's Dynamo takes `is_exporting()` for true wherever it traces, but not its flag.
+        exports = compiles and torch.compiler._is_exporting_flag
         if exports and self.contexts:
             raise RuntimeError(
                 "torch.export takes no call within contexts such as `replay`, whose program would "

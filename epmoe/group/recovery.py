@@ -145,7 +145,8 @@ def regroup(
         # One attempt after another, until a group has formed.
         while moves is None:
             if time.monotonic() > deadline:
-                raise _timeout(f"no group has formed within {wanted.timeout_s:g} s", cause)
+                message = f"no group has formed within {wanted.timeout_s:g} s"
+                raise _timeout(message, cause) from cause
             outcome = meeting.outcome()
             if outcome == FORMED:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
@@ -184,10 +185,8 @@ def regroup(
 
 
 def _timeout(message: str, cause: BaseException | None) -> TimeoutError:
-    """An error that also says why the last attempt has failed, and has that as its cause."""
-    error = TimeoutError(message if cause is None else f"{message}; the last attempt: {cause}")
-    error.__cause__ = cause
-    return error
+    """An error that also says why the last attempt has failed."""
+    return TimeoutError(message if cause is None else f"{message}; the last attempt: {cause}")
 
 
 def _decide(
@@ -289,7 +288,7 @@ def take_in(
             _log.warning("join_group: attempt %s has failed: %s", meeting.name, cause)
         finally:
             here.ended = True
-    raise _timeout(f"nobody has taken this rank in within {timeout_s:g} s", cause)
+    raise _timeout(f"nobody has taken this rank in within {timeout_s:g} s", cause) from cause
 
 
 def _enter(

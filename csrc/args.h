@@ -50,6 +50,18 @@ struct RouteBackwardArgs {
   void* grad_logits_TE;  // out, contiguous
 };
 
+// The operator reached_rows (CPU and CUDA): rows of x whose gradient row [E] is not all zeros, and
+// zeros in place of the others, which may hold anything.
+struct ReachedRowsArgs {
+  const void* x_TD;
+  DType x_dtype;
+  int64_t x_stride;     // between rows
+  const void* grad_TE;  // contiguous
+  DType dtype;          // of grad_TE, and of out_TD
+  int64_t T, E, D;
+  void* out_TD;  // out, contiguous
+};
+
 // The operator permute (CPU and CUDA), and the receive phase of dispatch on the CPU.
 struct PermuteArgs {
   const void* x_SD;
@@ -226,7 +238,7 @@ struct WeightedGatesArgs {
   int64_t N, F;
   bool interleaved;
   Gating gating;
-  void* out_NF;            // out, forward
+  void* out_NF;            // out: the products, forward; backward where they are asked for, or null
   const void* grad_NF;     // backward: the gradient of the outputs, contiguous; else null
   void* grad_gate_up_N2F;  // out, backward, contiguous
   float* grad_weights_N;   // out, backward

@@ -22,6 +22,7 @@ using Stream = CUstream_st*;  // cudaStream_t
 #define EPMOE_LAUNCHES(F)                                \
   F(route, const RouteArgs&)                             \
   F(route_backward, const RouteBackwardArgs&)            \
+  F(reached_rows, const ReachedRowsArgs&)                \
   F(permute, const PermuteArgs&)                         \
   F(finalize, const FinalizeArgs&)                       \
   F(zero_padding_rows, const PaddingArgs&)               \

@@ -52,8 +52,9 @@ struct DispatchArgs {
   const float* scales_TB;  // of rows that are quantized already, else null
   int64_t scales_stride;   // between rows
   // For training:
-  // `plan.rows` is memory that no other rank writes, and pairs of weight 0 travel, too.
+  // `plan.rows` is memory that no other rank writes.
   bool to_caller;
+  bool keeps_zeros;     // with to_caller: pairs of weight 0 travel, too, for the weight's gradient
   bool adds_only;       // combine adds without weights
   bool returns_values;  // combine brings back a value of each pair
   bool
@@ -87,8 +88,8 @@ struct CombineArgs {
 // struct. One tensor costs the host less than scalar arguments of the operator.
 struct ExchangeDescriptor {
   ExchangePlan plan;
-  int64_t expert_major, weight_rows, zero_gaps;             // as in DispatchArgs
-  int64_t to_caller, adds_only, returns_values, zero_tail;  // as in DispatchArgs
+  int64_t expert_major, weight_rows, zero_gaps;                          // as in DispatchArgs
+  int64_t to_caller, keeps_zeros, adds_only, returns_values, zero_tail;  // the same
   int64_t row_weights, row_values, pair_values;     // addresses, as in DispatchArgs and CombineArgs
   int64_t outputs, outputs_stride_bytes, products;  // the same, of DispatchArgs
   int64_t first_timeout_ns, timeout_ns;  // of each wait of the first round, and of later rounds

@@ -121,6 +121,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const M
   args.weight_rows = d.weight_rows;
   args.zero_gaps = d.zero_gaps;
   args.to_caller = d.to_caller;
+  args.keeps_zeros = d.keeps_zeros;
   args.adds_only = d.adds_only;
   args.returns_values = d.returns_values;
   args.zero_tail = d.zero_tail;

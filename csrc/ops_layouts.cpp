@@ -91,8 +91,8 @@ std::string layouts() {
                 table_num_copies, table_sentinels, table_local_index, pair_weights, health_counters,
                 health_tokens_per_expert, health_rows_sent, health_waited_ns,
                 health_aborted_rounds) +
-         STRUCT(ExchangeDescriptor, expert_major, weight_rows, zero_gaps, to_caller, adds_only,
-                returns_values, zero_tail, row_weights, row_values, pair_values, outputs,
+         STRUCT(ExchangeDescriptor, expert_major, weight_rows, zero_gaps, to_caller, keeps_zeros,
+                adds_only, returns_values, zero_tail, row_weights, row_values, pair_values, outputs,
                 outputs_stride_bytes, products, first_timeout_ns, timeout_ns, status) +
          STRUCT(RailSlot, bytes, scales, ids, weights, tag) + STRUCT(RailStop, wanted, done, cut) +
          STRUCT(RailDescriptor, E, copies, rank, node, num_nodes, format) +

@@ -39,6 +39,28 @@ Tensor route_backward(const Tensor& grad_weights, const Tensor& logits, const Te
   return grad_logits;
 }
 
+Tensor reached_rows(const Tensor& x, const Tensor& grad) {
+  check_rows(x, "x");
+  int64_t T = x.size(0), D = x.size(1), E = grad.size(1);
+  STD_TORCH_CHECK(dtype_of(x) != DType::kFloat8E4M3 && dtype_of(grad) != DType::kFloat8E4M3 &&
+                      is_whole(grad, grad.scalar_type(), {T, E}),
+                  "x and grad must be float32, float16 or bfloat16, and grad contiguous [T, E]");
+  Tensor out = empty_like_device(x, {T, D}, grad.scalar_type());
+  ReachedRowsArgs args{
+      .x_TD = x.data_ptr(),
+      .x_dtype = dtype_of(x),
+      .x_stride = x.stride(0),
+      .grad_TE = grad.data_ptr(),
+      .dtype = dtype_of(grad),
+      .T = T,
+      .E = E,
+      .D = D,
+      .out_TD = out.data_ptr(),
+  };
+  if (T) launch(x, args, cpu::reached_rows, &cuda::Api::reached_rows);
+  return out;
+}
+
 WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const MaybeTensor& row_weights,
                                       const Tensor& expert_offsets,
                                       const MaybeTensor& tokens_per_expert, bool interleaved,
@@ -75,22 +97,23 @@ Tensor weighted_gates(const Tensor& gate_up, const MaybeTensor& row_weights,
   return out;
 }
 
-std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Tensor& gate_up,
-                                                   const MaybeTensor& row_weights,
-                                                   const Tensor& expert_offsets,
-                                                   const MaybeTensor& tokens_per_expert,
-                                                   bool interleaved, double limit, double alpha,
-                                                   double up_offset) {
+std::tuple<Tensor, Tensor, Tensor> weighted_gates_backward(
+    const Tensor& grad, const Tensor& gate_up, const MaybeTensor& row_weights,
+    const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert, bool interleaved,
+    double limit, double alpha, double up_offset, bool outputs) {
   auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert,
                                   interleaved, limit, alpha, up_offset);
   STD_TORCH_CHECK(is_whole(grad, gate_up.scalar_type(), {args.N, args.F}),
                   "grad must be contiguous [N, F] in the dtype of gate_up");
   Tensor grad_gate_up = empty_like_device(gate_up, {args.N, 2 * args.F}, gate_up.scalar_type());
   Tensor grad_weights = empty_like_device(gate_up, {args.N}, ScalarType::Float);
-  args.grad_NF = grad.data_ptr(), args.grad_gate_up_N2F = grad_gate_up.data_ptr();
+  Tensor out = empty_like_device(gate_up, {outputs ? args.N : 0, args.F}, gate_up.scalar_type());
+  args.grad_NF = grad.data_ptr();
+  args.grad_gate_up_N2F = grad_gate_up.data_ptr();
   args.grad_weights_N = static_cast<float*>(grad_weights.data_ptr());
+  if (outputs) args.out_NF = out.data_ptr();
   if (args.N * args.F) launch(gate_up, args, cpu::weighted_gates, &cuda::Api::weighted_gates);
-  return {grad_gate_up, grad_weights};
+  return {grad_gate_up, grad_weights, out};
 }
 
 constexpr WireTraits kPacked = wire(WireFormat::kPackedFp8);
@@ -218,6 +241,7 @@ Tensor hopper_gemm_weights(const Tensor& grad, const Tensor& rows, const Tensor&
 
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("route_backward", TORCH_BOX(&route_backward));
+  library.impl("reached_rows", TORCH_BOX(&reached_rows));
   library.impl("weighted_gates", TORCH_BOX(&weighted_gates));
   library.impl("weighted_gates_backward", TORCH_BOX(&weighted_gates_backward));
   library.impl("pack_fp8", TORCH_BOX(&pack_fp8));

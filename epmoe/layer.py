@@ -41,6 +41,7 @@ from epmoe.native import opaque
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
+from epmoe.training import whole_layer
 from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.models import check_spread, problem_with, spread, unspread
 from epmoe.training.route import counted
@@ -566,19 +567,15 @@ class MoELayer(nn.Module):
         routing: tuple[Tensor, Tensor | None] | None,
     ) -> tuple[Tensor, Routes]:
         exchange = self._exchange
-        on_input = self._on_input
         if exchange is None:
             raise RuntimeError(
                 "this MoELayer only serves, but x or a parameter requires grad: run under "
                 f"torch.inference_mode() or torch.no_grad(); {self._why_no_gradients}"
             )
-        # Where GroupedExperts multiply gradients, nobody keeps their outputs.
-        grouped = isinstance(self.experts, GroupedExperts)
-        weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
-        given_TK, weights_TK = (None, None) if routing is None else routing
-        with exchange.giving_up(
-            self.tag, weights_on, partial(self._shape, x, given_TK, trains=True)
-        ):
+        given_ids = None if routing is None else routing[0]
+        shape = partial(self._shape, x, given_ids, trains=True)
+        with exchange.giving_up(self.tag, self._weights_on, shape):
+            # Refuse what has no gradients here.
             refuse_tangents(x, self.router_weight)
             check_spread(self.ep, self.experts)
             if self.router_weight.dtype != self._router_dtype:
@@ -588,65 +585,116 @@ class MoELayer(nn.Module):
                     f"casts it, and the choice of experts needs its precision; "
                     "`epmoe.training.fully_shard` leaves it as it is"
                 )
+
+            # Contexts such as `replay` may give another x, and the routing.
             scored_TD = self._checked(x)
-            x_TD = self._as_experts_take(scored_TD)
-            logits_TE: Tensor | None = None
             if self.contexts:
                 given = take_context_inputs(self, x)
                 if given.x is not x:
                     x = given.x
-                    x_TD = self._checked(x)
+                    scored_TD = self._checked(x)
                 routing = given.routing if routing is None else routing
-                given_TK, weights_TK = (None, None) if routing is None else routing
-            if routing is None or weights_TK is None:
-                with without_autocast(x.device):
-                    logits_TE = router_logits(
-                        scored_TD, self.router_weight, self.logit_bias, invariant=self._invariant
-                    )
-                ids_TK, weights_TK = counted(
-                    exchange.number,
-                    logits_TE,
-                    ids=given_TK,
-                    bias=self.bias,
-                    num_tokens=num_tokens,
-                    **self._routing,
+            x_TD = self._as_experts_take(scored_TD)
+
+            # One node of autograd costs the host least, where nobody looks at parts of the layer.
+            experts = self.experts
+            is_plain = routing is None and scored_TD is x_TD and not self._on_input
+            if is_plain and whole_layer.is_one_node(
+                experts, x_TD, self.router_weight, self.logit_bias
+            ):
+                router = whole_layer.Router(
+                    self.router_weight, self.logit_bias, self.bias, self._routing, self._invariant
                 )
-                sent_TK = ids_TK.masked_fill(
-                    weights_TK == 0, -1
-                )  # as in serving; they have no gradients either
+                y_TD, routes = whole_layer.run(
+                    exchange,
+                    router,
+                    experts,
+                    x_TD,
+                    num_tokens=num_tokens,
+                    num_rows=self.num_rows,
+                    tag=self.tag,
+                )
             else:
-                ids_TK = sent_TK = routing[0]
-            routed = exchange.dispatch(
-                x_TD,
-                sent_TK,
-                weights_TK,
-                weights_on=weights_on,
-                num_rows=self.num_rows,
-                num_tokens=num_tokens,
-                tag=self.tag,
-            )
-            routes = Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
-            if self.recorders:
-                record(self.recorders, routes)
-            rows_ND = routed.rows
-            of_both = {"row_weights": routed.row_weights} if weights_on == "both" else {}
-            if on_input and routed.row_weights is not None:
-                rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
-            y_TD = exchange.combine(
-                self.experts(rows_ND, routed.expert_offsets, None, **of_both), routed
-            )
+                y_TD, routes = self._by_parts(exchange, scored_TD, x_TD, num_tokens, routing)
+        if self.recorders:
+            record(self.recorders, routes)
+
         if self.shared is not None:
-            if num_tokens is None:
-                y_TD = y_TD + self.shared(x_TD)
-            else:
-                padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[
-                    :, None
-                ]  # it may hold anything
-                y_TD = (y_TD + self.shared(x_TD.masked_fill(padding, 0))).masked_fill(padding, 0)
-        if self._propagates and logits_TE is not None:
-            y_TD = y_TD.masked_fill(self._undefined(ids_TK, logits_TE), torch.nan)
+            y_TD = self._with_shared(y_TD, x_TD, num_tokens)
+        if self._propagates and routes.logits is not None:
+            y_TD = y_TD.masked_fill(self._undefined(routes.ids, routes.logits), torch.nan)
         # Not a view, from which an operation in place would take FSDP's hooks.
         return torch.ops.aten._unsafe_view(y_TD, x.shape), routes
+
+    @property
+    def _weights_on(self) -> WeightsOn:
+        if self._on_input:
+            return "rows"
+        # Where GroupedExperts multiply gradients, nobody keeps their outputs.
+        return "both" if isinstance(self.experts, GroupedExperts) else "combine"
+
+    def _by_parts(
+        self,
+        exchange: TrainingExchange,
+        scored_TD: Tensor,
+        x_TD: Tensor,
+        num_tokens: int | Tensor | None,
+        routing: tuple[Tensor, Tensor | None] | None,
+    ) -> tuple[Tensor, Routes]:
+        """Each part of the layer by itself: tokens as the router takes them, and as experts do."""
+        # Choose experts, or weight those that were given.
+        given_TK, weights_TK = (None, None) if routing is None else routing
+        logits_TE: Tensor | None = None
+        if given_TK is None or weights_TK is None:
+            with without_autocast(x_TD.device):
+                logits_TE = router_logits(
+                    scored_TD, self.router_weight, self.logit_bias, invariant=self._invariant
+                )
+            ids_TK, weights_TK = counted(
+                exchange.number,
+                logits_TE,
+                ids=given_TK,
+                bias=self.bias,
+                num_tokens=num_tokens,
+                **self._routing,
+            )
+            # As in serving; they have no gradients either.
+            sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)
+        else:
+            ids_TK = given_TK
+            sent_TK = given_TK
+
+        # Tokens to their experts.
+        weights_on = self._weights_on
+        routed = exchange.dispatch(
+            x_TD,
+            sent_TK,
+            weights_TK,
+            weights_on=weights_on,
+            num_rows=self.num_rows,
+            num_tokens=num_tokens,
+            tag=self.tag,
+        )
+        rows_ND = routed.rows
+        of_both = {"row_weights": routed.row_weights} if weights_on == "both" else {}
+        if weights_on == "rows" and routed.row_weights is not None:
+            rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
+
+        # Their outputs home.
+        out_ND = self.experts(rows_ND, routed.expert_offsets, None, **of_both)
+        y_TD = exchange.combine(out_ND, routed)
+        return y_TD, Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
+
+    def _with_shared(self, y_TD: Tensor, x_TD: Tensor, num_tokens: int | Tensor | None) -> Tensor:
+        """The sum with what `shared` maps the tokens to."""
+        shared = self.shared
+        assert shared is not None
+        if num_tokens is None:
+            return y_TD + shared(x_TD)
+        # Padding may hold anything.
+        is_padding_T1 = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]
+        sum_TD = y_TD + shared(x_TD.masked_fill(is_padding_T1, 0))
+        return sum_TD.masked_fill(is_padding_T1, 0)
 
     def extra_repr(self) -> str:
         return repr(self.ep)
@@ -655,9 +703,9 @@ class MoELayer(nn.Module):
         """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by
         their parameters.
         """
-        return getattr(x, "requires_grad", False) or any(
-            value.requires_grad for value in self.parameters()
-        )
+        if getattr(x, "requires_grad", False) or self.router_weight.requires_grad:
+            return True  # without a walk through all modules
+        return any(value.requires_grad for value in self.parameters())
 
     def _shape(self, x: object, ids: object, trains: bool = False) -> RoundShape:
         """That of a round whose x, and `ids` if they are given, are not known to fit."""

@@ -13,7 +13,8 @@ T = 64
 D = 64
 
 # A step has at most so many. Each more costs a host some microseconds in every layer.
-MOST_OF_A_STEP = {"exact": 95, 256: 86}
+MOST_OF_A_STEP = {"exact": 70, 256: 61}
+MOST_OF_A_SERVING_CALL = 20
 
 
 @pytest.fixture
@@ -35,6 +36,17 @@ def test_operators_of_a_training_step(layer, num_rows):
 
     step()
     assert started(step).operators <= MOST_OF_A_STEP[num_rows]
+
+
+def test_operators_of_a_serving_call(layer):
+    x_TD = torch.randn(T, D).to(torch.bfloat16)
+
+    def call():
+        with torch.inference_mode():
+            return layer(x_TD)
+
+    call()
+    assert started(call).operators <= MOST_OF_A_SERVING_CALL
 
 
 def test_no_wrapper_of_an_operator_runs_in_a_step(layer, monkeypatch):

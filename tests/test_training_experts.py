@@ -194,15 +194,17 @@ def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(
     weights = randn(16, seed=1).to(device)
     gating = (interleaved, 7.0, 1.702, 1.0)
     want = [ops.weighted_gates(gate_up, weights, offsets, None, *gating)]
-    want += ops.weighted_gates_backward(grad, gate_up, weights, offsets, None, *gating)
+    want += ops.weighted_gates_backward(grad, gate_up, weights, offsets, None, *gating, True)
     for given in (gate_up, grad, weights):
         given[3], given[12:] = torch.nan, torch.nan
     with poisoned_memory():
         got = [ops.weighted_gates(gate_up, weights, offsets, tokens, *gating)]
-        got += ops.weighted_gates_backward(grad, gate_up, weights, offsets, tokens, *gating)
+        got += ops.weighted_gates_backward(grad, gate_up, weights, offsets, tokens, *gating, True)
     real = [t for t in range(12) if t != 3]
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[real], b[real]) and not a[3].any() and a[12:].isnan().all()
+    outputs = got[-1]
+    assert torch.equal(got[0][:12], outputs[:12])
 
 
 @pytest.mark.parametrize("weights_on", ["both", "rows", "combine"])

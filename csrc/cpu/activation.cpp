@@ -53,9 +53,8 @@ void weighted_gates(const WeightedGatesArgs& args) {
         if (args.grad_NF) {
           std::fill_n(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, 2 * args.F, T{});
           args.grad_weights_N[t] = 0.0f;
-        } else {
-          std::fill_n(static_cast<T*>(args.out_NF) + t * args.F, args.F, T{});
         }
+        if (args.out_NF) std::fill_n(static_cast<T*>(args.out_NF) + t * args.F, args.F, T{});
         return;
       }
       float weight = args.row_weights_N ? args.row_weights_N[t] : 1.0f;
@@ -69,6 +68,7 @@ void weighted_gates(const WeightedGatesArgs& args) {
       }
       auto* grad = static_cast<const T*>(args.grad_NF) + t * args.F;
       T* out = static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F;
+      T* values = args.out_NF ? static_cast<T*>(args.out_NF) + t * args.F : nullptr;
       for (int64_t i = 0; i < args.F; ++i) {
         auto at = gated_with_gradients(to_float(row[step * i]), to_float(row[step * i + to_up]),
                                        args.gating);
@@ -76,6 +76,7 @@ void weighted_gates(const WeightedGatesArgs& args) {
         grad_weight += by * at.value;
         out[step * i] = from_float<T>(by * weight * at.gate);
         out[step * i + to_up] = from_float<T>(by * weight * at.up);
+        if (values) values[i] = from_float<T>(weight * at.value);
       }
       args.grad_weights_N[t] = grad_weight;
     });

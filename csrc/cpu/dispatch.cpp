@@ -21,7 +21,7 @@ uint64_t read_ranks(const Exchange& ex, const DispatchArgs& args, int64_t t, Pai
       .copies_EC = in_scratch<int32_t>(ex, plan.table_copies),
       .copies_E = in_scratch<int32_t>(ex, plan.table_num_copies),
       .counters = in_scratch<int64_t>(ex, plan.health_counters),
-      .keeps_zeros = args.to_caller,
+      .keeps_zeros = args.keeps_zeros,
       .quotas = quotas_of(ex),
   };
   auto* owners = in_scratch<int32_t>(ex, plan.table_owners);

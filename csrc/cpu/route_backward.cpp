@@ -1,4 +1,6 @@
 // The gradient of route on the CPU, in fp64: scores may vanish, and differences of gradients, too.
+// And the rows that a router's gradient reaches.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -107,6 +109,24 @@ void route_backward(const RouteBackwardArgs& args) {
       double sum = grads_of_scores(args, t, row);
       write_row(args, sum, static_cast<Logit*>(args.grad_logits_TE) + t * args.E, row);
     }
+  });
+}
+
+void reached_rows(const ReachedRowsArgs& args) {
+  visit(args.x_dtype, [&](auto x_type) {
+    visit(args.dtype, [&](auto grad_type) {
+      using X = decltype(x_type);
+      using Grad = decltype(grad_type);
+      for (int64_t t = 0; t < args.T; ++t) {
+        auto* x = static_cast<const X*>(args.x_TD) + t * args.x_stride;
+        auto* grad = static_cast<const Grad*>(args.grad_TE) + t * args.E;
+        auto* out = static_cast<Grad*>(args.out_TD) + t * args.D;
+        bool reached =
+            std::any_of(grad, grad + args.E, [](Grad value) { return to_float(value) != 0.0f; });
+        for (int64_t i = 0; i < args.D; ++i)
+          out[i] = from_float<Grad>(reached ? to_float(x[i]) : 0.0f);
+      }
+    });
   });
 }
 

@@ -9,6 +9,7 @@ namespace epmoe::cpu {
 
 void route(const RouteArgs& args);
 void route_backward(const RouteBackwardArgs& args);
+void reached_rows(const ReachedRowsArgs& args);
 void permute(const PermuteArgs& args);
 void finalize(const FinalizeArgs& args);
 void zero_padding_rows(const PaddingArgs& args);

@@ -104,7 +104,8 @@ def trained_layer(ep: ExpertParallel, experts: nn.Module, tokens: int) -> MoELay
     model = ep.config.model
     router_ED = torch.randn(model.num_experts, model.hidden_size, device=ep.device)
     pairs = ep.size * tokens * min(model.num_experts_per_tok, ep.num_local_experts)
-    alignment = ep.config.alignment
+    # Segments follow one another, unless the config asks for gaps: more rows would be zeroed.
+    alignment = ep.config.capacity.alignment or 1
     rows = pairs + ep.num_local_experts * (alignment - 1)
     num_rows = -(-rows // alignment) * alignment
     layer = MoELayer(ep, router_ED.to(model.torch_dtype), experts, num_rows=num_rows)

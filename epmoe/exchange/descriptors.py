@@ -49,6 +49,8 @@ class CallerRows(NamedTuple):
     """fp32 [N], for the weight of each pair's row; zeros past the last segment where `rows` are
     given
     """
+    keeps_zeros: bool
+    """pairs of weight 0 have a row, too"""
     adds_only: bool
     """combine adds without weights"""
     returns_values: bool
@@ -124,6 +126,7 @@ class Descriptors:
         plan.small_alignment = plan.alignment  # as `Routed` has it
         fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
         fields.to_caller = True
+        fields.keeps_zeros = into.keeps_zeros
         fields.adds_only = into.adds_only
         fields.returns_values = into.returns_values
         fields.zero_tail = into.rows is not None

@@ -356,14 +356,18 @@ class GroupedExperts(nn.Module):
         )
         return f"e={e}, D={D}, F={f}, {name}, gemm={self.gemm!r}{few}"
 
-    def _recorded(
-        self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights
-    ) -> Tensor:
-        if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_quantized:
+    def trained_gemm(self, rows_dtype: torch.dtype | None = None) -> str:
+        """The name of the GEMM of calls with gradients, over rows of this dtype, by default the
+        experts' own.
+
+        Raises RuntimeError where there is none.
+        """
+        rows_dtype = rows_dtype or self.dtype
+        if self.dtype not in FLOATS or rows_dtype == FP8 or self.is_quantized:
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of "
-                f"{dtype_name(rows_ND.dtype)} have no gradients: run under torch.inference_mode() "
-                "or torch.no_grad()"
+                f"{dtype_name(rows_dtype)} have no gradients: run under torch.inference_mode() or "
+                "torch.no_grad()"
             )
         trained = self._stage.trained
         if self._invariant and not GEMMS[trained].batch_invariant:
@@ -371,6 +375,12 @@ class GroupedExperts(nn.Module):
                 f"`experts` are batch_invariant, and {trained}, the GEMM of their gradients, is "
                 "not: run under torch.inference_mode() or torch.no_grad()"
             )
+        return trained
+
+    def _recorded(
+        self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights
+    ) -> Tensor:
+        self.trained_gemm(rows_ND.dtype)
         if row_weights is not None:
             check_tensor(
                 "row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device
@@ -379,7 +389,8 @@ class GroupedExperts(nn.Module):
         return self._stage.train(weights, rows_ND, row_weights, segments)
 
     @property
-    def _gating(self) -> Gating:
+    def gating(self) -> Gating:
+        """What the activation does: interleaved, limit (infinite for none), alpha and up_offset."""
         return (
             self.interleaved,
             math.inf if self.limit is None else self.limit,
@@ -401,7 +412,7 @@ class GroupedExperts(nn.Module):
             self.down_scales,
             local_view(self.gate_up_bias, over),
             local_view(self.down_bias, over),
-            self._gating,
+            self.gating,
             added,
         )
 

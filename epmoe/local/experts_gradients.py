@@ -22,7 +22,7 @@ from epmoe.native import ops
 from epmoe.native.named import named
 
 
-class _OfEach(NamedTuple):
+class OfEach(NamedTuple):
     """Something of each of the first six inputs of `train_experts`, in their order."""
 
     rows: Any
@@ -31,6 +31,122 @@ class _OfEach(NamedTuple):
     down: Any
     gate_up_bias: Any
     down_bias: Any
+
+
+class TrainedWeights(NamedTuple):
+    """The weights of the experts, contiguous, in one dtype: fp32, fp16 or bf16."""
+
+    gate_up: Tensor
+    """[e, 2F, D]"""
+    down: Tensor
+    """[e, D, F]"""
+    gate_up_bias: Tensor | None
+    """[e, 2F]"""
+    down_bias: Tensor | None
+    """[e, D]"""
+
+
+class TrainedSegments(NamedTuple):
+    """Where each expert's rows lie, and what the activation does with them: the last arguments of
+    the operators of csrc.
+    """
+
+    offsets: Tensor
+    """int32 [e + 1], contiguous"""
+    tokens: Tensor | None
+    """int32 [e], rows of each segment without its gap; None: all"""
+    interleaved: bool
+    limit: float
+    """infinite for none"""
+    alpha: float
+    up_offset: float
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs of the forward one. None where nobody asks for what it gives."""
+
+    rows: Tensor | None
+    """[N, D]"""
+    gate_up: Tensor
+    """[N, 2F], in front of the bias and the activation"""
+    row_weights: Tensor | None
+    """fp32 [N]"""
+    w_gate_up: Tensor | None
+    w_down: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def experts_forward(
+    rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, gemm: str
+) -> tuple[Tensor, Tensor]:
+    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the
+    activation. Outputs past the last segment are undefined.
+    """
+    offsets = segments.offsets
+    gate_up = train_gemm.direct(rows, weights.gate_up, offsets, gemm)
+    # A rank without experts has nothing to activate.
+    if not len(weights.down):
+        return train_gemm.direct(gate_up, weights.down, offsets, gemm), gate_up
+    bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
+    _, tokens, *gating = segments
+    activated, _ = ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)
+    out = train_gemm.direct(activated, weights.down, offsets, gemm)
+    if weights.down_bias is not None:
+        out += bias_of_rows(weights.down_bias, offsets[1:], len(rows))
+    return out, gate_up
+
+
+def experts_backward(
+    grad: Tensor, kept: Kept, segments: TrainedSegments, needs: OfEach, gemm: str
+) -> dict[str, Tensor]:
+    """Gradients by the names of `OfEach`, of those that `needs` asks for.
+
+    `grad` [N, D] is that of outputs times `row_weights`. Gradients of rows and of their weights are
+    undefined past the last segment.
+    """
+    N = len(grad)
+    offsets = segments.offsets
+    gate_up = kept.gate_up
+    row_weights = kept.row_weights
+    found = dict[str, Tensor]()
+    if kept.gate_up_bias is not None and len(kept.gate_up_bias):
+        gate_up = gate_up + bias_of_rows(kept.gate_up_bias, offsets[1:], N)
+
+    # Of the bias behind the second product, and of its weights where nothing in front is asked for.
+    if needs.down_bias:
+        found["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
+    if kept.w_down is None:
+        if needs.down:
+            weighted = ops.weighted_gates(gate_up, row_weights, *segments)
+            found["down"] = train_gemm_weights.direct(grad, weighted, offsets, gemm)
+        return found
+
+    # Of the activation, with the weights of the rows. The inputs of the second product come out of
+    # it once more: [N, F] that nobody has kept.
+    grad_activated = train_gemm.direct(grad, kept.w_down.transpose(1, 2), offsets, gemm)
+    grad_gate_up, grad_weights, weighted = ops.weighted_gates_backward(
+        grad_activated, gate_up, row_weights, *segments, needs.down
+    )
+    if needs.down:
+        found["down"] = train_gemm_weights.direct(grad, weighted, offsets, gemm)
+    if needs.row_weights:
+        if kept.down_bias is not None and len(kept.down_bias):
+            of_bias = bias_of_rows(kept.down_bias, offsets[1:], N)
+            grad_weights += ops.weighted_rows_backward_(
+                of_bias, grad, None, offsets, segments.tokens
+            )
+        found["row_weights"] = grad_weights
+
+    # Of the first product.
+    if needs.rows and kept.w_gate_up is not None:
+        transposed = kept.w_gate_up.transpose(1, 2)
+        found["rows"] = train_gemm.direct(grad_gate_up, transposed, offsets, gemm)
+    if needs.gate_up and kept.rows is not None:
+        found["gate_up"] = train_gemm_weights.direct(grad_gate_up, kept.rows, offsets, gemm)
+    if needs.gate_up_bias:
+        found["gate_up_bias"] = bias_gradients(grad_gate_up, None, offsets, gemm)
+    return found
 
 
 @named("epmoe::train_experts")
@@ -54,17 +170,9 @@ def train_experts(
     infinite for none, and `gemm` is that of `train_gemm`. `row_weights` get gradients, and outputs
     are not multiplied by them.
     """
-    gating = interleaved, limit, alpha, up_offset
-    gate_up = train_gemm(rows, w_gate_up, offsets, gemm)
-    bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-    activated = (
-        ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)[0]
-        if len(w_down)
-        else gate_up
-    )
-    out = train_gemm(activated, w_down, offsets, gemm)
-    if down_bias is not None and len(w_down):
-        out += bias_of_rows(down_bias, offsets[1:], len(rows))
+    weights = TrainedWeights(w_gate_up, w_down, gate_up_bias, down_bias)
+    segments = TrainedSegments(offsets, tokens, interleaved, limit, alpha, up_offset)
+    out, gate_up = experts_forward(rows, weights, segments, gemm)
     return zero_tail_(out, offsets), gate_up
 
 
@@ -103,35 +211,13 @@ def train_experts_backward(
     """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one.
     `grad` [N, D] is that of outputs times `row_weights`.
     """
-    segments = (offsets, tokens, interleaved, limit, alpha, up_offset)
-    N = len(grad)
-    wanted = _OfEach(*needs)
-    found = dict[str, Tensor]()
-    if gate_up_bias is not None and len(gate_up_bias):
-        gate_up = gate_up + bias_of_rows(gate_up_bias, offsets[1:], N)
-    if wanted.down:
-        found["down"] = train_gemm_weights(
-            grad, ops.weighted_gates(gate_up, row_weights, *segments), offsets, gemm
-        )
-    if wanted.down_bias:
-        found["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
-    if w_down is not None:  # otherwise nobody asks for what lies in front of it
-        by_gate_up, by_weights = ops.weighted_gates_backward(
-            train_gemm(grad, w_down.transpose(1, 2), offsets, gemm), gate_up, row_weights, *segments
-        )
-        if wanted.row_weights and down_bias is not None and len(down_bias):
-            of_bias = bias_of_rows(down_bias, offsets[1:], N)
-            by_weights += ops.weighted_rows_backward_(of_bias, grad, None, offsets, tokens)
-        if wanted.row_weights:
-            found["row_weights"] = zero_tail_(by_weights, offsets)
-        if wanted.rows and w_gate_up is not None:
-            by_rows = train_gemm(by_gate_up, w_gate_up.transpose(1, 2), offsets, gemm)
-            found["rows"] = zero_tail_(by_rows, offsets)
-        if wanted.gate_up and rows is not None:
-            found["gate_up"] = train_gemm_weights(by_gate_up, rows, offsets, gemm)
-        if wanted.gate_up_bias:
-            found["gate_up_bias"] = bias_gradients(by_gate_up, None, offsets, gemm)
-    return [found[name] if name in found else grad.new_empty(0) for name in _OfEach._fields]
+    kept = Kept(rows, gate_up, row_weights, w_gate_up, w_down, gate_up_bias, down_bias)
+    segments = TrainedSegments(offsets, tokens, interleaved, limit, alpha, up_offset)
+    found = experts_backward(grad, kept, segments, OfEach(*needs), gemm)
+    for name in ("row_weights", "rows"):
+        if name in found:
+            zero_tail_(found[name], offsets)
+    return [found[name] if name in found else grad.new_empty(0) for name in OfEach._fields]
 
 
 @train_experts_backward.register_fake
@@ -160,7 +246,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     rows, row_weights, w_gate_up, w_down, gate_up_bias, down_bias, offsets, tokens, *ctx.rest = (
         inputs
     )
-    needs = _OfEach(*ctx.needs_input_grad[:6])
+    needs = OfEach(*ctx.needs_input_grad[:6])
     ctx.needs = list(needs)
     in_front = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
     ctx.mark_non_differentiable(output[1])

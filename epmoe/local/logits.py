@@ -12,6 +12,7 @@ from torch import Tensor
 
 from epmoe.local.gemm.blocks import multiply_blocks
 from epmoe.native import ops
+from epmoe.native.arguments import contiguous_rows
 from epmoe.native.named import named
 
 
@@ -26,6 +27,36 @@ def router_logits(
     return found
 
 
+def logits_forward(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool) -> Tensor:
+    """`router_logits` without gradients."""
+    x_TD = x_TD.to(weight.dtype)
+    if not invariant:
+        return F.linear(x_TD, weight, bias)
+    logits_TE: Tensor = _product(x_TD, weight)
+    return logits_TE if bias is None else logits_TE + bias
+
+
+def weight_gradient(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
+    """The gradient [E, D] of the router. A token whose logits have gradients of 0 gives it none,
+    whatever it holds, such as padding.
+    """
+    if torch.is_grad_enabled():
+        # Torch differentiates this once more.
+        is_reached_T1 = (grad_TE != 0).any(1, keepdim=True)
+        reached_TD = x_TD.to(grad_TE.dtype).where(is_reached_T1, 0.0)
+    else:
+        reached_TD = ops.reached_rows(contiguous_rows(x_TD), grad_TE.contiguous())
+    return grad_TE.t() @ reached_TD
+
+
+def x_gradient(grad_TE: Tensor, weight: Tensor, *, invariant: bool) -> Tensor:
+    """The gradient [T, D] of tokens, in the dtype of the router."""
+    if invariant:
+        grad_TD: Tensor = _product(grad_TE, weight.t())
+        return grad_TD
+    return grad_TE @ weight
+
+
 class _Logits(torch.autograd.Function):
     """A token whose logits get gradients of 0, such as padding, gives the weights none, whatever it
     holds.
@@ -37,26 +68,22 @@ class _Logits(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TD, weight)
         ctx.invariant = invariant
-        if not invariant:
-            return F.linear(x_TD.to(weight.dtype), weight, bias)
-        found: Tensor = _product(x_TD.to(weight.dtype), weight)
-        return found if bias is None else found + bias
+        return logits_forward(x_TD, weight, bias, invariant=invariant)
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        by_x = by_weight = by_bias = None
-        if of_x:
-            by_x = (_product(grad_TE, weight.t()) if ctx.invariant else grad_TE @ weight).to(
-                x_TD.dtype
-            )
-        if of_weight:
-            x_TD = x_TD.to(weight.dtype)
-            by_weight = grad_TE.t() @ x_TD.where((grad_TE != 0).any(1, keepdim=True), 0.0)
-        if of_bias:
-            by_bias = grad_TE.sum(0)
-        return by_x, by_weight, by_bias, None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = None
+        grad_weight = None
+        grad_bias = None
+        if needs_x:
+            grad_x = x_gradient(grad_TE, weight, invariant=ctx.invariant).to(x_TD.dtype)
+        if needs_weight:
+            grad_weight = weight_gradient(grad_TE, x_TD)
+        if needs_bias:
+            grad_bias = grad_TE.sum(0)
+        return grad_x, grad_weight, grad_bias, None
 
 
 @named("epmoe::invariant_product")

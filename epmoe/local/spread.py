@@ -52,6 +52,40 @@ def local_view(value: Any, averages_over: int = 1) -> Any:
     return _LocalView.apply(value, averages_over)
 
 
+def rows_of(value: Any) -> Any:
+    """This rank's rows [e, …] of a DTensor, without gradients; any other value as it is."""
+    return getattr(value, "_local_tensor", value)
+
+
+def spec_of(value: Any) -> Any:
+    """What says how a DTensor is spread, for `gradient_of_whole`; None for any other value."""
+    return getattr(value, "_spec", None)
+
+
+def gradient_of_whole(grad: Tensor | None, spec: Any, averages_over: int) -> Tensor | None:
+    """The gradient of a DTensor with this spec, from that of this rank's rows, divided by
+    `averages_over`, and added over replicas. Without a spec it is `grad` itself.
+    """
+    if grad is None or spec is None:
+        return grad
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = spec.mesh
+    placements = spec.placements
+    if averages_over != 1:
+        # Not in place: it may be the gradient of another tensor, too.
+        grad = grad / averages_over
+    has_replicas = any(placement.is_replicate() for placement in placements)
+    if not (has_replicas or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        # What `from_local` would check and copy is known.
+        return DTensor(grad, spec, requires_grad=False)
+    given = [Partial() if placement.is_replicate() else placement for placement in placements]
+    whole = DTensor.from_local(
+        grad, mesh, given, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+    return whole if given == list(placements) else whole.redistribute(mesh, placements)
+
+
 def add_hooks(module: nn.Module, *, views: bool) -> None:
     """Refuse another rank's rows in state dicts; with `views`, let the module's `forward` find this
     rank's rows in the places of DTensors.
@@ -144,23 +178,5 @@ class _LocalView(torch.autograd.Function):
         return local
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
-        from torch.distributed.tensor import DTensor, Partial
-
-        if grad is None:
-            return None, None
-        spec = ctx.spec
-        mesh = spec.mesh
-        placements = spec.placements
-        if ctx.averages_over != 1:
-            # Not in place: it may be the gradient of another tensor, too.
-            grad = grad / ctx.averages_over
-        has_replicas = any(placement.is_replicate() for placement in placements)
-        if not (has_replicas or torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            # What `from_local` would check and copy is known.
-            return DTensor(grad, spec, requires_grad=False), None
-        given = [Partial() if placement.is_replicate() else placement for placement in placements]
-        whole = DTensor.from_local(
-            grad, mesh, given, run_check=False, shape=spec.shape, stride=spec.stride
-        )
-        return whole if given == list(placements) else whole.redistribute(mesh, placements), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return gradient_of_whole(grad, ctx.spec, ctx.averages_over), None

@@ -25,7 +25,8 @@ class Operator:
     """What `named` returns. Call it with the arguments of its function."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.direct = function
+        """the function itself, for callers at which nobody looks: within another operator"""
         self._custom = torch.library.custom_op(name, function, mutates_args=())
         namespace, short_name = name.split("::")
         self._overload = getattr(getattr(torch.ops, namespace), short_name).default
@@ -49,15 +50,13 @@ class Operator:
         self._custom.register_autograd(backward, setup_context=setup_context)
         if setup_context is not None:
             takes_options = bool(self._defaults)
-            self._differentiable = _function_of(
-                self._function, backward, setup_context, takes_options
-            )
+            self._differentiable = _function_of(self.direct, backward, setup_context, takes_options)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_looked_at(arguments):
+        if torch.compiler.is_compiling() or is_looked_at(arguments):
             return self._overload(*arguments, **options)
         if not (torch.is_grad_enabled() and _any_requires_grad(arguments)):
-            return self._function(*arguments, **options)
+            return self.direct(*arguments, **options)
         # Gradients that nobody has registered are torch's to refuse.
         if self._differentiable is None:
             return self._overload(*arguments, **options)
@@ -71,7 +70,8 @@ def named(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return lambda function: Operator(name, function)
 
 
-def _is_looked_at(arguments: tuple[Any, ...]) -> bool:
+def is_looked_at(arguments: tuple[Any, ...]) -> bool:
+    """Whether a mode, a transform or a subclass of Tensor wants to see operators by their names."""
     if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -34,6 +34,9 @@ _library.define(
     "route_backward(Tensor grad_weights, Tensor logits, Tensor ids, Tensor weights, bool sigmoid, "
     "bool renormalize, float renormalize_epsilon, float routed_scaling_factor) -> Tensor"
 )
+# Rows of x [T, D], in the dtype of grad [T, E], where a row of grad has anything but zeros; zeros
+# elsewhere, where x may hold anything.
+_library.define("reached_rows(Tensor x, Tensor grad) -> Tensor")
 _library.define(
     "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int "
     "alignment, SymInt max_rows, Tensor(a!)? counters) -> (Tensor rows, Tensor expert_offsets, "
@@ -88,7 +91,11 @@ _GATES = (
     "interleaved, float limit, float alpha, float up_offset"
 )
 _library.define(f"weighted_gates({_GATES}) -> Tensor")
-_library.define(f"weighted_gates_backward(Tensor grad, {_GATES}) -> (Tensor, Tensor)")
+# Gradients of gate_up and of row_weights; and, where `outputs` are asked for, what weighted_gates
+# returns, else [0, F].
+_library.define(
+    f"weighted_gates_backward(Tensor grad, {_GATES}, bool outputs) -> (Tensor, Tensor, Tensor)"
+)
 # Of rows times their weights, grad becomes the gradient of the rows, and that of the weights
 # returns.
 _library.define(
@@ -169,6 +176,11 @@ def _(logits: Tensor, top_k: int, *rest: object) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("epmoe::route_backward")
 def _(grad_weights: Tensor, logits: Tensor, *rest: object) -> Tensor:
     return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("epmoe::reached_rows")
+def _(x: Tensor, grad: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=grad.dtype)
 
 
 @torch.library.register_fake("epmoe::permute")

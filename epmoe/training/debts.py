@@ -10,8 +10,7 @@ part in all rounds of the pass.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
@@ -22,6 +21,7 @@ from torch import Tensor
 from epmoe.exchange.handles import RoundShape
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
+from epmoe.native.layouts import constant
 from epmoe.native.opaque import Registry
 from epmoe.service import ExpertParallel
 from epmoe.training.rounds import BACKWARD, Rounds
@@ -70,22 +70,31 @@ class Directions:
                 "this backward pass belongs to a forward pass before `resume`, whose rows are gone"
             )
 
-    @contextmanager
-    def numbering(self) -> Iterator[None]:
+    def numbering(self) -> AbstractContextManager[None]:
         """Within it a forward round opens, which `trained` numbers. Its backward round has this
         number as tag.
         """
-        rounds = self.forward.exchange.rounds
-        before = rounds.count
-        try:
-            yield
-        except (
-            EPMismatchError
-        ):  # on all ranks, of which some may have counted no round, since they serve
-            before = rounds.count
-            raise
-        finally:
-            self.backward.exchange.rounds.trained += rounds.count - before
+        return _Numbering(self)
+
+    def new_link(self) -> Tensor:
+        """fp32 [1] in host memory: the number of the last forward round."""
+        number = self.backward.exchange.rounds.trained & constant("kMaxTag")
+        return torch.full((1,), number, dtype=torch.float32, device="cpu")
+
+
+class _Numbering(AbstractContextManager[None]):
+    """`Directions.numbering`. No generator: the host would take longer."""
+
+    def __init__(self, directions: Directions) -> None:
+        self._directions = directions
+        self._before = directions.forward.exchange.rounds.count
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # On all ranks, of which some may have counted no round, since they serve.
+        if kind is not None and issubclass(kind, EPMismatchError):
+            return
+        opened = self._directions.forward.exchange.rounds.count - self._before
+        self._directions.backward.exchange.rounds.trained += opened
 
 
 class BackwardDebts:
@@ -118,27 +127,33 @@ class BackwardDebts:
         """
         self._told = directions.counts
 
-    @contextmanager
-    def dropped_by_errors(self, directions: Directions) -> Iterator[None]:
+    def dropped_by_errors(self, directions: Directions) -> AbstractContextManager[None]:
         """Within it a round runs. All ranks get an error of it."""
-        try:
-            yield
-        except (EPAbortedError, EPMismatchError, EPTimeoutError):
-            self.drop(directions)
-            raise
+        return _DroppedByErrors(self, directions)
 
-    @contextmanager
-    def paying(self, directions: Directions, order: int) -> Iterator[None]:
-        """Within it a backward pass, if one runs, opens the round of the forward round `order`."""
-        number = torch._C._current_graph_task_id()
-        running = self._passes.get(number) if number >= 0 else None
-        if running is None and number >= 0:
-            running = self._passes[number] = self._begin(directions)
+    def pay(self, directions: Directions, order: int) -> None:
+        """A backward pass, if one runs, opens the round of the forward round `order` next, or
+        needs none. `has_opened` follows where it has.
+        """
+        running = self._running(directions)
         if running is not None:
             running.due.pop(order, None)
-        yield
+
+    def has_opened(self, directions: Directions) -> None:
+        """The backward pass has opened its round."""
+        running = self._running(directions)
         if running is not None:
             running.round = directions.backward.exchange.rounds.count
+
+    def _running(self, directions: Directions) -> _Pass | None:
+        number = torch._C._current_graph_task_id()
+        if number < 0:
+            return None
+        running = self._passes.get(number)
+        if running is None:
+            running = self._begin(directions)
+            self._passes[number] = running
+        return running
 
     def _begin(self, directions: Directions) -> _Pass:
         """The pass that runs. The engine calls `ended` at its end, and drops it where the pass
@@ -178,6 +193,19 @@ class BackwardDebts:
             ) in owed:  # on GPUs hosts run ahead, and may have launched all rounds of the pass
                 backward.skip(debt.shape, int(debt.tag), BACKWARD)
             self.drop(directions)
+
+
+class _DroppedByErrors(AbstractContextManager[None]):
+    """`BackwardDebts.dropped_by_errors`. No generator: the host would take longer."""
+
+    def __init__(self, debts: BackwardDebts, directions: Directions) -> None:
+        self._debts = debts
+        self._directions = directions
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        of_round = (EPAbortedError, EPMismatchError, EPTimeoutError)
+        if kind is not None and issubclass(kind, of_round):
+            self._debts.drop(self._directions)
 
 
 def is_of_pass(node: Any) -> bool:

@@ -60,6 +60,17 @@ class Pending(NamedTuple):
     round: int  # its number
 
 
+class Opening(NamedTuple):
+    """What a call says of its round besides tokens, checked."""
+
+    num_tokens: Tensor | None
+    """a scalar on the device; None: `num_real` holds"""
+    num_real: int
+    num_rows: int
+    """N, or EXACT"""
+    aligned: bool
+
+
 class Routed(NamedTuple):
     """The rows of an open round, in memory of their own: what `TrainingExchange.dispatch` returns.
 
@@ -139,7 +150,8 @@ class TrainingExchange:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         self._directions = Directions(Rounds(ep, self._wire), Rounds(backward or ep))
         with torch.inference_mode(False):
-            self._anchor = torch.zeros(0, device=ep.device, requires_grad=True)
+            self.anchor = torch.zeros(0, device=ep.device, requires_grad=True)
+            """makes a round a part of every graph"""
         self._checked_wrappers = WeakSet[DistributedDataParallel]()
 
     def _check_owners(self) -> None:
@@ -215,8 +227,6 @@ class TrainingExchange:
                 self.dispatch, x, ids, weights, **options, tag=tag, aligned=aligned
             )
             return routed
-        if not torch.compiler.is_compiling():
-            self._check_owners()
         if weights_on not in get_args(WeightsOn):
             raise ValueError(
                 f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}"
@@ -225,17 +235,9 @@ class TrainingExchange:
         device = self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
         refuse_tangents(x, weights)
-        block = self._wire.block
-        if block and (x.shape[1] % block or x.shape[1] > _MOST_FP8):
-            raise ValueError(
-                f"`x` must be [T, D] with D a multiple of {block} up to {_MOST_FP8} for fp8, got "
-                f"{describe(x)}"
-            )
         check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
         check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)
-        aligned = aligned or ep.config.capacity.alignment is not None
-        alignment = ep.config.alignment if aligned else 1
-        tokens, num_real = token_count(num_tokens, x.shape[0], device)
+        tokens, num_real, rows_at_most, aligned = self.opening(x, num_rows, num_tokens, aligned)
         by_experts = weights_on != "combine"
         rows, offsets, counts, row_weights, link = train_dispatch(
             x,
@@ -243,8 +245,8 @@ class TrainingExchange:
             weights,
             tokens,
             num_real,
-            self._anchor,
-            self._num_rows(num_rows, alignment),
+            self.anchor,
+            rows_at_most,
             weights_on == "rows",
             tag,
             aligned,
@@ -253,9 +255,32 @@ class TrainingExchange:
         number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
         kept = None if by_experts else row_weights
         pending = Pending(link, ids, weights, tokens, num_real, kept, aligned, number)
+        alignment = ep.config.alignment if aligned else 1
         return Routed(
             rows, offsets, counts, row_weights if by_experts else None, alignment, pending
         )
+
+    def opening(
+        self,
+        x: Tensor,
+        num_rows: int | Literal["exact"],
+        num_tokens: int | Tensor | None,
+        aligned: bool,
+    ) -> Opening:
+        """Check the arguments of `dispatch`, with its errors, besides ids and weights."""
+        if not torch.compiler.is_compiling():
+            self._check_owners()
+        block = self._wire.block
+        if block and (x.shape[1] % block or x.shape[1] > _MOST_FP8):
+            raise ValueError(
+                f"`x` must be [T, D] with D a multiple of {block} up to {_MOST_FP8} for fp8, got "
+                f"{describe(x)}"
+            )
+        config = self.ep.config
+        aligned = aligned or config.capacity.alignment is not None
+        alignment = config.alignment if aligned else 1
+        tokens, num_real = token_count(num_tokens, x.shape[0], self.ep.device)
+        return Opening(tokens, num_real, self._num_rows(num_rows, alignment), aligned)
 
     def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
         """The sum over each token's experts: y [T, D] in the dtype of x. Collective; closes the

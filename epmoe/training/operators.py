@@ -30,7 +30,6 @@ from epmoe.exchange.handles import RoundShape
 from epmoe.local.experts_gradients import zero_tail_
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
-from epmoe.native.layouts import constant
 from epmoe.native.named import named
 from epmoe.training.debts import find, is_of_pass
 from epmoe.training.inductor import keep_order
@@ -61,14 +60,7 @@ def train_dispatch(
         arrived = directions.forward.out(call, num_rows, ON_ROWS if on_rows else FORWARD)
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
-    number_of_round = directions.backward.exchange.rounds.trained & constant("kMaxTag")
-    return (
-        rows,
-        offsets,
-        tokens,
-        row_weights,
-        torch.full((1,), number_of_round, dtype=torch.float32, device="cpu"),
-    )
+    return rows, offsets, tokens, row_weights, directions.new_link()
 
 
 @train_dispatch.register_fake
@@ -145,8 +137,10 @@ def train_combine_backward(
     call = Call(grad_y, ids, weights, num_tokens=real, tag=int(link), aligned=aligned)
     outputs = None if expert_rows is None or row_weights is None else contiguous_rows(expert_rows)
     debts = directions.debts
-    with debts.dropped_by_errors(directions), debts.paying(directions, order):
+    with debts.dropped_by_errors(directions):
+        debts.pay(directions, order)
         arrived = directions.backward.out(call, num_rows, BACKWARD, outputs)
+        debts.has_opened(directions)
     if ends_here:
         directions.backward.exchange.abort(None)
     none = grad_y.new_empty(0, dtype=torch.float32)

@@ -38,15 +38,16 @@ _SHARE = (
 
 
 class Way(NamedTuple):
-    """What combine does in a round."""
+    """What a round does with weights."""
 
     adds_only: bool  # it adds without weights
     returns_values: bool  # it brings a value of each pair back
+    keeps_zeros: bool = True  # pairs of weight 0 have a row, since their weight has a gradient
 
 
-FORWARD = Way(False, False)
-ON_ROWS = Way(True, False)
-BACKWARD = Way(True, True)
+FORWARD = Way(adds_only=False, returns_values=False)
+ON_ROWS = Way(adds_only=True, returns_values=False)
+BACKWARD = Way(adds_only=True, returns_values=True)
 
 
 class TrainingRows(NamedTuple):

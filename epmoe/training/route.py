@@ -151,10 +151,30 @@ def _save(
     output: tuple[Tensor, Tensor],
 ) -> None:
     options = keyword_only_inputs
+    ctx.options = options
     ctx.scoring = options["scoring"], options["renormalize"], options["renormalize_epsilon"]
     ctx.factor = options["routed_scaling_factor"]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], *output)
+
+
+def route_gradient(
+    grad_TK: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """The gradients [T, E] of the logits by those of weights [T, K] that `route` has given with
+    these options. They have no gradients.
+    """
+    grad_TE: Tensor = ops.route_backward(
+        grad_TK.float().contiguous(),
+        contiguous_rows(logits),
+        ids,
+        weights,
+        options.get("scoring", "softmax") == "sigmoid",
+        options.get("renormalize", False),
+        options.get("renormalize_epsilon", 0.0),
+        options.get("routed_scaling_factor", 1.0),
+    )
+    return grad_TE
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -164,18 +184,8 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
     if grad_TK is None:
         return (None,) * 7
     logits, ids, weights = ctx.saved_tensors
-    scoring, renormalize, epsilon = ctx.scoring
     if not torch.is_grad_enabled():
-        return ops.route_backward(
-            grad_TK.float().contiguous(),
-            contiguous_rows(logits),
-            ids,
-            weights,
-            scoring == "sigmoid",
-            renormalize,
-            epsilon,
-            ctx.factor,
-        ), *(None,) * 6
+        return route_gradient(grad_TK, logits, ids, weights, ctx.options), *(None,) * 6
     # Torch differentiates this once more; the operator above has no gradients of gradients.
     real = weights != 0  # not of padding, nor of a score that is not finite
     scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)

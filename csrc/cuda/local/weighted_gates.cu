@@ -50,8 +50,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         for (int i = 0; i < kCount; ++i) {
           GatedWithGradients at = gated_with_gradients(gate[i], up[i], args.gating);
           grad_weight += grad[i] * at.value;
-          gate[i] = grad[i] * weight * at.gate, up[i] = grad[i] * weight * at.up;
+          gate[i] = grad[i] * weight * at.gate;
+          up[i] = grad[i] * weight * at.up;
+          grad[i] = weight * at.value;
         }
+        // The outputs themselves, in the registers of their gradients.
+        if (args.out_NF)
+          *reinterpret_cast<Part*>(static_cast<T*>(args.out_NF) + t * args.F + first) =
+              rounded<T>(grad);
         Pairs(gate, up, kInterleaved)
             .store(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, kInterleaved, args.F,
                    first);

@@ -586,15 +586,17 @@ class MoELayer(nn.Module):
                     "`epmoe.training.fully_shard` leaves it as it is"
                 )
 
-            # Contexts such as `replay` may give another x, and the routing.
+            # Contexts such as `replay` may give the routing, and an x whose gradient they await: the
+            # experts take that one. The router needs no gradient of an x that had none.
             scored_TD = self._checked(x)
+            x_TD = scored_TD
             if self.contexts:
                 given = take_context_inputs(self, x)
                 if given.x is not x:
                     x = given.x
-                    scored_TD = self._checked(x)
+                    x_TD = self._checked(x)
                 routing = given.routing if routing is None else routing
-            x_TD = self._as_experts_take(scored_TD)
+            x_TD = self._as_experts_take(x_TD)
 
             # One node of autograd costs the host least, where nobody looks at parts of the layer.
             experts = self.experts

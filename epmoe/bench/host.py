@@ -80,7 +80,7 @@ def run(job: Job) -> Report:
         raise ValueError("`model.intermediate_size` must be set, to the width of the experts")
     results = list[Figures]()
     with ExpertParallel(config, job.group) as ep:
-        experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN)
+        experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM)
         for T in job.tokens:
             layer = trained_layer(ep, experts, T)
             linear = nn.Linear(

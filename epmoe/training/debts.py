@@ -165,7 +165,10 @@ class BackwardDebts:
 
         def ended() -> None:
             running.due.clear()
-            finish()  # a round is still open where nobody asked for the gradients of its tokens
+            if directions.backward.exchange.rounds.state == CLOSED:
+                finish.detach()
+            else:  # nobody asked for the gradients of its tokens
+                finish()
 
         finish = finalize(ended, self._settle, directions, running)
         finish.atexit = False

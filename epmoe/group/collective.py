@@ -28,12 +28,13 @@ def peers_of(ep: Member) -> Peers:
 
 
 @contextmanager
-def together(eps: Sequence[Member]) -> Iterator[None]:
-    """A step of `Peers.together` over the ranks of each."""
-    with ExitStack() as steps:
-        for ep in eps:
-            steps.enter_context(peers_of(ep).together())
-        yield
+def together(eps: Sequence[Member]) -> Iterator[list[Peers]]:
+    """A step of `Peers.together` over the ranks of each, for `whole`."""
+    steps = [peers_of(ep) for ep in eps]
+    with ExitStack() as entered:
+        for peers in steps:
+            entered.enter_context(peers.together())
+        yield steps
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from epmoe.group.board import RollCall
 from epmoe.group.waiting import interruptible
 from epmoe.native import ops
 from epmoe.native.layouts import struct
+from epmoe.native.streams import HIGH, own_stream
 from epmoe.rail.memory import written_by_replays
 from epmoe.rail.rail import RailError, Transfer
 
@@ -66,9 +67,7 @@ class NcclRail:
         self._device = device
         self._others = [int(one != rank) for one in ranks]
         self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
-        # Of a priority that streams of models rarely have: torch hands out the same few streams
-        # again and again.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = own_stream(device, HIGH)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         # `_meet` runs on another thread, which may not know the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(device))

@@ -45,6 +45,38 @@ int order_after(Stream stream, Stream earlier) {
   return error;
 }
 
+// While one lives, this thread may do what CUDA refuses to all threads while one of them captures.
+class Unrefused {
+ public:
+  Unrefused() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~Unrefused() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// The stream waits for none of the legacy default stream.
+int make_stream(int device, int priority, Stream* stream) {
+  int before = 0;
+  if (cudaError_t error = cudaGetDevice(&before)) return error;
+  if (cudaError_t error = cudaSetDevice(device)) return error;
+  Unrefused unrefused;
+  cudaError_t error = cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, priority);
+  cudaSetDevice(before);
+  return error;
+}
+
+bool end_stream(Stream stream) {
+  Unrefused unrefused;
+  unsigned long long capture = 0;
+  bool is_idle = capture_of(stream, capture) && capture == 0;
+  // To ask one that is being captured would end the capture.
+  is_idle = is_idle && cudaStreamQuery(stream) == cudaSuccess;
+  if (is_idle) cudaStreamDestroy(stream);
+  cudaGetLastError();
+  return is_idle;
+}
+
 // A function of stages.h as the table has it, where an error is an int.
 template <auto kFunction>
 struct Entry;
@@ -58,6 +90,8 @@ constexpr auto kEntry = Entry<kFunction>::call;
 constexpr Api kApi = {.error_string = error_string,
                       .current_device = [](int* index) -> int { return cudaGetDevice(index); },
                       .order_after = order_after,
+                      .make_stream = make_stream,
+                      .end_stream = end_stream,
                       .permute_workspace_bytes = permute_workspace_bytes,
                       .invariant_linear_parts = invariant_linear_parts,
 #define EPMOE_ENTRY(name, ...) .name = kEntry<name>,

@@ -49,6 +49,8 @@ struct Api {
   int (*current_device)(int* index);
   int (*order_after)(Stream stream,
                      Stream earlier);  // what is launched on `stream` starts after `earlier`'s work
+  int (*make_stream)(int device, int priority, Stream* stream);
+  bool (*end_stream)(Stream stream);  // false, and nothing happens, while it has work
   int64_t (*permute_workspace_bytes)(int64_t S, int32_t K, int32_t num_local_experts);
   int64_t (*invariant_linear_parts)(const InvariantLinearArgs& args);
 #define EPMOE_POINTER(name, ...) int (*name)(__VA_ARGS__, Stream stream);

@@ -1,6 +1,6 @@
-// What the host asks of the CUDA kernels ahead of a round. The launch policy is an operator, since
-// `epmoe plan` prints it, and its table is tested, on machines without a GPU. The GPU's operators
-// call the policy directly (cuda/dispatch/dispatch.cu, cuda/combine/combine.cu).
+// What the host asks of the library of CUDA kernels ahead of a round. The launch policy is an
+// operator, since `epmoe plan` prints it, and its table is tested, on machines without a GPU. The
+// GPU's operators call the policy directly (cuda/dispatch/dispatch.cu, cuda/combine/combine.cu).
 #include <cstring>
 
 #include "launch_policy.h"
@@ -39,10 +39,26 @@ int64_t shared_bytes_needed(const Tensor& plan) { return shared_bytes_per_block(
 // Raises what a first tensor on a GPU would. `ExpertParallel` calls it ahead of its first round.
 void load_cuda() { cuda::library(); }
 
+// A stream that only the caller has, by its handle, until `end_stream` is true.
+int64_t make_stream(int64_t device, int64_t priority) {
+  const cuda::Api& api = *cuda::library().api;
+  cuda::Stream stream = nullptr;
+  int error = api.make_stream(static_cast<int>(device), static_cast<int>(priority), &stream);
+  STD_TORCH_CHECK(error == 0, "CUDA: ", api.error_string(error));
+  return reinterpret_cast<int64_t>(stream);
+}
+
+// Whether the stream has gone; one with work stays.
+bool end_stream(int64_t stream) {
+  return cuda::library().api->end_stream(reinterpret_cast<cuda::Stream>(stream));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CompositeExplicitAutograd, library) {
   library.impl("load_cuda", TORCH_BOX(&load_cuda));
+  library.impl("make_stream", TORCH_BOX(&make_stream));
+  library.impl("end_stream", TORCH_BOX(&end_stream));
 }
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
   library.impl("launch_policy", TORCH_BOX(&launch_policy));

@@ -178,7 +178,8 @@ class ExpertParallel(HoldsWindows):
         self._layouts = dict[int, object]()  # of each generation
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):  # callers may build their models under a default device
-            self._join(peers, config, JoinRequest(config.model_dump_json()))
+            request = JoinRequest(config.model_dump_json(), versions=self.versions.said())
+            self._join(peers, config, request)
         self._mesh = group if isinstance(group, DeviceMesh) else None
         self.exchange.thread = 0
 
@@ -279,7 +280,12 @@ class ExpertParallel(HoldsWindows):
             config = self.config.of_size(peers.size)
         said = config.model_dump_json(), self.origin, self.generation, self.rank
         request = JoinRequest(
-            *said, keeps=keeps, held=held, spread_lost=keeps and spread_lost, seat=self._seat
+            *said,
+            keeps=keeps,
+            held=held,
+            spread_lost=keeps and spread_lost,
+            seat=self._seat,
+            versions=self.versions.said(),
         )
         old = self.placement
         mine = self.rank if self._has_weights else None
@@ -469,11 +475,15 @@ class ExpertParallel(HoldsWindows):
         experts as then, also if other ranks have come and gone meanwhile; over one node. With
         `topology.max_ranks` groups of all sizes up to it will do whose ranks have as many slots. A
         replay of any other graph of an earlier group does nothing: y is zeros, and the next `poll`
-        raises EPStateError.
+        raises EPStateError. Where rounds are refused, since ranks have different versions of a
+        trainer's weights, no graph is valid until a new `WeightReceiver` has been made.
         """
         now = self._layouts.get(self.generation)
         return (
-            self._exchange is not None and now is not None and self._layouts.get(generation) == now
+            self._exchange is not None
+            and now is not None
+            and self._layouts.get(generation) == now
+            and self.versions.is_settled
         )
 
     def __enter__(self) -> Self:
@@ -1077,6 +1087,8 @@ class ExpertParallel(HoldsWindows):
         self._dead = 0
         self._layouts[self.generation] = exchange.layout
         # Its experts, and what its layers keep for them.
+        self.versions.compare([one.versions for one in agreed.requests], whole)
+        exchange.templates.check_weights = self.versions.check
         if terms.config.placement.live:
             assert isinstance(exchange, NodeExchange)
             weights = {} if self.live is None else self.live.weights

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from exchanges import make_config
-from helpers import NO_CUDA, randn
+from helpers import NO_CUDA, randn, slow
 from host import Host
 from test_hand_over import LAYERS, TOKENS, D, E, K, M, Model, send, weights
 from test_hand_over_gpus import share_host_memory
@@ -214,3 +214,74 @@ def test_a_rank_is_killed(host, by, kind, what, rank):
         assert host.do([other], create_server, *host.weights, 1) == [LAST]
         host.succeed(TRAINERS, sends, LAST + 1)
         assert host.succeed([other], serves, LAST + 1) == [LAST + 1]
+
+
+THREE = [2, 3, 4]
+
+
+def does_not_flip(state) -> None:
+    """As where a signal handler raises first."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    state.flip = WeightReceiver._flip
+    WeightReceiver._flip = fails
+
+
+@torch.no_grad()
+def recovers(state, store: Path) -> str:
+    """What a round says behind `recover`, where this rank makes no new receiver."""
+    WeightReceiver._flip = getattr(state, "flip", WeightReceiver._flip)
+    epmoe.recover(state.ep, store, lambda moves: None, last_call_s=SOON_S)
+    assert not state.ep.capture_is_valid(state.ep.generation)
+    with pytest.raises(epmoe.EPStateError) as refused:
+        state.model(state.tokens)
+    return str(refused.value)
+
+
+@torch.no_grad()
+def receives_again(state, folder: str, version: int | None) -> int:
+    state.model = Model(state.ep, 0)
+    state.receiver = WeightReceiver(
+        state.ep, state.model, folder, dense=state.model.take_routers, version=version
+    )
+    assert state.ep.capture_is_valid(state.ep.generation)
+    state.model(state.tokens)
+    return state.receiver.version
+
+
+@pytest.mark.parametrize("mixed", [True, slow(False)])
+@pytest.mark.parametrize("by", ["files"])
+def test_survivors_do_not_serve_until_they_have_one_version(host, tmp_path, by, mixed):
+    """One has flipped and one has not, a third one dies, and the version has gone; or all have the
+    same one, and lost experts come from elsewhere.
+    """
+    folder = host.weights[0]
+    for name in SERVERS:
+        host.processes[name].kill()
+        host.processes[name].join(SOON_S)
+    begin(host, THREE, create_server, *host.weights, 3)
+    assert host.succeed(THREE, serves, 2) == [2] * 3
+    if mixed:
+        host.succeed([3], does_not_flip)
+        host.succeed([4], end, "server", "flips")
+        host.start(THREE, serves, LAST)
+        host.succeed(TRAINERS, sends, LAST)
+        ends(host, 4)
+        assert all("Error" in error for error in host.results([2, 3]))
+    else:
+        host.processes[4].kill()
+    for part in Path(folder).glob("v*"):
+        part.unlink()
+    said = host.do([2, 3], recovers, tmp_path / "store")
+    for each in said:
+        if mixed:
+            assert "rank 0 has version 3 of trainer" in each and "rank 1 has version 2 of" in each
+        else:
+            assert "some of them have come from elsewhere" in each
+        assert "make a new WeightReceiver on all ranks" in each, each
+    # The host gives all of them the same, or the trainer does.
+    assert host.do([2, 3], receives_again, folder, 7) == [7, 7]
+    host.succeed(TRAINERS, sends, LAST + 5)
+    assert host.succeed([2, 3], receives_again, folder, None) == [LAST + 5] * 2

@@ -171,16 +171,41 @@ def test_nothing_is_left_for_the_destructor_of_nccl(monkeypatch):
 @pytest.mark.parametrize("before", [{}, {"TORCH_NCCL_BLOCKING_WAIT": "0"}])
 def test_a_group_has_no_watchdog(monkeypatch, before):
     """torch starts none for a group that is made under this variable. The groups of the program
-    keep theirs.
+    keep theirs: "0" is torch's default. The variable is not removed again, since the C library
+    moves others then, which other threads may read.
     """
     monkeypatch.setattr(os, "environ", {**before})
     monkeypatch.setattr(
         nccl, "dist", Mock(**{"ProcessGroupNCCL.side_effect": lambda *_: {**os.environ}})
     )
     monkeypatch.setattr(nccl, "_get_default_store", Mock())
-    assert (
-        nccl.nccl_group("group", 0, 2) == {"TORCH_NCCL_BLOCKING_WAIT": "1"} and os.environ == before
-    )
+    assert nccl.nccl_group("group", 0, 2) == {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    assert os.environ == {"TORCH_NCCL_BLOCKING_WAIT": "0"}
+
+
+def test_groups_that_two_threads_make_at_once_have_none(monkeypatch):
+    """One that restores the variable does not take it from the other."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(nccl, "_get_default_store", Mock())
+    second_is_made = Event()
+
+    def make(_: object, rank: int, *__: object) -> str | None:
+        if rank == 0:
+            second.start()
+            second_is_made.wait(0.2)  # it is not, but without the lock
+        return os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+
+    found: list[object] = []
+
+    def make_second() -> None:
+        found.append(nccl.nccl_group("second", 1, 2))
+        second_is_made.set()
+
+    second = Thread(target=make_second)
+    monkeypatch.setattr(nccl, "dist", Mock(**{"ProcessGroupNCCL.side_effect": make}))
+    found.append(nccl.nccl_group("first", 0, 2))
+    second.join()
+    assert found == ["1", "1"] and os.environ == {"TORCH_NCCL_BLOCKING_WAIT": "0"}
 
 
 @pytest.mark.parametrize(

@@ -14,77 +14,83 @@ import os
 import pickle
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epmoe.group.peers import Peers
+from epmoe.group.peers import Peers, whole
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
 
 _METADATA = ".metadata"
 _SHARDS = "shards-"
+_PREPARED = "published"  # the metadata in `shards-…`, until it is that of the folder
 
 
-def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers) -> None:
-    """Write a state dict, of which each rank has its own part; see `epmoe.checkpoint.save`.
-    Collective.
+def save(
+    state_of: Callable[[], Mapping[str, Any]], folder: str | os.PathLike[str], peers: Peers
+) -> None:
+    """Write the state dict that `state_of` returns, of which each rank has its own part; see
+    `epmoe.checkpoint.save`. Collective, one step of all ranks.
     """
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
     path = Path(folder)
-    with peers.together():
-        if "://" in os.fspath(folder):
-            raise ValueError(
-                f"{folder}: must be a path, for others give `sharded_state_dict` to torch's `save`"
-            )
-        if peers.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            _clean(path)
-    shards = path / peers.all_gather(f"{_SHARDS}{uuid.uuid4().hex[:12]}")[0]  # rank 0 names it
+    failed = f"{folder}: cannot be saved"
+    shards = f"{_SHARDS}{uuid.uuid4().hex[:12]}"  # rank 0's is that of all
+    publish = partial(_on_first, peers, partial(_publish, path / shards), failed)
     try:
-        with _telling(f"{folder}: cannot be saved", RuntimeError), peers.waiting():
-            dcp.save(dict(state), checkpoint_id=shards, process_group=peers.group)
-        with peers.together():
+        with peers.together(publish):
+            # All ranks can, or nothing is touched.
+            state = dict(state_of())
+            peers.all_gather(None)
+            if "://" in os.fspath(folder):
+                raise ValueError(
+                    f"{folder}: must be a path, for others give `sharded_state_dict` to torch's "
+                    "`save`"
+                )
             if peers.rank == 0:
-                _publish(shards)
+                path.mkdir(parents=True, exist_ok=True)
+                _clean(path)
+            shards = peers.all_gather(shards)[0]
+            write = partial(dcp.save, state, checkpoint_id=path / shards, process_group=peers.group)
+            _by_torch(write, peers, failed, RuntimeError)
+            if peers.rank == 0:
+                _prepare(path / shards)
     finally:
         if peers.rank == 0:
-            _clean(path)
+            with suppress(ValueError):  # a folder that cannot be read has been refused already
+                _clean(path)
 
 
 def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) -> None:
-    """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective. All ranks
-    read one checkpoint, even while another is saved.
+    """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective, in a step of
+    `Peers.together`. All ranks read one checkpoint, even while another is saved.
     """
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
-    with peers.together():
-        shards = _shards(path)
-    path /= peers.all_gather(shards)[0]
-    with (
-        _telling(f"{folder}: has no checkpoint of this model and optimizer", ValueError),
-        peers.waiting(),
-    ):
-        dcp.load(state, checkpoint_id=path, process_group=peers.group)
+    path /= peers.all_gather(_shards(path))[0]
+    read = partial(dcp.load, state, checkpoint_id=path, process_group=peers.group)
+    what = f"{folder}: has no checkpoint of this model and optimizer"
+    _by_torch(read, peers, what, ValueError)
 
 
 @contextmanager
 def appearing(folder: str | os.PathLike[str], peers: Peers) -> Iterator[tuple[Path, Path]]:
     """A folder that appears as a whole or not at all: its path, and that of a hidden folder beside
-    it, which rank 0 makes, and which gets the name at the end unless a rank raises. Collective.
+    it, which rank 0 makes, and which gets the name at the end unless a rank raises. Collective, one
+    step of all ranks.
     """
     target = Path(folder).resolve()
     hidden = target.with_name(f".{target.name}.partial")
+    name = partial(_rename, hidden, target)
     try:
-        yield target, hidden
-        with peers.together():
-            if peers.rank == 0:
-                os.rename(hidden, target)
-                sync(target.parent)
+        with peers.together(partial(_on_first, peers, name, f"{target}: cannot be saved")):
+            yield target, hidden
     finally:
         if peers.rank == 0:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -97,6 +103,39 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _on_first(peers: Peers, change: Callable[[], object], failed: str) -> None:
+    """A change by rank 0, of whose outcome all ranks hear, in the last word of a step.
+
+    Raises RuntimeError, on all ranks.
+    """
+    why = ""
+    if peers.rank == 0:
+        try:
+            change()
+        except OSError as error:
+            why = str(error)
+    why = peers.all_gather(why)[0]
+    if why:
+        raise RuntimeError(f"{failed}: {why}")
+
+
+def _rename(hidden: Path, target: Path) -> None:
+    os.rename(hidden, target)
+    sync(target.parent)
+
+
+def _by_torch(call: Callable[[], object], peers: Peers, failed: str, kind: type[Exception]) -> None:
+    """A collective call of torch's checkpoints in a step of all ranks. Its errors begin with
+    `failed`.
+    """
+
+    def work() -> None:
+        with _telling(failed, kind), peers.waiting():
+            call()
+
+    whole([peers], work)
 
 
 @contextmanager
@@ -132,18 +171,24 @@ def _shards(path: Path) -> str:
     return first if first.startswith(_SHARDS) else ""
 
 
-def _publish(shards: Path) -> None:
-    """Let the folder around `shards` be this checkpoint."""
+def _prepare(shards: Path) -> None:
+    """Write the metadata that lets the folder around `shards` be this checkpoint, and wait for the
+    disk.
+    """
     metadata = _read(shards)
     metadata.storage_data = {
         index: dataclasses.replace(info, relative_path=f"{shards.name}/{info.relative_path}")
         for index, info in metadata.storage_data.items()
     }
-    unnamed = shards / "published"
-    unnamed.write_bytes(pickle.dumps(metadata))
-    for written in (unnamed, shards, shards.parent):
+    prepared = shards / _PREPARED
+    prepared.write_bytes(pickle.dumps(metadata))
+    for written in (prepared, shards, shards.parent):
         sync(written)
-    os.replace(unnamed, shards.parent / _METADATA)
+
+
+def _publish(shards: Path) -> None:
+    """Let the folder around `shards` be this checkpoint."""
+    os.replace(shards / _PREPARED, shards.parent / _METADATA)
     sync(shards.parent)
 
 

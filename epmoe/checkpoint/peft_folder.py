@@ -7,6 +7,7 @@ from typing import Any
 
 from epmoe.checkpoint.folders import appearing
 from epmoe.group.collective import all_ranks, naming
+from epmoe.group.peers import whole
 from epmoe.training.models import expert_parallels
 
 
@@ -33,18 +34,20 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
         all_ranks(eps) as peers,
         appearing(folder, peers) as (target, hidden),
     ):
-        with peers.together():
-            if not hasattr(model, "peft_config"):
-                raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
-            if peers.rank == 0 and target.exists():
-                raise ValueError(f"{target}: must not exist yet")
-            state = model.state_dict()
-            parts = _parts(model, state)
-        with peers.waiting():
-            state |= {key: value.full_tensor() for key, value in parts.items()}
-        with peers.together():
-            if peers.rank == 0:
-                model.save_pretrained(hidden, state_dict=state, **options)
+        if not hasattr(model, "peft_config"):
+            raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
+        if peers.rank == 0 and target.exists():
+            raise ValueError(f"{target}: must not exist yet")
+        state = model.state_dict()
+        parts = _parts(model, state)
+
+        def gather_parts() -> None:
+            with peers.waiting():
+                state.update({key: value.full_tensor() for key, value in parts.items()})
+
+        whole([peers], gather_parts)
+        if peers.rank == 0:
+            model.save_pretrained(hidden, state_dict=state, **options)
 
 
 def _parts(model: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, GateBias, Safetens
 from epmoe.checkpoint.state_dicts import gather
 from epmoe.config.from_hf import PARTS
 from epmoe.group.collective import all_ranks, naming, peers_of
+from epmoe.group.peers import whole
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import local_view
 from epmoe.native.arguments import dtype_name
@@ -98,29 +99,30 @@ def save_pretrained(
         all_ranks(eps) as peers,
         appearing(folder, peers) as (target, hidden),
     ):
-        with peers.together():
-            files = _files(_tensors(module, layers, eps, source), max_shard_bytes)
-            described = [(name, [each[:3] for each in tensors]) for name, tensors in files.items()]
-            digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        # All ranks know the tensors of each file.
+        files = _files(_tensors(module, layers, eps, source), max_shard_bytes)
+        described = [(name, [each[:3] for each in tensors]) for name, tensors in files.items()]
+        digest = hashlib.sha256(repr(described).encode()).hexdigest()
         if len(set(peers.all_gather(digest))) > 1:
             raise ValueError(
                 "ranks must have the same model and `like`, got other names, dtypes or shapes"
             )
+        # Rank 0 makes the folder.
+        if peers.rank == 0:
+            experts = layers[0][1].experts if layers else next(module.parameters())
+            _begin(source, target, hidden, files, dtype_name(experts.dtype))
+        peers.all_gather(None)
+        # Each rank writes what it alone has.
         mine = {(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
-        with peers.together():
-            if peers.rank == 0:
-                experts = layers[0][1].experts if layers else next(module.parameters())
-                _begin(source, target, hidden, files, dtype_name(experts.dtype))
-        with peers.together():
-            for name, tensors in files.items():
-                if tensors[0].owner in mine:
-                    _write(hidden / name, _gathered(tensors))
+        for name, tensors in files.items():
+            if tensors[0].owner in mine:
+                _write(hidden / name, _gathered(tensors))
+        # Rank 0 writes what others have parts of.
         for name, tensors in files.items():
             if tensors[0].owner is None:
-                gathered = _gathered(tensors, kept=peers.rank == 0)
-                with peers.together():
-                    if peers.rank == 0:
-                        _write(hidden / name, gathered)
+                gathered = whole([peers], partial(_gathered, tensors, kept=peers.rank == 0))
+                if peers.rank == 0:
+                    _write(hidden / name, gathered)
 
 
 def _tensors(

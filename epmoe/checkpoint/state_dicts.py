@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from epmoe.checkpoint import folders
 from epmoe.group.collective import all_ranks, naming, peers_of, together
 from epmoe.group.errors import EPStateError
-from epmoe.group.peers import Peers
+from epmoe.group.peers import Peers, whole
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import is_spread
 from epmoe.local.weight_formats import take_rows
@@ -101,26 +102,33 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
             them.
     """
     eps = expert_parallels(module)
-    with naming("full_state_dict", eps):
-        with together(eps):
-            if any(ep.size > 1 and ep.group is None for ep in eps):
-                raise EPStateError(
-                    "this ExpertParallel is closed: its ranks have no group any more"
-                )
-            state, named = _state_of(module)
+    with naming("full_state_dict", eps), together(eps) as steps:
+        if any(ep.size > 1 and ep.group is None for ep in eps):
+            raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
+        state, named = _state_of(module)
         is_first = all(_is_first(ep) for ep in eps)
-        peers = peers_of(eps[0]) if eps else Peers.of(None)
-        for key, value in state.items():
-            whole = value
-            if id(value) in named.rows:
-                whole = gather(value.local, *named.rows[id(value)], cpu_offload=cpu_offload)
-            elif hasattr(value, "full_tensor"):
-                with peers.waiting():
-                    whole = value.full_tensor()
-            state[key] = (
-                whole.cpu() if cpu_offload and is_first and isinstance(whole, Tensor) else whole
-            )
+        peers = steps[0] if steps else Peers.of(None)
+        on_cpu = cpu_offload and is_first
+        whole(steps, partial(_gather_all, state, named, peers, cpu_offload, on_cpu))
     return state if is_first or not cpu_offload else {}
+
+
+def _gather_all(
+    state: dict[str, Any], named: _Named, peers: Peers, cpu_offload: bool, on_cpu: bool
+) -> None:
+    """Put whole tensors in place of those of which ranks have parts. Collective; with
+    `cpu_offload` other ranks than the first get nothing of use.
+    """
+    for key, value in state.items():
+        of_all = value
+        if id(value) in named.rows:
+            of_all = gather(value.local, *named.rows[id(value)], cpu_offload=cpu_offload)
+        elif hasattr(value, "full_tensor"):
+            with peers.waiting():
+                of_all = value.full_tensor()
+        if on_cpu and isinstance(of_all, Tensor):
+            of_all = of_all.cpu()
+        state[key] = of_all
 
 
 def _is_first(ep: ExpertParallel) -> bool:
@@ -216,9 +224,7 @@ def save(
     eps = expert_parallels(module)
     remedy = _PART_OF_THE_WORLD if group is None else ""
     with naming("save", eps, remedy=remedy), all_ranks(eps, group) as peers:
-        with peers.together():
-            state = sharded_state_dict(module, optimizer)
-        folders.save(state, folder, peers)
+        folders.save(partial(sharded_state_dict, module, optimizer), folder, peers)
 
 
 def load(
@@ -244,25 +250,28 @@ def load(
 
     eps = expert_parallels(module)
     remedy = _PART_OF_THE_WORLD if group is None else ""
-    with naming("load", eps, remedy=remedy), all_ranks(eps, group) as peers:
-        with peers.together():
-            state, named = _state_of(module, optimizer)
+    with naming("load", eps, remedy=remedy), all_ranks(eps, group) as peers, peers.together():
+        # All ranks can, or nothing is touched.
+        state, named = _state_of(module, optimizer)
+        peers.all_gather(None)
+        # Of tensors of the module, what is read is loaded.
         folders.load(state, folder, peers)
-    of_optimizer = {
-        key.removeprefix(_OPTIMIZER): state.pop(key)
-        for key in list(state)
-        if key.startswith(_OPTIMIZER)
-    }
-    _set_state(
-        module,
-        {
-            key: named.lists.get(id(value), getattr(value, "local", value))
-            for key, value in state.items()
-        },
-    )
-    if optimizer is not None:
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(module, optimizer, of_optimizer, options=options)
+        # The rest, and the state of the optimizer.
+        of_optimizer = {
+            key.removeprefix(_OPTIMIZER): state.pop(key)
+            for key in list(state)
+            if key.startswith(_OPTIMIZER)
+        }
+        _set_state(
+            module,
+            {
+                key: named.lists.get(id(value), getattr(value, "local", value))
+                for key, value in state.items()
+            },
+        )
+        if optimizer is not None:
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            set_optimizer_state_dict(module, optimizer, of_optimizer, options=options)
 
 
 def check_held(state: Tensor, ep: ExpertParallel, want: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.group.waiting import first_answer
+from epmoe.native.streams import HIGH, own_stream
 
 LONG_S = 0.2
 """Longer than a copy takes on a GPU that works, and shorter than any deadline."""
@@ -21,12 +22,9 @@ LONG_S = 0.2
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """One for all buffers: the driver has few queues, in which a copy may wait behind a kernel of
-    another stream.
-
-    Its priority is one that streams of models rarely have: torch hands out the same few streams
-    again and again.
+    another stream. Streams of models rarely have its priority, nor then its queue.
     """
-    return torch.cuda.Stream(device, priority=-1)
+    return own_stream(device, HIGH)
 
 
 class Peek:

@@ -4,6 +4,7 @@ few of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 from weakref import ref
@@ -64,6 +65,9 @@ class Templates:
         self._element = self._payload.element
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
+        # Raises EPStateError while no round may begin. So there are no templates by then, and calls
+        # of a known kind do not ask.
+        self.check_weights: Callable[[], object] = lambda: None
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
         """The template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its token
@@ -104,6 +108,7 @@ class Templates:
                 return template, T
         except (AttributeError, TypeError, ValueError):
             pass  # not even tensors of two dimensions: `_check` raises
+        self.check_weights()
         _check(self._config, self._device, call)
         template = self._new(RoundShape(*key))
         self._templates[key] = template

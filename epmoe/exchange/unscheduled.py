@@ -29,6 +29,7 @@ from torch import Tensor
 
 from epmoe.group.waiting import first_answer
 from epmoe.native import layouts
+from epmoe.native.streams import HIGH, own_stream
 
 LOOK_S = 0.05
 """The least time between two looks before launches, and between two of polls. A look takes tens of
@@ -48,10 +49,10 @@ _QUEUES = 8  # by default, see CUDA_DEVICE_MAX_CONNECTIONS
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
     """One in each hardware queue, for all copies of now. Their priority is that of `Peek`.
 
-    torch's pool hands streams out in the order in which it has made them, and so has the driver
-    given them queues.
+    The driver gives the streams of a priority their queues by turns, in the order in which they are
+    made.
     """
-    return [torch.cuda.Stream(device, priority=-1) for _ in range(_QUEUES)]
+    return [own_stream(device, HIGH) for _ in range(_QUEUES)]
 
 
 class CopyInStream:

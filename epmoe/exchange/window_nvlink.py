@@ -16,6 +16,7 @@ from epmoe.exchange.window import check_room, map_windows
 from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
 from epmoe.group.waiting import first_answer
+from epmoe.native.streams import own_stream
 
 # After the end of a process, until what it has stored is here and waits have seen it.
 _LAST_WORDS_S = 0.02
@@ -58,7 +59,7 @@ class NVLinkWindow:
         self._words = [window.view(torch.int64) for window in self.regions]
         self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
         self._stores = itertools.count()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(device)
         self._dead_at = dead_at
         self.deaths = Deaths(processes, self._note)
 

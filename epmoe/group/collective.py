@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,11 +28,24 @@ def peers_of(ep: Member) -> Peers:
 
 
 @contextmanager
-def together(eps: Sequence[Member]) -> Iterator[None]:
-    """A step of `Peers.together` over the ranks of each."""
-    with ExitStack() as steps:
-        for ep in eps:
-            steps.enter_context(peers_of(ep).together())
+def together(eps: Sequence[Member]) -> Iterator[list[Peers]]:
+    """A step of `Peers.together` over the ranks of each, for `whole`."""
+    steps = [peers_of(ep) for ep in eps]
+    with _nested(steps):
+        yield steps
+
+
+@contextmanager
+def _nested(steps: Sequence[Peers]) -> Iterator[None]:
+    """The steps, each within the one before.
+
+    Without an ExitStack, whose frame keeps an exception, and that its frames: a step that a signal
+    handler has kept from its last word reports when it is collected.
+    """
+    if not steps:
+        yield
+        return
+    with steps[0].together(), _nested(steps[1:]):
         yield
 
 

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
+from typing import Any
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import OPENING_ANSWER_S
@@ -45,6 +46,9 @@ class JoinRequest:
     spread_lost: bool = False  # that of `ExpertParallel.resume`
     process: str = field(default_factory=name_of_process)
     seat: int = _NEW  # in the groups so far
+    versions: list[Any] = field(
+        default_factory=list
+    )  # of a trainer's weights that the rank has: `HeldVersions.said`
     attempt: str = field(
         default_factory=lambda: secrets.token_hex(8)
     )  # rank 0's names this attempt to open a group

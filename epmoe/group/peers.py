@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from epmoe.group.errors import EPStateError
-from epmoe.group.waiting import Whole
+from epmoe.group.waiting import Whole, as_on_this_thread
 
 _Value = TypeVar("_Value")
 _KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
@@ -178,8 +178,12 @@ class Peers:
 
     def _agree(self, then: Callable[[], object]) -> None:
         """The last word of a step that has succeeded here."""
-        self._raise_reported(self._gather_values((None, None)))
+        self._hear()
         then()
+
+    def _hear(self) -> None:
+        """A word of all ranks that none has failed so far. Raises _ReportedError."""
+        self._raise_reported(self._gather_values((None, None)))
 
     def _report(self, error: BaseException) -> None:
         """Report that this rank has failed. Raises _ReportedError where another's error explains
@@ -218,12 +222,7 @@ class Peers:
         """
         if self.group is None:
             return [value]
-        gathers = Whole(partial(self._gather_values, value))
-        try:
-            return gathers.run()
-        except BaseException:
-            gathers.settle()
-            raise
+        return _do_whole(partial(self._gather_values, value))
 
     def _gather_values(self, value: _Value) -> list[_Value]:
         if self.group is None:
@@ -254,3 +253,34 @@ class Peers:
         with self.waiting():
             self.group.allgather([rows], [tensor], options).wait()
         return [row.numpy().tobytes() for row in rows]
+
+
+def whole(steps: Sequence[Peers], work: Callable[[], _Value]) -> _Value:
+    """Collective calls that are no `all_gather`, such as torch's, in a step of `Peers.together` of
+    each of `steps`, the outermost first.
+
+    All ranks begin `work`, since none has failed so far, and come to its end: a signal handler's
+    exception is raised before it, in place of which the others then hear of it, or behind it. So
+    it runs on another thread, with what torch keeps for this one.
+    """
+    steps = [peers for peers in steps if peers.group is not None]
+    if not steps:
+        return work()
+
+    def begin_together() -> _Value:
+        # As a rank that has failed reports it: from the innermost step on.
+        for peers in reversed(steps):
+            peers._hear()
+        return work()
+
+    return _do_whole(as_on_this_thread(begin_together))
+
+
+def _do_whole(work: Callable[[], _Value]) -> _Value:
+    """The work, once and to its end. What a signal handler raises is raised before it or after."""
+    calls = Whole(work)
+    try:
+        return calls.run()
+    except BaseException:
+        calls.settle()
+        raise

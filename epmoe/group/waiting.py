@@ -74,6 +74,31 @@ def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0
     return ask()
 
 
+def as_on_this_thread(work: Callable[[], _Value]) -> Callable[[], _Value]:
+    """Work for a new thread, which finds there what torch keeps for each thread: whether there are
+    gradients and inference mode, the current GPU, and the current streams.
+    """
+    gradients = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    streams: list[torch.cuda.Stream] = []
+    device = 0
+    if torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+        everywhere = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
+        # Setting a stream makes a context on its GPU, which one with a stream of its own has.
+        streams = [stream for stream in everywhere if stream.cuda_stream]
+
+    def call() -> _Value:
+        for stream in streams:
+            torch.cuda.set_stream(stream)
+        if streams or device:
+            torch.cuda.set_device(device)
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            return work()
+
+    return call
+
+
 class Whole(Generic[_Value]):
     """Work that is done once and to its end, or not at all, whatever signal handlers raise.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.group.waiting import device_ends, first_answer
+from epmoe.native.streams import own_stream
 
 _GLANCE_S, _LATE_S = 2e-4, 60.0  # between two looks at copies, and until they are late
 
@@ -47,7 +48,8 @@ class GpuCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream, self._end = torch.cuda.Stream(device), torch.cuda.Event()
+        self._stream = own_stream(device)
+        self._end = torch.cuda.Event()
         self.memory = GpuMemory(device, self._await_end)
         self.begin_thread = (
             self.memory.relax_captures
@@ -62,7 +64,6 @@ class GpuCopies:
             try:
                 yield
             finally:
-                # torch may have given others this stream, too: it need not become idle
                 self._end.record()
             self._await_end()
 

@@ -18,6 +18,7 @@ from epmoe.exchange.peek import Peek
 from epmoe.exchange.window import SharedMemoryWindow, Window
 from epmoe.group.errors import EPStateError
 from epmoe.native import ops
+from epmoe.native.streams import HIGH, own_stream
 
 _WORDS = "moves.words"
 _IN_FLIGHT = 4096  # words on their way, at most
@@ -102,8 +103,8 @@ class MailOnGPU(Mail):
         super().__init__(exchange)
         self._streams = exchange.streams
         device = self._board.device
-        self._uploads = torch.cuda.Stream(device)
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._uploads = own_stream(device)
+        self._stream = own_stream(device, HIGH)
         self._event = torch.cuda.Event()
         self._posted = torch.empty(_IN_FLIGHT, dtype=torch.int64, pin_memory=True)
         self._posts = 0

@@ -159,7 +159,9 @@ class WeightReceiver:
         self._begun = _NONE  # the last version that the thread has begun to stage
         self._staged: Version | None = None  # the thread's, until the flip
         self._looked = 0.0
-        with naming("WeightReceiver", [ep]), (peers := peers_of(ep)).together():
+        self._layers: dict[str, Any] = {}
+        peers = peers_of(ep)
+        with naming("WeightReceiver", [ep]), peers.together(self._settle_versions):
             if ep.live is not None:
                 raise ValueError(
                     "`ep` must have experts that stay where they are, to receive weights"
@@ -287,6 +289,10 @@ class WeightReceiver:
         assert mine is not None, "it has been compared"
         self._target = mine.version
         self.version = mine.version
+
+    def _settle_versions(self) -> None:
+        """All ranks have one version in these layers."""
+        self._ep.versions.settle(self._layers.values())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

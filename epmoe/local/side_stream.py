@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from epmoe.native.streams import own_stream
+
 _streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 
@@ -34,7 +36,7 @@ class SideStream:
             self._result = work(x)
             return
         device = x.get_device()
-        stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
+        stream = _streams.get(device) or _streams.setdefault(device, own_stream(x.device))
         stream.wait_event(start)
         with torch.cuda.stream(stream):
             self._result = work(x)

@@ -163,6 +163,9 @@ _library.define(
 _library.define("layouts() -> str")  # see epmoe/native/layouts.py
 # Raises RuntimeError, with a sentence for users, if the other operators cannot work on GPUs here.
 _library.define("load_cuda() -> ()")
+# CUDA only (epmoe/native/streams.py): a stream by its handle, and whether it was idle and has gone.
+_library.define("make_stream(int device, int priority) -> int")
+_library.define("end_stream(int stream) -> bool")
 
 
 @torch.library.register_fake("epmoe::route")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import Array, Structure, c_int64
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, ClassVar
 from weakref import WeakMethod
 
@@ -28,6 +28,7 @@ from epmoe.group.board import RollCall
 from epmoe.group.waiting import interruptible
 from epmoe.native import ops
 from epmoe.native.layouts import struct
+from epmoe.native.streams import HIGH, own_stream
 from epmoe.rail.memory import written_by_replays
 from epmoe.rail.rail import RailError, Transfer
 
@@ -37,8 +38,11 @@ _GLANCE_S = 1e-3
 _NEVER = timedelta(days=7)  # torch's own deadline, which would come without names
 # A group made under it has no watchdog, which, once a transfer has failed, would hold up the end of
 # the group for 60 s and have torch end the processes of all ranks. Only `Work.wait` blocks, and
-# `start` gets no `Work`.
+# `start` gets no `Work`. The constructor of torch's group reads it (2.11 to 2.14), and no option of
+# the group's says the same.
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+_WITH_WATCHDOG = "0"  # as without the variable
+_making = Lock()  # another group of ours is not made between the two values
 
 
 def words_of(shown: Tensor) -> tuple[Array[c_int64], Structure]:
@@ -66,9 +70,7 @@ class NcclRail:
         self._device = device
         self._others = [int(one != rank) for one in ranks]
         self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
-        # Of a priority that streams of models rarely have: torch hands out the same few streams
-        # again and again.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = own_stream(device, HIGH)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         # `_meet` runs on another thread, which may not know the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -195,18 +197,20 @@ def _first_that_works(*calls: Callable[[], None]) -> None:
 def nccl_group(name: str, rank: int, size: int) -> Any:
     """A group of a name that no other group has had; see `gloo_group`. It connects at its first
     transfer.
+
+    What another thread may see of the variable: a group of the program's that it makes in this
+    moment, of some microseconds, has no watchdog. It may read any variable meanwhile: this one
+    stays, since the C library moves others when it removes one, and changing a value moves none.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
-    before = os.environ.get(_NO_WATCHDOG)
-    try:
-        os.environ[_NO_WATCHDOG] = "1"
-        return dist.ProcessGroupNCCL(
-            dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options
-        )
-    finally:
-        del os.environ[_NO_WATCHDOG]
-        if before is not None:
+    store = dist.PrefixStore(f"epmoe/{name}", _get_default_store())
+    with _making:
+        before = os.environ.get(_NO_WATCHDOG, _WITH_WATCHDOG)
+        try:
+            os.environ[_NO_WATCHDOG] = "1"
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
             os.environ[_NO_WATCHDOG] = before
 
 

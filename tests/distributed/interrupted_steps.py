@@ -1,11 +1,11 @@
-"""Steps of all ranks in which a signal handler raises on rank 1, at every place in turn."""
+"""Steps of all ranks in which a signal handler raises on one, at every place in turn."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,17 +23,18 @@ FILES = {module.__file__ for module in (collective, contextlib, join, peers, wai
 
 
 class Handler:
-    """A signal handler that raises once, behind so many steps of `FILES` from `arm` on."""
+    """A signal handler that raises once, behind so many steps of `files` from `arm` on."""
 
-    def __init__(self, events: int) -> None:
+    def __init__(self, events: int, files: Container[str | None] = FILES) -> None:
         self.left = events
+        self.files = files
         self.has_raised = False
 
     def arm(self) -> None:
         sys.setprofile(self._profile)
 
     def _profile(self, frame: FrameType, what: str, _: object) -> None:
-        if frame.f_code.co_filename not in FILES or what not in ("call", "c_return"):
+        if frame.f_code.co_filename not in self.files or what not in ("call", "c_return"):
             return
         self.left -= 1
         if self.left < 0:
@@ -60,16 +61,24 @@ def outcome_of(step: Callable[[], object]) -> str:
         return type(error).__name__
 
 
-def steps_until_whole(rank: int, step: Callable[[Callable[[], None]], None]) -> Iterator[list[str]]:
-    """What a step becomes on each rank, while a handler raises on rank 1 behind 0, 1, 2, … steps.
+def steps_until_whole(
+    rank: int,
+    step: Callable[[Callable[[], None]], None],
+    *,
+    victim: int = 1,
+    files: Container[str | None] = FILES,
+    stride: int = 1,
+) -> Iterator[list[str]]:
+    """What a step becomes on each rank, while a handler raises on `victim` behind 0, 1, 2, … steps
+    of `files`, or each `stride`-th of them.
 
     `step` calls its argument once it has begun. The last outcomes are those of a step in which no
     handler has raised.
     """
-    for events in itertools.count():
-        handler = Handler(events)
-        arm = handler.arm if rank == 1 else lambda: None
+    for events in itertools.count(0, stride):
+        handler = Handler(events, files)
+        arm = handler.arm if rank == victim else lambda: None
         yield of_all(outcome_of(partial(step, arm)))
-        if not of_all(handler.has_raised)[1]:
+        if not of_all(handler.has_raised)[victim]:
             assert events > 10
             return

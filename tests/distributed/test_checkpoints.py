@@ -5,18 +5,22 @@ torch.distributed.checkpoint.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exchanges import make_config
-from helpers import randn
+from helpers import randn, slow
+from interrupted_steps import FILES, of_all, steps_until_whole
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from epmoe import EPStateError, ExpertParallel, MoELayer, checkpoint
+from epmoe.checkpoint import folders, state_dicts
 from epmoe.local.spread import is_spread, local_view
 from epmoe.local.weight_formats import take_rows
 from epmoe.native.arguments import MXFP4
@@ -284,6 +288,81 @@ def test_a_part_of_the_ranks_saves_and_loads(ep_over, folder, rank, size):
         checkpoint.load(other, folder / "saved", group=first)
         assert_holds(other)
     dist.barrier()
+
+
+PLACES = FILES | {folders.__file__, state_dicts.__file__}
+"""Where a rank is in a call of `epmoe.checkpoint`."""
+AT_ONCE_S = 10.0
+"""Far less than the 60 s of `exchange.warmup_timeout_s`."""
+
+
+def one_value(folder: Path) -> float:
+    """What all weights of a layer have in a folder, as torch reads it."""
+    state = {
+        name: torch.full((E, *shape), -1.0)
+        for name, shape in (("experts.w_gate_up", (2 * F, D)), ("experts.w_down", (D, F)))
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    (value,) = {value for each in state.values() for value in each.flatten().tolist()}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("call", "victim", "stride"),
+    [
+        *((call, victim, 41) for call in ("save", "load", "full") for victim in (0, 1)),
+        *(slow(call, victim, 1) for call in ("save", "load", "full") for victim in (0, 1)),
+    ],
+)
+def test_all_ranks_raise_wherever_a_handler_raises(
+    ep_over, folder, rank, size, call, victim, stride
+):
+    """In a group that goes on: the others hear of it at once. The folder has the new checkpoint
+    where the step has succeeded, on all ranks, and the old one otherwise.
+    """
+    ep = ep_over(size)
+    assert ep.group is not None
+    layer = MoELayer.from_full(ep, **full()).requires_grad_(False)
+    path = folder / "saved"
+    number = 1.0
+    layer.experts.w_down.fill_(number)
+    layer.experts.w_gate_up.fill_(number)
+    checkpoint.save(layer, path, group=ep.group)
+
+    def step(begun: Callable[[], None]) -> None:
+        # A handler that raises before a rank is in the step changes nothing: others wait for it.
+        agree = state_dicts._state_of
+
+        def in_the_step(*arguments: object) -> object:
+            state_dicts._state_of = agree
+            begun()
+            return agree(*arguments)
+
+        state_dicts._state_of = in_the_step
+        if call == "save":
+            checkpoint.save(layer, path, group=ep.group)
+        elif call == "load":
+            checkpoint.load(layer, path, group=ep.group)
+        else:
+            checkpoint.full_state_dict(layer)
+
+    held = number
+    begin = time.monotonic()
+    for outcomes in steps_until_whole(rank, step, victim=victim, files=PLACES, stride=stride):
+        assert time.monotonic() - begin < AT_ONCE_S
+        others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
+        assert others in ({"whole"}, {"RuntimeError"}), outcomes
+        if call == "save":
+            if others == {"whole"}:
+                held = number
+            found = of_all(one_value(path) if rank == 0 else None)[0]
+            assert found == held, outcomes
+            number += 1
+            layer.experts.w_down.fill_(number)
+            layer.experts.w_gate_up.fill_(number)
+        begin = time.monotonic()
+    assert set(outcomes) == {"whole"}
+    assert of_all(rank) == list(range(size))
 
 
 def test_one_copy_of_each_expert_is_written(ep_over, folder, size):

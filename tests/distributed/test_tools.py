@@ -898,6 +898,13 @@ def test_an_exchange_among_own_experts_that_are_not_spread(ep):
     with pytest.raises(RuntimeError, match=r"`experts\.up` .* DDP has given all ranks those"):
         DistributedDataParallel(OwnLayer(ep))(x)
     layer = OwnLayer(ep)
+    fsdp.fully_shard(layer.experts)
+    with pytest.raises(RuntimeError, match=r"`experts\.up` has .* torch's `fully_shard` makes one"):
+        fsdp.fully_shard(layer)(x)
+    # Nobody cuts what torch is told to leave alone.
+    layer = OwnLayer(ep)
+    fsdp.fully_shard(layer, ignored_params=set(layer.experts.parameters()))(x).sum().backward()
+    layer = OwnLayer(ep)
     spread(layer.experts, ep)
     DistributedDataParallel(ignore_experts(layer))(x).sum().backward()
     assert layer.experts.up.grad.to_local().isfinite().all()

@@ -109,7 +109,7 @@ def make_config(from_hf, replicas):
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": ep_size},
         capacity=capacity,
-        routing={"renormalize": True},
+        routing={"renormalize": True, "selection_bias": True},
     )
 
 

@@ -74,6 +74,8 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     """Runs `torchrun --nproc-per-node RANKS PROGRAM`: its own agent, here, forks the ranks."""
     from epmoe.cli.launch import launch
 
+    # Not within `launch`, whose folder for temporary files the server would keep.
+    start_server()
     words = [*map(str, program)]
     code = 0
     failures = ""
@@ -149,6 +151,8 @@ def _execute_alone(program: list[str], environment: dict[str, str], files: list[
 def _execute(program: list[str], environment: dict[str, str]) -> None:
     """What a child does."""
     os.environ |= environment
+    # What the server has imported may have asked for the folder of its own TMPDIR.
+    tempfile.tempdir = None
     os.chdir(ROOT)
     torch.set_num_threads(1)
     first, *rest = program

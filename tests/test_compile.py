@@ -41,7 +41,8 @@ def ep(device):
 
 
 def config(dtype: str = "float32", **capacity: object) -> epmoe.EPConfig:
-    return alone(E, K, D, dtype, M, routing={"renormalize": True}, capacity=capacity)
+    routing = {"renormalize": True, "selection_bias": True}
+    return alone(E, K, D, dtype, M, routing=routing, capacity=capacity)
 
 
 def make_layer(ep: epmoe.ExpertParallel, seed: int = 0, **options: object) -> epmoe.MoELayer:
@@ -148,8 +149,9 @@ class Recorder(nn.Module):
             return lambda rows, expert_offsets, scales: self.ran.append(name) or rows
 
         router = randn(E, D).to(ep.device)
+        bias = torch.zeros(E, device=ep.device)
         self.layers = nn.ModuleDict(
-            {name: epmoe.MoELayer(ep, router, experts_of(name)) for name in names}
+            {name: epmoe.MoELayer(ep, router, experts_of(name), bias=bias) for name in names}
         )
 
 
@@ -197,7 +199,7 @@ def test_ids_and_weights_in_place_of_logits(ep, backend):
     for T in TOKENS:
         x = randn(T, D, seed=T).to(ep.device)
         logits = randn(T, E, seed=T + 50).to(ep.device)
-        routing = ep.route(logits)
+        routing = ep.route(logits, layer.bias)
         assert_same_bits(step(x, *routing), layer.run(x, *routing, None))
     assert compiles() <= GRAPHS
 
@@ -237,7 +239,9 @@ def test_failures_come_out_of_the_graph(device, backend):
                 raise faults.pop()
             return rows
 
-        step = compiled(epmoe.MoELayer(ep, randn(E, D).to(device), experts), backend)
+        router = randn(E, D).to(device)
+        bias = torch.zeros(E, device=device)
+        step = compiled(epmoe.MoELayer(ep, router, experts, bias=bias), backend)
         x = randn(2, D).to(device)
         y = step(x)
         with pytest.raises(

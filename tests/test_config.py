@@ -420,3 +420,4 @@ def test_deepseek_routing():
         2.5,
     )
     assert (routing.num_expert_groups, routing.top_groups) == (8, 4)
+    assert routing.selection_bias

@@ -160,6 +160,31 @@ def test_ids_alone_have_the_weights_of_the_own_router(ep, rollout, prepare):
         assert got.any() and torch.equal(got, of)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_alone_that_are_no_experts_of_a_token(ep, rollout, dtype):
+    """A token with an id twice, or with one that is no expert, takes its own router's choice, as in
+    records.
+    """
+    record, _ = rollout
+    model = model_of(ep)
+    with torch.no_grad(), recording(model) as own:
+        run(model)
+    own_choice = own[NAMES[0]][0].ids[:3]
+    other = {name: (routes[0].ids + 1) % E for name, routes in record.items()}
+    for name in NAMES:
+        other[name][0, 1] = other[name][0, 0]
+        other[name][1, 0] = -1
+        other[name][2, 0] = E
+    given = {name: ids.to(dtype) for name, ids in other.items()}
+    for grad_mode in (torch.no_grad, torch.enable_grad):
+        with grad_mode(), replay(model, given), recording(model) as again:
+            run(model)
+        first, second = (again[name][0].ids for name in NAMES)
+        assert torch.equal(first[:3], own_choice.to(first.dtype))
+        for ids, name in ((first, NAMES[0]), (second, NAMES[1])):
+            assert torch.equal(ids[3:], other[name][3:].to(ids.dtype))
+
+
 @pytest.mark.parametrize("inside", ["offloaded", "two calls", "one without"])
 def test_a_checkpoint_that_does_not_say_its_call(ep, rollout, inside):
     """It would take the experts of the router in silence."""

@@ -31,6 +31,7 @@ ROUTING = {"scoring": "sigmoid", "renormalize": True, "num_expert_groups": 4, "t
 
 
 def make_config(**routing):
+    routing.setdefault("selection_bias", True)
     return alone(E, K, D, max_tokens=M, routing=routing)
 
 
@@ -261,7 +262,9 @@ def test_batches_of_sequences(ep, shape):
 
 def test_x_for_experts_of_the_user(ep):
     """The layer knows only the config's dtype of these experts."""
-    layer = epmoe.MoELayer(ep, randn(E, D).to(ep.device), lambda rows, offsets, scales: rows)
+    router = randn(E, D).to(ep.device)
+    bias = torch.zeros(E, device=ep.device)
+    layer = epmoe.MoELayer(ep, router, lambda rows, offsets, scales: rows, bias=bias)
     want = (
         r"`x` must be float32 or float16 or bfloat16 \[T, 64\] or \[B, T, 64\], got float64 \[4, "
         r"64\]$"
@@ -273,8 +276,10 @@ def test_x_for_experts_of_the_user(ep):
 
 
 def test_a_part_left_on_another_device(ep):
+    router = randn(E, D).to("meta")
+    bias = torch.zeros(E, device=ep.device)
     layers = {
-        "router_weight": epmoe.MoELayer(ep, randn(E, D).to("meta"), make_experts(ep)),
+        "router_weight": epmoe.MoELayer(ep, router, make_experts(ep), bias=bias),
         "experts": make_layer(ep),
     }
     layers["experts"].experts.to("meta")

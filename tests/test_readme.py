@@ -32,6 +32,23 @@ def test_the_page_is_short_and_shows_how_to_begin() -> None:
     )
 
 
+def test_both_pages_install_alike() -> None:
+    """Also on a machine without GPUs, whose torch has an index of its own."""
+    shown = [
+        [
+            line.partition("#")[0].split()
+            for line in re.findall(r"^pip install [^\"\n]*$", page, re.M)
+        ]
+        for page in (README, START)
+    ]
+    readme, start = shown
+    assert readme == start[: len(readme)] and len(readme) == 2
+    indexes = [
+        set(re.findall(r"--extra-index-url (https://\S+?)`?\s", page)) for page in (README, START)
+    ]
+    assert indexes[0] == indexes[1] != set()
+
+
 def test_the_configuration_shown_is_the_ready_one(tmp_path: Path) -> None:
     shown = tmp_path / "shown.yaml"
     shown.write_text(re.findall(r"```yaml\n(.*?)```", START, re.DOTALL)[0])

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from epmoe.group.errors import EPStateError
-from epmoe.local.records import unpack_routes
-from epmoe.native.arguments import describe
+from epmoe.local.records import unpack_routes, with_own_choice
+from epmoe.native.arguments import INTS, describe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -188,8 +188,9 @@ def replay(model: nn.Module, routes: Mapping[str, Any] | Tensor | NDArray[Any]) 
             which the layer's own router weighs, with gradients; and a layer one entry for all its
             calls. Or records [tokens, layers, K] or [B, tokens, layers, K] of ids alone, a tensor
             or an array of numpy, as `pack_routes` makes them: layers are in the order of the model,
-            and each call takes the next tokens of each sequence, as in `generate`. Tokens without a
-            record take the router's choice.
+            and each call takes the next tokens of each sequence, as in `generate`. In both forms of
+            ids alone, a token whose ids are not K experts has no record, and takes the router's
+            choice.
 
     Yields:
         Nothing.
@@ -379,4 +380,6 @@ def _pair(name: str, value: Any, layer: Any) -> Routing:
     if ids.shape[1:] != (K,) or weights is not None and weights.shape != ids.shape:
         got = describe(ids) if weights is None else f"{describe(ids)} and {describe(weights)}"
         raise ValueError(f"`routes[{name!r}]` must have ids and weights [T, {K}], got {got}")
+    if weights is None and ids.dtype in INTS:
+        ids = with_own_choice(ids, layer.ep.config.model.num_experts)
     return ids, weights

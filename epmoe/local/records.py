@@ -114,7 +114,12 @@ def unpack_routes(
     dtypes = [dtype for dtype, most in BYTES.items() if num_experts <= most]
     check_tensor("routes", routes, (*dtypes, *WIDE), ("B", "tokens", num_layers, top_k))
     ids = routes.to(device, torch.int32)
-    return list(ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE).unbind(2))
+    return list(with_own_choice(ids, num_experts).unbind(2))
+
+
+def with_own_choice(ids: Tensor, num_experts: int) -> Tensor:
+    """Ids int32 or int64 [..., K], in which a token without a record takes `OWN_CHOICE`."""
+    return ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE)
 
 
 def _no_record(dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ dimension 0 is sharded. Other dimensions of the mesh have replicas, whose gradie
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -97,6 +98,8 @@ def add_hooks(module: nn.Module, *, views: bool) -> None:
     if views:
         module.register_forward_pre_hook(_to_views)
         module.register_forward_hook(_to_parameters, always_call=True)
+        # One that somebody has put in its place knows the module itself, and no replica.
+        vars(module).setdefault("forward", functools.partial(_forward_on_replica, module))
 
 
 def _refuse_rows_of_others(
@@ -146,6 +149,46 @@ def _to_parameters(module: nn.Module, *_: object) -> None:
     for _owner, made in _parametrized(module):
         if isinstance(made[-1], _Rows):
             del made[-1]
+
+
+def _forward_on_replica(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """`forward` of a replica, whose parameters stay this rank's rows. A checkpoint in it computes
+    again in the backward pass, when the module itself has its DTensors.
+    """
+    forward = type(module).forward
+    # Compiled checkpoints run no Python again, and without gradients nothing is computed again.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return forward(module, *arguments, **options)
+    replicas = _replicas_of(module)
+    before = {owner: dict(vars(replica)) for owner, replica in replicas.items()}
+    try:
+        return forward(replicas[module], *arguments, **options)
+    finally:
+        # What the call has noted, such as a statistic, is the module's.
+        for owner, replica in replicas.items():
+            for name, value in vars(replica).items():
+                if before[owner].get(name, before) is not value:
+                    vars(owner)[name] = value
+
+
+def _replicas_of(module: nn.Module) -> dict[nn.Module, nn.Module]:
+    """A copy of each module in a module, with the same values and hooks, as `DataParallel` makes
+    them. The copies have each other, and what is in the places of parameters now.
+    """
+    replicas = dict[nn.Module, nn.Module]()
+    for owner in module.modules():
+        replica = replicas[owner] = object.__new__(type(owner))
+        vars(replica).update(vars(owner))
+        vars(replica)["_parameters"] = dict(owner._parameters)
+    # They call their own `forward`, and not this one again.
+    del vars(replicas[module])["forward"]
+    for owner, replica in replicas.items():
+        modules = {
+            name: None if child is None else replicas[child]
+            for name, child in owner._modules.items()
+        }
+        vars(replica)["_modules"] = modules
+    return replicas
 
 
 def _parametrized(module: nn.Module) -> list[tuple[nn.Module, Any]]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, get_args
-from weakref import WeakSet
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.exchange.handles import RoundShape
 from epmoe.group.errors import EPStateError
-from epmoe.local.spread import unspread_rows
 from epmoe.native.arguments import (
     FLOATS,
     INTS,
@@ -28,6 +25,7 @@ from epmoe.service import ExpertParallel
 from epmoe.training.debts import Directions
 from epmoe.training.operators import train_combine, train_dispatch
 from epmoe.training.rounds import EXACT, FORWARD, ON_ROWS, Rounds
+from epmoe.training.wrappers import Wrappers
 
 WeightsOn = Literal["combine", "rows", "both"]
 MOVES = (
@@ -152,26 +150,7 @@ class TrainingExchange:
         with torch.inference_mode(False):
             self.anchor = torch.zeros(0, device=ep.device, requires_grad=True)
             """makes a round a part of every graph"""
-        self._checked_wrappers = WeakSet[DistributedDataParallel]()
-
-    def _check_owners(self) -> None:
-        """Raises RuntimeError in the forward pass of a DDP that takes experts for alike."""
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is None or self.ep.size == 1 or wrapper in self._checked_wrappers:
-            return
-        for path, owner in wrapper.module.named_modules():
-            if not any(value is self for value in vars(owner).values()):
-                continue
-            prefix = f"{path}." if path else ""
-            names = [prefix + name for name in unspread_rows(owner, self.ep.num_local_experts)]
-            alike = [name for name in names if name not in wrapper.parameters_to_ignore]
-            if alike:
-                raise RuntimeError(
-                    f"`{alike[0]}` has a row for each expert of this rank, and DDP has given all "
-                    "ranks those of rank 0: call `epmoe.training.spread(experts, ep)` and "
-                    "`ignore_experts(model)` before DDP is made"
-                )
-        self._checked_wrappers.add(wrapper)
+        self._wrappers = Wrappers(self, ep)
 
     def dispatch(
         self,
@@ -215,8 +194,8 @@ class TrainingExchange:
         Raises:
             TypeError: an argument has another type or dtype.
             ValueError: an argument has another value, shape or device.
-            RuntimeError: within DDP, whose model has this exchange in a module with experts that
-                are not spread: DDP has given rank 0's to all ranks.
+            RuntimeError: DDP or torch's `fully_shard` has a model with this exchange in a module
+                with experts that are not spread, and takes them for alike on all ranks.
             EPError: what `ExpertParallel.dispatch` raises.
         """
         if torch.compiler.is_compiling() and not fits_graphs():
@@ -269,7 +248,7 @@ class TrainingExchange:
     ) -> Opening:
         """Check the arguments of `dispatch`, with its errors, besides ids and weights."""
         if not torch.compiler.is_compiling():
-            self._check_owners()
+            self._wrappers.check()
         block = self._wire.block
         if block and (x.shape[1] % block or x.shape[1] > _MOST_FP8):
             raise ValueError(

@@ -21,7 +21,7 @@ class Model(nn.Module):
 
     def __init__(self, ep: epmoe.ExpertParallel) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(full_layer(ep, seed=10 * n, bias=n == 1)[0] for n in range(2))
+        self.layers = nn.ModuleList(full_layer(ep, seed=10 * n, bias=True)[0] for n in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.layers
@@ -34,8 +34,13 @@ def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
     compiled.
     """
     ep = make_ep(
-        experts=E, top_k=K, hidden=D, max_tokens=40, timeout_s=120.0
-    )  # ranks wait while another one compiles
+        experts=E,
+        top_k=K,
+        hidden=D,
+        max_tokens=40,
+        timeout_s=120.0,  # ranks wait while another one compiles
+        routing={"selection_bias": True},
+    )
     model = Model(ep)
     step = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     for n, tokens in enumerate(((7, 5), (0, 3), (1, 40), (4, 0), (2, 1), (0, 0), (40, 9))):

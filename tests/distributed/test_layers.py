@@ -35,6 +35,7 @@ def test_layer_equals_the_dense_one(make_ep, rank, size, dtype, bias):
         dtype=dtype,
         capacity={"alignment": 8},
         placement={"strategy": "round_robin"},
+        routing={"selection_bias": bias},
     )
     layer, weights = full_layer(ep, bias=bias)
     for T, num_tokens in [(2 * rank, None), (16, 12), (0, None), (1, 1)]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exchanges import make_config
 from tool_models import (
+    EXPERTS,
     D,
     E,
     K,
@@ -28,11 +29,13 @@ from tool_models import (
     OwnExperts,
     assert_same,
     loss_of,
+    that_call_themselves,
     tokens,
     train,
     train_alone,
     weights_of,
     whole,
+    with_checkpoint_within,
 )
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -49,6 +52,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from epmoe import ExpertParallel, checkpoint, pack_routes, recording, replay
 from epmoe.local.spread import is_spread
@@ -76,8 +80,8 @@ class Case:
     folder: Path
     models: list[nn.Module] = field(default_factory=list)
 
-    def model(self) -> Model:
-        model = Model(self.kind, self.ep)
+    def model(self, experts: type[nn.Module] | None = None) -> Model:
+        model = Model(self.kind, self.ep, experts=experts)
         self.models.append(model)
         return model
 
@@ -361,6 +365,55 @@ TOOLS |= {
     ),
     "`checkpoint_wrapper`": functools.partial(each_block, wrapper=checkpoint_wrapper),
 }
+
+
+@tool("`torch.compile` under `fully_shard`")
+def compiled_and_sharded(case: Case) -> None:
+    model = case.model()
+    for module in (*model.blocks, model):
+        (fully_shard if case.prepared else fsdp.fully_shard)(module)
+    trains(case, eagerly_compiled(model))
+
+
+@tool("`torch.compile` of each block, with `allow_unspec_int_on_nn_module`")
+def compiled_with_numbers_that_change(case: Case) -> None:
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        each_block(case, eagerly_compiled)
+
+
+class Recomputes(nn.Module):
+    """A block within a checkpoint."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = recomputed(self.module, x, use_reentrant=False)
+        return y
+
+
+@tool("`checkpoint` in what `torch.compile` takes")
+def checkpoints_within_compiled(case: Case) -> None:
+    model = case.model()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = eagerly_compiled(Recomputes(block))
+    # DDP would split the graph.
+    trains(case, fully_shard(model))
+
+
+@tool("`checkpoint` in the `forward` of experts")
+def checkpoints_within_experts(case: Case) -> None:
+    for reentrant in (False, True):
+        trains(
+            case,
+            under_ddp(case.model(with_checkpoint_within(EXPERTS[case.kind], reentrant))),
+        )
+
+
+@tool("experts that call themselves")
+def recursive_experts(case: Case) -> None:
+    trains(case, under_ddp(case.model(that_call_themselves(EXPERTS[case.kind]))))
 
 
 class Replayed(nn.Module):
@@ -844,6 +897,13 @@ def test_an_exchange_among_own_experts_that_are_not_spread(ep):
             prepare(OwnLayer(ep))
     with pytest.raises(RuntimeError, match=r"`experts\.up` .* DDP has given all ranks those"):
         DistributedDataParallel(OwnLayer(ep))(x)
+    layer = OwnLayer(ep)
+    fsdp.fully_shard(layer.experts)
+    with pytest.raises(RuntimeError, match=r"`experts\.up` has .* torch's `fully_shard` makes one"):
+        fsdp.fully_shard(layer)(x)
+    # Nobody cuts what torch is told to leave alone.
+    layer = OwnLayer(ep)
+    fsdp.fully_shard(layer, ignored_params=set(layer.experts.parameters()))(x).sum().backward()
     layer = OwnLayer(ep)
     spread(layer.experts, ep)
     DistributedDataParallel(ignore_experts(layer))(x).sum().backward()

@@ -15,6 +15,7 @@ from helpers import assert_close, randn
 from tool_models import D, E, K, Model, tokens, train_alone, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from epmoe import ExpertParallel, MoELayer
 from epmoe.local.spread import is_spread, local_view
@@ -123,3 +124,46 @@ def test_own_experts_that_call_themselves(make_ep):
         module(x).sum().backward()
         assert all(is_spread(parameter) for parameter in module.parameters())
     assert torch.equal(module.weight.grad.to_local(), torch.full_like(x, 8.0))
+
+
+class Recomputes(torch.nn.Module):
+    """Experts of one's own, with a checkpoint around what they and a part of theirs compute."""
+
+    def __init__(self, experts: int, width: int, reentrant: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((experts, width), 3.0))
+        self.part = CallsItself(experts, width)
+        self.reentrant = reentrant
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = checkpoint(self.compute, x, use_reentrant=self.reentrant)
+        return checkpoint(self.part, y, use_reentrant=self.reentrant)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            least = self.weight.amin()
+        return x * self.weight * (self.weight / least)
+
+
+@pytest.mark.parametrize("is_parametrized", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_within_own_experts(make_ep, size, reentrant, is_parametrized):
+    """It computes again with this rank's rows, where the parameters are DTensors. Gradients arrive
+    once.
+    """
+    ep = make_ep(experts=4 * size)
+    e = ep.num_local_experts
+    alone, module = (Recomputes(e, 3, reentrant).to(ep.device) for _ in range(2))
+    spread(module, ep)
+    for each in (alone, module) if is_parametrized else ():
+        torch.nn.utils.parametrize.register_parametrization(each, "weight", torch.nn.Tanh())
+    x = randn(e, 3, seed=ep.rank).to(ep.device).requires_grad_()
+    for calls in (1, 2):
+        module(x).square().sum().backward()
+        alone(x.detach().requires_grad_()).square().sum().backward()
+        assert all(is_spread(parameter) for parameter in module.parameters())
+        assert module.calls == calls
+    for got, want in zip(module.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(got.grad.to_local(), want.grad)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from helpers import randn
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from epmoe import GroupedExperts, MoELayer
 from epmoe.local.spread import local_view
-from epmoe.training import TrainingExchange, route
+from epmoe.training import TrainingExchange, fully_shard, route
 
 E = 6
 K = 2
@@ -209,4 +210,25 @@ def test_compilers_may_make_numbers_of_layers_symbolic(make_ep, rank):
         )
         got = gradients_of(compiled, layers, x)
     assert all(map(torch.equal, got, want))
+    ep.check()
+
+
+@pytest.mark.parametrize("each", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_compiled_layers_that_are_sharded(make_ep, size, rank, each):
+    """FSDP2's hooks break graphs, so that the second layer makes the numbers of the first ones
+    symbolic. Its gradients are those without a compiler.
+    """
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=120.0)
+    model = torch.nn.Sequential(*make_layers(ep, num_rows=256))
+    mesh = init_device_mesh(ep.device.type, (size,))
+    for module in (*model, model) if each else (model,):
+        fully_shard(module, mesh=mesh)
+    x = randn(T, D, seed=rank).to(ep.device)
+    torch._dynamo.reset()
+    found = []
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        call(x).square().sum().backward()
+        found.append([local_view(value.grad).clone() for value in model.parameters()])
+    assert all(map(torch.equal, *found))
     ep.check()

@@ -4,6 +4,7 @@ must not change.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import randn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from epmoe import ExpertParallel, GroupedExperts, MoELayer
 from epmoe.training import spread
@@ -39,6 +41,47 @@ class OwnExperts(nn.Module):
             for i, (first, last) in enumerate(zip(ends, ends[1:], strict=False))
         ]
         return torch.cat([*parts, rows[ends[-1] :] * 0])
+
+
+EXPERTS: dict[Kind, type[nn.Module]] = {"grouped": GroupedExperts, "own": OwnExperts}
+
+
+def with_checkpoint_within(experts: type[nn.Module], reentrant: bool) -> type[nn.Module]:
+    """Experts that compute all they do again in the backward pass."""
+
+    class Experts(experts):  # type: ignore[misc, valid-type]
+        def forward(self, rows: Tensor, *others: Any, **options: Any) -> Tensor:
+            # A reentrant checkpoint has gradients for tensors that it gets by position alone.
+            compute = functools.partial(self.compute, len(others), list(options))
+            arguments = (rows, *others, *options.values())
+            y: Tensor = checkpoint(compute, *arguments, use_reentrant=reentrant)
+            return y
+
+        def compute(self, others: int, names: list[str], rows: Tensor, *rest: Any) -> Tensor:
+            options = dict(zip(names, rest[others:], strict=True))
+            y: Tensor = super().forward(rows, *rest[:others], **options)
+            return y
+
+    return Experts
+
+
+def that_call_themselves(experts: type[nn.Module]) -> type[nn.Module]:
+    """Experts whose `forward` calls the module, which then computes."""
+
+    class Experts(experts):  # type: ignore[misc, valid-type]
+        is_called = False
+
+        def forward(self, *arguments: Any, **options: Any) -> Tensor:
+            if self.is_called:
+                return super().forward(*arguments, **options)
+            self.is_called = True
+            try:
+                y: Tensor = self(*arguments, **options)
+            finally:
+                self.is_called = False
+            return y
+
+    return Experts
 
 
 def weights_of(block: int, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,14 +136,20 @@ class Block(nn.Module):
 
 
 def block_of(
-    kind: Kind, number: int, ep: ExpertParallel | None = None, spreads: bool = True
+    kind: Kind,
+    number: int,
+    ep: ExpertParallel | None = None,
+    spreads: bool = True,
+    experts_class: type[nn.Module] | None = None,
 ) -> Block:
-    """Over the ranks of `ep`, or without one in this process alone."""
+    """Over the ranks of `ep`, or without one in this process alone. The experts are those of the
+    kind, or of a class made of it.
+    """
     router, up, down = weights_of(number, kind)
     if ep is None:
         return Block(DenseMoE(kind, router, up, down), number)
     held = ep.placement.logical_experts(ep.rank)
-    experts = (GroupedExperts if kind == "grouped" else OwnExperts)(up[held], down[held])
+    experts = (experts_class or EXPERTS[kind])(up[held], down[held])
     if spreads and kind == "own":
         spread(experts, ep)
     return Block(
@@ -111,9 +160,17 @@ def block_of(
 class Model(nn.Module):
     """Blocks, as `block_of` makes them."""
 
-    def __init__(self, kind: Kind, ep: ExpertParallel | None = None, spreads: bool = True) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        ep: ExpertParallel | None = None,
+        spreads: bool = True,
+        experts: type[nn.Module] | None = None,
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(block_of(kind, number, ep, spreads) for number in range(BLOCKS))
+        self.blocks = nn.ModuleList(
+            block_of(kind, number, ep, spreads, experts) for number in range(BLOCKS)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -1,6 +1,6 @@
 """Many storms side by side, each in processes of its own; docs/testing.md tells more.
 
-    python tests/storms.py --storms 16 --steps 1300
+python tests/storms.py --storms 16 --steps 1300
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ TESTS = Path(__file__).resolve().parent
 PATHS = [str(TESTS.parent), str(TESTS), str(TESTS / "distributed")]
 sys.path[:0] = PATHS
 ACT_STEPS = 60
+MOST_FAULTS = 20
 
 
 def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str]) -> int:
@@ -28,7 +29,7 @@ def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str]) -> 
     torch.set_num_threads(1)
     totals = Totals()
     act = first
-    while totals.counts["steps"] < steps:
+    while totals.counts["steps"] < steps and len(totals.faults) < MOST_FAULTS:
         kind = KINDS[kinds[act % len(kinds)]]
         before = totals.counts["steps"]
         length = min(ACT_STEPS, steps - before)

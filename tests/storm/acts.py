@@ -5,14 +5,26 @@ the next one begins with new processes.
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 from host import Host
-from storm.calls import RAISED, WHOLE, Moment, Outcome, call, form, of_step
+from storm.calls import (
+    RAISED,
+    WHOLE,
+    Moment,
+    Outcome,
+    call,
+    form,
+    of_regroup,
+    of_resize,
+    of_step,
+    of_wake,
+)
 
 from epmoe.group.board import Board
 from epmoe.group.store import OutlivingStore
@@ -52,6 +64,18 @@ class WrongError(AssertionError):
     """A y that the oracle does not have."""
 
 
+class GroupCalls(NamedTuple):
+    """What a rank does where its group changes. Each takes the rank's state first."""
+
+    recover: Callable
+    """with the folder of the board"""
+    resize: Callable
+    """with this folder and a size"""
+    join: Callable
+    """with this folder"""
+    wake: Callable
+
+
 class Act:
     """A group through what happens to it. `names` are its processes in the order of ranks.
 
@@ -63,6 +87,7 @@ class Act:
     """
 
     kind = ""
+    calls: GroupCalls
     steps: dict[Callable[[Self], None], float]
     """by step, how often it comes"""
     limit_s = 15.0
@@ -72,6 +97,7 @@ class Act:
 
     def __init__(self, host: Host, seed: str, totals: Totals, ranks: int) -> None:
         self.host = host
+        self.board = host.folder / "board"
         self.draw = random.Random(seed)
         self.totals = totals
         self.ranks = ranks
@@ -104,6 +130,13 @@ class Act:
 
     def play(self) -> None:
         raise NotImplementedError
+
+    def regrouped(self) -> None:
+        """The ranks are in a new group, or in new windows."""
+        raise NotImplementedError
+
+    def joined(self) -> None:
+        """New ranks are there, or a rank has gone."""
 
     def new_names(self, count: int) -> list[int]:
         first = self._newest
@@ -163,6 +196,100 @@ class Act:
             usual_s = self._usual_s.get(what, outcome.seconds)
             self._usual_s[what] = 0.8 * usual_s + 0.2 * outcome.seconds
 
+    def wake(self) -> None:
+        outcomes = self.all_call(self.calls.wake, again=of_wake)
+        if any(outcome.closed for outcome in outcomes.values()):
+            self.recover(signalled=False)
+        else:
+            slept = [name for name, one in outcomes.items() if one.ended != WHOLE and not one.hit]
+            assert not slept, f"wake: {ended(outcomes)}"
+            self.regrouped()
+
+    def recover(self, signalled: bool | None = None) -> None:
+        """All that are there go on."""
+        self.totals.counts["recoveries"] += 1
+        outcomes = self.all_call(
+            self.calls.recover, self.board, again=of_regroup, signalled=signalled
+        )
+        if any(outcome.closed for outcome in outcomes.values()):
+            # A signal while it loaded its weights: the others have gone on.
+            assert any(outcome.hit for outcome in outcomes.values()), ended(outcomes)
+            outcomes = self.all_call(
+                self.calls.recover, self.board, again=of_regroup, signalled=False
+            )
+        sizes = {outcome.size for outcome in outcomes.values()}
+        assert sizes == {len(self.names)}, f"recover: {sizes}, {ended(outcomes)}"
+        self.regrouped()
+
+    def resize(self) -> None:
+        others = [size for size in range(1, self.ranks + 1) if size != len(self.names)]
+        if not others:
+            return
+        size = self.draw.choice(others)
+        if size > len(self.names):
+            self._grow(size)
+        else:
+            self._shrink(size)
+
+    def _shrink(self, size: int) -> None:
+        stay = self.names[:size]
+        outcomes = self.all_call(
+            self.calls.resize, self.board, size, again=partial(of_resize, size)
+        )
+        stays = {name: one for name, one in outcomes.items() if name in stay}
+        leaves = {name: one for name, one in outcomes.items() if name not in stay}
+        assert all(one.closed and (one.hit or one.ended == WHOLE) for one in leaves.values()), (
+            f"resize to {size}: {ended(leaves)}"
+        )
+        for name in leaves:
+            self.end(name)
+        if any(one.closed for one in stays.values()):
+            # A signal while it loaded its weights: the others have gone on.
+            assert any(one.hit for one in stays.values()), ended(stays)
+            self.recover(signalled=False)
+            return
+        sizes = {one.size for one in stays.values()}
+        assert sizes == {size}, f"resize to {size}: {sizes}, {ended(stays)}"
+        self.regrouped()
+
+    def _grow(self, size: int) -> None:
+        """New processes join. One that a signal has thrown out of the group is ended."""
+        new = self.new_names(size - len(self.names))
+        self.host.spawn(*new)
+        signalled = self.draw.random() < 0.4
+        one = self.draw.choice([*self.names, *new])
+        for name in new:
+            moment = self.moment("join") if signalled and name == one else None
+            self.host.start([name], call, moment, of_regroup, self.calls.join, self.board)
+        self.wait_for_arrivals(len(new))
+        for name in self.names:
+            moment = self.moment("resize") if signalled and name == one else None
+            self.host.start([name], call, moment, of_regroup, self.calls.resize, self.board, size)
+        self.totals.counts["signals"] += signalled
+        outcomes = self.outcomes("resize", self.names)
+        sizes = {outcome.size for outcome in outcomes.values() if outcome.ended == WHOLE}
+        came = [name for name in new if self.host.pipes[name].poll(1.0)]
+        for name in set(new) - set(came):
+            self.end(name)
+        joined = self.outcomes("join", came)
+        whole = all_whole(outcomes) and all_whole(joined) and sizes == {len(self.names) + len(came)}
+        for name in came:
+            if joined[name].ended != WHOLE:
+                self.end(name)
+        assert signalled or whole and sizes == {size}, (
+            f"resize to {size}: {ended(outcomes)}, {ended(joined)}"
+        )
+        self.names += [name for name in came if name not in self.dead]
+        if whole:
+            self.regrouped()
+        else:
+            self.recover(signalled=False)
+        self.joined()
+
+    def in_order(self) -> None:
+        """Put the names in the order of ranks."""
+        self.names = self.host.in_order(self.names)
+
     def together(self, function: Callable, *rest: object, signalled: bool | None = None) -> list:
         """A step that is whole on all ranks or fails on all: then all call again, without a signal.
         Returns the values.
@@ -179,19 +306,23 @@ class Act:
         """A process group over a folder, which outlives each of its ranks."""
         self.host.succeed(names, form, self.host.folder / f"group-{names[0]}", names)
 
-    def wait_for_arrivals(self, folder: Path, new: int) -> None:
+    def wait_for_arrivals(self, new: int) -> None:
         """So many more calls of `join_group` have come."""
-        root = Board(OutlivingStore(folder), "epmoe")
+        root = Board(OutlivingStore(self.board), "epmoe")
         while root.read(f"arrivals/{self.arrivals + 1}"):
             self.arrivals += 1
         last = self.arrivals + new
         while not root.read(f"arrivals/{last}"):
             time.sleep(0.005)
 
-    def kill(self, name: int, number: int) -> None:
+    def kill(self, name: int, number: int = signal.SIGKILL) -> None:
+        self.totals.counts["kills"] += 1
+        self.end(name, number)
+
+    def end(self, name: int, number: int = signal.SIGKILL) -> None:
+        """A process that is no rank any more."""
         self.host.signal(name, number)
         self.dead.add(name)
-        self.totals.counts["kills"] += 1
         if name in self.names:
             self.names.remove(name)
 

@@ -85,7 +85,7 @@ class Handler:
 
 
 class Begun:
-    """Whether this rank is in a step of `Peers.together`, where its exception is told to the others.
+    """Whether this rank is in a step of `Peers.together`, which tells its exception to the others.
 
     One that is raised before changes nothing: the others wait for this rank, which calls again.
     """

@@ -8,7 +8,7 @@ import resource
 import shutil
 import signal
 import time
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from exchanges import make_config
 from helpers import randn
 from host import Host
-from storm.acts import WHOLE, Act, Outcome, Totals, WrongError, all_whole, ended
-from storm.calls import call, of_regroup, of_resize, of_wake
+from storm.acts import Act, GroupCalls, Totals, WrongError, all_whole, ended
+from storm.calls import Outcome, of_regroup
 from torch import Tensor, nn
 
 import epmoe
@@ -135,7 +135,9 @@ def take(state, moves: tuple[epmoe.Move, ...], everything: bool = False) -> None
     for i, layer in enumerate(state.model.layers):
         made = []
         full = weights(state.version, i)[1:]
-        for former, every in zip((layer.experts.w_gate_up, layer.experts.w_down), full, strict=True):
+        for former, every in zip(
+            (layer.experts.w_gate_up, layer.experts.w_down), full, strict=True
+        ):
             new = former.new_full((len(held), *former.shape[1:]), torch.nan)
             stays = min(len(new), len(former))
             new[:stays] = former[:stays]
@@ -148,10 +150,10 @@ def take(state, moves: tuple[epmoe.Move, ...], everything: bool = False) -> None
     state.memory = epmoe.SleepingWeights(state.model)
 
 
-def recover(state) -> None:
+def recover(state, board: Path) -> None:
     epmoe.recover(
         state.ep,
-        state.folder / "board",
+        board,
         lambda moves: take(state, moves),
         max_ranks=state.ep.size,
         last_call_s=LAST_CALL_S,
@@ -159,11 +161,11 @@ def recover(state) -> None:
     )
 
 
-def resize(state, size: int) -> bool:
+def resize(state, board: Path, size: int) -> bool:
     """Returns whether this rank stays."""
     return epmoe.resize(
         state.ep,
-        state.folder / "board",
+        board,
         size,
         lambda moves: take(state, moves),
         wait_s=3.0,
@@ -171,8 +173,8 @@ def resize(state, size: int) -> bool:
     )
 
 
-def join(state, folder: Path) -> None:
-    start(state, folder, epmoe.join_group(folder / "board", device=state.device, timeout_s=60))
+def join(state, board: Path) -> None:
+    start(state, board.parent, epmoe.join_group(board, device=state.device, timeout_s=60))
 
 
 def resume(state) -> None:
@@ -256,8 +258,7 @@ def lost_adapters(state) -> list[int]:
 
 @torch.no_grad()
 def play(state, rounds: int, ticks: bool, adapters: dict[int, int], seed: int) -> tuple[int, int]:
-    """Rounds that give what the oracle says. Returns the version at the end, and how many have come.
-    """
+    """Rounds that give what the oracle says. Returns the last version, and how many have come."""
     flips = 0
     rank = state.ep.rank
     for n in range(rounds):
@@ -280,9 +281,7 @@ def play(state, rounds: int, ticks: bool, adapters: dict[int, int], seed: int) -
 
 
 def create_trainer(state, folder: Path, keep: int) -> None:
-    config = make_config(
-        TRAINERS, experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=ROUND_S
-    )
+    config = make_config(TRAINERS, experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=ROUND_S)
     state.ep = epmoe.ExpertParallel(config, device=state.device)
     state.model = Model(state.ep, FIRST)
     state.sender = epmoe.WeightSender(state.model, folder / "versions", keep=keep)
@@ -315,6 +314,7 @@ class Served(Act):
     """A server of up to `ranks` ranks and a trainer of two."""
 
     kind = "served"
+    calls = GroupCalls(recover, resize, join, wake)
 
     def __init__(self, host: Host, seed: str, totals: Totals, ranks: int) -> None:
         super().__init__(host, seed, totals, ranks)
@@ -343,7 +343,7 @@ class Served(Act):
     def begin_trainer(self) -> None:
         for name in self.trainers:
             if name not in self.dead:
-                self.kill(name, signal.SIGKILL)
+                self.kill(name)
         self.trainers = self.new_names(TRAINERS)
         self.keep = self.draw.randint(2, 3)
         self.untold = dict.fromkeys(self.trainers, 0)
@@ -381,7 +381,7 @@ class Served(Act):
         time.sleep(self.draw.uniform(0.0, 0.02))
         victims = self.draw.sample(self.trainers, self.draw.randint(1, TRAINERS))
         for name in victims:
-            self.kill(name, signal.SIGKILL)
+            self.kill(name)
         alive = [name for name in self.trainers if name not in victims]
         self.host.results(alive)
         self.begin_trainer()
@@ -392,7 +392,7 @@ class Served(Act):
     def lose_folder(self) -> None:
         """Whoever ends the job of the trainer removes its folder. A server goes on."""
         for name in self.trainers:
-            self.kill(name, signal.SIGKILL)
+            self.kill(name)
         shutil.rmtree(self.folder / "versions")
         self.whole = FIRST
         self.after_folder()
@@ -422,8 +422,7 @@ class Served(Act):
         self.totals.counts["flips"] += flips
 
     def receive(self) -> None:
-        """A new receiver on all ranks, which serve one version then, or are told that they have not.
-        """
+        """A new receiver on all ranks, which serve one version then, or are told."""
         outcomes = self.all_call(receive)
         if any(outcome.hit for outcome in outcomes.values()) and not all_whole(outcomes):
             outcomes = self.all_call(receive, signalled=False)
@@ -472,15 +471,6 @@ class Served(Act):
         step = self.draw.choices([Served.wake, Served.die, Served.resize], [6, 1, 1])[0]
         step(self)
 
-    def wake(self) -> None:
-        outcomes = self.all_call(wake, again=of_wake)
-        if any(outcome.closed for outcome in outcomes.values()):
-            self.recover(signalled=False)
-        else:
-            slept = [name for name, one in outcomes.items() if one.ended != WHOLE and not one.hit]
-            assert not slept, f"wake: {ended(outcomes)}"
-            self.receive()
-
     def resume(self) -> None:
         outcomes = self.all_call(resume)
         if not all_whole(outcomes):
@@ -494,105 +484,29 @@ class Served(Act):
         if len(self.names) == 1:
             return self.resize()
         victim = self.draw.choice(self.names)
-        kill = self.in_a_while(lambda: self.kill(victim, signal.SIGKILL))
+        kill = self.in_a_while(lambda: self.kill(victim))
         calls = [
             lambda: self.rounds(10, signalled=False, meanwhile=kill),
             lambda: self.all_call(put, 0, 7, signalled=False, meanwhile=kill),
-            lambda: self.all_call(recover, again=of_regroup, signalled=False, meanwhile=kill),
+            lambda: self.all_call(
+                recover, self.board, again=of_regroup, signalled=False, meanwhile=kill
+            ),
             lambda: self.all_call(receive, signalled=False, meanwhile=kill),
             lambda: self.all_call(save, signalled=False, meanwhile=kill),
         ]
-        outcomes = self.draw.choices(calls, [5, 1, 1, 1, 1])[0]()
-        del outcomes
+        self.draw.choices(calls, [5, 1, 1, 1, 1])[0]()
         self.recover()
-        self._put_all()
-
-    def recover(self, signalled: bool | None = None) -> None:
-        """All that are there go on."""
-        self.totals.counts["recoveries"] += 1
-        outcomes = self.all_call(recover, again=of_regroup, signalled=signalled)
-        if any(outcome.closed for outcome in outcomes.values()):
-            # A signal while it loaded its weights: the others have gone on.
-            assert any(outcome.hit for outcome in outcomes.values()), ended(outcomes)
-            outcomes = self.all_call(recover, again=of_regroup, signalled=False)
-        sizes = {outcome.size for outcome in outcomes.values()}
-        assert sizes == {len(self.names)}, f"recover: {sizes}, {ended(outcomes)}"
-        self.regrouped()
-
-    def resize(self) -> None:
-        others = [size for size in range(1, self.ranks + 1) if size != len(self.names)]
-        if not others:
-            return
-        size = self.draw.choice(others)
-        if size > len(self.names):
-            self._grow(size)
-        else:
-            self._shrink(size)
-
-    def _shrink(self, size: int) -> None:
-        stay = self.names[:size]
-        outcomes = self.all_call(resize, size, again=partial(of_resize, size))
-        stays = {name: one for name, one in outcomes.items() if name in stay}
-        leaves = {name: one for name, one in outcomes.items() if name not in stay}
-        assert all(one.closed and (one.hit or one.ended == WHOLE) for one in leaves.values()), (
-            f"resize to {size}: {ended(leaves)}"
-        )
-        for name in leaves:
-            self.kill(name, signal.SIGKILL)
-        if any(one.closed for one in stays.values()):
-            # A signal while it loaded its weights: the others have gone on.
-            assert any(one.hit for one in stays.values()), ended(stays)
-            self.recover(signalled=False)
-            return
-        sizes = {one.size for one in stays.values()}
-        assert sizes == {size}, f"resize to {size}: {sizes}, {ended(stays)}"
-        self.regrouped()
-
-    def _grow(self, size: int) -> None:
-        """New processes join. One that a signal has thrown out of the group is ended."""
-        new = self.new_names(size - len(self.names))
-        self.host.spawn(*new)
-        signalled = self.draw.random() < 0.4
-        one = self.draw.choice([*self.names, *new])
-        for name in new:
-            moment = self.moment("join") if signalled and name == one else None
-            self.host.start([name], call, moment, of_regroup, join, self.folder)
-        self.wait_for_arrivals(self.folder / "board", len(new))
-        for name in self.names:
-            moment = self.moment("resize") if signalled and name == one else None
-            self.host.start([name], call, moment, of_regroup, resize, size)
-        self.totals.counts["signals"] += signalled
-        outcomes = self.outcomes("resize", self.names)
-        sizes = {outcome.size for outcome in outcomes.values() if outcome.ended == WHOLE}
-        came = [name for name in new if self.host.pipes[name].poll(1.0)]
-        for name in set(new) - set(came):
-            self.kill(name, signal.SIGKILL)
-        joined = self.outcomes("join", came)
-        whole = all_whole(outcomes) and all_whole(joined) and sizes == {len(self.names) + len(came)}
-        for name in came:
-            if joined[name].ended != WHOLE:
-                self.kill(name, signal.SIGKILL)
-        assert signalled or whole and sizes == {size}, f"resize to {size}: {ended(outcomes)}, {ended(joined)}"
-        self.names += [name for name in came if name not in self.dead]
-        if whole:
-            self.regrouped()
-        else:
-            self.recover(signalled=False)
-        self._put_all()
+        self.joined()
 
     def regrouped(self) -> None:
         """Ranks in a new group: each says what it has lost, and they get a new receiver."""
-        lost = [
-            outcome.value
-            for outcome in self.all_call(lost_adapters, signalled=False).values()
-        ]
-        ranks = self.host.succeed(self.names, rank_of)
-        self.names = [name for _, name in sorted(zip(ranks, self.names, strict=True))]
+        lost = [outcome.value for outcome in self.all_call(lost_adapters, signalled=False).values()]
+        self.in_order()
         self.receive()
         if any(lost):
-            self._put_all()
+            self.joined()
 
-    def _put_all(self) -> None:
+    def joined(self) -> None:
         """A rank that joins has no adapters, and others may have lost theirs."""
         for number in range(NUMBERS):
             self.together(put, number, None, signalled=False)
@@ -613,10 +527,6 @@ class Served(Act):
         assert all_whole(outcomes), f"behind a checkpoint: {ended(outcomes)}"
         self.version = version
         [self.version] = set(self.together(receive, version, signalled=False))
-
-
-def rank_of(state) -> int:
-    return state.ep.rank
 
 
 Served.steps = {

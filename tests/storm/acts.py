@@ -110,6 +110,8 @@ class Act:
 
     def run(self, steps: int) -> None:
         """Raises AssertionError, which says what has happened so far."""
+        frequent = [kind for kind, often in self.steps.items() if often >= 1]
+        self.coming = self.draw.sample(frequent, len(frequent))
         try:
             self.begin()
             for _ in range(steps):
@@ -118,8 +120,11 @@ class Act:
             raise AssertionError(f"{error}; behind {', '.join(self.happened[-12:])}") from error
 
     def _step(self) -> None:
-        kinds = list(self.steps)
-        step = self.draw.choices(kinds, [self.steps[kind] for kind in kinds])[0]
+        """Each frequent kind comes once before any comes again."""
+        if not self.coming:
+            kinds = list(self.steps)
+            self.coming = self.draw.choices(kinds, [self.steps[kind] for kind in kinds])
+        step = self.coming.pop()
         self.happened.append(f"{step.__name__} at {len(self.names)}")
         self.totals.counts["steps"] += 1
         step(self)

@@ -129,6 +129,7 @@ MEETINGS = {
     "a death at any write": {"deaths": 1},
     "a slow member": {"slow": (0,), "errors": 1},
     "a failed attempt": {"errors": 1},
+    "a rank loads for long": {"misses": 1},
 }
 
 
@@ -137,6 +138,7 @@ MEETINGS = {
     [
         *MEETINGS.values(),
         slow({"deaths": 2}),
+        slow({"deaths": 1, "misses": 1}),
         slow({"deaths": 1, "errors": 1}),
         slow({"deaths": 1, "slow": (0,)}),
     ],

@@ -31,7 +31,7 @@ DEAD = "dead"
 FORMED = "formed"
 FAILED = "failed"
 NEXT_GROUP = 100
-"""Attempts of the group behind the one that has formed in attempt n begin at NEXT_GROUP · (n + 1)."""
+"""Attempts of the group behind that of attempt n begin at NEXT_GROUP · (n + 1)."""
 Members = tuple[int, ...]
 # its name, where the rank is then, the words, and 1 if an attempt fails by it while all live
 Step = tuple

@@ -1,9 +1,9 @@
 """Versions of weights: what ranks of a trainer leave in a folder (epmoe/live/versions.py), and what
 ranks of a server hold and compare (epmoe/live/receiver.py, held.py).
 
-In `HoldModel` a rank says what it holds, and has real weights, which may be others. A death ends the
-group, and the next one is made of the ranks that are left; lost experts come from elsewhere. Each
-rank's `tick` and the opening of its next round are steps of their own.
+In `HoldModel` a rank says what it holds, and has real weights, which may be others. A death ends
+the group, and the next one is made of the ranks that are left; lost experts come from elsewhere.
+Each tick of a rank and the opening of its next round are steps of their own.
 """
 
 from __future__ import annotations

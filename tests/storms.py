@@ -19,7 +19,7 @@ ACT_STEPS = 60
 MOST_FAULTS = 20
 
 
-def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str]) -> int:
+def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str], each: bool) -> int:
     """A storm of this process. Returns 1 where anything was wrong."""
     import torch
     from host import Host
@@ -47,6 +47,8 @@ def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str]) -> 
                 fault = f"FAULT in {name}, step {step}: {type(error).__name__}: {error}"
                 totals.faults.append(fault)
                 print(fault, flush=True)
+        if each:
+            print(f"storm {seed}, behind act {act}: {totals}", flush=True)
         act += 1
     print(f"storm {seed}: {totals}", flush=True)
     return int(bool(totals.faults))
@@ -76,16 +78,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first storm")
     parser.add_argument("--act", type=int, default=0, help="the first act, to see a fault again")
     parser.add_argument("--kinds", default="served,moving", help="of acts, in turn")
+    parser.add_argument("--each", action="store_true", help="totals behind each act, too")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         kinds = given.kinds.split(",")
-        return run_one(given.seed, given.steps, given.ranks, given.act, kinds)
+        return run_one(given.seed, given.steps, given.ranks, given.act, kinds, given.each)
     options = [
         word
         for name in ("steps", "ranks", "act", "kinds")
         for word in (f"--{name}", str(getattr(given, name)))
     ]
+    if given.each:
+        options.append("--each")
     return run_many(given.storms, given.seed, options)
 
 

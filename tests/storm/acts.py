@@ -106,7 +106,7 @@ class Act:
         self.happened = list[str]()
         self._usual_s = dict[str, float]()
         self._newest = 0
-        self.arrivals = 0
+        self._arrivals = 0
 
     def run(self, steps: int) -> None:
         """Raises AssertionError, which says what has happened so far."""
@@ -261,12 +261,13 @@ class Act:
         """New processes join. One that a signal has thrown out of the group is ended."""
         new = self.new_names(size - len(self.names))
         self.host.spawn(*new)
+        arrivals = self.arrivals()
         signalled = self.draw.random() < 0.4
         one = self.draw.choice([*self.names, *new])
         for name in new:
             moment = self.moment("join") if signalled and name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.join, self.board)
-        self.wait_for_arrivals(len(new))
+        self.wait_for_arrivals(arrivals + len(new))
         for name in self.names:
             moment = self.moment("resize") if signalled and name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.resize, self.board, size)
@@ -311,13 +312,17 @@ class Act:
         """A process group over a folder, which outlives each of its ranks."""
         self.host.succeed(names, form, self.host.folder / f"group-{names[0]}", names)
 
-    def wait_for_arrivals(self, new: int) -> None:
-        """So many more calls of `join_group` have come."""
+    def arrivals(self) -> int:
+        """How often `join_group` has been called."""
         root = Board(OutlivingStore(self.board), "epmoe")
-        while root.read(f"arrivals/{self.arrivals + 1}"):
-            self.arrivals += 1
-        last = self.arrivals + new
-        while not root.read(f"arrivals/{last}"):
+        while root.read(f"arrivals/{self._arrivals + 1}"):
+            self._arrivals += 1
+        return self._arrivals
+
+    def wait_for_arrivals(self, count: int) -> None:
+        deadline = time.monotonic() + self.limit_s
+        while self.arrivals() < count:
+            assert time.monotonic() < deadline, "no new rank arrives"
             time.sleep(0.005)
 
     def kill(self, name: int, number: int = signal.SIGKILL) -> None:

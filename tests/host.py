@@ -212,6 +212,7 @@ def moving(
     file: Path | None = None,
     seats: int | None = None,
     timeout_s: float = FORM_S,
+    form_s: float = FORM_S,
 ) -> epmoe.EPConfig:
     placement = {
         "live": True,
@@ -220,7 +221,7 @@ def moving(
         "staging_mb": 1,
         "slots": file and str(file),
     }
-    exchange = {"warmup_timeout_s": FORM_S}
+    exchange = {"warmup_timeout_s": form_s}
     return make_config(
         ranks,
         experts=E,

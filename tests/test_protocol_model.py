@@ -3,7 +3,7 @@ rules is idle.
 
 The model's files are in tests/protocol: what a rank does in `cpu.py`, `cuda.py` and `mail.py`, how
 stores and ranks move in `machine.py`, the search in `explorer.py`, the rules in `rules.py`.
-Meetings after a death are in `board.py`.
+Meetings after a death are in `board.py`, versions of weights in `versions.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from protocol.explorer import Violation, explore
 from protocol.models import build
 from protocol.replays import KERNELS, REPLAY_RULES, SEATS, ReplayModel
 from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
+from protocol.versions import HOLD_RULES, SEND_RULES, HoldModel, SendModel
 
 SCENARIOS = {  # those of few states first, in which most rules are missed
     "some ranks send nothing": {"one_way": True},
@@ -129,6 +130,7 @@ MEETINGS = {
     "a death at any write": {"deaths": 1},
     "a slow member": {"slow": (0,), "errors": 1},
     "a failed attempt": {"errors": 1},
+    "a rank loads for long": {"misses": 1},
 }
 
 
@@ -137,6 +139,7 @@ MEETINGS = {
     [
         *MEETINGS.values(),
         slow({"deaths": 2}),
+        slow({"deaths": 1, "misses": 1}),
         slow({"deaths": 1, "errors": 1}),
         slow({"deaths": 1, "slow": (0,)}),
     ],
@@ -160,6 +163,58 @@ def test_no_rule_of_the_board_can_be_left_out(rule):
     pytest.fail(f"one group forms without the rule {rule}")
 
 
+VERSIONS_SENT = 4
+SENDS_THAT_FAIL = 3
+
+
+def test_a_whole_version_stays_and_failed_sends_are_told():
+    assert len(explore(SendModel(VERSIONS_SENT, SENDS_THAT_FAIL))) > 1000
+
+
+@pytest.mark.parametrize("rule", SEND_RULES)
+def test_no_rule_of_sends_can_be_left_out(rule):
+    with pytest.raises(Violation):
+        explore(SendModel(VERSIONS_SENT, SENDS_THAT_FAIL, rule))
+
+
+HOLDS = {  # those of few states first
+    "a flip": {"versions": 1},
+    "a flip is interrupted, and the folder goes": {"versions": 1, "interrupts": 1, "losses": 1},
+    "a rank joins a rank that has a version": {
+        "ranks": 1,
+        "versions": 1,
+        "joins": 1,
+        "losses": 1,
+    },
+    "two versions": {"versions": 2},
+    "two trainers, and a death between flips": {
+        "versions": 2,
+        "joins": 1,
+        "deaths": 1,
+        "losses": 2,
+        "rounds": 1,
+    },
+    "a death between flips": {"ranks": 3, "versions": 1, "deaths": 1, "losses": 1},
+    "two versions over three ranks": {"ranks": 3, "versions": 2},
+}
+
+
+@pytest.mark.parametrize("options", HOLDS.values(), ids=HOLDS)
+def test_a_round_has_one_version_or_the_ranks_are_told(options):
+    """Whichever rank dies, joins or is interrupted, and whatever becomes of the folder."""
+    assert len(explore(HoldModel(**options))) > 500
+
+
+@pytest.mark.parametrize("rule", HOLD_RULES)
+def test_no_rule_of_versions_can_be_left_out(rule):
+    for options in HOLDS.values():
+        try:
+            explore(HoldModel(**options, without=rule))
+        except Violation:
+            return
+    pytest.fail(f"rounds have one version without the rule {rule}")
+
+
 @pytest.mark.parametrize("other", SEATS)
 @pytest.mark.parametrize("alike", [True, False])
 def test_replays_find_their_own_windows_or_are_told(alike, other):
@@ -179,4 +234,4 @@ def test_no_rule_of_replays_can_be_left_out(rule):
 def test_the_page_names_the_rules_of_the_model():
     text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
     named = re.findall(r"\*\*Rule ([\w-]+)\.\*\*", text)
-    assert sorted(named) == sorted([*RULES, *BOARD_RULES, *REPLAY_RULES])
+    assert sorted(named) == sorted([*RULES, *BOARD_RULES, *REPLAY_RULES, *SEND_RULES, *HOLD_RULES])

@@ -2,7 +2,10 @@
 
 Each write to the board is a step of its own, and a rank may end before any of them. The others may
 see an end at any time after it. Of a slow rank they may say at any time that it has been silent for
-too long, also if it is there.
+too long, also if it is there. Who makes torch's process group looks at nothing meanwhile.
+
+Behind the meeting ranks load their weights, and some of them begin rounds before others have. They
+may miss one that still loads, and all come to the meeting of the next group then.
 """
 
 from __future__ import annotations
@@ -12,18 +15,23 @@ from typing import NamedTuple
 
 from protocol.explorer import Broken
 
-BOARD_RULES = ("first-decides", "last-call", "one-outcome")
+BOARD_RULES = ("first-decides", "last-call", "one-outcome", "ready-first", "there-while-loading")
 COMES = "comes"
 MEETS = "meets"
 DECIDES = "decides"
 CONNECTS = "connects"
+AWAITS_READY = "awaits ready"
+IN_TORCH = "is in torch"
 OPENS = "opens"
 CONFIRMS = "confirms"
+LOADS = "loads"
 GOES_ON = "goes on"
 LEFT_OUT = "left out"
 DEAD = "dead"
 FORMED = "formed"
 FAILED = "failed"
+NEXT_GROUP = 100
+"""Attempts of the group behind that of attempt n begin at NEXT_GROUP · (n + 1)."""
 Members = tuple[int, ...]
 # its name, where the rank is then, the words, and 1 if an attempt fails by it while all live
 Step = tuple
@@ -47,6 +55,8 @@ class State(NamedTuple):
     """
     deaths: int
     errors: int
+    misses: int
+    """rounds that may fail since a rank still loads"""
 
 
 class BoardModel:
@@ -57,25 +67,41 @@ class BoardModel:
         deaths, errors: how many ranks may end, and how many attempts may fail while all members
             live.
         slow: ranks of which the others may say that they are silent.
+        misses: whether ranks may miss one that loads, and meet again.
         without: the rule of `BOARD_RULES` that is taken out.
     """
 
     def __init__(
-        self, ranks: int, deaths: int = 0, errors: int = 0, slow: Members = (), without: str = ""
+        self,
+        ranks: int,
+        deaths: int = 0,
+        errors: int = 0,
+        slow: Members = (),
+        misses: int = 0,
+        without: str = "",
     ) -> None:
-        self.ranks, self.slow, self.without = range(ranks), slow, without
-        self.start = State((Place(COMES),) * ranks, frozenset(), deaths, errors)
+        self.ranks = tuple(range(ranks))
+        self.slow = slow
+        self.without = without
+        self.start = State((Place(COMES),) * ranks, frozenset(), deaths, errors, misses)
 
     def has_ended(self, state: State) -> bool:
-        return all(place.state in (GOES_ON, LEFT_OUT, DEAD) for place in state.places)
+        return all(
+            place.state in (LEFT_OUT, DEAD)
+            or place.state == GOES_ON
+            and not self._has_failed(state, place)
+            for place in state.places
+        )
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         for rank, place in enumerate(state.places):
-            if place.state in (GOES_ON, LEFT_OUT, DEAD):
+            if place.state in (LEFT_OUT, DEAD):
                 continue
-            for name, following, words, *cost in getattr(self, f"_{place.state}")(
-                state, rank, place.attempt
-            ):
+            if place.state == GOES_ON:
+                yield from self._plays(state, rank, place)
+                continue
+            at = getattr(self, f"_{place.state.replace(' ', '_')}")
+            for name, following, words, *cost in at(state, rank, place.attempt):
                 step = f"{rank} {name} in attempt {place.attempt}"
                 self._check(step, state, rank, following)
                 yield (
@@ -85,11 +111,10 @@ class BoardModel:
                     ),
                 )
             if state.deaths:
-                yield (
-                    f"{rank} dies",
-                    self._at(state, rank, Place(DEAD))._replace(deaths=state.deaths - 1),
-                )
-            if state.errors and place.state in (CONNECTS, OPENS):
+                dead = self._at(state, rank, Place(DEAD))
+                self._check_torch(f"{rank} dies", dead)
+                yield f"{rank} dies", dead._replace(deaths=state.deaths - 1)
+            if state.errors and place.state in (CONNECTS, AWAITS_READY, IN_TORCH, OPENS):
                 after = self._at(state, rank, Place(COMES, place.attempt + 1))
                 words = self._settled(state, place.attempt, "outcome", FAILED)
                 yield f"{rank} raises", after._replace(words=words, errors=state.errors - 1)
@@ -108,10 +133,9 @@ class BoardModel:
         if members is not None:
             yield "reads", Place(CONNECTS, n) if rank in members else Place(LEFT_OUT), state.words
             return
-        came = [one for one in self.ranks if (n, "came", one) in state.words]
-        absent = [
-            one for one in self.ranks if one not in came and not self._may_be_lost(state, one)
-        ]
+        group = self._group(state, n)
+        came = [one for one in group if (n, "came", one) in state.words]
+        absent = [one for one in group if one not in came and not self._may_be_lost(state, one)]
         if not absent or self.without == "last-call":
             for given_up in self._choices(
                 [one for one in came if one != rank and self._may_be_lost(state, one)]
@@ -130,29 +154,66 @@ class BoardModel:
         yield f"settles {members}", Place(MEETS, n), words
 
     def _connects(self, state: State, rank: int, n: int) -> Iterator[Step]:
-        words = state.words | {(n, "address", rank)}
-        yield "shows its address", Place(OPENS, n), words
+        after = IN_TORCH if self.without == "ready-first" else AWAITS_READY
+        yield "is ready", Place(after, n), state.words | {(n, "ready", rank)}
+
+    def _awaits_ready(self, state: State, rank: int, n: int) -> Iterator[Step]:
+        if self._all(state, n, "ready"):
+            yield "connects", Place(IN_TORCH, n), state.words
         yield from self._failures(state, rank, n)
+
+    def _is_in_torch(self, state: State, rank: int, n: int) -> Iterator[Step]:
+        """Torch connects to all at once. It takes its timeout for one that has ended meanwhile."""
+        yield "has connected", Place(OPENS, n), state.words | {(n, "address", rank)}
+        members = self._read(state, n, "decision")
+        if any(self._is_gone(state, one) for one in members):
+            yield "is late", Place(COMES, n + 1), self._settled(state, n, "outcome", FAILED)
 
     def _opens(self, state: State, rank: int, n: int) -> Iterator[Step]:
         if self._all(state, n, "address"):
             on = self.without == "one-outcome"
-            after = (
-                Place(GOES_ON, n, self._read(state, n, "decision")) if on else Place(CONFIRMS, n)
-            )
+            after = Place(LOADS, n, self._read(state, n, "decision")) if on else Place(CONFIRMS, n)
             yield "is in", after, state.words | {(n, "in", rank)}
         yield from self._failures(state, rank, n)
 
     def _confirms(self, state: State, rank: int, n: int) -> Iterator[Step]:
         outcome = self._read(state, n, "outcome")
         if outcome == FORMED:
-            yield "goes on", Place(GOES_ON, n, self._read(state, n, "decision")), state.words
+            yield "goes on", Place(LOADS, n, self._read(state, n, "decision")), state.words
         elif outcome == FAILED:
             yield "tries again", Place(COMES, n + 1), state.words
         elif self._all(state, n, "in"):
             yield "settles formed", Place(CONFIRMS, n), self._settled(state, n, "outcome", FORMED)
         else:
             yield from self._failures(state, rank, n, Place(CONFIRMS, n))
+
+    def _loads(self, state: State, rank: int, n: int) -> Iterator[Step]:
+        yield "has loaded", Place(GOES_ON, n, state.places[rank].members), state.words
+
+    def _plays(self, state: State, rank: int, place: Place) -> Iterator[tuple[str, State]]:
+        """A round of this rank, which fails where another still loads, or has left the group."""
+        others = [state.places[one] for one in place.members if one != rank]
+        loading = any(other.state == LOADS for other in others)
+        failed = self._has_failed(state, place)
+        if failed or loading and state.misses:
+            step = f"{rank} misses a rank"
+            after = Place(COMES, NEXT_GROUP * (place.attempt + 1))
+            misses = state.misses - (not failed)
+            yield step, self._at(state, rank, after)._replace(misses=misses)
+
+    def _has_failed(self, state: State, place: Place) -> bool:
+        """Whether a rank of this group has come to the next meeting, or has been left out of it."""
+        following = NEXT_GROUP * (place.attempt + 1)
+        return any(
+            (following, "came", one) in state.words or state.places[one].attempt >= following
+            for one in place.members
+        )
+
+    def _group(self, state: State, n: int) -> Members:
+        """The ranks that meet."""
+        if n < NEXT_GROUP:
+            return self.ranks
+        return self._read(state, n // NEXT_GROUP - 1, "decision")
 
     def _failures(
         self, state: State, rank: int, n: int, after: Place | None = None
@@ -172,15 +233,32 @@ class BoardModel:
         return state.places[rank].state in (DEAD, LEFT_OUT)
 
     def _may_be_lost(self, state: State, rank: int) -> bool:
-        return rank in self.slow or self._is_gone(state, rank)
+        silent = self.without == "there-while-loading" and state.places[rank].state == LOADS
+        return silent or rank in self.slow or self._is_gone(state, rank)
 
     def _check(self, step: str, state: State, rank: int, after: Place) -> None:
         if after.state == LEFT_OUT and rank not in self.slow:
             raise Broken(step, "a rank that lives is left out")
-        if after.state == GOES_ON:
-            others = [place for place in state.places if place.state == GOES_ON]
-            if rank not in after.members or any(place != after for place in others):
+        if after.state in (LOADS, GOES_ON):
+            begins = after.attempt // NEXT_GROUP
+            others = [
+                place
+                for place in state.places
+                if place.state in (LOADS, GOES_ON) and place.attempt // NEXT_GROUP == begins
+            ]
+            if rank not in after.members or any(place[1:] != after[1:] for place in others):
                 raise Broken(step, "two groups go on")
+        self._check_torch(step, self._at(state, rank, after))
+
+    def _check_torch(self, step: str, state: State) -> None:
+        """Who is in torch waits for no member that has ended before it was about to connect."""
+        for place in state.places:
+            if place.state == IN_TORCH:
+                n = place.attempt
+                for one in self._read(state, n, "decision"):
+                    ready = (n, "ready", one) in state.words
+                    if state.places[one].state == DEAD and not ready:
+                        raise Broken(step, "torch waits for a rank that has ended before")
 
     def _at(self, state: State, rank: int, place: Place) -> State:
         return state._replace(places=(*state.places[:rank], place, *state.places[rank + 1 :]))

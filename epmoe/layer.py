@@ -338,7 +338,7 @@ class MoELayer(nn.Module):
         TypeError for a factor that is no float tensor.
         """
         self._put_adapter(
-            "put_adapter", number, "", lambda sizes, _: StoredAdapter.given(adapter, sizes)
+            "put_adapter", number, "", lambda sizes, _: StoredAdapter.from_lora(adapter, sizes)
         )
 
     def _put_adapter(
@@ -472,9 +472,9 @@ class MoELayer(nn.Module):
                 self.tag, partial(self._shape, x, None if routing is None else routing[0])
             ):
                 if self.contexts:
-                    given = take_context_inputs(self, x)
-                    routing = given.routing if routing is None else routing
-                    adapter_ids = given.adapter_ids if adapter_ids is None else adapter_ids
+                    context_inputs = take_context_inputs(self, x)
+                    routing = context_inputs.routing if routing is None else routing
+                    adapter_ids = context_inputs.adapter_ids if adapter_ids is None else adapter_ids
                 y, routes = self._serve(*self._routed(x, routing), num_tokens, adapter_ids)
         if y.dim() != x.dim():
             y = y.view(x.shape)
@@ -575,9 +575,9 @@ class MoELayer(nn.Module):
         # Where GroupedExperts multiply gradients, nobody keeps their outputs.
         grouped = isinstance(self.experts, GroupedExperts)
         weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
-        given_TK, weights_TK = (None, None) if routing is None else routing
+        chosen_ids_TK, weights_TK = (None, None) if routing is None else routing
         with exchange.giving_up(
-            self.tag, weights_on, partial(self._shape, x, given_TK, trains=True)
+            self.tag, weights_on, partial(self._shape, x, chosen_ids_TK, trains=True)
         ):
             refuse_tangents(x, self.router_weight)
             check_spread(self.ep, self.experts)
@@ -592,12 +592,12 @@ class MoELayer(nn.Module):
             x_TD = self._as_experts_take(scored_TD)
             logits_TE: Tensor | None = None
             if self.contexts:
-                given = take_context_inputs(self, x)
-                if given.x is not x:
-                    x = given.x
+                context_inputs = take_context_inputs(self, x)
+                if context_inputs.x is not x:
+                    x = context_inputs.x
                     x_TD = self._checked(x)
-                routing = given.routing if routing is None else routing
-                given_TK, weights_TK = (None, None) if routing is None else routing
+                routing = context_inputs.routing if routing is None else routing
+                chosen_ids_TK, weights_TK = (None, None) if routing is None else routing
             if routing is None or weights_TK is None:
                 with without_autocast(x.device):
                     logits_TE = router_logits(
@@ -606,7 +606,7 @@ class MoELayer(nn.Module):
                 ids_TK, weights_TK = counted(
                     exchange.number,
                     logits_TE,
-                    ids=given_TK,
+                    ids=chosen_ids_TK,
                     bias=self.bias,
                     num_tokens=num_tokens,
                     **self._routing,
@@ -803,10 +803,10 @@ class MoELayer(nn.Module):
             "bias",
             "logit_bias",
         ):  # keep their dtypes, also with assign=True
-            own = getattr(self, name)
-            given = state_dict.get(prefix + name)
-            if own is not None and isinstance(given, Tensor):
-                state_dict[prefix + name] = given.to(own.dtype)
+            value = getattr(self, name)
+            loaded = state_dict.get(prefix + name)
+            if value is not None and isinstance(loaded, Tensor):
+                state_dict[prefix + name] = loaded.to(value.dtype)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -133,13 +133,17 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
     """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any
     size.
 
-    `state_dict` may also be another one with the same keys and shapes; one made by hand needs no
-    `_extra_state`. No rank waits for another.
-    Every rank needs the whole dict: `torch.load(file, mmap=True)` reads of a file what the rank
-    takes.
+    No rank waits for another.
 
-    Raises ValueError where `state_dict` does not hold all experts, and as `full_state_dict`; and
-    torch's RuntimeError for missing or unexpected keys and for shapes.
+    Args:
+        module: a layer or a model.
+        state_dict: that of `full_state_dict`, or another one with the same keys and shapes; one
+            made by hand needs no `_extra_state`. Every rank needs the whole dict:
+            `torch.load(file, mmap=True)` reads only what the rank takes.
+
+    Raises:
+        ValueError: `state_dict` does not hold all experts; and as `full_state_dict`.
+        RuntimeError: torch's, for missing or unexpected keys and for shapes.
     """
     expected, named = _state_of(module)
     local = dict(state_dict)

@@ -340,7 +340,7 @@ class MoELayer(nn.Module):
         TypeError for a factor that is no float tensor.
         """
         self._put_adapter(
-            "put_adapter", number, "", lambda sizes, _: StoredAdapter.given(adapter, sizes)
+            "put_adapter", number, "", lambda sizes, _: StoredAdapter.from_lora(adapter, sizes)
         )
 
     def _put_adapter(
@@ -474,9 +474,9 @@ class MoELayer(nn.Module):
                 self.tag, partial(self._shape, x, None if routing is None else routing[0])
             ):
                 if self.contexts:
-                    given = take_context_inputs(self, x)
-                    routing = given.routing if routing is None else routing
-                    adapter_ids = given.adapter_ids if adapter_ids is None else adapter_ids
+                    context_inputs = take_context_inputs(self, x)
+                    routing = context_inputs.routing if routing is None else routing
+                    adapter_ids = context_inputs.adapter_ids if adapter_ids is None else adapter_ids
                 y, routes = self._serve(*self._routed(x, routing), num_tokens, adapter_ids)
         if y.dim() != x.dim():
             y = y.view(x.shape)
@@ -592,11 +592,11 @@ class MoELayer(nn.Module):
             scored_TD = self._checked(x)
             x_TD = scored_TD
             if self.contexts:
-                given = take_context_inputs(self, x)
-                if given.x is not x:
-                    x = given.x
+                context_inputs = take_context_inputs(self, x)
+                if context_inputs.x is not x:
+                    x = context_inputs.x
                     x_TD = self._checked(x)
-                routing = given.routing if routing is None else routing
+                routing = context_inputs.routing if routing is None else routing
             x_TD = self._as_experts_take(x_TD)
 
             # One node of autograd costs the host least, where nobody looks at parts of the layer.
@@ -854,10 +854,10 @@ class MoELayer(nn.Module):
             "bias",
             "logit_bias",
         ):  # keep their dtypes, also with assign=True
-            own = getattr(self, name)
-            given = state_dict.get(prefix + name)
-            if own is not None and isinstance(given, Tensor):
-                state_dict[prefix + name] = given.to(own.dtype)
+            value = getattr(self, name)
+            loaded = state_dict.get(prefix + name)
+            if value is not None and isinstance(loaded, Tensor):
+                state_dict[prefix + name] = loaded.to(value.dtype)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -709,8 +709,17 @@ class ExpertParallel(HoldsWindows):
     def combine_partial(
         self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """`combine` for layout="rank": from rows [R, M, D] that a fused MoE has already weighted
-        and summed over this rank's experts.
+        """`combine` for layout="rank": from rows that a fused MoE has already weighted and summed
+        over this rank's experts. Collective. Errors are those of `combine`.
+
+        Args:
+            partial: [R, M, D] in the dtype of x, in the slots of `dispatched.recv`. Slots past
+                `recv.counts` are not read.
+            dispatched: the open round, of layout="rank".
+            out: see `combine`.
+
+        Returns:
+            y [T, D] in the dtype of x.
         """
         return self.exchange.combine("rank", partial, dispatched, out)
 
@@ -719,8 +728,8 @@ class ExpertParallel(HoldsWindows):
     ) -> None:
         """The send phase of `combine`, with its arguments and errors: sends, and waits for no rank.
 
-        `rows` are expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of
-        `combine_partial`. `combine_recv` returns `out`.
+        `rows` are the outputs [N, D] of `combine`, or with layout="rank" the rows [R, M, D] of
+        `combine_partial`, in the dtype of x. `combine_recv` returns `out`.
         """
         self.exchange.combine_send(rows, dispatched, out)
 
@@ -893,8 +902,9 @@ class ExpertParallel(HoldsWindows):
         """Divide the tokens of experts among their copies by these loads [layers, E], from a later
         `poll` on.
 
-        Nothing moves. Ranks may call it at different times; with the same loads, shares are
-        balanced.
+        Nothing moves. `loads` are numbers of any dtype, on any device. Ranks may call it at
+        different times; with the same loads, shares are balanced. Raises EPStateError without
+        `placement.live`, and ValueError where `loads` do not fit.
         """
         self._moving.share(loads)
 
@@ -903,8 +913,8 @@ class ExpertParallel(HoldsWindows):
         """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the
         start or `resume`.
 
-        It sends this rank's counts to all ranks and waits for none, so those of others are of their
-        own last calls.
+        It sends this rank's counts to all ranks and waits for none. So the counts of others are
+        those of their own last calls. Raises EPStateError without `placement.live`.
         """
         self._moving.send_loads()
         self._moving.mail.flush()
@@ -916,9 +926,9 @@ class ExpertParallel(HoldsWindows):
         between the same rounds.
 
         From then on all ranks choose by the same tables, so that y has the same bits on every run.
-        Raises EPTimeoutError after `timeout_s`, by default the deadline of a round, or once a rank
-        has ended. If the ranks that it names are only late, rounds go on, and `apply` may be called
-        again.
+        Raises EPTimeoutError after `timeout_s` seconds, by default the deadline of a round, or once
+        a rank has ended. If the ranks that it names are only late, rounds go on, and `apply` may be
+        called again.
         """
         self._moving.finish(timeout_s)
 
@@ -931,8 +941,8 @@ class ExpertParallel(HoldsWindows):
         return self.live.experts(tag)
 
     def holder(self, expert: int, tag: int = 0) -> tuple[int, int]:
-        """A rank that holds a logical expert, the same on all ranks, and its index there; `tag` as
-        above.
+        """A rank that holds a logical expert, and the expert's index among the experts of this
+        rank: the same on all ranks. `tag` and errors are those of `logical_experts`.
         """
         if self.live is None:
             return self.placement.owner(expert), self.placement.local_index[expert]
@@ -1191,13 +1201,27 @@ def join_group(
     timeout_s: float = 300.0,
     backend: str = "gloo",
 ) -> ExpertParallel:
-    """A new rank of a group whose ranks call `recover`, with the same `store` and `backend`. It
-    waits for them.
+    """Become a new rank of a group whose ranks call `recover` or `resize`. It waits for them.
 
-    All local experts of the ExpertParallel, on `device`, are to be loaded:
-    `ep.logical_experts(tag)` says which they are, with `placement.live` in each layer. Experts that
-    the others still hold move to it by `ep.replace` or `Balancer`. Raises TimeoutError where nobody
-    has taken this rank in within `timeout_s` seconds.
+    The caller loads the experts of this rank: `ep.logical_experts(tag)` says which they are, with
+    `placement.live` in each layer. Experts that the others still hold move here by `ep.replace` or
+    `Balancer`.
+
+    Args:
+        store: that of the other ranks' `recover`.
+        device: of all tensors, as `ExpertParallel` takes it.
+        timeout_s: how long to wait for the group, in seconds.
+        backend: of the process group, the same as in `recover`.
+
+    Returns:
+        The ExpertParallel, in the group.
+
+    Raises:
+        TimeoutError: nobody has taken this rank in within `timeout_s` seconds. It has the error of
+            the last attempt as its cause.
+        ValueError: the store is a FileStore, or holds a decision that no rank has written.
+        MemoryError: the windows do not fit.
+        PermissionError: other users can write into the folder.
     """
     on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
     load(torch.device("cuda" if on_gpu else "cpu"))

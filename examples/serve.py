@@ -71,8 +71,8 @@ class Scale(BaseModel):
 async def read(request):
     """The body of a request, of MOST_BYTES at most."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > MOST_BYTES:
             raise HTTPException(413, f"a body has up to {MOST_BYTES} bytes")
     return bytes(body)
@@ -87,7 +87,7 @@ def described(error):
 class Web:
     """The front's HTTP: it checks what clients send, so that ranks get nothing else."""
 
-    LATE = 408, {"error": "the request has not ended in its time"}
+    TIMED_OUT = 408, {"error": "the request has not ended in its time"}
     GONE = 400, {"error": "the client has gone"}
 
     def __init__(self, front, most_requests=MOST_REQUESTS):
@@ -109,7 +109,7 @@ class Web:
         handlers = {
             ValidationError: self.invalid,
             HTTPException: self.refused,
-            TimeoutError: lambda request, error: self.reply(*self.LATE),
+            TimeoutError: lambda request, error: self.reply(*self.TIMED_OUT),
             ClientDisconnect: lambda request, error: self.reply(*self.GONE),
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
@@ -164,7 +164,7 @@ class Web:
             [answer, gone], timeout=body.timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         gone.cancel()
-        status, content = answer.result() if answer.done() else self.LATE
+        status, content = answer.result() if answer.done() else self.TIMED_OUT
         answer.cancel()  # its rank computes no further tokens for it
         return self.reply(status, content)
 
@@ -179,7 +179,7 @@ class Web:
                 yield f"data: {json.dumps({'token': token})}\n\n"
             status, content = future.result()
         except TimeoutError:
-            status, content = self.LATE
+            status, content = self.TIMED_OUT
         finally:
             future.cancel()
         self.answers.labels(status).inc()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import epmoe
 from epmoe import ConfigError, EPConfig
-from epmoe.config.from_hf import _NAMES, _ROWS, MODEL_TYPES, PARTS, REFUSED
+from epmoe.config.from_hf import _NAMES, _ROWS, MODEL_TYPES, PART_KEYS, REFUSED
 
 pytest.importorskip("transformers")
 
@@ -226,7 +226,7 @@ def test_parts_are_those_of_transformers() -> None:
             keys = made().to_dict()
         except Exception:  # noqa: BLE001, S112  # needs arguments, or a file of timm
             continue
-        for name in keys.keys() & set(PARTS):
+        for name in keys.keys() & set(PART_KEYS):
             part = keys[name]
             if part.get("model_type") in MODEL_TYPES:
                 found.add(model_type)
@@ -346,7 +346,7 @@ def test_config_json_as_its_authors_ship_it(
         routing.routed_scaling_factor,
     )
     assert got == want
-    for key in PARTS:
+    for key in PART_KEYS:
         assert read_from(tmp_path, {"model_type": "of several parts", key: keys}) == config
     if keys["model_type"] == "step3p5":
         part = {key: value for key, value in keys.items() if key != "model_type"}

@@ -56,7 +56,7 @@ class LowLatency(DeepEPExchange):
 
     def back(self, handle: Any) -> Tensor:
         return self.buffer.low_latency_combine(
-            self.given, self.ids_TK, self.sample.weights_TK, handle[1]
+            self.expert_outputs, self.ids_TK, self.sample.weights_TK, handle[1]
         )[0]
 
     def arrived(self, handle: Any) -> list[Tensor]:
@@ -81,7 +81,7 @@ class Elastic(DeepEPExchange):
         return rows, handle
 
     def back(self, handle: Any) -> Tensor:
-        return self.buffer.combine(self.given, handle[1])[0]
+        return self.buffer.combine(self.expert_outputs, handle[1])[0]
 
     def arrived(self, handle: Any) -> list[Tensor]:
         return [handle[0]]

@@ -40,7 +40,7 @@ class AllToAllSingle(ExchangeSide):
 
     def back(self, handle: Any) -> Tensor:
         dist.all_to_all_single(
-            self.home, self.given, self.splits_out, self.splits_in, group=self.group
+            self.home, self.expert_outputs, self.splits_out, self.splits_in, group=self.group
         )
         y = torch.zeros_like(self.sample.x_TD, dtype=torch.float32)
         return y.index_add_(0, self.token_N, self.home.float()).to(self.sample.dtype)
@@ -69,7 +69,7 @@ class AllGather(ExchangeSide):
             dist.all_gather_into_tensor(received, sent, group=self.group)
 
     def back(self, handle: Any) -> Tensor:
-        dist.reduce_scatter_tensor(self.y_TD, self.given, group=self.group)
+        dist.reduce_scatter_tensor(self.y_TD, self.expert_outputs, group=self.group)
         return self.y_TD
 
     def outputs(self, handle: Any) -> Tensor:

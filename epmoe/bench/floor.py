@@ -91,34 +91,38 @@ class Floor(Side):
         self.name = name
         self.window = window
         self.blocks = BLOCKS[-1]
-        self._ways = [
-            _Way(window, 0, sample.remote_RR, out_bytes),
-            _Way(window, 1, sample.remote_RR.T, back_bytes),
+        self._directions = [
+            _Direction(window, 0, sample.remote_RR, out_bytes),
+            _Direction(window, 1, sample.remote_RR.T, back_bytes),
         ]
         self.check()
 
     def out(self) -> Any:
-        self._ways[0].push(self.blocks)
+        self._directions[0].push(self.blocks)
 
     def back(self, handle: Any) -> Tensor:
-        self._ways[1].push(self.blocks)
-        return self._ways[1].arrived
+        self._directions[1].push(self.blocks)
+        return self._directions[1].arrived
 
     def arrived(self, handle: Any) -> list[Tensor]:
-        return [self._ways[0].arrived]
+        return [self._directions[0].arrived]
 
     def check(self) -> None:
         """Raise RuntimeError unless the arrived rows equal what NCCL delivers."""
-        poison(way.arrived for way in self._ways)
+        poison(direction.arrived for direction in self._directions)
         torch.cuda.synchronize()
         dist.barrier(self.window.group, device_ids=[self.window.device.index])
         self.back(self.out())
-        for way in self._ways:
-            wanted = torch.empty_like(way.arrived)
+        for direction in self._directions:
+            wanted = torch.empty_like(direction.arrived)
             dist.all_to_all_single(
-                wanted, way.source, way.splits_in, way.splits_out, group=self.window.group
+                wanted,
+                direction.source,
+                direction.splits_in,
+                direction.splits_out,
+                group=self.window.group,
             )
-            if not torch.equal(way.arrived, wanted):
+            if not torch.equal(direction.arrived, wanted):
                 raise RuntimeError(
                     f"{self.name}: the arrived rows differ from those that NCCL delivers"
                 )
@@ -134,15 +138,17 @@ class Floor(Side):
             )
 
 
-class _Way:
+class _Direction:
     """The rows of one way and their targets. traffic_RR: rows from each rank (first index) to each
     other rank.
     """
 
-    def __init__(self, window: FloorWindow, way: int, traffic_RR: Tensor, row_bytes: int) -> None:
+    def __init__(
+        self, window: FloorWindow, direction: int, traffic_RR: Tensor, row_bytes: int
+    ) -> None:
         rank = window.rank
-        region = _FLAG_BYTES + way * window.region_bytes
-        flags = way * _FLAG_BYTES // 2
+        region = _FLAG_BYTES + direction * window.region_bytes
+        flags = direction * _FLAG_BYTES // 2
         self.window = window
         self.splits_out = traffic_RR[rank].tolist()
         self.splits_in = traffic_RR[:, rank].tolist()
@@ -169,7 +175,7 @@ class _Way:
             vectors=row_bytes // 16,
             flags_R=self._flags.data_ptr(),
             arrived_R=addresses[rank] + flags,
-            state=window.states[way].data_ptr(),
+            state=window.states[direction].data_ptr(),
             rank=rank,
             R=window.size,
             timeout_ns=window.timeout_ns,

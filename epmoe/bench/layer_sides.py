@@ -64,8 +64,8 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
         return "torch's GEMM is not batch invariant on GPUs" if invariant and on_gpu else None
     if model.dtype != "bfloat16":
         return f"it computes in bfloat16, and `model.dtype` is {model.dtype}"
-    given = _FORMATS.get(precision)
-    step = 1 if given is None else given.block[1]
+    quantized = _FORMATS.get(precision)
+    step = 1 if quantized is None else quantized.block[1]
     if D % step or f % step:
         return f"D and F must be multiples of {step}, got {D} and {f}"
     if precision is Precision.MXFP4:
@@ -96,29 +96,31 @@ def random_experts(
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
     placement = config.place_experts()
     generator = torch.Generator(device)
-    given = _FORMATS.get(precision)
+    quantized = _FORMATS.get(precision)
     e = placement.num_local_experts(rank)
-    dtype, packed = (config.model.torch_dtype, 1) if given is None else (given.codes, given.packed)
+    dtype, packed = (
+        (config.model.torch_dtype, 1) if quantized is None else (quantized.codes, quantized.packed)
+    )
     shapes = _shapes(config)
     weights = {
         name: torch.empty(e, n, k // packed, dtype=dtype, device=device)
         for name, (n, k) in shapes.items()
     }
     scales = {
-        name: torch.empty(given.scales_shape(e, n, k), dtype=given.scale, device=device)
+        name: torch.empty(quantized.scales_shape(e, n, k), dtype=quantized.scale, device=device)
         for name, (n, k) in shapes.items()
-        if given is not None
+        if quantized is not None
     }
     for i, logical in enumerate(placement.logical_experts(rank)):
         generator.manual_seed(logical)
         for name, (n, k) in shapes.items():
-            if given is MXFP4_GROUPS:
+            if quantized is MXFP4_GROUPS:
                 weights[name][i].view(torch.uint8).random_(256, generator=generator)
                 middle = 127 - round(math.log2(k) / 2)  # about 1 / √k
                 scales[name][i].view(torch.uint8).random_(middle - 3, middle, generator=generator)
                 continue
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
-            if given is FP8_BLOCKS:
+            if quantized is FP8_BLOCKS:
                 weights[name][i], scales[name][i] = quantize_weights(drawn)
             else:
                 weights[name][i] = drawn

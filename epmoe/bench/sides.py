@@ -42,8 +42,8 @@ class Side:
 class Calls(Side):
     name: str
     out: Callable[[], Any]
-    back: Callable[[Any], Any] = lambda given: given
-    arrived: Callable[[Any], list[Tensor]] = lambda given: []
+    back: Callable[[Any], Any] = lambda handle: handle
+    arrived: Callable[[Any], list[Tensor]] = lambda handle: []
     exact: bool = True
     head_start_ms: int = 1
 
@@ -76,7 +76,7 @@ class ExchangeSide(Side):
         """
         for _ in range(2):
             handle = self.out()
-            self.given = self.outputs(handle)
+            self.expert_outputs = self.outputs(handle)
             poison(self.arrived(handle))
             self.check_output(self.back(handle))
 
@@ -110,14 +110,14 @@ class Fused(Ours):
     expects = "sum"
 
     def back(self, handle: Dispatched) -> Tensor:
-        return self.ep.combine(self.given, handle)
+        return self.ep.combine(self.expert_outputs, handle)
 
     def outputs(self, handle: Dispatched) -> Tensor:
         return self.sample.experts(handle.rows, handle.scales, handle.expert_offsets)
 
     def arrived(self, handle: Dispatched) -> list[Tensor]:
         return [
-            tensor[: len(self.given)]
+            tensor[: len(self.expert_outputs)]
             for tensor in (handle.rows, handle.scales)
             if tensor is not None
         ]
@@ -129,7 +129,7 @@ class RankMajor(Ours):
     layout = "rank"
 
     def back(self, handle: Dispatched) -> Tensor:
-        return self.ep.combine_partial(self.given, handle)
+        return self.ep.combine_partial(self.expert_outputs, handle)
 
     def outputs(self, handle: Dispatched) -> Tensor:
         x = handle.recv.x
@@ -220,7 +220,7 @@ class AllToAll(ExchangeSide):
         return self.sent(self.sample.x_TD, self.sample.ids_TK)
 
     def back(self, handle: SentPairs) -> Tensor:
-        return self.summed(self.given, self.sample.weights_TK, handle)
+        return self.summed(self.expert_outputs, self.sample.weights_TK, handle)
 
     def sent(self, x_TD: Tensor, ids_TK: Tensor) -> SentPairs:
         """Rows in the order of the local experts; within an expert by source rank, then token."""

@@ -121,7 +121,7 @@ class StoredAdapter(NamedTuple):
     """a [E, r, F] and b [E, D, r]"""
 
     @classmethod
-    def given(cls, adapter: LoRA | None, sizes: _Sizes) -> StoredAdapter:
+    def from_lora(cls, adapter: LoRA | None, sizes: _Sizes) -> StoredAdapter:
         """Factors that a caller has; None adds nothing. Raises TypeError or ValueError where they
         do not fit.
         """

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from epmoe.checkpoint.folders import appearing, sync
 from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, GateBias, SafetensorsFolder, Stored
 from epmoe.checkpoint.state_dicts import gather
-from epmoe.config.from_hf import PARTS
+from epmoe.config.from_hf import PART_KEYS
 from epmoe.group.collective import all_ranks, naming, peers_of
 from epmoe.group.peers import whole
 from epmoe.local.experts import GroupedExperts
@@ -223,7 +223,7 @@ def _of_experts(
         for x in range(stored.num):
             rank, index = layer.ep.holder(x, layer.tag)
             for part, name in enumerate(names):
-                read = partial(_part, local, index, part, len(names))
+                read = partial(_chunk_of_expert, local, index, part, len(names))
                 yield _Saved(name.replace("*", str(x)), local.dtype, shape, read, (number, rank))
 
 
@@ -235,7 +235,7 @@ def _all_experts(local: Tensor, layer: Any, transposed: bool, part: int, parts: 
     return whole.mT if transposed else whole
 
 
-def _part(local: Tensor, index: int, part: int, parts: int) -> Tensor:
+def _chunk_of_expert(local: Tensor, index: int, part: int, parts: int) -> Tensor:
     return local[index].chunk(parts)[part]
 
 
@@ -247,11 +247,11 @@ def _whole(value: Any) -> Tensor:
 
 def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFolder) -> str:
     """The name in the folder of a tensor of a MoE block that is not one of the routed experts."""
-    own = key.removeprefix(f"{prefix}.")
-    if own in stored.router:
-        return stored.router[own]
-    own = own.removeprefix("shared.")
-    found = [name for name in stored.others if name.endswith(f".{own}")]
+    local_name = key.removeprefix(f"{prefix}.")
+    if local_name in stored.router:
+        return stored.router[local_name]
+    local_name = local_name.removeprefix("shared.")
+    found = [name for name in stored.others if name.endswith(f".{local_name}")]
     if len(found) != 1:
         names = ", ".join(sorted(found)) or "none"
         raise ValueError(
@@ -327,7 +327,7 @@ def without_quantization(config: Any, dtype: str) -> Any:
     for key in ("dtype", "torch_dtype"):
         if kept.get(key) is not None:
             kept[key] = dtype
-    for key in PARTS:
+    for key in PART_KEYS:
         if key in kept:
             kept[key] = without_quantization(kept[key], dtype)
     return kept

@@ -42,7 +42,7 @@ _CHOICE_BIASES = (
     "expert_bias",
     "router_bias",
 )
-_EACH = "experts.*."
+_EXPERT = "experts.*."
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 _SUFFIXES = (
     (".weight", ".weight_scale_inv"),
@@ -77,7 +77,7 @@ def _format(
 
 _FORMATS: tuple[dict[str, list[str]], ...] = (
     *(
-        _format((_EACH + gate, _EACH + up), _EACH + down, *suffixes, ".bias")
+        _format((_EXPERT + gate, _EXPERT + up), _EXPERT + down, *suffixes, ".bias")
         for gate, up, down in _PROJECTIONS
         for suffixes in _SUFFIXES
     ),
@@ -99,7 +99,7 @@ GateBias = Literal["logits", "choice"] | None
 as in DeepSeek's own files. None: a checkpoint with one is refused.
 """
 _MOST_NAMES = 6  # of a message
-_PARTS = ("gate_up", "down")
+_MATRICES = ("gate_up", "down")
 _WEIGHTS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
 _PACKED = ("U8", "I8")  # bytes, each of which has two numbers
 _SCALES = {
@@ -321,7 +321,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             if dtype is None or dtype == MXFP4 and not on_hopper(device):
                 why = "GPUs of compute capability 9.0 have kernels for MXFP4"
                 why = why if dtype else "experts in fp8 have scales of blocks of 128 × 128"
-                names = _some({name for part in _PARTS for name in stored.tensors[f"w_{part}"]})
+                names = _some({name for part in _MATRICES for name in stored.tensors[f"w_{part}"]})
                 _log.warning("%s: experts are dequantized to bf16: %s: %s", self.path, names, why)
                 dtype = torch.bfloat16
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
@@ -380,7 +380,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     ) -> dict[str, Tensor]:
         padding = -stored.F % FP8_BLOCKS.block[1] if dtype == FP8 else 0
         out = {}
-        for part in _PARTS:
+        for part in _MATRICES:
             weights, scales, biases = (
                 [
                     self._read(name, x, of_bytes).to(device)
@@ -451,7 +451,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         ]
         held = next(filter(None, found_at), set())
         patterns = {
-            re.sub(r"^experts\.\d+\.", _EACH, name.removeprefix(f"{block}.")) for name in held
+            re.sub(r"^experts\.\d+\.", _EXPERT, name.removeprefix(f"{block}.")) for name in held
         }
         present = [
             {argument: names for argument, names in known.items() if patterns & {*names}}
@@ -524,7 +524,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         # Both parts are taken as they are, or none is.
         natives = {
             self._native(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed)
-            for part in _PARTS
+            for part in _MATRICES
         }
         native = natives.pop() if len(natives) == 1 else None
         return Stored({}, tensors, set(), E, transposed, native, D, F)

@@ -141,39 +141,43 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
     """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any
     size.
 
-    `state_dict` may also be another one with the same keys and shapes; one made by hand needs no
-    `_extra_state`. No rank waits for another.
-    Every rank needs the whole dict: `torch.load(file, mmap=True)` reads of a file what the rank
-    takes.
+    No rank waits for another.
 
-    Raises ValueError where `state_dict` does not hold all experts, and as `full_state_dict`; and
-    torch's RuntimeError for missing or unexpected keys and for shapes.
+    Args:
+        module: a layer or a model.
+        state_dict: that of `full_state_dict`, or another one with the same keys and shapes; one
+            made by hand needs no `_extra_state`. Every rank needs the whole dict:
+            `torch.load(file, mmap=True)` reads only what the rank takes.
+
+    Raises:
+        ValueError: `state_dict` does not hold all experts; and as `full_state_dict`.
+        RuntimeError: torch's, for missing or unexpected keys and for shapes.
     """
-    own, named = _state_of(module)
+    expected, named = _state_of(module)
     local = dict(state_dict)
     # A dict made by hand lists no experts: its tensors [E, …] are of all of them.
-    for key, value in own.items():
+    for key, value in expected.items():
         if id(value) in named.lists:
             local.setdefault(key, value)
-    for key in own.keys() & local.keys():
-        value = own[key]
-        given = local[key]
+    for key in expected.keys() & local.keys():
+        value = expected[key]
+        stored = local[key]
         if id(value) in named.lists:
-            if given.tolist() != value.tolist():
+            if stored.tolist() != value.tolist():
                 raise ValueError(
-                    f"`{key}` must list all {len(value)} experts, got {_listed(given.tolist())}"
+                    f"`{key}` must list all {len(value)} experts, got {_listed(stored.tolist())}"
                 )
             local[key] = named.lists[id(value)]
-        elif (id(value) in named.rows or is_spread(value)) and len(given) != len(value):
-            raise ValueError(f"`{key}` must hold all {len(value)} experts, got {len(given)}")
+        elif (id(value) in named.rows or is_spread(value)) and len(stored) != len(value):
+            raise ValueError(f"`{key}` must hold all {len(value)} experts, got {len(stored)}")
         if id(value) in named.rows:
-            local[key] = take_rows(given, value.held)
+            local[key] = take_rows(stored, value.held)
         elif hasattr(value, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
 
-            given = given.to(value.device)
+            stored = stored.to(value.device)
             local[key] = distribute_tensor(
-                given, value.device_mesh, value.placements, src_data_rank=None
+                stored, value.device_mesh, value.placements, src_data_rank=None
             )
     _set_state(module, local)
 
@@ -324,7 +328,7 @@ def _state_of(
         }
         of_optimizer: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=flat)
         for key, value in of_optimizer.items():
-            name, _, _own = key.removeprefix("state.").rpartition(".")
+            name, _, _field = key.removeprefix("state.").rpartition(".")
             state[_OPTIMIZER + key] = _checked(key, value) if name in experts else value
     return state, named
 

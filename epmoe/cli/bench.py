@@ -115,11 +115,11 @@ def bench(
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
-    given = {
+    given_options = {
         option.opts[0] for option in context.command.params if context.params[option.name or ""]
     }
     on_gpus = parsed.exchange.transport == "nvlink"
-    _check_options(given, on_gpus)
+    _check_options(given_options, on_gpus)
     model = parsed.model
     limit = parsed.capacity.max_num_tokens_per_rank
     usual: Sequence[int] = cpu.DEFAULT_TOKENS
@@ -219,16 +219,16 @@ def _wrong(option: str) -> Iterator[None]:
         raise UserError(f"`{option}`: {error}") from None
 
 
-def _check_options(given: set[str], on_gpus: bool) -> None:
+def _check_options(given_options: set[str], on_gpus: bool) -> None:
     """Raise UserError if options do not go together."""
     for option, also in _FOR_GPUS.items():
-        if option in given and not on_gpus and also not in given:
+        if option in given_options and not on_gpus and also not in given_options:
             instead = f" or for `{also}`" if also else ""
             raise UserError(
                 f"`{option}` is for GPUs{instead}; `exchange.transport: nvlink` asks for GPUs"
             )
     for option, others in _WITHOUT.items():
-        if option in given and given.intersection(others):
+        if option in given_options and given_options.intersection(others):
             *first, last = (f"`{other}`" for other in others)
             raise UserError(f"`{option}` goes without {', '.join(first)} and {last}")
 

@@ -85,14 +85,14 @@ def as_dict(config: EPConfig, gpu: GpuName, load: float) -> dict[str, Any]:
         for precision, (_, by_tokens) in found.items()
         for T, costs in by_tokens.items()
     ]
-    given = {
+    figures = {
         "gpu": gpu,
         "gpus": config.topology.ep_size,
         "load": load,
         "constants": dataclasses.asdict(GPUS[gpu]),
     }
     borders = {precision: model.borders() for precision, (model, _) in found.items()}
-    return given | {"borders": borders, "cases": costs_of_all}
+    return figures | {"borders": borders, "cases": costs_of_all}
 
 
 def _table(by_tokens: dict[int, dict[str, Cost]]) -> Table:

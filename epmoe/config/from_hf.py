@@ -53,7 +53,7 @@ model may be shipped with one name and be saved by transformers with another. Na
 side by side must agree.
 """
 _ACTIVATION = ("hidden_act", "activation_function")
-PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
+PART_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys of a model of several parts, with the part that has experts."""
 _PART_TYPES = {
     "kimi_k25": "deepseek_v3",
@@ -365,7 +365,7 @@ _ROWS = (
 
 MODEL_TYPES = tuple(dict.fromkeys(name for row in _ROWS for name in row.model_types))
 """The values of `model_type` that are known. A model of several parts has one of them in one of
-`PARTS`.
+`PART_KEYS`.
 """
 
 REFUSED = {
@@ -396,26 +396,26 @@ REFUSED = {
 """Model types with experts that `epmoe.route` and `GroupedExperts` cannot be, with the reason."""
 
 
-def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def sections_of(source: Any, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The sections `model`, `routing` and `experts` of a Hugging Face model, and the beginning of
     messages about it.
 
-    Takes and raises as `EPConfig.from_hf`, but checks no values. Keys of the sections `given`
+    Takes and raises as `EPConfig.from_hf`, but checks no values. Keys of the sections `overrides`
     replace those of the model.
     """
     whole, where = _read(source)
     config = _part_with_experts(whole)
     row = _row_of(config, where)
-    _check_says(row, config, where, _mapping(given.get("routing")))
-    sections = _values(row, config, where, given)
+    _check_says(row, config, where, _mapping(overrides.get("routing")))
+    sections = _values(row, config, where, overrides)
     if row.jitters and config.get("router_jitter_noise"):
         sections["routing"]["jitter_noise"] = config["router_jitter_noise"]
-    sections["experts"] = _experts(row, config, where, _mapping(given.get("experts")))
+    sections["experts"] = _experts(row, config, where, _mapping(overrides.get("experts")))
     dtypes = [part.get(key) for part in (whole, config) for key in ("dtype", "torch_dtype")]
     dtype = next(filter(None, dtypes), None)
     if dtype:
         sections["model"]["dtype"] = dtype
-    for section, values in given.items():
+    for section, values in overrides.items():
         if isinstance(values, Mapping | Strict):
             sections[section] = sections.get(section, {}) | _mapping(values)
         else:
@@ -427,7 +427,7 @@ def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a model whose type is known; without one, the innermost part."""
     config = around = whole
     while not _is_type(config.get("model_type"), MODEL_TYPES):
-        parts = [config[key] for key in PARTS if isinstance(config.get(key), Mapping)]
+        parts = [config[key] for key in PART_KEYS if isinstance(config.get(key), Mapping)]
         if not parts:
             break
         around = config
@@ -448,10 +448,10 @@ def _is_type(model_type: object, of: Iterable[str]) -> bool:
 
 
 def _values(
-    row: _Row, config: Mapping[str, Any], where: str, given: Mapping[str, Any]
+    row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Our sections `model` and `routing`. Raises ConfigError where a key is missing that is not
-    `given` either.
+    among the `overrides` either.
     """
     sections: dict[str, dict[str, Any]] = {"model": {}, "routing": dict(row.routing)}
     wanted = [("model", key) for key in ("num_experts", "num_experts_per_tok", "hidden_size")]
@@ -459,7 +459,7 @@ def _values(
     wanted += [("routing", key) for key in row.reads]
     missing = []
     for section, ours in wanted:
-        if ours in _mapping(given.get(section)):
+        if ours in _mapping(overrides.get(section)):
             continue
         names = _NAMES.get(ours, (row.width,))
         held = [name for name in names if name in config]
@@ -501,13 +501,15 @@ def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: s
     return values.get(first)
 
 
-def _check_says(row: _Row, config: Mapping[str, Any], where: str, given: Mapping[str, Any]) -> None:
+def _check_says(
+    row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
+) -> None:
     """Raises ConfigError where a key of the model says something else about its router than the
-    row, unless our key is `given`.
+    row, unless our key is among the `overrides`.
     """
     for theirs, (ours, meanings) in _SAYS.items():
         value = config.get(theirs)
-        if value is None or ours in (*row.reads, *row.ignores, *given):
+        if value is None or ours in (*row.reads, *row.ignores, *overrides):
             continue
         wanted = row.routing.get(ours, _USUAL.get(ours))
         meant = [each for word, each in meanings.items() if word == value]
@@ -547,7 +549,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
 
 
 def _experts(
-    row: _Row, config: Mapping[str, Any], where: str, given: Mapping[str, Any]
+    row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Our section `experts`. Raises ConfigError where the model may have experts that the section
     does not describe.
@@ -558,7 +560,7 @@ def _experts(
     for theirs, ours in _OF_EXPERTS.items():
         value = config.get(theirs)
         says_nothing = not value or _is_unset(value) or theirs in row.experts_keys.values()
-        if not says_nothing and ours not in given:
+        if not says_nothing and ours not in overrides:
             raise ConfigError(
                 f"{where}`{theirs}` {value!r} does not say whether it holds for the experts of a "
                 f"{config['model_type']}: give what does, experts={{{ours!r}: …}}"
@@ -569,7 +571,7 @@ def _experts(
         raise ConfigError(f"{where}`hidden_act` must be one function, got {acts}")
     if act in list(_ALPHAS):
         return {"alpha": _ALPHAS[act]} | found
-    if "alpha" not in {**found, **given}:
+    if "alpha" not in {**found, **overrides}:
         raise ConfigError(
             f"{where}`hidden_act` must be one of {', '.join(map(repr, _ALPHAS))}, since "
             f"`GroupedExperts` compute gate · sigmoid(alpha · gate), got {act!r}: else {_BY_HAND}, "

@@ -123,9 +123,15 @@ class MemoryPlan:
         """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no
         GPU, no group and no native library.
 
-        `rank` is its seat with `topology.max_ranks`. `placement` is by default that of
-        `config.seated`. `nvlink` says whether the windows lie in GPU memory; by default, whether
-        `exchange.transport` is "nvlink".
+        Args:
+            config: of the group.
+            rank: of the group; with `topology.max_ranks` its seat.
+            placement: where the experts are; by default as `config.seated` says.
+            nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport`
+                is "nvlink".
+
+        Returns:
+            The plan, whose offsets are in bytes.
         """
         if nvlink is None:
             nvlink = config.exchange.transport == "nvlink"

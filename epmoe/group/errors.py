@@ -19,6 +19,13 @@ class EPTimeoutError(EPError, TimeoutError):
     """Ranks did not arrive within the deadline, or left; or on a GPU this rank's own kernel was not
     scheduled in time. The `ExpertParallel` can only be resumed or closed, unless the error says
     otherwise.
+
+    It has these attributes:
+
+    - `stage`: the stage that waited, such as "dispatch".
+    - `epoch`: the round's number, from 1.
+    - `missing_ranks`: ranks of the group that were missing.
+    - `missing_global_ranks`: the same ranks, as torch.distributed numbers them in the world.
     """
 
     def __init__(
@@ -36,8 +43,11 @@ class EPTimeoutError(EPError, TimeoutError):
 
 
 class EPOpenError(EPError):
-    """Ranks of the group did not come when an `ExpertParallel` was made, or ended meanwhile:
-    `missing_ranks`, ranks of the group, as far as they are known.
+    """Ranks of the group did not come when an `ExpertParallel` was made, or ended meanwhile.
+
+    It has these attributes:
+
+    - `missing_ranks`: these ranks of the group, as far as they are known.
     """
 
     def __init__(self, timeout_s: float, missing: list[int], missing_global: list[int]):
@@ -50,7 +60,11 @@ class EPOpenError(EPError):
 
 class EPResumeError(EPOpenError):
     """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called
-    again. `missing_ranks` are those of the new group, as far as they are known.
+    again.
+
+    It has these attributes:
+
+    - `missing_ranks`: ranks of the new group that are missing, as far as they are known.
     """
 
     def __init__(self, timeout_s: float, error: Exception):
@@ -65,6 +79,10 @@ class EPResumeError(EPOpenError):
 class EPOverflowError(EPError):
     """A round needed more rows than a limit allows: `capacity.max_expert_rows`, or with several
     nodes a slab's.
+
+    It has these attributes:
+
+    - `needed_rows`: how many rows the round needed.
     """
 
     def __init__(
@@ -86,8 +104,12 @@ class EPAbortedError(EPError):
     round works.
 
     The round was closed on all ranks. On GPUs the error may come some rounds later, as hosts run
-    ahead of their GPUs. `ranks` of the group aborted it, or on GPUs another round since the last
-    such error; `epoch` is the last one.
+    ahead of their GPUs. It then stands for all rounds that were aborted since the last such error.
+
+    It has these attributes:
+
+    - `ranks`: ranks of the group that have aborted.
+    - `epoch`: the number of the round; on GPUs of the last one that was aborted.
     """
 
     def __init__(self, epoch: int, ranks: list[int]):
@@ -103,10 +125,17 @@ class EPMismatchError(EPError, ValueError):
     """The calls of the ranks do not match: another tag, K, D or dtype; on GPUs also layout or
     weights on input.
 
-    `differences` has by name what is known to differ: the value of this rank, and that of the first
-    of `differing_ranks`. On the CPU the round was closed, and the next one is complete. On GPUs the
-    `ExpertParallel` can only be resumed or closed: the hosts see it in different rounds, because
-    they run ahead of their GPUs.
+    On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can
+    only be resumed or closed: the hosts see it in different rounds, because they run ahead of their
+    GPUs.
+
+    It has these attributes:
+
+    - `epoch`: the round's number, from 1.
+    - `differing_ranks`: ranks of the group whose calls differ from this rank's.
+    - `tags`: this rank's tag, the first differing rank, and its tag; None where tags are equal.
+    - `differences`: by name what is known to differ: the value of this rank, and the value of the
+      first of `differing_ranks`.
     """
 
     def __init__(
@@ -156,8 +185,11 @@ class EPMismatchError(EPError, ValueError):
 
 class EPRefusedError(EPError):
     """Ranks have raised in `ExpertParallel.replace`, or were given other arguments. No expert has
-    moved on any rank. All ranks may call `replace` again. `ranks` of the group are those that
-    differ from this rank.
+    moved on any rank. All ranks may call `replace` again.
+
+    It has these attributes:
+
+    - `ranks`: ranks of the group that differ from this rank.
     """
 
     def __init__(self, ranks: list[int], raised: bool):

@@ -197,9 +197,15 @@ class WeightReceiver:
         """Wait for a version, and take it or a newer one before this returns. Collective, between
         the same rounds.
 
-        For loops in which a rollout must have the weights of the last step. Raises TimeoutError, or
-        RuntimeError on other ranks, where the version does not come in time; and what `tick` and
-        making a receiver raise: call again.
+        For loops in which a rollout must have the weights of the last step. It also raises what
+        `tick` and making a receiver raise: call it again then.
+
+        Args:
+            version: the number of `WeightSender.send`.
+            timeout_s: how long to wait, in seconds.
+
+        Raises:
+            TimeoutError: the version did not come in time. Other ranks get a RuntimeError.
         """
         with naming("load", [self._ep]), (peers := peers_of(self._ep)).together():
             if not self._take_newest(peers, version, timeout_s):

@@ -129,18 +129,22 @@ class WeightSender:
         """Leave this rank's part of a version, a number that grows. All ranks of the trainer send
         the same versions.
 
-        `dense` are other weights, plain tensors by any name, of which parts go that wrappers of
-        torch have put there (torch.compile, DDP, FSDP, `checkpoint_wrapper`). One rank gives each
-        of them. The server's callback gets those of all ranks.
+        It waits for no other rank, and on a GPU for what the GPU has to do. Where another rank
+        could not send a version, the next call here says so, once, and sends nothing. That rank may
+        then send its part again, or all ranks a larger version.
 
-        It waits for no other rank. Where another rank could not send a version, the next call here
-        says so, once, and sends nothing; that rank may send its part again, or all a larger one.
+        Args:
+            version: the number, above all that this rank or a trainer before it has sent.
+            dense: other weights, plain tensors by any name, each given by one rank. Parts of names
+                go that wrappers of torch have put there (torch.compile, DDP, FSDP,
+                `checkpoint_wrapper`). The server's callback gets the weights of all ranks.
 
-        Raises ValueError where `version` is not above the versions that this rank has sent, or a
-        trainer before it, or a name is there twice; TypeError where `dense` is something else, such
-        as a DTensor; OSError, or MemoryError for that of a GPU, where the memory is full, and
-        OSError where that of another rank was; and EPStateError where another trainer has begun:
-        then nothing was sent. On a GPU it waits for what the GPU has to do.
+        Raises:
+            TypeError: a value of `dense` is no plain tensor, such as a DTensor.
+            ValueError: `version` is not above the others, or a name is there twice.
+            OSError: the memory is full, here or earlier on another rank.
+            MemoryError: that of the GPU is full.
+            EPStateError: another trainer has begun. Nothing was sent then, nor in other cases.
         """
         plain = _plain_tensors({} if dense is None else dense)
         if not self._writes:

@@ -34,7 +34,9 @@ def _writable_anywhere() -> torch.inference_mode:
 
 
 class LoRA(NamedTuple):
-    """One adapter of some experts: b · a is added to a weight. None: it leaves the weight alone."""
+    """One adapter of some experts, of rank r: b · a is added to a weight. Factors are fp32, fp16 or
+    bf16, on any device. None: it leaves the weight alone.
+    """
 
     gate_up: tuple[Tensor, Tensor] | None
     """a [e, r, D] and b [e, 2F, r], which has the adapter's scaling, in the order of

@@ -242,13 +242,21 @@ def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
     """Within it the tokens of a model's layers with `adapters` have these adapters, as by
     `adapter_ids` of each call.
 
-    `ids`, int16, int32 or int64, are [T] or [B, T], a number for each token; or [B], one for each
-    sequence of [B, T] tokens. It holds for `generate`, too. Other threads have other adapters, or
-    none. Contexts may be nested: the innermost one holds, and `adapter_ids=` of a call holds before
-    all.
+    It holds for `generate`, too. Other threads have other adapters, or none. Contexts may be
+    nested: the innermost one holds, and `adapter_ids=` of a call holds before all.
 
-    Raises TypeError where `ids` is no tensor, and ValueError where no layer has `adapters`. A call
-    raises ValueError where `ids` are not those of its tokens.
+    Args:
+        model: whose layers are `MoELayer`s, some of them with `adapters`; or one such layer.
+        ids: int16, int32 or int64: [T] or [B, T], a number for each token; or [B], one for each
+            sequence of [B, T] tokens. −1 means no adapter.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        TypeError: `ids` is no tensor.
+        ValueError: no layer has `adapters`. A call raises it where `ids` are not those of its
+            tokens.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(

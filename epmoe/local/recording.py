@@ -40,11 +40,19 @@ def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
     """Record the calls of a model's layers within it: by the name of the layer, the `Routes` of
     each call.
 
-    `module` is a model, or a layer, whose name is then "". The tensors are those of the calls. A
-    CUDA graph that is captured within it writes into them in each replay, also afterwards. Compiled
-    layers without gradients are recorded, too. Calls of other threads are not, nor those that a
-    checkpoint makes again in a backward pass. A backward pass through weights or logits of the
-    first pass of a reentrant checkpoint, which has no gradients, raises RuntimeError.
+    The tensors are those of the calls. A CUDA graph that is captured within it writes into them in
+    each replay, also afterwards. Compiled layers without gradients are recorded, too. Calls of
+    other threads are not, nor those that a checkpoint makes again in a backward pass.
+
+    Args:
+        module: a model, or a layer, whose name is then "".
+
+    Yields:
+        For the name of each `MoELayer` a list with the `Routes` of each call, in their order.
+
+    Raises:
+        RuntimeError: in a backward pass through weights or logits of the first pass of a reentrant
+            checkpoint, which has no gradients.
     """
     layers: dict[str, Any] = {
         name: each for name, each in module.named_modules() if hasattr(each, "recorders")

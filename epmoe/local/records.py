@@ -75,10 +75,19 @@ def pad_routes(
     """Records of sequences [tokens, layers, K] → [B, length, layers, K], in which other positions
     have no record.
 
-    Records may be arrays of numpy. `starts` are the positions of their first tokens, of each or of
-    all: behind padding, or behind a prompt whose tokens came from a cache. Raises ValueError where
-    a record does not fit into `length`, or records have other layers or K than one another, and
-    TypeError where they have several dtypes.
+    Args:
+        records: tensors or arrays of numpy [tokens, layers, K], all of one integer dtype.
+        length: positions of each sequence in the result.
+        starts: the position of a record's first token, one number for all or one for each: behind
+            padding, or behind a prompt whose tokens came from a cache.
+
+    Returns:
+        [B, length, layers, K] in the dtype of the records, for `replay`.
+
+    Raises:
+        TypeError: there are no records, or they have several dtypes.
+        ValueError: a record does not fit into `length`, or records have other layers or K than one
+            another.
     """
     tensors = list(map(torch.as_tensor, records))
     begins = [starts] * len(tensors) if isinstance(starts, int) else list(starts)

@@ -24,7 +24,7 @@ def spread_adapters(model: nn.Module) -> nn.Module:
     each rank has factors of its own.
 
     Args:
-        model: of PEFT.
+        model: a model of PEFT.
 
     Returns:
         The model, which trains as one with spread experts does: see docs/training.md.

@@ -145,9 +145,18 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
     otherwise.
 
     The gradients of the experts are divided by the number of ranks from now on, as DDP divides the
-    others. `module` is exactly what DDP will wrap, and is returned; `process_group` is that of DDP,
-    by default the world. Raises ValueError where the experts, with their replicas, are spread over
-    other ranks than those of `process_group`.
+    others.
+
+    Args:
+        module: exactly what DDP will wrap.
+        process_group: that of DDP, by default the world.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: the experts, with their replicas, are spread over other ranks than those of
+            `process_group`.
     """
     names = [
         name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)
@@ -169,9 +178,16 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     the choice of experts needs their precision. The gradients of the experts are divided by the
     number of ranks from now on, as FSDP divides the others.
 
-    `module` is a block or a model, also one whose blocks were sharded so, and is returned;
-    `options` are arguments of torch's `fully_shard`. Raises ValueError where the experts, with
-    their replicas, are spread over other ranks than those of the mesh.
+    Args:
+        module: a block or a model, also one whose blocks were sharded so.
+        options: arguments of torch's `fully_shard`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: the experts, with their replicas, are spread over other ranks than those of the
+            mesh.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
@@ -201,8 +217,18 @@ def clip_grad_norm_(
 
     The gradients must be complete. Each parameter counts once: experts on the ranks that hold them,
     all others as all ranks have them, sharded or not. Collective over the ranks of the experts.
-    Arguments and the RuntimeError of `error_if_nonfinite` are torch's. Returns the norm before, a
-    scalar on the device of the gradients.
+
+    Args:
+        module: a model.
+        max_norm: the largest norm that stays as it is.
+        norm_type: the p of the norm; infinity for the largest magnitude.
+        error_if_nonfinite: whether a norm of NaN or Inf is an error.
+
+    Returns:
+        The norm before, a scalar on the device of the gradients.
+
+    Raises:
+        RuntimeError: the norm is NaN or Inf, with `error_if_nonfinite`.
     """
     alike = dict[
         Any, list[Tensor]

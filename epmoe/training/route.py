@@ -37,10 +37,20 @@ def route(
     The choice of experts has none, so a bias gets none either. A token whose scores are not finite,
     and padding, give the logits gradients of 0; so does a score that is not finite under sigmoid.
 
-    `ids`, int32 or int64 [T, K], take the place of the choice, such as those of a rollout. Other
-    numbers than those of experts get weights of 0. A token whose first id is −2 takes its own
-    choice. Where `ids` are the choice's own, as without `ids`, weights have the bits of
-    `epmoe.route`; other weights are right to the last bits. There are no `counters`.
+    Where `ids` are the choice's own, as without `ids`, weights have the bits of `epmoe.route`;
+    other weights are right to the last bits. There are no `counters`.
+
+    Args:
+        logits: [T, E] fp32, fp16 or bf16.
+        top_k: K; with `ids` it is their number of columns.
+        ids: int32 or int64 [T, K], in place of the choice, such as those of a rollout. Other
+            numbers than those of experts get weights of 0. A token whose first id is −2 takes its
+            own choice.
+        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding.
+        options: other arguments of `epmoe.route`.
+
+    Returns:
+        ids [T, K], and weights fp32 [T, K] with gradients.
     """
     return counted(0, logits, top_k=top_k, ids=ids, num_tokens=num_tokens, **options)
 

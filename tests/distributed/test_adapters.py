@@ -514,7 +514,7 @@ def test_an_adapter_wherever_a_handler_raises(open_ep, rank):
 
         def read(sizes: Any, _: bool) -> StoredAdapter:
             begun()
-            return StoredAdapter.given(adapter, sizes)
+            return StoredAdapter.from_lora(adapter, sizes)
 
         layer._put_adapter("put_adapter", 0, "", read)
 

@@ -36,10 +36,11 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
 
     Raises ConfigError for what `GroupedExperts` do not take.
     """
-    w13 = _part(layer, "w13_weight")
-    w2 = _part(layer, "w2_weight")
+    w13 = _first_parameter(layer, "w13_weight")
+    w2 = _first_parameter(layer, "w2_weight")
     scales = [
-        _part(layer, f"{name}_weight_scale_inv", f"{name}_weight_scale") for name in ("w13", "w2")
+        _first_parameter(layer, f"{name}_weight_scale_inv", f"{name}_weight_scale")
+        for name in ("w13", "w2")
     ]
     problem = _problem(layer, w13, scales[0], quantized)
     if problem:
@@ -52,8 +53,8 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
     options: dict[str, Any] = {
         "gate_up_scales": scales[0],
         "down_scales": scales[1],
-        "gate_up_bias": _part(layer, "w13_bias"),
-        "down_bias": _part(layer, "w2_bias"),
+        "gate_up_bias": _first_parameter(layer, "w13_bias"),
+        "down_bias": _first_parameter(layer, "w2_bias"),
     }
     for name in ("gate_up_bias", "down_bias"):
         if options[name] is not None:
@@ -67,12 +68,12 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
     return experts.requires_grad_(False)
 
 
-def _part(layer: RoutedExperts, *names: str) -> Tensor | None:
+def _first_parameter(layer: RoutedExperts, *names: str) -> Tensor | None:
     """The first parameter of these names."""
     for name in names:
-        part = getattr(layer, name, None)
-        if isinstance(part, Tensor):
-            return part.data
+        parameter = getattr(layer, name, None)
+        if isinstance(parameter, Tensor):
+            return parameter.data
     return None
 
 

@@ -66,7 +66,7 @@ ranks = rm -rf build/ranks/$@; echo "== $(1) ranks"; \
 unit: setup  ## tests of one process, on up to four cores
 	$(UNIT) $(MARK)
 
-INTEGRATIONS := $(foreach name,compile transformers transformers_static transformers_training,tests/distributed/test_$(name).py)
+INTEGRATIONS := $(foreach name,compile trainer transformers transformers_static transformers_training,tests/distributed/test_$(name).py)
 
 core: export EPMOE_FUZZ_CONFIGS := 15
 core: setup  ## tests over 3 ranks, without those of integrations

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from helpers import slow
 from slot_tables import draw_slots
 from torch import Tensor
 
@@ -23,6 +24,12 @@ E = 10
 R = 4
 S = 4
 STAGING = 16  # bytes; a slot has 40
+
+
+def seeds(quick: int, all_: int) -> pytest.MarkDecorator:
+    """The first ones in every run, the others of a simulation in longer ones."""
+    later = [slow(seed) for seed in range(quick, all_)]
+    return pytest.mark.parametrize("seed", [*range(quick), *later])
 
 
 def table(seed: int) -> Tensor:
@@ -247,14 +254,14 @@ def run(seed: int, weights: list[float], likely: float = 0.0, interrupts: float 
     assert not any(rank.moves.stalls for rank in group)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@seeds(10, 25)
 def test_no_order_of_events_breaks_a_rank(seed):
     """Some ranks are slow."""
     draw = random.Random(seed)
     run(seed, [draw.random() ** 3 + 0.01 for _ in range(R)])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(8, 20)
 def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
     """Rank 0 may cancel until it begins. With odd seeds rank 3 comes when the others have ended."""
     draw = random.Random(seed)
@@ -274,13 +281,13 @@ def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
     assert moves.cancelled or not late
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(8, 20)
 def test_what_a_signal_handler_interrupts_is_done_later(seed):
     """It raises anywhere in a step, also between a change of state and the word that tells it."""
     run(seed, [1, 1, 1, 1], likely=0.0005 * (seed % 2), interrupts=0.15)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(12, 40)
 def test_cancelled_moves_end_alike(seed):
     """Also on a slow rank, which may miss the first of several calls."""
     run(seed, [1, 1, 1, 0.05], likely=0.0005)

@@ -50,10 +50,11 @@ def test_another_dies_while_the_rest_recovers(host):
 
 
 LAST_CALL_S = 3.0
-LATE_S = 4.0
 
 
-def go_on_late(state, folder: Path, how: str = "", late_s: float = 0.0) -> None:
+def go_on_late(
+    state, folder: Path, how: str = "", late_s: float = 0.0, last_call_s: float = LAST_CALL_S
+) -> None:
     """As on a machine that is busy: torch takes this rank so much longer, or what it imports before
     it calls.
     """
@@ -62,15 +63,15 @@ def go_on_late(state, folder: Path, how: str = "", late_s: float = 0.0) -> None:
     until = time.monotonic() + late_s
     while how == "calls" and time.monotonic() < until:
         pass
-    ranks.go_on(state, folder, last_call_s=LAST_CALL_S)
+    ranks.go_on(state, folder, last_call_s=last_call_s)
 
 
 @pytest.mark.parametrize("how", ["connects", "calls"])
 def test_a_rank_that_is_late_is_not_given_up(host, how):
     """Later than the last call: it lives, and says so."""
     alive = ranks.lose(host, ranks.serve(host, copies=1), 3)
-    host.start([1], go_on_late, host.folder, how, LATE_S)
-    host.start([0, 2], go_on_late, host.folder)
+    host.start([1], go_on_late, host.folder, how, 1.5, 1.0)
+    host.start([0, 2], go_on_late, host.folder, "", 0.0, 1.0)
     host.answers(alive)
     host.play(alive)
 

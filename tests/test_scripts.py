@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import sanitizer
-from helpers import slow
 from launched import run_two_ranks
 
 BEGIN = """
@@ -72,6 +71,7 @@ for time in range(2):
         os._exit(0) if end == "as multiprocessing" else sys.exit(0)
 ep.close()
 dist.destroy_process_group()
+store += "-forked"
 """
 GROUPS = """
 for time in range(8):
@@ -87,18 +87,23 @@ for time in range(8):
 """
 
 
-@pytest.mark.parametrize(
-    ("nodes", "end"), [(1, "as multiprocessing"), slow(2, "as an interpreter")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "end"), [(1, "as multiprocessing"), (2, "as an interpreter")])
 def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
     """Every call of the child raises, and its end is harmless, by destructors or without them."""
     run_two_ranks(BEGIN + FORK, tmp_path / "store", nodes, end)
 
 
-@pytest.mark.parametrize("nodes", [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_script_ends(nodes, tmp_path: Path):
     """Nothing of ours outlives any of the groups."""
     run_two_ranks(BEGIN + GROUPS, tmp_path / "store", nodes, "")
+
+
+def test_a_script_that_forks_ends(tmp_path: Path):
+    """Both in one script: an interpreter takes seconds to import torch."""
+    run_two_ranks(BEGIN + FORK + GROUPS, tmp_path / "store", 2, "as multiprocessing")
 
 
 @pytest.mark.slow

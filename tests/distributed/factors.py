@@ -34,17 +34,23 @@ def all_pairs(
             if pair in uncovered
         }
 
-    def candidate() -> dict[str, int]:
-        case = dict(rng.choice(sorted(map(sorted, uncovered))))
+    def covered_with(case: dict[str, int], value: tuple[str, int]) -> int:
+        """The uncovered pairs that a value makes with those of a case."""
+        return sum(frozenset([value, other]) in uncovered for other in case.items())
+
+    def candidate(pairs: list) -> dict[str, int]:
+        case = dict(rng.choice(pairs))
         for f in rng.sample(sorted(factors), len(factors)):
             if f not in case:
                 values = rng.sample(range(len(factors[f])), len(factors[f]))
-                case[f] = max(values, key=lambda i: len(newly_covered(case | {f: i})))
+                case[f] = max(values, key=lambda i: covered_with(case, (f, i)))
         return case
 
     cases = []
     while uncovered:
-        best = max((candidate() for _ in range(tries)), key=lambda case: len(newly_covered(case)))
+        pairs = sorted(map(sorted, uncovered))
+        candidates = [candidate(pairs) for _ in range(tries)]
+        best = max(candidates, key=lambda case: len(newly_covered(case)))
         uncovered -= newly_covered(best)
         cases.append({f: factors[f][best[f]] for f in factors})
     return cases

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import randn
+from helpers import long, randn, slow
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -93,11 +93,11 @@ WAYS = [
     ("exact", False, 1),
 ]  # num_rows, fullgraph, memory budget
 QUICK = [
-    ("beside", *WAYS[0], False),
     ("unused", *WAYS[0], False),
     ("parallel", *WAYS[1], False),
     ("parallel", *WAYS[2], True),
 ]
+BESIDE = ("beside", *WAYS[0], False)  # another y that nobody reads, as in "unused"
 ALL = [
     (kind, *way, own)
     for kind in ("chain", "parallel", "beside", "unused")
@@ -109,17 +109,10 @@ ALL = [
 @pytest.mark.parametrize(
     "backend, kind, num_rows, fullgraph, budgeted, own",
     [
-        pytest.param(backend, *case, marks=marks)
-        for backend, cases, marks in (
-            ("aot_eager", QUICK, ()),
-            ("inductor", QUICK, pytest.mark.slow),
-            (
-                "aot_eager",
-                [case for case in ALL if case not in QUICK],
-                [pytest.mark.slow, pytest.mark.long],
-            ),
-        )
-        for case in cases
+        *(pytest.param("aot_eager", *case) for case in QUICK),
+        *(slow(backend, *BESIDE) for backend in ("aot_eager", "inductor")),
+        *(slow("inductor", *case) for case in QUICK),
+        *(long("aot_eager", *case) for case in ALL if case not in [*QUICK, BESIDE]),
     ],
     indirect=["budgeted"],
 )

@@ -587,8 +587,8 @@ class MoELayer(nn.Module):
                     "`epmoe.training.fully_shard` leaves it as it is"
                 )
 
-            # Contexts such as `replay` may give the routing, and an x whose gradient they await: the
-            # experts take that one. The router needs no gradient of an x that had none.
+            # Contexts such as `replay` may give the routing, and an x whose gradient they await:
+            # the experts take that one. The router needs no gradient of an x that had none.
             scored_TD = self._checked(x)
             x_TD = scored_TD
             if self.contexts:

@@ -225,7 +225,8 @@ def _compiled(peers: Peers, device: torch.device) -> Any:
         if problem:
             raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
         launch = ctypes.CDLL(library).epmoe_floor
-        peers.all_gather(None)  # every rank has it open before the folder is removed
+        # Every rank has it open before the folder is removed.
+        peers.all_gather(None)
     launch.argtypes = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p)
     launch.restype = ctypes.c_char_p
     return launch

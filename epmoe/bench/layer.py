@@ -106,7 +106,8 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
         else:
             results += _measure(job, precision, device, contest, copy)
             if job.on_gpus:
-                torch.cuda.empty_cache()  # the next weights need the room
+                # The next weights need the room.
+                torch.cuda.empty_cache()
     return report(
         sorted(results, key=lambda result: result["tokens"]),
         left_out | contest.left_out,
@@ -149,7 +150,8 @@ def _measure(
                     results.append(case | {"side": name, "layer": us})
             del layer, sides
             if job.on_gpus:
-                torch.cuda.empty_cache()  # of the graphs' pools
+                # Of the graphs' pools.
+                torch.cuda.empty_cache()
             job.advance()
     return results
 

@@ -114,7 +114,8 @@ def random_experts(
         for name, (n, k) in shapes.items():
             if given is MXFP4_GROUPS:
                 weights[name][i].view(torch.uint8).random_(256, generator=generator)
-                middle = 127 - round(math.log2(k) / 2)  # about 1 / √k
+                # About 1 / √k.
+                middle = 127 - round(math.log2(k) / 2)
                 scales[name][i].view(torch.uint8).random_(middle - 3, middle, generator=generator)
                 continue
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
@@ -206,7 +207,8 @@ class WholeLayer(Side):
         return [tensor_ND[start : start + count] for start, count in parts if count]
 
     def check(self) -> None:
-        for _ in range(2):  # the second round must write again what the first leaves as NaN
+        # The second round must write again what the first leaves as NaN.
+        for _ in range(2):
             handle = d, _ = self.out()
             *self.starts_e, self.num_rows = d.expert_offsets.tolist()
             self.counts_e = d.tokens_per_expert.tolist()
@@ -229,7 +231,8 @@ class WholeLayer(Side):
         )
         w_down = self.experts.w_down
         _, D, f = plain_shape(w_down)
-        flop = 6 * D * f * sum(self.counts_e)  # three products, a multiply and an add each
+        # Three products, a multiply and an add each.
+        flop = 6 * D * f * sum(self.counts_e)
         busy = sum(count > 0 for count in self.counts_e)
         capability = torch.cuda.get_device_capability(w_down.device) if w_down.is_cuda else (0, 0)
         rate = DENSE_FLOP_PER_US.get(
@@ -245,7 +248,8 @@ class WholeLayer(Side):
         error_S = (y_SD - self.expected_SD).norm(dim=1)
         norm_S = self.expected_SD.norm(dim=1)
         limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
-        if not (error_S <= limit * norm_S).all():  # also where an error is NaN
+        # Also where an error is NaN.
+        if not (error_S <= limit * norm_S).all():
             raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
@@ -313,7 +317,8 @@ def without_experts(layer: WholeLayer) -> Side:
 def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
     D = config.model.hidden_size
     f = config.model.intermediate_size
-    assert f is not None  # `run` has checked it
+    # `run` has checked it.
+    assert f is not None
     return {"gate_up": (2 * f, D), "down": (D, f)}
 
 
@@ -334,5 +339,6 @@ def copy_bytes_per_us(device: torch.device) -> float:
 
     us = fastest_us()
     if on_gpu:
-        torch.cuda.empty_cache()  # windows need the room
+        # Windows need the room.
+        torch.cuda.empty_cache()
     return 2 * size / us

@@ -142,7 +142,8 @@ class Comparison:
         self.K = model.num_experts_per_tok
         self.D = model.hidden_size
         self.F = model.intermediate_size
-        self.dtype = FP8 if fp8 else model.torch_dtype  # of weights and of rows of dispatch
+        # Of weights and of rows of dispatch.
+        self.dtype = FP8 if fp8 else model.torch_dtype
         self.element = self.dtype.itemsize
         self.invariant = config.experts.batch_invariant
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)

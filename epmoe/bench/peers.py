@@ -102,7 +102,8 @@ class Contest:
     ) -> Iterator[tuple[str, _T]]:
         def checked(name: str, side: ExchangeSide) -> Side:
             side.name = name
-            side.exact = False  # rows may arrive in another order
+            # Rows may arrive in another order.
+            side.exact = False
             side.check()
             return side
 

@@ -261,7 +261,8 @@ def _check(
     side: Side, replayed: list[Tensor], wanted: list[Tensor], group: dist.ProcessGroup
 ) -> None:
     """Raise RuntimeError on all ranks unless the outputs of a graph agree with `wanted` on all."""
-    first = 0 if side.exact else -1  # rows may arrive in another order: then only what came back
+    # Rows may arrive in another order: then only what came back.
+    first = 0 if side.exact else -1
     pairs = zip(replayed[first:], wanted[first:], strict=True)
     if not everywhere(all(_agree(got, right, side.exact) for got, right in pairs), group):
         raise RuntimeError(

@@ -45,7 +45,8 @@ class TrainedLayer(Side):
         ][:T]
         items = min(sample.hidden, model.num_experts)
         x_TD = sample.x_TD.detach().clone()
-        x_TD[:, :items] = logits_TE[:, :items].clamp(min=-64).to(x_TD)  # −Inf times 0 would be NaN
+        # −Inf times 0 would be NaN.
+        x_TD[:, :items] = logits_TE[:, :items].clamp(min=-64).to(x_TD)
         self.grad_TD = torch.randn(
             x_TD.shape, generator=torch.Generator().manual_seed(sample.rank)
         ).to(x_TD)

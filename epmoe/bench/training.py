@@ -180,7 +180,8 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
                     + ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                 )
             if job.on_gpus:
-                torch.cuda.empty_cache()  # of the graphs' pools
+                # Of the graphs' pools.
+                torch.cuda.empty_cache()
             job.advance()
     plotted = [column.key for column in _TIMES]
     return Report(

@@ -32,7 +32,8 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers)
     """Write a state dict, of which each rank has its own part; see `epmoe.checkpoint.save`.
     Collective.
     """
-    import torch.distributed.checkpoint as dcp  # takes most of a second
+    # Takes most of a second.
+    import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
     with peers.together():
@@ -43,7 +44,8 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers)
         if peers.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             _clean(path)
-    shards = path / peers.all_gather(f"{_SHARDS}{uuid.uuid4().hex[:12]}")[0]  # rank 0 names it
+    # Rank 0 names it.
+    shards = path / peers.all_gather(f"{_SHARDS}{uuid.uuid4().hex[:12]}")[0]
     try:
         with _telling(f"{folder}: cannot be saved", RuntimeError), peers.waiting():
             dcp.save(dict(state), checkpoint_id=shards, process_group=peers.group)

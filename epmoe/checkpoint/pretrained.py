@@ -134,8 +134,10 @@ def _tensors(
     """
     state = dict(module.state_dict())
     saved: list[_Saved] = []
-    names: dict[str, str] = {}  # of other tensors of MoE blocks, by key
-    blocks: dict[str, set[str]] = {}  # names below a block that the model must have
+    # Of other tensors of MoE blocks, by key.
+    names: dict[str, str] = {}
+    # Names below a block that the model must have.
+    blocks: dict[str, set[str]] = {}
     for prefix, layer in layers:
         if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
             raise TypeError(
@@ -167,9 +169,8 @@ def _tensors(
                 continue
             raise ValueError(f"{source.path}: has no tensor for `{key}` of the model")
         shape = source.shape(name)
-        may_be = (
-            [shape, [shape[-1]]] if key in names and shape[:-1] == [1] else [shape]
-        )  # [1, E], a bias of the choice
+        # [1, E], a bias of the choice.
+        may_be = [shape, [shape[-1]]] if key in names and shape[:-1] == [1] else [shape]
         if list(value.shape) not in may_be:
             raise ValueError(
                 f"{source.path}: `{name}` is {shape}, but `{key}` of the model is "
@@ -296,7 +297,8 @@ def _begin(
     """Make the hidden folder, with the files that are not of tensors."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target}: must not exist, or be an empty folder")
-    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
+    # Of a process that was killed.
+    shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     if len(files) > 1:
         weight_map = {each.name: name for name, tensors in files.items() for each in tensors}

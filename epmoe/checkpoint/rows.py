@@ -42,7 +42,8 @@ class Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func not in _COPIES:  # those of torch's stager, which copies the attributes itself
+        # Those of torch's stager, which copies the attributes itself.
+        if func not in _COPIES:
             raise NotImplementedError(
                 f"`epmoe.checkpoint` has rows of experts here, which have no {func}"
             )

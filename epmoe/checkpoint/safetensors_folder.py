@@ -225,7 +225,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return self._open(self._file_of[name]).get_tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of  # Mapping's would read the tensor
+        # Mapping's would read the tensor.
+        return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -620,9 +621,8 @@ def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
     """fp8 [n, k] with zeros behind its rows or columns."""
     if not by:
         return weight
-    padded: Tensor = pad(
-        weight.view(torch.uint8), (0, 0, 0, by) if dim == 0 else (0, by)
-    )  # fp8 cannot be padded
+    # fp8 cannot be padded.
+    padded: Tensor = pad(weight.view(torch.uint8), (0, 0, 0, by) if dim == 0 else (0, by))
     return padded.view(weight.dtype)
 
 

@@ -59,7 +59,8 @@ class _Commands(TyperGroup):
             raise SystemExit(super().main(*args, **kwargs | {"standalone_mode": False}))
         except Exception as error:
             code = getattr(error, "exit_code", None)
-            if code:  # click refuses what was typed
+            # Click refuses what was typed.
+            if code:
                 raise SystemExit(code) from None
             raise
 
@@ -79,7 +80,8 @@ class _Commands(TyperGroup):
         except EPError as error:
             raise fail(f"{type(error).__name__}: {error}", code=1, every_rank=True) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of the output has gone
+            # The reader of the output has gone.
+            if error.errno == errno.EPIPE:
                 raise
             raise fail(
                 f"{error.filename}: {error.strerror}" if error.filename else str(error), code=1
@@ -92,7 +94,8 @@ class _Commands(TyperGroup):
             raise
         except Exception as error:
             if message_file() is None or hasattr(error, "exit_code"):
-                raise  # a bug, whose traceback helps, or click refuses what was typed
+                # A bug, whose traceback helps, or click refuses what was typed.
+                raise
             text = f"{type(error).__name__}: {error}"[:1000]
             raise fail(text + SEE_TRACEBACK, code=1, every_rank=True) from None
 

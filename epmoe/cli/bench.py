@@ -182,7 +182,8 @@ def bench(
         benchmark = cpu.run
         steps = len(counts) * repeats
     if plot:
-        require("matplotlib", "`--plot`")  # now, not after the run
+        # Now, not after the run.
+        require("matplotlib", "`--plot`")
     check_ranks(parsed)
     if launched_rank() is None:
         raise typer.Exit(start_ranks(parsed, context.meta["epmoe.arguments"]))

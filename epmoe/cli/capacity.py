@@ -62,9 +62,8 @@ class Capacity:
         tokens = R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
-        variance = (
-            K * share * (1 - share) * (P - K) / max(1, P - 1)
-        )  # for one token: draws without replacement
+        # For one token: draws without replacement.
+        variance = K * share * (1 - share) * (P - K) / max(1, P - 1)
         padding = e * (config.alignment - 1)
         worst = round_up(tokens * K + padding, config.alignment)
         return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)

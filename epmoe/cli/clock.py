@@ -24,7 +24,8 @@ class StageClock:
         ends.
         """
         self.seconds: dict[str, float] = {}  # by stage
-        self.elapsed = 0.0  # of `watch`, measured on its own
+        # Of `watch`, measured on its own.
+        self.elapsed = 0.0
         self._device = torch.device(device)
         self._open: list[str] = []
         self._since = 0.0
@@ -75,9 +76,8 @@ class StageClock:
 
     def _watch(self, model: nn.Module, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         stage = stage_of(model, name)
-        if isinstance(
-            module, FSDPModule
-        ):  # its own hook, between these two, collects the module's weights
+        # Its own hook, between these two, collects the module's weights.
+        if isinstance(module, FSDPModule):
             yield module.register_forward_pre_hook(lambda *_: self._start("gather"), prepend=True)
             yield module.register_forward_pre_hook(lambda *_: self._stop())
         if stage:

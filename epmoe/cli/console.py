@@ -55,7 +55,8 @@ def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
     rank = launched_rank()
     file = message_file()
     lines = message.splitlines()
-    if len(lines) > MOST_LINES:  # of a compiler, say: the first ones are the cause
+    # Of a compiler, say: the first ones are the cause.
+    if len(lines) > MOST_LINES:
         message = "\n".join([*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"])
     if file is not None:
         _leave(file, f"rank {rank}: {message}" if every_rank else message, code)
@@ -78,7 +79,8 @@ def quiet_exit() -> typer.Exit:
 def _leave(file: Path, message: str, code: int) -> None:
     text = json.dumps({"message": message, "code": code, "timestamp": time.time()})
     file.with_suffix(".new").write_text(text, encoding="utf-8")
-    file.with_suffix(".new").replace(file)  # whole, even if the launcher ends this rank now
+    # Whole, even if the launcher ends this rank now.
+    file.with_suffix(".new").replace(file)
 
 
 def message_file() -> Path | None:

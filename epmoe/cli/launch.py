@@ -295,7 +295,8 @@ def launch(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.disable(logging.CRITICAL)  # torch's launcher logs every failure and every signal
+    # Torch's launcher logs every failure and every signal.
+    logging.disable(logging.CRITICAL)
     try:
         logs = DefaultLogsSpecs(log_dir=folder, redirects=redirects)
         every = dict.fromkeys(variables, tuple(arguments))
@@ -312,9 +313,8 @@ def launch(
         logging.disable(disabled)
         os.environ.clear()
         os.environ.update(environment)
-        with contextlib.suppress(
-            ValueError
-        ):  # not in the main thread, where torch has set none either
+        # Not in the main thread, where torch has set none either.
+        with contextlib.suppress(ValueError):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -327,9 +327,8 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
         message = failure.error_file_data["message"]
         if message:
             fail(message, code=1)
-        return failure.error_file_data[
-            "code"
-        ]  # without a message: rank 0 has printed that a check failed
+        # Without a message: rank 0 has printed that a check failed.
+        return failure.error_file_data["code"]
     if failure.exitcode < 0:
         memory = ", as happens when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
         message = f"rank {rank} was ended by {failure.signal_name()}{memory}"

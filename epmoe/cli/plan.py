@@ -134,9 +134,10 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
     """The launches of dispatch and combine by T, up to M, for both phases in one call and
     expert-major rows.
     """
+    # Needs the native library, unlike the memory plan.
     from epmoe.exchange.launch_policy import (
         launches,
-    )  # needs the native library, unlike the memory plan
+    )
 
     most = config.capacity.max_num_tokens_per_rank
     rows: list[dict[str, Any]] = []

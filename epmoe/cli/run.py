@@ -61,7 +61,8 @@ def run(
     parsed = load(config, nproc)
     check_output("--report", report, (".html", ".htm"))
     if report is not None:
-        require("jinja2", "`--report`")  # now, not after the run
+        # Now, not after the run.
+        require("jinja2", "`--report`")
     limit = parsed.capacity.max_num_tokens_per_rank
     if tokens is not None and tokens > limit:
         raise UserError(

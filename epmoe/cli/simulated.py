@@ -102,7 +102,8 @@ def _measure(
     moves = list[tuple[int, int]]()
     weights = _expert_weights(config, seed, ep.device)
     tag = int(config.placement.live)
-    held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
+    # Nobody uses an empty slot.
+    held = [max(expert, 0) for expert in ep.logical_experts(tag)]
     experts = GroupedExperts(*(w[held] for w in weights)).requires_grad_(False)
     balancer = None
     if balances:
@@ -131,7 +132,8 @@ def _measure(
     rows_before = sum(health.tokens_per_expert)
     for n in range(steps):
         if kind == "drift":
-            pool_TE = pool(step=n / steps)  # one order becomes another over the run
+            # One order becomes another over the run.
+            pool_TE = pool(step=n / steps)
         x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(
             ep.device, model.torch_dtype
         )
@@ -198,7 +200,8 @@ def _tolerance(config: EPConfig) -> float:
 def require_memory(config: EPConfig) -> None:
     """Raise UserError if this machine's memory cannot hold all ranks of `config`."""
     if config.exchange.transport == "nvlink":
-        return  # each rank uses the memory of its own GPU
+        # Each rank uses the memory of its own GPU.
+        return
     ranks = config.topology.ep_size
     weights = _bytes_per_intermediate(config) * _intermediate_size(config)
     needed = sum(plan.total_bytes for plan in rank_plans(config)) + ranks * (

@@ -352,7 +352,8 @@ class EPConfig(Strict):
         """
         if self.capacity.alignment is not None:
             return self.capacity.alignment
-        if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
+        # No GEMM that wants blocks takes it.
+        if self.model.dtype != "bfloat16":
             return 1
         small, large = ROW_BLOCKS
         return (

@@ -87,7 +87,8 @@ def ready_configs() -> dict[str, Path]:
     of its root.
     """
     folders = [_PACKAGE / "configs"]
-    if (_PACKAGE.parent / "pyproject.toml").exists():  # elsewhere a folder `configs` is not ours
+    # Elsewhere a folder `configs` is not ours.
+    if (_PACKAGE.parent / "pyproject.toml").exists():
         folders.append(_PACKAGE.parent / "configs")
     found = next((folder for folder in folders if folder.is_dir()), None)
     return {} if found is None else {path.stem: path for path in sorted(found.glob("*.yaml"))}

@@ -419,7 +419,8 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if isinstance(values, Mapping | Strict):
             sections[section] = sections.get(section, {}) | _mapping(values)
         else:
-            sections[section] = values  # EPConfig refuses it, by its name
+            # EPConfig refuses it, by its name.
+            sections[section] = values
     return sections, where
 
 
@@ -465,7 +466,8 @@ def _values(
         held = [name for name in names if name in config]
         if held:
             value = _agreed(config, held, where, f"{section}.{ours}")
-            if value is not None:  # null is our default: no groups, factor 1
+            # Null is our default: no groups, factor 1.
+            if value is not None:
                 sections[section][ours] = value
         elif ours in row.defaults:
             sections[section][ours] = row.defaults[ours]
@@ -485,7 +487,8 @@ def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: s
     values: dict[str, Any] = {}
     for name in names:
         value = config[name]
-        if isinstance(value, list) and value:  # one for each layer
+        # One for each layer.
+        if isinstance(value, list) and value:
             if any(each != value[0] for each in value):
                 raise ConfigError(f"{where}`{ours}` must be one number for all layers, got {value}")
             value = value[0]

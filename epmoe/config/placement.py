@@ -150,7 +150,8 @@ class Placement:
             raise ValueError(
                 f"`ranks` must leave at least one of {self.ep_size} ranks, got {sorted(gone)}"
             )
-        first: dict[int, int] = {}  # logical expert → new rank
+        # Logical expert → new rank.
+        first: dict[int, int] = {}
         copies: list[tuple[int, int]] = []
         load = [0] * len(renumbered)
         for p, rank in enumerate(self.owners):

@@ -49,9 +49,8 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
             )
         return group.get_group(EP)
     if not isinstance(group, dist.ProcessGroup):
-        if (
-            group == dist.GroupMember.NON_GROUP_MEMBER
-        ):  # what `new_group` returns to processes outside it
+        # What `new_group` returns to processes outside it.
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is no member of `group`: only its members may make an ExpertParallel "
                 "of it"
@@ -84,7 +83,8 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
             f"{device}"
         )
     if wanted.type == "cpu":
-        return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
+        # The name that tensors give, also those made on "cpu:0".
+        return torch.device("cpu")
     ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
     slots = (
         "`placement.slots_per_rank` of all seats"

@@ -70,9 +70,8 @@ def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[No
         opened = [ep for ep in eps if ep.group is not None]
         deadline = time.monotonic() + ANSWER_S
         found = error.ranks
-        while (
-            not found and time.monotonic() < deadline
-        ):  # gloo may see the end of a process before its window says so
+        # Gloo may see the end of a process before its window says so.
+        while not found and time.monotonic() < deadline:
             found = _ended(peers, opened)
             time.sleep(POLL_S)
         missing = RollCall.of(peers, what).missing(found, OPENING_ANSWER_S)

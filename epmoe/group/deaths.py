@@ -141,7 +141,8 @@ def _watch(
             processes = {
                 rank: process for rank, process in processes.items() if process not in readable
             }
-            with suppress(RuntimeError):  # of a GPU that has failed: waits run into their deadline
+            # Of a GPU that has failed: waits run into their deadline.
+            with suppress(RuntimeError):
                 call(mask)
             del call
 
@@ -149,9 +150,8 @@ def _watch(
 def _end(owner: int, stop: socket.socket, thread: Thread, processes: dict[int, int]) -> None:
     if os.getpid() != owner:
         return
-    stop.shutdown(
-        socket.SHUT_RDWR
-    )  # which ends the thread even where a forked child has a copy of the socket
+    # Which ends the thread even where a forked child has a copy of the socket.
+    stop.shutdown(socket.SHUT_RDWR)
     stop.close()
     if thread is not current_thread():
         thread.join(_END_S)

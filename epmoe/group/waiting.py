@@ -49,13 +49,15 @@ def interruptible(
         except BaseException as error:
             errors.append(error)
 
-    thread = Thread(target=call, daemon=True)  # which must not keep the process alive
+    # Which must not keep the process alive.
+    thread = Thread(target=call, daemon=True)
     thread.start()
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while thread.is_alive() and time.monotonic() < deadline:
         thread.join(0.02)
         look()
-    ended = not thread.is_alive()  # before a look at its errors, which it has left by then
+    # Before a look at its errors, which it has left by then.
+    ended = not thread.is_alive()
     if errors:
         raise errors[0]
     return ended
@@ -84,7 +86,8 @@ class Whole(Generic[_Value]):
 
     def __init__(self, work: Callable[[], _Value]) -> None:
         self._work = work
-        self._turn = [True]  # whoever pops it decides: the thread begins, or nobody ever will
+        # Whoever pops it decides: the thread begins, or nobody ever will.
+        self._turn = [True]
         self._running = allocate_lock()
         self._running.acquire()
         self._has_ended = False
@@ -107,7 +110,8 @@ class Whole(Generic[_Value]):
             self._turn.pop()
             return False
         while not self._has_ended:
-            with suppress(BaseException):  # the caller has an exception to raise already
+            # The caller has an exception to raise already.
+            with suppress(BaseException):
                 self._running.acquire(timeout=_LOOK_S)
         self._error = None
         return True

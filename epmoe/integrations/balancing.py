@@ -64,8 +64,10 @@ class Balancing:
         self._balancer: Balancer | None = None
         if live is not None:
             self._balancer = Balancer(ep, **{key: live[key] for key in _OF_BALANCER if key in live})
-        self._logged = 0  # steps of the balancer's history that the log has
-        self._settled = True  # no move is under way
+        # Steps of the balancer's history that the log has.
+        self._logged = 0
+        # No move is under way.
+        self._settled = True
 
     def poll(self) -> None:
         """Before each step of the framework, on its thread and stream: it raises what kernels have
@@ -81,7 +83,8 @@ class Balancing:
             return
         self._logged = len(history)
         step = history[-1] if history else None
-        if step is None or not step.moves or not step.before:  # rank 0 alone knows the loads
+        # Rank 0 alone knows the loads.
+        if step is None or not step.moves or not step.before:
             return
         self._logger.info(
             "epmoe moves %d experts: the busiest rank has %.2f of the mean load on average over "

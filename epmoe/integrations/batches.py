@@ -168,7 +168,8 @@ class SharedExpertParallel:
         M = self._max_tokens
         T = x_TD.shape[0]
         if computation.trains:
-            _ = self.exchange  # raises before anything is sent
+            # Raises before anything is sent.
+            _ = self.exchange
         call = _Call(computation, tag, x_TD.dtype, longest)
         if longest is None:
             longest = self._longest_batch(T, call)
@@ -180,7 +181,8 @@ class SharedExpertParallel:
         known = longest
         too_long = None
         if self.static:
-            known = call.longest  # static mode otherwise has a limit only, M
+            # Static mode otherwise has a limit only, M.
+            known = call.longest
             if longest is not None and longest > M:
                 too_long = longest
                 longest = M
@@ -200,7 +202,8 @@ class SharedExpertParallel:
                 while not outputs or self._has_more_rounds(len(outputs), call.longest):
                     taken = len(outputs)
                     x, ids, weights = batch
-                    if own > 1 or outputs:  # else no slices, three of which cost the host 5 µs
+                    # Else no slices, three of which cost the host 5 µs.
+                    if own > 1 or outputs:
                         x, ids, weights = (tensor[taken * M : (taken + 1) * M] for tensor in batch)
                     outputs.append(self._round(x, ids, weights, call, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
@@ -209,7 +212,8 @@ class SharedExpertParallel:
             _hint(error)
             self._see_out(rounds_before, call)
             raise
-        if computation.trains:  # rounds without tokens of this rank have a backward round, too
+        # Rounds without tokens of this rank have a backward round, too.
+        if computation.trains:
             own = len(outputs)
         return outputs[0] if own == 1 else torch.cat(outputs[:own])
 

@@ -90,7 +90,8 @@ class Session(Generic[Entry]):
                 raise RuntimeError(
                     "call the model once before the capture: the first call makes the windows"
                 )
-            with torch.device("cpu"):  # frameworks make models under another default device
+            # Frameworks make models under another default device.
+            with torch.device("cpu"):
                 self._entries[key] = make(len(ranks))
         return self._entries[key]
 

@@ -102,7 +102,8 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
                 if on_gpus
                 else torch.device("cpu")
             )
-            with device:  # torchtitan builds models on the meta device
+            # Torchtitan builds models on the meta device.
+            with device:
                 exchange = _exchanges[key] = TrainingExchange(ExpertParallel(made, group, device))
         self.exchange = exchange
         self.tag = exchange.ep.new_tag()

@@ -145,7 +145,8 @@ class Balancer:
         Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` and
         `policy` raise.
         """
-        if self._ticking:  # this is a signal handler
+        # This is a signal handler.
+        if self._ticking:
             return
         try:
             self._ticking = True
@@ -195,9 +196,8 @@ class Balancer:
 
         live.wait(told, lambda: [0], timeout_s)
         if live.calls < last:
-            self._going_on(
-                ep.apply, timeout_s
-            )  # rank 0 has seen the end of the moves before, this rank may not have
+            # Rank 0 has seen the end of the moves before, this rank may not have.
+            self._going_on(ep.apply, timeout_s)
             self._take()
         self._going_on(ep.apply, timeout_s)
 
@@ -269,7 +269,8 @@ class Balancer:
             self._planning = None
             raise planning.error
         elif planning.done and all(row[Word.PLAN] >> 32 >= live.calls for row in words):
-            self._publish(planning.get())  # nobody still reads the last one
+            # Nobody still reads the last one.
+            self._publish(planning.get())
 
     def _count_stalls(self) -> None:
         """Count, and say, that nothing comes from ranks that are behind."""

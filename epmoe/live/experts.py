@@ -65,14 +65,14 @@ class LiveExperts:
             sizes["num_local_experts"],
         )
         self._rank = exchange.rank
-        with torch.inference_mode(
-            False
-        ):  # otherwise they could not be written outside inference mode
+        # Otherwise they could not be written outside inference mode.
+        with torch.inference_mode(False):
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(
                 self._L, -1
             )
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
-            self.slots = at_most(self._most_copies, self.slots)  # ranks may have kept more
+            # Ranks may have kept more.
+            self.slots = at_most(self._most_copies, self.slots)
             self.held = self._mine(self.slots).clone()
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
@@ -81,25 +81,27 @@ class LiveExperts:
         self.weights = weights
         self.moves: Moves | None = None
         self.calls = self.refused_plans = self.ticks = self.finishes = 0
-        self.stalled_plans = 0  # how often a rank has sent no loads in time, as `Balancer` counts
-        self._earlier = 0, 0, 0  # experts, bytes and stalls of moves before those of `moves`
-        self._settled: Moves | None = None  # the last moves whose end has been seen to
+        # How often a rank has sent no loads in time, as `Balancer` counts.
+        self.stalled_plans = 0
+        # Experts, bytes and stalls of moves before those of `moves`.
+        self._earlier = 0, 0, 0
+        # The last moves whose end has been seen to.
+        self._settled: Moves | None = None
         self._untold: int | None = (
             None  # number of a refused call of which the others have not heard
         )
         self._steps = False
-        self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._versions = list[
-            tuple[Tensor, Promise[Tensor]]
-        ]()  # of `moves`: slots, and tables once they are made
+        # Tables of many layers take milliseconds.
+        self._worker = Worker("epmoe-quotas")
+        # Of `moves`: slots, and tables once they are made.
+        self._versions = list[tuple[Tensor, Promise[Tensor]]]()
         self.sharing: Promise[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":
             exchange.begin()
-            torch.cuda.current_stream(
-                exchange.device
-            ).synchronize()  # rounds may come on another stream
+            # Rounds may come on another stream.
+            torch.cuda.current_stream(exchange.device).synchronize()
 
     def replace(
         self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None
@@ -117,7 +119,8 @@ class LiveExperts:
         try:
             moves = self._begin(number, slots, weights, loads)
         except BaseException:
-            if self.calls < number:  # otherwise they have begun
+            # Otherwise they have begun.
+            if self.calls < number:
                 self.calls, self._untold, self.refused_plans = (
                     number,
                     number,
@@ -192,9 +195,8 @@ class LiveExperts:
         finally:
             self._steps = False
             if stream is not None:
-                torch.cuda.set_stream(
-                    stream
-                )  # a signal handler may have raised where it is another one
+                # A signal handler may have raised where it is another one.
+                torch.cuda.set_stream(stream)
 
     @property
     def is_idle(self) -> bool:
@@ -237,7 +239,8 @@ class LiveExperts:
         with torch.inference_mode(False):  # as above
             held = self._mine(self.slots).clone()
         if moves.cancelled:
-            self._share()  # slots that were to be overwritten are in use again
+            # Slots that were to be overwritten are in use again.
+            self._share()
         refused = self.refused_plans + bool(moves.refused_by)
         self.held, self._versions, self._settled, self.refused_plans = held, [], moves, refused
 
@@ -363,7 +366,8 @@ class LiveExperts:
 
     def _hold(self, layer: int, local: int, expert: int) -> None:
         if expert == EMPTY:
-            self._count()  # rows so far were those of the expert that goes
+            # Rows so far were those of the expert that goes.
+            self._count()
         self.held[layer, local] = expert
 
     def _count(self) -> None:

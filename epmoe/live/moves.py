@@ -112,13 +112,12 @@ class Moves:
         self._S = self.slots_per_rank
         self._done = self._cancels = False
         self._cancelled_at: int | None = None
-        self._copied = 0  # parts in their slots, of those that come to this rank
-        self._pushed = [
-            0
-        ] * self.mail.size  # by rank: the number behind the last part that it got from here
-        self._told = dict[
-            tuple[Word, int | None], int
-        ]()  # by word and reader, None for all: the value that was posted
+        # Parts in their slots, of those that come to this rank.
+        self._copied = 0
+        # By rank: the number behind the last part that it got from here.
+        self._pushed = [0] * self.mail.size
+        # By word and reader, None for all: the value that was posted.
+        self._told = dict[tuple[Word, int | None], int]()
         self._words = list[list[int]]()
         sizes = self._sizes()
         parts: list[list[_Part]] = [[] for _ in self._ranks]
@@ -199,9 +198,8 @@ class Moves:
         """
         if self._done:
             return
-        if (
-            self._cancels and self._cancelled_at is None
-        ):  # a second word could be the first that a slow rank sees
+        # A second word could be the first that a slow rank sees.
+        if self._cancels and self._cancelled_at is None:
             self._cancelled_at = _DROPPED if self.version < 0 else self.version + 2
         self.tell()
         words = self.mail.words()
@@ -235,7 +233,8 @@ class Moves:
         """Post the words that lag behind the state."""
         self._post(Word.PLAN, self._checksum)
         if self._cancelled_at is not None:
-            self._post(Word.CANCELLED, self._cancelled_at)  # before the VERSION at which it ends
+            # Before the VERSION at which it ends.
+            self._post(Word.CANCELLED, self._cancelled_at)
         if self._told.get((Word.VERSION, None), -1) < self.version:
             self.mail.after_rounds()
             self._post(Word.VERSION, self.version)
@@ -318,7 +317,8 @@ class Moves:
             self._pushed[to] = number + 1
 
     def _state(self) -> tuple[object, ...]:
-        words = [row[: Word.COUNTED] for row in self._words]  # those behind it are the balancer's
+        # Those behind it are the balancer's.
+        words = [row[: Word.COUNTED] for row in self._words]
         return self.version, self._copied, *self._pushed, words
 
     def _pieces(self, layer: int, local: int, part: _Part) -> Iterator[Tensor]:

@@ -155,9 +155,12 @@ class WeightReceiver:
         self.version, self.pause_s = _NONE, 0.0
         self.problem: BaseException | None = None
         self._target = _NONE
-        self._flipped_behind = _NONE  # the last ROUND that this rank has taken
-        self._begun = _NONE  # the last version that the thread has begun to stage
-        self._staged: Version | None = None  # the thread's, until the flip
+        # The last ROUND that this rank has taken.
+        self._flipped_behind = _NONE
+        # The last version that the thread has begun to stage.
+        self._begun = _NONE
+        # The thread's, until the flip.
+        self._staged: Version | None = None
         self._looked = 0.0
         with naming("WeightReceiver", [ep]), (peers := peers_of(ep)).together():
             if ep.live is not None:
@@ -172,10 +175,10 @@ class WeightReceiver:
                 for name, one in weights.items()
             }
             self._spare = {name: _like(one) for name, one in weights.items()} if spare else None
-            self._free = (
-                self._spare
-            )  # which of the two is staged, and stays so however often the flip begins
-            self._await_device()  # on other streams torch may have given this memory away before
+            # Which of the two is staged, and stays so however often the flip begins.
+            self._free = self._spare
+            # On other streams torch may have given this memory away before.
+            self._await_device()
             self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
             self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
             self._worker = Worker("epmoe-weights")
@@ -184,7 +187,8 @@ class WeightReceiver:
             self._names = _names_of_state(model)
             for former in list(_open):
                 if not former._of_other_layers(self._layers.values()):
-                    former.close()  # its thread takes memory for free that will serve
+                    # Its thread takes memory for free that will serve.
+                    former.close()
             _open.add(self)
             if version is not None:
                 ep.versions.put(self._layers.values(), Held(version, ""))
@@ -238,7 +242,8 @@ class WeightReceiver:
             and self.version < ours.number == self._target
             and _failed(ours.number) not in staged
         ):
-            self._await_device()  # a flip to it may come
+            # A flip to it may come.
+            self._await_device()
             count = self.exchange.health(wait=False).rounds
             self._post(_STAGED + ep.rank, ours.number)
             target, behind, *staged = ops.read_words(self._words).tolist()
@@ -247,7 +252,8 @@ class WeightReceiver:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
             self._flip(self._staged)
             self._staged, self._flipped_behind = None, behind
-        if behind <= self._flipped_behind:  # no flip is to come
+        # No flip is to come.
+        if behind <= self._flipped_behind:
             if target > self._target:
                 self._worker.submit(partial(self._stage_and_say, target))
                 self._target = (
@@ -264,7 +270,8 @@ class WeightReceiver:
 
         It waits for a copy of the thread that is under way, and not for a map.
         """
-        self._generation = _NONE  # before the look: the thread looks the other way around
+        # Before the look: the thread looks the other way around.
+        self._generation = _NONE
         self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
         while self._writes and self._worker.lives:
@@ -291,7 +298,8 @@ class WeightReceiver:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Copies into memory that no version has, unless this object is closed."""
-        self._writes = True  # before the look: see `close`
+        # Before the look: see `close`.
+        self._writes = True
         try:
             self._check_open()
             with self._copies.running():
@@ -331,9 +339,8 @@ class WeightReceiver:
         """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick
         says STAGED.
         """
-        if (
-            number != self._begun
-        ):  # otherwise after an interrupted call, which has submitted it, too
+        # Otherwise after an interrupted call, which has submitted it, too.
+        if number != self._begun:
             self._begun, self._staged = number, None
             try:
                 self._staged, self.problem = self._stage(number), None
@@ -344,9 +351,8 @@ class WeightReceiver:
         if self._staged is None and number > self.version:  # not flipped to
             self._post(_STAGED + self._ep.rank, _failed(number))
             if self.problem is not None:
-                traceback.clear_frames(
-                    self.problem.__traceback__
-                )  # which have what was mapped: copies may still run
+                # Which have what was mapped: copies may still run.
+                traceback.clear_frames(self.problem.__traceback__)
 
     def _hear_of(self, target: int, staged: list[int]) -> None:
         """Say which rank has not taken a version that this rank could take."""
@@ -382,20 +388,20 @@ class WeightReceiver:
             found = peers.all_gather(
                 (newest_version(self._folder), self.version, time.monotonic() > deadline)
             )
+            # A flip may have failed on some ranks.
             newest, held = (
                 found[0][0],
                 min(version for _, version, _ in found),
-            )  # a flip may have failed on some ranks
+            )
             if newest > max(held, least - 1, gone):
-                self._await_worker()  # it writes where this version goes
+                # It writes where this version goes.
+                self._await_worker()
                 if self._ep.rank == 0:
-                    self._post(
-                        _ROUND, _NONE
-                    )  # calls off a flip that is to come: for all ranks, also if one raises
+                    # Calls off a flip that is to come: for all ranks, also if one raises.
+                    self._post(_ROUND, _NONE)
                 peers.all_gather(None)
-                self._target = (
-                    self.version
-                )  # wherever this is interrupted, ticks stage it again, or say what is staged
+                # Wherever this is interrupted, ticks stage it again, or say what is staged.
+                self._target = self.version
                 self._post(_STAGED + self._ep.rank, _NONE)
                 self._staged = None
                 self._begun = _NONE
@@ -404,7 +410,8 @@ class WeightReceiver:
                 try:
                     staged = self._stage(newest)
                 except FileNotFoundError:
-                    pass  # it went with its trainer, or since there is a newer one
+                    # It went with its trainer, or since there is a newer one.
+                    pass
                 except NotFiniteError as error:
                     why = str(error)
                 outcomes = peers.all_gather((staged is not None, why))
@@ -462,7 +469,8 @@ class WeightReceiver:
         self._await_device()
         start = time.perf_counter()
         layers = self._layers.values()
-        self._ep.versions.put(layers, None)  # until all is there
+        # Until all is there.
+        self._ep.versions.put(layers, None)
         with self._copies.running():
             if self._free is None:
                 self._copy(version, self._weights())
@@ -471,7 +479,8 @@ class WeightReceiver:
                     self._copies.use(self._free[name], weights)
         if self._dense is not None:
             named = {self._names.get(name, name): each for name, each in version.dense.items()}
-            taken = self._dense(self._copies.owned(named))  # it may keep them
+            # It may keep them.
+            taken = self._dense(self._copies.owned(named))
             _check_taken(named, taken)
         self._await_device()
         self._ep.versions.put(layers, Held(version.number, version.trainer))
@@ -481,7 +490,8 @@ class WeightReceiver:
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
         for name in self._layers:
-            if self._writes:  # otherwise it is a flip, which ends
+            # Otherwise it is a flip, which ends.
+            if self._writes:
                 self._check_open()
             for each, begin, rows in self._rows(version, name):
                 target = to[name][each][begin : begin + len(rows)]
@@ -513,7 +523,8 @@ class WeightReceiver:
             for each, begin, rows in self._rows(version, name):
                 dtype = to[name][each].dtype
                 if dtype == FP8:
-                    dtype = rows.dtype  # its scales take any finite values
+                    # Its scales take any finite values.
+                    dtype = rows.dtype
                 odd = nonfinite_rows(rows, dtype)
                 if odd:
                     where = f"`{each}` of expert {held[begin + odd[0]]} of {name!r}"
@@ -524,9 +535,8 @@ class WeightReceiver:
 
     def _await_worker(self) -> None:
         idle = self._worker.submit(lambda: None)
-        deadline = (
-            time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2
-        )  # other ranks hear of it in time
+        # Other ranks hear of it in time.
+        deadline = time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2
         while not idle.done:
             if time.monotonic() > deadline:
                 raise TimeoutError("an earlier version of the weights is still on its way")
@@ -643,8 +653,10 @@ def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
                 file.write(bytes([255]) * 8 * count)
         path = peers.all_gather(path)[0]
         words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
-        here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
-        peers.all_gather(None)  # all have mapped it
+        # On another machine `from_file` makes a file of zeros.
+        here = bool(words.eq(_NONE).all())
+        # All have mapped it.
+        peers.all_gather(None)
     finally:
         # Also where a rank raises or has died meanwhile: nobody else knows of the file.
         if path and (peers.rank == 0 or not here):

@@ -37,7 +37,8 @@ class SleepingWeights:
 
     def __init__(self, module: nn.Module) -> None:
         own = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        state = map(id, module.state_dict(keep_vars=True).values())  # some of it may be made for it
+        # Some of it may be made for it.
+        state = map(id, module.state_dict(keep_vars=True).values())
         tensors = list({key: own[key] for key in state if key in own}.values())
         strange = {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}
         if strange:
@@ -56,8 +57,10 @@ class SleepingWeights:
             round_up(views[0].untyped_storage().nbytes(), BUFFER_ALIGNMENT)
             for views in storages.values()
         ]
-        self._nbytes = max(sum(sizes), 1)  # some memory, also for tensors without elements
-        self._copy: Tensor | None = None  # on the host; while it is there it has the contents
+        # Some memory, also for tensors without elements.
+        self._nbytes = max(sum(sizes), 1)
+        # On the host; while it is there it has the contents.
+        self._copy: Tensor | None = None
         self._places = Places(memory_of(*devices), 1, self._nbytes)
         self._map()
         for begin, size, views in zip(

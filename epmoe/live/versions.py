@@ -115,7 +115,8 @@ class WeightSender:
             own_folder(folder),
             keep,
         )
-        self._told = set[str]()  # names of what other ranks could not send
+        # Names of what other ranks could not send.
+        self._told = set[str]()
         self._ep = ep = next(iter(self._layers.values())).ep
         self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
         if self._writes:
@@ -157,9 +158,11 @@ class WeightSender:
             self._ep.size,
         )
         drafts = [*self._folder.glob(".v*")]
-        self._check_trainer()  # now none of the drafts is another trainer's that lives
+        # Now none of the drafts is another trainer's that lives.
+        self._check_trainer()
         for draft in drafts:
-            if f".{group}." not in draft.name:  # of a rank that has died
+            # Of a rank that has died.
+            if f".{group}." not in draft.name:
                 draft.unlink(missing_ok=True)
         files = list(_files(os.listdir(self._folder)))
         earlier = [file.version for file in files if file[2:] == own]
@@ -195,7 +198,8 @@ class WeightSender:
         files = list(_files(os.listdir(self._folder)))
         stay = _that_stay(files, self._keep)
         for file in files:
-            if file.version not in stay:  # of whichever rank: without a part it is not complete
+            # Of whichever rank: without a part it is not complete.
+            if file.version not in stay:
                 (self._folder / file.name).unlink(missing_ok=True)
         for failed in self._folder.glob(f"{_FAILED}*"):
             if _parsed(failed).version < min(stay):
@@ -223,7 +227,8 @@ class WeightSender:
             draft.replace(whole)
         except BaseException as error:
             draft.unlink(missing_ok=True)
-            if type(error) is RuntimeError:  # torch's words for a file that it cannot write
+            # Torch's words for a file that it cannot write.
+            if type(error) is RuntimeError:
                 what = (
                     f"version {version} does not fit into {self._folder}, beside up to "
                     f"{self._keep} others"
@@ -235,7 +240,8 @@ class WeightSender:
         """Raises OSError once for each version of this group that another rank could not send."""
         for note in sorted(self._folder.glob(f"{_FAILED}*")):
             failed = _parsed(note)
-            if failed.group != group:  # of a trainer that has gone
+            # Of a trainer that has gone.
+            if failed.group != group:
                 note.unlink(missing_ok=True)
             elif failed.rank != self._ep.rank and failed.name not in self._told:
                 self._told.add(failed.name)
@@ -279,7 +285,8 @@ class WeightSender:
             with torch.no_grad():
                 _view(region, begin, value).copy_(value)
             table[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        piece.unmap()  # once it is written; its descriptor keeps the memory
+        # Once it is written; its descriptor keeps the memory.
+        piece.unmap()
         return handout.name
 
 
@@ -334,9 +341,8 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
         raise FileNotFoundError(f"version {number} is not complete any more")
     version = Version(number, found[0][0].group, {}, {})
     for file in sorted(found[0]):
-        with (folder / file.name).open(
-            "rb"
-        ) as opened:  # once: torch opens it twice, and it may go in between
+        # Once: torch opens it twice, and it may go in between.
+        with (folder / file.name).open("rb") as opened:
             path = f"/proc/self/fd/{opened.fileno()}"
             part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if part["socket"] is not None:

@@ -74,7 +74,8 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
         ]
         for move in moves:
             now[move.layer, move.slot] = move.expert
-        if not moves:  # what is left becomes empty
+        # What is left becomes empty.
+        if not moves:
             now = after.clone()
             if waves:
                 waves[-1] = Wave(waves[-1].moves, now)
@@ -112,15 +113,18 @@ def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) 
         moves.append(SlotMove(layer, expert, slot, source))
 
     moves: list[SlotMove] = []
-    taken, sources = set[int](), set[int]()  # slots that the wave overwrites, and reads
+    # Slots that the wave overwrites, and reads.
+    taken, sources = set[int](), set[int]()
     wrong = [slot for slot, expert in enumerate(target) if expert not in (EMPTY, held[slot])]
-    for left in (2, 1):  # with two copies left, an expert outlives its rank
+    # With two copies left, an expert outlives its rank.
+    for left in (2, 1):
         for slot in sorted(wrong, key=lambda s: s in detours):
             if may_be_overwritten(slot, left):
                 move(target[slot], slot)
         if moves:
             return moves
-    for slot in wrong:  # a detour for what it holds
+    # A detour for what it holds.
+    for slot in wrong:
         expert = held[slot]
         ranks = {holder // S for holder in holders[expert]}
         wanted = {s // S: s for s in range(len(held)) if target[s] == expert}
@@ -128,7 +132,8 @@ def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) 
         if free:
             detour = min(free, key=lambda s: (s // S not in wanted, target[s] != EMPTY, s))
             there = wanted.get(detour // S)
-            if there is not None:  # no detour: its rank may have it in any slot
+            # No detour: its rank may have it in any slot.
+            if there is not None:
                 after[there], after[detour] = target[detour], expert
             else:
                 detours.add(detour)

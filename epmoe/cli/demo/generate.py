@@ -79,9 +79,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
                 del single
             _ranks().all_gather(None)
         spread = _load_distributed(path, size, device)
-    _ranks().all_gather(
-        None
-    )  # otherwise the first stage would include waiting for the slowest to load
+    # Otherwise the first stage would include waiting for the slowest to load.
+    _ranks().all_gather(None)
     integration.configure(clock=clock.now)
     with clock.watch(spread):
         got, got_logits = generate(spread, ids, max_new_tokens, synced_gpus=size > 1)
@@ -105,7 +104,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     }
     of_ranks = _ranks().all_gather(mine)
     by_rank: dict[str, list[Any]] = {key: [one[key] for one in of_ranks] for key in mine}
-    error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
+    # NaN if any is.
+    error = torch.tensor(by_rank["errors"]).max().item()
     limit = (
         LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
     )
@@ -176,13 +176,13 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
             AutoConfig.for_model(name, **MODELS[name]), dtype=dtype
         )
         for key, tensor in model.state_dict().items():
-            if key.endswith(
-                "bias"
-            ):  # initialised to zeros, which would hide a bias that is left out
+            # Initialised to zeros, which would hide a bias that is left out.
+            if key.endswith("bias"):
                 tensor.normal_(std=0.1)
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = _ranks().all_gather(folder)[0]
-        model.save_pretrained(of_rank_0)  # in transformers only rank 0 writes
+        # In transformers only rank 0 writes.
+        model.save_pretrained(of_rank_0)
         _ranks().all_gather(None)
         yield of_rank_0
         _ranks().all_gather(None)

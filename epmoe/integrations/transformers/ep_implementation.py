@@ -82,7 +82,8 @@ class EpmoeEP(EPImplementation):
         n = int(offsets[-1])
         if n == 0 and len(rows):
             return rows
-        if n == 0:  # the output of a row of zeros keeps the parameters in autograd's graph
+        # The output of a row of zeros keeps the parameters in autograd's graph.
+        if n == 0:
             zero = offsets.new_zeros(1, 1).long()
             return self.experts_forward(
                 rows.new_zeros(1, rows.shape[1]), zero, rows.new_ones(1, 1)

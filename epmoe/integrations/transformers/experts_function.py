@@ -24,7 +24,8 @@ def experts_forward(
     The group is that of `configure(group=…)`, by default the world. A single process is a group of
     one.
     """
-    if getattr(self, "_is_expert_parallel", False):  # transformers 5.17 does not set it
+    # Transformers 5.17 does not set it.
+    if getattr(self, "_is_expert_parallel", False):
         raise ValueError(
             '`experts_implementation="epmoe"` must be left out where the experts are already '
             "spread over ranks: "

@@ -23,7 +23,8 @@ def call(
     if not torch.compiler.is_compiling():
         return forward(module, parameters, x, ids, weights)
     layer = _layer_of(module)
-    if layer is None or wants_gradients((x, weights, *parameters)):  # the operator has no gradients
+    # The operator has no gradients.
+    if layer is None or wants_gradients((x, weights, *parameters)):
         return _outside_of_graphs(module, forward, parameters, x, ids, weights)
     return layer(x, ids, weights, parameters)
 

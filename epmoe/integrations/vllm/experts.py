@@ -105,13 +105,15 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
     def __init__(
         self, moe: FusedMoEConfig, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize
     ) -> None:
-        super().__init__(moe, FusedMoEQuantConfig.make())  # scales, if any, are our experts' own
+        # Scales, if any, are our experts' own.
+        super().__init__(moe, FusedMoEQuantConfig.make())
         self.experts = experts
         self.exchange = exchange
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True  # rows that do not travel in fp8 are quantized by the experts
+        # Rows that do not travel in fp8 are quantized by the experts.
+        return True
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:

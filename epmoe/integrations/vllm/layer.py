@@ -94,7 +94,8 @@ def _forward(
     layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
     y: Tensor = layer.quant_method.epmoe_apply(layer, x, weights, ids, None, None)
-    return y.clone(memory_format=torch.contiguous_format)  # it may lie in vLLM's workspace
+    # It may lie in vLLM's workspace.
+    return y.clone(memory_format=torch.contiguous_format)
 
 
 @cache
@@ -123,7 +124,8 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                     name: getattr(parameter, "weight_loader_numel", parameter.numel()) // slots
                     for name, parameter in layer.named_parameters(recurse=False)
                 }
-                self.epmoe_expect(layer, num_experts)  # in the first slots
+                # In the first slots.
+                self.epmoe_expect(layer, num_experts)
 
         def epmoe_expect(self, layer: RoutedExperts, experts: int) -> None:
             """So many experts are to be loaded: vLLM's loader counts what it has filled."""
@@ -138,7 +140,8 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             """
             kernel = self.moe_kernel
             if kernel is None or not _is_ours(kernel):
-                return None  # the first load: experts lie as vLLM places them
+                # The first load: experts lie as vLLM places them.
+                return None
             exchange: Any = kernel.prepare_finalize
             slots: list[int] | None = exchange.sizes.balancing.slots(exchange.tag)
             if slots is not None:
@@ -178,7 +181,8 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 _warn(reason)
                 return
             if _is_ours(kernel):
-                return  # weights have been loaded again
+                # Weights have been loaded again.
+                return
             experts = kernel.fused_experts
             if choice.batch_invariant and not experts._supports_batch_invariance():
                 raise ConfigError(
@@ -226,7 +230,8 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 named = dict.fromkeys(named)
             return y
 
-    Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
+    # Which vLLM's loaders of weights look at.
+    Method.__name__ = base.__name__
     return Method
 
 

@@ -154,8 +154,10 @@ class Sizes:
 
     def close(self) -> None:
         if current_platform.set_additional_forward_context is _before_step:
-            del current_platform.set_additional_forward_context  # the class's own again
-        self.balancing.close()  # and with it the first exchange
+            # The class's own again.
+            del current_platform.set_additional_forward_context
+        # And with it the first exchange.
+        self.balancing.close()
         for ep in self.exchanges[1:]:
             ep.close()
 

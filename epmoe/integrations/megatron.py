@@ -223,7 +223,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         K = self.config.moe_router_topk * self.tp_size
 
         def make(ep_size: int) -> ExpertParallel:
-            # Megatron's groups carry tensors of GPUs only.
+            # The exchange needs a CPU backend, which Megatron's group may lack.
             ranks = dist.get_process_group_ranks(self.tp_ep_group)
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             # Room for the longest batch of a rank now.

@@ -44,15 +44,17 @@ def release_graphs() -> None:
 
 
 def _layer_of(module: Any) -> ModuleLayer | None:
+    """The operator of a module, unless its windows were released."""
     layer: ModuleLayer | None = getattr(module, "_epmoe_layer", None)
-    return None if layer is None or layer.released else layer
+    if layer is None or layer.released:
+        return None
+    return layer
 
 
 @torch.compiler.disable(
     reason="epmoe's experts run outside of compiled graphs in their first call, which makes the "
-    "windows, and without "
-    "configure(static=True), since the host looks whether a round follows: call the model once "
-    "before compiling it"
+    "windows, and without configure(static=True), since the host looks whether a round follows: "
+    "call the model once before compiling it"
 )
 def _outside_of_graphs(
     module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor

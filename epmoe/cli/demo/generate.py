@@ -42,8 +42,10 @@ PROMPTS = (
 )
 """Rank r takes prompt r mod 8, so ranks bring batches of different lengths."""
 
-LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
-CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has many more layers
+# Absolute. The models run in fp32.
+LOGIT_TOLERANCE = 1e-5
+# Relative to the largest logit: a checkpoint has many more layers.
+CHECKPOINT_TOLERANCE = 1e-4
 _RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
 
 
@@ -57,17 +59,19 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     single process, so that one is in memory at a time. Every `ExpertParallel` of the integration is
     closed before and after the run. Raises ValueError for an unknown `name`.
     """
-    if name not in MODELS and not Path(name).is_dir():
+    is_ours = name in MODELS
+    if not is_ours and not Path(name).is_dir():
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    size = dist.get_world_size() if dist.is_initialized() else 1
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
+    # One process at a time, then load the model of all ranks.
     alone = StageClock(device)
-    clock = StageClock(device)
-    with saved_model(name, seed=seed) if name in MODELS else nullcontext(name) as path:
+    with saved_model(name, seed=seed) if is_ours else nullcontext(name) as path:
         encode, decode = _tokenizer(name, path)
         ids = torch.tensor([encode(prompt)], device=device)
         for turn in range(size):
@@ -81,15 +85,17 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
         spread = _load_distributed(path, size, device)
     # Otherwise the first stage would include waiting for the slowest to load.
     _ranks().all_gather(None)
+    # All ranks together.
+    clock = StageClock(device)
     integration.configure(clock=clock.now)
     with clock.watch(spread):
         got, got_logits = generate(spread, ids, max_new_tokens, synced_gpus=size > 1)
-
     (layers,) = integration.shared()
     health = layers.ep.health()
     config = layers.ep.config
     clock.divide("experts", layers.seconds, rest="other layers")
     integration.configure(clock=time.perf_counter)
+    # Every rank learns what all have measured.
     mine = {
         "text": (prompt, decode(got.tolist())),
         "equal": torch.equal(tokens, got),
@@ -103,27 +109,28 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
         "health": health.as_dict(),
     }
     of_ranks = _ranks().all_gather(mine)
-    by_rank: dict[str, list[Any]] = {key: [one[key] for one in of_ranks] for key in mine}
-    # NaN if any is.
+    by_rank: dict[str, list[Any]] = {key: [measured[key] for measured in of_ranks] for key in mine}
+    # The model of all ranks must say the same. `max` of a tensor is NaN if any error is.
     error = torch.tensor(by_rank["errors"]).max().item()
-    limit = (
-        LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
-    )
+    limit = LOGIT_TOLERANCE
+    if not is_ours:
+        limit = CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
     same = all(by_rank["equal"])
+    checks = [
+        Check("same tokens as one process", "yes" if same else "no", same),
+        Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
+    ]
     experts = config.model.num_experts
     placement = Placement.build(experts, size)
     return Result(
-        name=name if name in MODELS else Path(path).resolve().name,
+        name=name if is_ours else Path(path).resolve().name,
         config=config,
         facts={
             "architecture": architecture,
             "experts": f"{experts} on {size} ranks, {config.model.num_experts_per_tok} per token",
             "generated": f"{max_new_tokens} tokens a rank",
         },
-        checks=[
-            Check("same tokens as one process", "yes" if same else "no", same),
-            Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
-        ],
+        checks=checks,
         placement=placement,
         **Result.counts(placement, [Health(**counts) for counts in by_rank["health"]]),
         stages=by_rank["stages"],
@@ -131,7 +138,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
         rounds=max_new_tokens,
         unit="token",
         texts=by_rank["text"],
-        note=_RANDOM if name in MODELS else "",
+        note=_RANDOM if is_ours else "",
         baseline=Baseline(
             texts=by_rank["alone_text"],
             stages=by_rank["alone_stages"],
@@ -142,6 +149,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
 
 
 def _tokenizer(name: str, path: str) -> tuple[Encode, Decode]:
+    """Its two functions: from text to ids, and back."""
     if name in MODELS:
         tokenizer = make_tokenizer()
         return lambda text: tokenizer.encode(text).ids, tokenizer.decode
@@ -176,12 +184,12 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
             AutoConfig.for_model(name, **MODELS[name]), dtype=dtype
         )
         for key, tensor in model.state_dict().items():
-            # Initialised to zeros, which would hide a bias that is left out.
+            # Biases are zeros at first, which would hide one that is left out.
             if key.endswith("bias"):
                 tensor.normal_(std=0.1)
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = _ranks().all_gather(folder)[0]
-        # In transformers only rank 0 writes.
+        # All ranks call it, and in transformers only rank 0 writes.
         model.save_pretrained(of_rank_0)
         _ranks().all_gather(None)
         yield of_rank_0
@@ -197,11 +205,8 @@ def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
     accelerator, if there is one.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if (
-        size == 1
-        or device != (accelerator.type if accelerator else "cpu")
-        or not hasattr(integration, "EpmoeEP")
-    ):
+    default_device = accelerator.type if accelerator else "cpu"
+    if size == 1 or device != default_device or not hasattr(integration, "EpmoeEP"):
         return _load(path, experts_implementation="epmoe").to(device)
     parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
     return _load(path, distributed_config=parallel)
@@ -219,7 +224,7 @@ def generate(
     """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each
     step.
     """
-    # min_new_tokens: also past the end of a text, so that runs can be compared
+    # With `min_new_tokens` it goes past the end of a text, so that runs can be compared.
     lengths = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     returned = {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(

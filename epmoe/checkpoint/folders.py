@@ -32,7 +32,7 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers)
     """Write a state dict, of which each rank has its own part; see `epmoe.checkpoint.save`.
     Collective.
     """
-    # Takes most of a second.
+    # Imported here: it takes most of a second.
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
@@ -44,11 +44,12 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str], peers: Peers)
         if peers.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             _clean(path)
-    # Rank 0 names it.
+    # All write into a folder that rank 0 names, beside what is there.
     shards = path / peers.all_gather(f"{_SHARDS}{uuid.uuid4().hex[:12]}")[0]
     try:
         with _telling(f"{folder}: cannot be saved", RuntimeError), peers.waiting():
             dcp.save(dict(state), checkpoint_id=shards, process_group=peers.group)
+        # Once all have written, it takes the place of the former one.
         with peers.together():
             if peers.rank == 0:
                 _publish(shards)
@@ -130,6 +131,7 @@ def _read(path: Path) -> Metadata:
 def _shards(path: Path) -> str:
     """The folder in a checkpoint that has its files: "" if torch has written them itself."""
     files: dict[Any, Any] = _read(path).storage_data
+    # All files are in one folder.
     first = next((info.relative_path.partition("/")[0] for info in files.values()), "")
     return first if first.startswith(_SHARDS) else ""
 
@@ -137,10 +139,12 @@ def _shards(path: Path) -> str:
 def _publish(shards: Path) -> None:
     """Let the folder around `shards` be this checkpoint."""
     metadata = _read(shards)
-    metadata.storage_data = {
-        index: dataclasses.replace(info, relative_path=f"{shards.name}/{info.relative_path}")
-        for index, info in metadata.storage_data.items()
-    }
+    located = {}
+    for index, info in metadata.storage_data.items():
+        path = f"{shards.name}/{info.relative_path}"
+        located[index] = dataclasses.replace(info, relative_path=path)
+    metadata.storage_data = located
+    # All is on the disk before the rename that publishes it.
     unnamed = shards / "published"
     unnamed.write_bytes(pickle.dumps(metadata))
     for written in (unnamed, shards, shards.parent):

@@ -33,6 +33,7 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
         all_ranks(eps) as peers,
         appearing(folder, peers) as (target, hidden),
     ):
+        # What ranks have only parts of travels to all, and rank 0 writes.
         with peers.together():
             if not hasattr(model, "peft_config"):
                 raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
@@ -59,8 +60,8 @@ def _parts(model: Any, state: dict[str, Any]) -> dict[str, Any]:
             model, state_dict=state, adapter_name=name, save_embedding_layers=False
         )
         written.update(map(id, adapter.values()))
-    return {
-        key: value
-        for key, value in state.items()
-        if id(value) in written and hasattr(value, "full_tensor")
-    }
+    parts = {}
+    for key, value in state.items():
+        if id(value) in written and hasattr(value, "full_tensor"):
+            parts[key] = value
+    return parts

@@ -180,10 +180,9 @@ class WeightReceiver:
             those of `model.state_dict()`, where it has them with or without wrappers of torch; else
             the sender's without wrappers. It must be given where the trainer sends such weights;
             and where it returns what `load_state_dict(…, strict=False)` does, one at least must
-            have been taken. If it, a
-            copy or a signal handler raises in a flip, so does `tick`, and this rank has weights of
-            two versions: call `tick` again before the next round, which does the flip again, or end
-            the rank.
+            have been taken. If it, a copy or a signal handler raises in a flip, so does `tick`, and
+            this rank has weights of two versions: call `tick` again before the next round, which
+            does the flip again, or end the rank.
         check_finite: whether a version is passed over that has NaN or Inf in experts, in the dtype
             that they have here, or in `dense`. `problem` then says where. The look is one more read
             of the version.

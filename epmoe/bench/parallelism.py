@@ -57,7 +57,7 @@ exact.
 """
 # At 1 GB/s.
 _BYTES_PER_US = 1000
-# Of both GPUs.
+# Both GPUs have as many.
 _MULTIPROCESSORS = 132
 # With more rows, the layers that the constants were fitted to took a GEMM.
 _FEW_ROWS = 8.0
@@ -146,14 +146,14 @@ class Comparison:
         self.K = model.num_experts_per_tok
         self.D = model.hidden_size
         self.F = model.intermediate_size
-        # Of weights and of rows of dispatch.
+        # The dtype of weights, and of rows of dispatch.
         self.dtype = FP8 if fp8 else model.torch_dtype
         self.element = self.dtype.itemsize
         self.invariant = config.experts.batch_invariant
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
-        # Of one rank.
+        # An exchange of one rank, for replicas.
         self.alone = NodeModel(gpu.node, 1, Spread(self.K, 1.0))
         # Weights, and in fp8 a scale of four bytes for each block of them.
         elements = 3 * self.D * self.F

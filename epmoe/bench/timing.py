@@ -134,7 +134,7 @@ def ways_us(
     """`round_us` of `out` and of `back`: on GPUs between events, of 1 µs each. `wanted`: outputs of
     an eager round.
     """
-    # Of each sample, both ways.
+    # The times of each sample, both ways.
     if how == "captured":
         wanted = wanted or _eager_outputs(side)
         events: list[torch.cuda.Event] = []

@@ -71,7 +71,7 @@ class _Named:
                         f"rank, got {list(value.shape)}: after `resume`, give the layer its new "
                         f"experts first"
                     )
-                # Takes most of a second.
+                # Imported here: it takes most of a second.
                 from epmoe.checkpoint.rows import Rows
 
                 rows = Rows(value, held, E)

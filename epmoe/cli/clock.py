@@ -23,9 +23,9 @@ class StageClock:
         """Measure what runs on `device`: a clock of a GPU waits for it wherever a stage starts or
         ends.
         """
-        # By stage.
+        # Seconds by stage.
         self.seconds: dict[str, float] = {}
-        # Of `watch`, measured on its own.
+        # Seconds of `watch`, measured on their own.
         self.elapsed = 0.0
         self._device = torch.device(device)
         # Stages that have begun, the innermost last, and when it has gone on.

@@ -110,7 +110,7 @@ def check_ranks(config: EPConfig) -> None:
     on_gpus = config.exchange.transport == "nvlink"
     launched = "RANK" in os.environ
     here = size // nodes if launched else size
-    # As many processes as the configuration has ranks.
+    # The launcher has started as many processes as the configuration has ranks.
     if launched:
         started = _started_ranks()
         if started != size:

@@ -171,14 +171,18 @@ class Result:
         """
         # By expert, whichever rank has it.
         load: dict[int, int] = {}
-        for rank, one in enumerate(healths):
-            load |= dict(zip(placement.local_experts(rank), one.tokens_per_expert, strict=True))
+        for rank, health in enumerate(healths):
+            experts = placement.local_experts(rank)
+            load |= dict(zip(experts, health.tokens_per_expert, strict=True))
+        counters = {}
+        for name in COUNTERS:
+            counters[name] = sum(getattr(health, name) for health in healths)
         return {
-            "traffic": [one.rows_sent for one in healths],
+            "traffic": [health.rows_sent for health in healths],
             "load": [load[expert] for expert in range(placement.num_physical_experts)],
-            "dropped": [one.dropped_pairs for one in healths],
-            "health": {name: sum(getattr(one, name) for one in healths) for name in COUNTERS},
-            "waited": [one.waited_s for one in healths],
+            "dropped": [health.dropped_pairs for health in healths],
+            "health": counters,
+            "waited": [health.waited_s for health in healths],
         }
 
     @property

@@ -68,7 +68,7 @@ def run(
             f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}"
         )
     _check_options(model, {"--tokens": tokens, "--routing": routing, "--balance": balance or None})
-    # It can run here.
+    # Refuse what cannot run here.
     check_ranks(parsed)
     if balance:
         parsed = simulated.live(parsed)

@@ -20,6 +20,7 @@ from epmoe.group.peers import Peers
 from epmoe.live.balancer import Balancer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.reference import moe_reference
+from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.service import ExpertParallel
 
@@ -159,16 +160,8 @@ def _measure(
         x_TD = x_TD.to(ep.device, model.torch_dtype)
         drawn_T = torch.randint(POOL_ROWS, (tokens,), generator=generator)
         logits_TE = pool_TE[drawn_T].to(ep.device)
-        # A round.
-        with clock.stage("route"):
-            routing = ep.route(logits_TE, bias_E)
-        with clock.stage("dispatch"):
-            d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
-        with clock.stage("experts"):
-            rows_ND = experts(d.rows, d.expert_offsets, d.scales)
-        with clock.stage("combine"):
-            y_TD = ep.combine(rows_ND, d)
-        # Some of its rows are what they must be.
+        routing, y_TD = _round(ep, experts, clock, x_TD, logits_TE, bias_E)
+        # Compare some of its rows with the reference.
         some = slice(None, None, max(1, tokens // CHECKED_ROWS))
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
         worst_error = max(worst_error, _relative_error(y_TD[some], expected_TD))
@@ -190,6 +183,27 @@ def _measure(
         "rows": rows,
         "moves": moves,
     }
+
+
+def _round(
+    ep: ExpertParallel,
+    experts: GroupedExperts,
+    clock: StageClock,
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+) -> tuple[Routing, torch.Tensor]:
+    """The routing of these tokens, and their y [T, D]. Collective."""
+    tag = int(ep.config.placement.live)
+    with clock.stage("route"):
+        routing = ep.route(logits_TE, bias_E)
+    with clock.stage("dispatch"):
+        d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
+    with clock.stage("experts"):
+        rows_ND = experts(d.rows, d.expert_offsets, d.scales)
+    with clock.stage("combine"):
+        y_TD = ep.combine(rows_ND, d)
+    return routing, y_TD
 
 
 def _synchronise(ep: ExpertParallel) -> None:

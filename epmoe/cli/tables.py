@@ -23,7 +23,7 @@ from epmoe.cli.console import (
 )
 from epmoe.cli.result import STAGES, Result, imbalance, mean_stages
 
-# Of a cell that begins with one of these.
+# Styles of cells that begin with one of these.
 _STYLES = {"✓": "green", "✗": "bold red"}
 
 

@@ -60,10 +60,10 @@ class HealthCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The metrics of one scrape; the registry calls this, on any thread."""
-        # For each exchange and rank.
+        # One value for each exchange and rank.
         rounds = _counter("rounds", "Rounds of this rank")
         counters = {name: _counter(name, _TEXTS[name]) for name in COUNTERS}
-        # For each other rank, expert or layer, too.
+        # One for each other rank, expert or layer, too.
         sent = _counter("rows_sent", "Rows sent to each rank", "to")
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
         waited = _counter(
@@ -71,7 +71,7 @@ class HealthCollector(Collector):
         )
         aborted = _counter("aborted_rounds", "Rounds that each rank has aborted", "source")
         layers = _counter("layer_rows", "Rows of this rank's experts in each layer", "layer")
-        # Of experts that move.
+        # What experts that move have done.
         moved = _counter("moved_experts", "Experts that have moved to this rank")
         moved_bytes = _counter("moved_bytes", "Bytes of weights that have moved to this rank")
         stalled = _counter(

@@ -104,7 +104,7 @@ class LiveExperts:
         self.ticks = 0
         self.finishes = 0
         self.stalled_plans = 0
-        # Of all moves before `moves`.
+        # What all moves before `moves` have done.
         self._earlier = _Totals()
         # The last moves whose end `_settle` has seen.
         self._settled: Moves | None = None

@@ -277,7 +277,7 @@ class Moves:
     def tell(self) -> None:
         """Post the words that lag behind the state."""
         self._post(Word.PLAN, self._checksum)
-        # Before the VERSION at which it ends.
+        # CANCELLED goes before the VERSION at which the moves end.
         if self._cancelled_at is not None:
             self._post(Word.CANCELLED, self._cancelled_at)
         # A version is said behind the rounds that use the one before.

@@ -233,7 +233,7 @@ class WeightReceiver:
         self._flipped_behind = _NONE
         # The last version that the thread has begun to stage.
         self._begun = _NONE
-        # The thread's, until the flip.
+        # What the thread has staged, until the flip.
         self._staged: Version | None = None
         # When rank 0 has looked into the folder last.
         self._looked = 0.0
@@ -338,7 +338,7 @@ class WeightReceiver:
         if flips:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
             self._flip(self._staged)
-            # In one assignment: a signal handler may raise between two.
+            # Both at once: interrupted between them, the next tick would flip to nothing.
             self._staged, self._flipped_behind = None, said.flip_round
         # A newer version waits for the flip that is to come.
         is_flip_to_come = said.flip_round > self._flipped_behind
@@ -367,7 +367,7 @@ class WeightReceiver:
 
         It waits for a copy of the thread that is under way, and not for a map.
         """
-        # Before the look at `_writes`: the thread writes and looks in the other order.
+        # This goes before the look at `_writes`: the thread writes that, then looks here.
         self._generation = _NONE
         self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
@@ -398,7 +398,7 @@ class WeightReceiver:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Copies into memory that no version has, unless this object is closed."""
-        # Before the look at the generation, which `close` writes before it looks here.
+        # This goes before the look at the generation: `close` writes that, then looks here.
         self._writes = True
         try:
             self._check_open()

@@ -45,7 +45,7 @@ class SleepingWeights:
             round_up(views[0].untyped_storage().nbytes(), BUFFER_ALIGNMENT)
             for views in storages.values()
         ]
-        # Some memory, also for tensors without elements.
+        # At least a byte, also for tensors without elements.
         self._nbytes = max(sum(sizes), 1)
         # The contents, on the host, while they are not in their memory.
         self._copy: Tensor | None = None

@@ -246,9 +246,8 @@ class WeightSender:
         for file in files:
             if file.version not in stay:
                 (self._folder / file.name).unlink(missing_ok=True)
-        oldest = min(stay)
         for failed in self._folder.glob(f"{_FAILED}*"):
-            if _parsed(failed).version < oldest:
+            if _parsed(failed).version < min(stay):
                 failed.unlink(missing_ok=True)
 
     def _write(

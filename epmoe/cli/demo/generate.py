@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,16 @@ CHECKPOINT_TOLERANCE = 1e-4
 _RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
 
 
+class _Generated(NamedTuple):
+    """What a model has made of this rank's prompt."""
+
+    tokens: torch.Tensor
+    """[n]"""
+    logits: torch.Tensor
+    """[n, V]"""
+    clock: StageClock
+
+
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     """Generate greedily from this rank's prompt, in a single process and with the experts spread
     over all ranks.
@@ -70,7 +80,6 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
     # One process at a time, then load the model of all ranks.
-    alone = StageClock(device)
     with saved_model(name, seed=seed) if is_ours else nullcontext(name) as path:
         encode, decode = _tokenizer(name, path)
         ids = torch.tensor([encode(prompt)], device=device)
@@ -78,8 +87,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
             if turn == rank:
                 single = _load(path).to(device)
                 architecture = type(single).__name__
-                with alone.watch(single):
-                    tokens, logits = generate(single, ids, max_new_tokens)
+                alone = _watched(single, ids, max_new_tokens, StageClock(device))
                 del single
             _ranks().all_gather(None)
         spread = _load_distributed(path, size, device)
@@ -88,8 +96,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     # All ranks together.
     clock = StageClock(device)
     integration.configure(clock=clock.now)
-    with clock.watch(spread):
-        got, got_logits = generate(spread, ids, max_new_tokens, synced_gpus=size > 1)
+    together = _watched(spread, ids, max_new_tokens, clock, synced_gpus=size > 1)
     (layers,) = integration.shared()
     health = layers.ep.health()
     config = layers.ep.config
@@ -97,29 +104,19 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     integration.configure(clock=time.perf_counter)
     # Every rank learns what all have measured.
     mine = {
-        "text": (prompt, decode(got.tolist())),
-        "equal": torch.equal(tokens, got),
-        "errors": (logits - got_logits).abs().amax(dim=1).tolist(),
-        "largest": logits.abs().max().item(),
+        "text": (prompt, decode(together.tokens.tolist())),
+        "equal": torch.equal(alone.tokens, together.tokens),
+        "errors": (alone.logits - together.logits).abs().amax(dim=1).tolist(),
+        "largest": alone.logits.abs().max().item(),
         "stages": clock.seconds,
         "elapsed": clock.elapsed,
-        "alone_text": decode(tokens.tolist()),
-        "alone_stages": alone.seconds,
-        "alone_elapsed": alone.elapsed,
+        "alone_text": decode(alone.tokens.tolist()),
+        "alone_stages": alone.clock.seconds,
+        "alone_elapsed": alone.clock.elapsed,
         "health": health.as_dict(),
     }
     of_ranks = _ranks().all_gather(mine)
     by_rank: dict[str, list[Any]] = {key: [measured[key] for measured in of_ranks] for key in mine}
-    # The model of all ranks must say the same. `max` of a tensor is NaN if any error is.
-    error = torch.tensor(by_rank["errors"]).max().item()
-    limit = LOGIT_TOLERANCE
-    if not is_ours:
-        limit = CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
-    same = all(by_rank["equal"])
-    checks = [
-        Check("same tokens as one process", "yes" if same else "no", same),
-        Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
-    ]
     experts = config.model.num_experts
     placement = Placement.build(experts, size)
     return Result(
@@ -130,7 +127,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
             "experts": f"{experts} on {size} ranks, {config.model.num_experts_per_tok} per token",
             "generated": f"{max_new_tokens} tokens a rank",
         },
-        checks=checks,
+        checks=_checks(by_rank, is_ours),
         placement=placement,
         **Result.counts(placement, [Health(**counts) for counts in by_rank["health"]]),
         stages=by_rank["stages"],
@@ -146,6 +143,33 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
             logit_errors=by_rank["errors"],
         ),
     )
+
+
+def _watched(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    clock: StageClock,
+    **options: Any,
+) -> _Generated:
+    """`generate`, whose stages a clock measures."""
+    with clock.watch(model):
+        tokens, logits = generate(model, ids, max_new_tokens, **options)
+    return _Generated(tokens, logits, clock)
+
+
+def _checks(by_rank: dict[str, list[Any]], is_ours: bool) -> list[Check]:
+    """The model of all ranks must say what that of one process does."""
+    # `max` of a tensor is NaN if any error is.
+    error = torch.tensor(by_rank["errors"]).max().item()
+    limit = LOGIT_TOLERANCE
+    if not is_ours:
+        limit = CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
+    same = all(by_rank["equal"])
+    return [
+        Check("same tokens as one process", "yes" if same else "no", same),
+        Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
+    ]
 
 
 def _tokenizer(name: str, path: str) -> tuple[Encode, Decode]:

@@ -118,12 +118,14 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
     table = Table("", "shape", "dtype", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("bytes", justify="right", no_wrap=True)
     table.columns[0].no_wrap = True
+    # With several nodes there is a rail.
     regions = {"window": "window, which every rank maps", "scratch": "scratch, of the rank alone"}
     if plan.rail_bytes:
         regions |= {
             "window": "window, which every rank of the node maps",
             "rail": "rail, to the other nodes",
         }
+    # The buffers of each region, then the totals.
     for region, title in regions.items():
         table.add_row(f"[bold]{title}")
         for buffer in plan.buffers:

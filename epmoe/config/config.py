@@ -532,10 +532,11 @@ class EPConfig(Strict):
         Raises ConfigError, whose message begins with `where`.
         """
         overrides = environment_overrides(os.environ, _KEYS)
-        for section, key, value in overrides.values():
-            keys = sections.setdefault(section, {})
+        for override in overrides.values():
+            keys = sections.setdefault(override.section, {})
+            # Checks refuse what is no section.
             if isinstance(keys, dict):
-                keys[key] = value
+                keys[override.key] = override.value
         try:
             return cls(**sections)
         except ConfigError as error:

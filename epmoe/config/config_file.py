@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -24,6 +24,14 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = 80
 _REPR.maxother = 80
 _REPR.maxlevel = 3
+
+
+class Override(NamedTuple):
+    """What a variable of the environment sets."""
+
+    section: str
+    key: str
+    value: Any
 
 
 class ConfigError(ValueError):
@@ -191,8 +199,8 @@ def _brief(error: Exception) -> str:
 
 def environment_overrides(
     environ: Mapping[str, str], sections: Mapping[str, Collection[str]]
-) -> dict[str, tuple[str, str, Any]]:
-    """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}, values in YAML.
+) -> dict[str, Override]:
+    """What variables `EPMOE_<SECTION>__<KEY>` set, by variable. Their values are YAML.
 
     Variables without the double underscore are not configuration. A variable that names no key of
     `sections`, or a section alone, or that has one underscore where it needs two, is an error,
@@ -214,9 +222,10 @@ def environment_overrides(
                 f"{where}: `{section}` has no key `{key}`, but {', '.join(sections[section])}"
             )
         try:
-            overrides[variable] = (section, key, _parse_yaml(environ[variable]))
+            value = _parse_yaml(environ[variable])
         except (ConfigError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{where}: is not a YAML value: {_brief(error)}") from None
+        overrides[variable] = Override(section, key, value)
     return overrides
 
 

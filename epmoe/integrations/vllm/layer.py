@@ -228,6 +228,7 @@ def _replace_experts(method: Any, layer: RoutedExperts) -> None:
     experts = loaded(layer, is_quantized, choice.batch_invariant)
     takes_fp8 = experts.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
     payload: PayloadName = "fp8" if takes_fp8 else "auto"
+    _let_windows_sleep()
     exchange = _make_exchange(layer, payload, choice, aligned=experts.alignment > 1)
     exchange.sizes.balancing.move(exchange.tag, experts)
     computes = EpmoeExperts(layer.moe_config, experts, exchange)
@@ -255,6 +256,7 @@ def _put_around(method: Any, layer: RoutedExperts) -> None:
         raise ConfigError(
             f'{type(experts).__name__} have no batch invariance: choose `epmoe` = "layer"'
         )
+    _let_windows_sleep()
     exchange = _make_exchange(layer, _payload(experts), choice)
     method.moe_kernel = FusedMoEKernel(exchange, experts)
 
@@ -350,12 +352,11 @@ def _make_exchange(
 ) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
     moe = layer.moe_config
-    vllm_config = get_current_vllm_config()
-    _let_windows_sleep(vllm_config.model_config)
     # Layers with the same shape share windows.
     live_layers = 0
     if choice.live is not None:
-        live_layers = len(vllm_config.compilation_config.static_all_moe_layers)
+        compilation = get_current_vllm_config().compilation_config
+        live_layers = len(compilation.static_all_moe_layers)
     shape = Shape(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -378,8 +379,9 @@ def _make_exchange(
     return EpmoePrepareAndFinalize(sizes, choice.layout, aligned)
 
 
-def _let_windows_sleep(model_config: Any) -> None:
+def _let_windows_sleep() -> None:
     """Change vLLM's settings: its own sleep mode, in the form that lets the windows sleep, too."""
+    model_config = get_current_vllm_config().model_config
     keeps_graphs = not getattr(model_config, "sleep_mode_offload_cudagraph", False)
     if model_config.sleep_mode_backend == "cumem" and keeps_graphs:
         model_config.sleep_mode_backend = "epmoe"

@@ -59,10 +59,10 @@ def run(job: Job) -> Report:
     if several and Payload.FP8_OUT in Payload.for_rows(config):
         payloads["epmoe, fp8 out"] = Payload.FP8_OUT
     with ExitStack() as stack:
-        ours = {
-            name: stack.enter_context(ExpertParallel(payload.applied(config), job.group))
-            for name, payload in payloads.items()
-        }
+        ours = {}
+        for name, payload in payloads.items():
+            ep = ExpertParallel(payload.applied(config), job.group)
+            ours[name] = stack.enter_context(ep)
         taken = {T: _measure(ours, T, job) for T in job.tokens}
     return report(taken, several_nodes=several)
 
@@ -84,14 +84,15 @@ def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> 
 
 
 def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
-    sample = Sample(
-        job.config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64
-    )
+    """The times of each side by its name, for T tokens a rank."""
+    rank = torch.distributed.get_rank(job.group)
+    sample = Sample(job.config, rank, tokens, job.routing, id_dtype=torch.int64)
     baseline = "pairs" if job.config.topology.num_nodes > 1 else "gloo"
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
     with ExitStack() as bounds:
         for ep in ours.values():
             bounds.enter_context(ep.at_most(tokens))
+        # Ours, and the baseline with fresh buffers and with kept ones.
         sides: list[ExchangeSide] = [Fused(ep, sample, name) for name, ep in ours.items()]
         for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
             sides.append(AllToAll(sample, job.group, name, keep_buffers=keep))

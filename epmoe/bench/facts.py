@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
+    """Of epmoe and what it runs on; None for what is not there."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
         "epmoe": __version__,
@@ -70,30 +72,20 @@ def commit(folder: Path = Path(__file__).resolve().parents[2]) -> str | None:
     """
     if not (folder / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(folder),
-        "--no-optional-locks",
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--dirty",
-    ]
+    # No tags: the commit itself, with a mark.
+    describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*"]
+    command = ["git", "-C", str(folder), "--no-optional-locks", *describe]
     try:
-        done = subprocess.run(
-            [*command, "--exclude", "*"], capture_output=True, text=True, timeout=20, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return (
-            next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
-        )
-    except (OSError, StopIteration):
-        return platform.machine()
+    """The model of the processor, or its architecture where the kernel names none."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

@@ -28,25 +28,23 @@ from epmoe.native import build
 from epmoe.rail.opening import addresses_on
 
 BLOCKS = (16, 32, 64, 128)
-_FLAG_BYTES = 4096  # the first half for the flags of the way out, the second for the way back
+# The first half is for the flags of the way out, the second for those of the way back.
+_FLAG_BYTES = 4096
 
 
 class _Args(ctypes.Structure):
     """`FloorArgs` of floor.cu: addresses and counts, each of 8 bytes."""
 
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "rows_n",
-            "n",
-            "vectors",
-            "flags_R",
-            "arrived_R",
-            "state",
-            "rank",
-            "R",
-            "timeout_ns",
-        )
+        ("rows_n", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("vectors", ctypes.c_int64),
+        ("flags_R", ctypes.c_int64),
+        ("arrived_R", ctypes.c_int64),
+        ("state", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("R", ctypes.c_int64),
+        ("timeout_ns", ctypes.c_int64),
     ]
 
 
@@ -62,10 +60,10 @@ class FloorWindow:
         self.device = device
         peers = Peers.of(group)
         self.launch = _compiled(peers, device)
+        # Room for the rows of all other ranks, each way.
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
-        self.region_bytes = rows * wire_bytes(
-            config.model.hidden_size, config.model.torch_dtype, "auto"
-        )
+        row_bytes = wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
+        self.region_bytes = rows * row_bytes
         nbytes = _FLAG_BYTES + 2 * self.region_bytes
         self.window = NVLinkWindow(
             nbytes, peers, Seats.full(peers.size), addresses_on(device), dead_at=0
@@ -156,15 +154,14 @@ class _Direction:
         shape = (sum(self.splits_out), row_bytes)
         options = {"dtype": torch.uint8, "device": window.device, "generator": generator}
         self.source = torch.randint(1, 255, shape, **options)  # type: ignore[call-overload]
+        # Where the rows of other ranks arrive here, one source after the other.
         rows_in = sum(self.splits_in)
-        self.arrived = window.window.local[region : region + rows_in * row_bytes].view(
-            rows_in, row_bytes
-        )
-        first_R = traffic_RR[:rank].sum(dim=0) * row_bytes + region
+        arrived = window.window.local[region : region + rows_in * row_bytes]
+        self.arrived = arrived.view(rows_in, row_bytes)
+        # Where ours arrive there: behind those of lower ranks.
+        first_R = (traffic_RR[:rank].sum(dim=0) * row_bytes + region).tolist()
         addresses = [region.data_ptr() for region in window.window.regions]
-        targets = [
-            address + first for address, first in zip(addresses, first_R.tolist(), strict=True)
-        ]
+        targets = [address + first for address, first in zip(addresses, first_R, strict=True)]
         self._moves = moves(self.source, rank, self.splits_out, targets).to(window.device)
         self._flags = torch.tensor(
             [address + flags + 4 * rank for address in addresses], device=window.device
@@ -182,6 +179,7 @@ class _Direction:
         )
 
     def push(self, blocks: int) -> None:
+        """Launch the kernel. Raises RuntimeError where CUDA refuses."""
         problem = self.window.launch(
             ctypes.byref(self._args), blocks, torch.cuda.current_stream().cuda_stream
         )
@@ -221,17 +219,17 @@ def _compiled(peers: Peers, device: torch.device) -> Any:
             ]
             command = ["nvcc", "-shared", *options, "-o", library, str(source)]
             try:
-                problem = subprocess.run(
-                    command, capture_output=True, text=True, check=False
-                ).stderr
-                problem = "" if Path(library).exists() else problem or "nvcc wrote no library"
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if not Path(library).exists():
+                    problem = done.stderr or "nvcc wrote no library"
             except OSError as error:
                 problem = str(error)
         library, problem = peers.all_gather((library, problem))[0]
         if problem:
             raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
         launch = ctypes.CDLL(library).epmoe_floor
-        peers.all_gather(None)  # every rank has it open before the folder is removed
+        # Every rank has it open before the folder is removed.
+        peers.all_gather(None)
     launch.argtypes = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p)
     launch.restype = ctypes.c_char_p
     return launch

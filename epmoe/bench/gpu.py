@@ -106,6 +106,7 @@ def run(
     samples: dict[int, Sample] = {}
     window = None
     contest = Contest(peers, "exchange", group)
+    # An exchange has one payload, and serves all T.
     for payload in payloads:
         with ExpertParallel(payload.applied(config), group) as ep:
             if Contender.FLOOR in contenders and window is None:
@@ -118,8 +119,8 @@ def run(
                 ):
                     job.log(f"{T} tokens, {payload}, {row['side']}: round {row['round']:.1f} µs")
                     results.append(row)
+                # The graphs' pools would leave the next windows too little memory.
                 if ep.device.type == "cuda":
-                    # the graphs' pools would leave the next windows too little memory
                     torch.cuda.empty_cache()
                 job.advance()
     ordered = sorted(results, key=lambda result: job.tokens.index(result["tokens"]))
@@ -130,16 +131,17 @@ def result(
     sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None
 ) -> dict[str, Any]:
     """One row. Bytes are those of the busiest rank."""
-    rows_out, rows_back = (int(sample.remote_RR.sum(dim=dim).max()) for dim in (1, 0))
     out, back = sample.row_bytes(payload)
+    bytes_out = int(sample.remote_RR.sum(dim=1).max()) * out
+    bytes_back = int(sample.remote_RR.sum(dim=0).max()) * back
     return {
         "tokens": sample.tokens,
         "side": side,
         "payload": payload,
         **taken._asdict(),
-        "wire_bytes_out": rows_out * out,
-        "wire_bytes_back": rows_back * back,
-        "wire_gbps": (rows_out * out + rows_back * back) / taken.round * 1e-3,
+        "wire_bytes_out": bytes_out,
+        "wire_bytes_back": bytes_back,
+        "wire_gbps": (bytes_out + bytes_back) / taken.round * 1e-3,
         "floor_percent": None if floor_us is None else 100 * floor_us / taken.round,
     }
 
@@ -154,6 +156,7 @@ def _measure(
     repeats: int,
     eager: bool,
 ) -> Iterator[Figures]:
+    """The figures of each contender in this case. Collective."""
     group = contest.group
     floor_us = None
     time = measure_eager if eager else measure
@@ -164,6 +167,7 @@ def _measure(
     def with_host(side: Side) -> dict[str, Any]:
         return {"taken": time(side, repeats, group), "host": host_us(side, group)}
 
+    # The floor goes first: the others are compared with it.
     if window is not None:
         floor = Floor(window, sample, *sample.row_bytes(payload))
         floor.blocks = min(BLOCKS, key=lambda blocks: _floor_us(floor, blocks, repeats, group))
@@ -171,6 +175,7 @@ def _measure(
         floor_us = taken.round
         yield row(Contender.FLOOR, taken, blocks=floor.blocks)
         floor.raise_if_missed()
+    # NCCL, ours, and peers.
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
         yield row(Contender.ROWS, time(rows_alone(sample, group), repeats, group))
     for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):

@@ -32,7 +32,8 @@ from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
-_MOST_ROUNDS = 8  # of a sample on the CPU; a large T gets fewer
+# Rounds of a sample on the CPU; a large T gets fewer.
+_MOST_ROUNDS = 8
 _FIGURES = (
     Column("rows", "rows", "of the busiest rank, gaps of the alignment included", "{:,}".format),
     Column(
@@ -90,9 +91,9 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
     `advance` is called once for each T and precision. Raises ValueError as `check`.
     """
     check(job.config)
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if job.on_gpus else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if job.on_gpus:
+        device = torch.device("cuda", torch.cuda.current_device())
     results: list[Figures] = []
     contest = Contest(peers, "layer", job.group)
     copy = copy_bytes_per_us(device)
@@ -105,18 +106,17 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
                 job.advance()
         else:
             results += _measure(job, precision, device, contest, copy)
+            # The next weights need the room.
             if job.on_gpus:
-                torch.cuda.empty_cache()  # the next weights need the room
-    return report(
-        sorted(results, key=lambda result: result["tokens"]),
-        left_out | contest.left_out,
-        job.config.model.dtype,
-    )
+                torch.cuda.empty_cache()
+    ordered = sorted(results, key=lambda result: result["tokens"])
+    return report(ordered, left_out | contest.left_out, job.config.model.dtype)
 
 
 def _measure(
     job: Job, precision: Precision, device: torch.device, contest: Contest, copy: float
 ) -> list[Figures]:
+    """The figures of a precision, for each T. Collective."""
     config = job.config
     group = job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)
@@ -124,6 +124,7 @@ def _measure(
     payload = Payload.FP8_OUT if precision is Precision.FP8 else Payload.PLAIN
     with ExpertParallel(payload.applied(config), group) as ep:
         for T in job.tokens:
+            # Ours, checked once more at the end.
             layer = WholeLayer(ep, experts, T, job.routing, group)
             sides = (layer, experts_alone(layer), without_experts(layer))
             whole, alone, exchange = (_round_us(side, T, job) for side in sides)
@@ -142,14 +143,16 @@ def _measure(
             }
             ours = {"layer": whole, "experts": alone, "on_top": whole - alone, "exchange": exchange}
             results.append(case | {"side": f"epmoe, {experts.gemm}"} | ours)
-            if precision in (Precision.PLAIN, Precision.FP8):  # what peers take
+            # Peers, in the precisions that they take.
+            if precision in (Precision.PLAIN, Precision.FP8):
                 time_peer = partial(_round_us, tokens=T, job=job)
                 for name, us in contest.layers(layer, precision, time_peer):
                     job.log(f"{T} tokens, {precision}, {name}: layer {us:.1f} µs")
                     results.append(case | {"side": name, "layer": us})
+            # The graphs' pools would leave the next ones too little memory.
             del layer, sides
             if job.on_gpus:
-                torch.cuda.empty_cache()  # of the graphs' pools
+                torch.cuda.empty_cache()
             job.advance()
     return results
 
@@ -157,10 +160,5 @@ def _measure(
 def _round_us(side: Side, tokens: int, job: Job) -> float:
     if job.on_gpus:
         return round_us(side, job.repeats, job.group)
-    return round_us(
-        side,
-        job.repeats,
-        job.group,
-        rounds=max(1, min(_MOST_ROUNDS, 256 // max(tokens, 1))),
-        how="cpu",
-    )
+    rounds = max(1, min(_MOST_ROUNDS, 256 // max(tokens, 1)))
+    return round_us(side, job.repeats, job.group, rounds=rounds, how="cpu")

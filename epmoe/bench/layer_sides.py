@@ -31,8 +31,10 @@ from epmoe.service import ExpertParallel
 # of the H200 SXM (the H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with
 # sparsity, which doubles them.
 DENSE_FLOP_PER_US = {((9, 0), 2): 989.5e6, ((9, 0), 1): 1979e6}
+# Copies of a series.
 _COPIES = 5
-_SAMPLED = 4  # tokens of each rank whose y is compared with a reference
+# Tokens of each rank whose y is compared with a reference.
+_SAMPLED = 4
 
 
 class Precision(StrEnum):
@@ -50,41 +52,39 @@ class Precision(StrEnum):
     """rows in the model's dtype, weights are MXFP4"""
 
 
-_FORMATS = {Precision.FP8: FP8_BLOCKS, Precision.MXFP4: MXFP4_GROUPS}  # of weights with scales
+# Of weights with scales.
+_FORMATS = {Precision.FP8: FP8_BLOCKS, Precision.MXFP4: MXFP4_GROUPS}
 
 
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
     """Why `precision` cannot be measured here, or None."""
     model = config.model
-    D = model.hidden_size
-    f = model.intermediate_size or 0
-    invariant = config.experts.batch_invariant
+    is_on_cpu = device.type == "cpu"
     if precision is Precision.PLAIN:
-        on_gpu = device.type != "cpu"
-        return "torch's GEMM is not batch invariant on GPUs" if invariant and on_gpu else None
+        if config.experts.batch_invariant and not is_on_cpu:
+            return "torch's GEMM is not batch invariant on GPUs"
+        return None
+    # The others compute in bf16, in whole blocks.
     if model.dtype != "bfloat16":
         return f"it computes in bfloat16, and `model.dtype` is {model.dtype}"
-    quantized = _FORMATS.get(precision)
-    step = 1 if quantized is None else quantized.block[1]
+    D = model.hidden_size
+    f = model.intermediate_size or 0
+    weight_format = _FORMATS.get(precision)
+    step = 1 if weight_format is None else weight_format.block[1]
     if D % step or f % step:
         return f"D and F must be multiples of {step}, got {D} and {f}"
     if precision is Precision.MXFP4:
-        return (
-            None
-            if device.type == "cpu" or on_hopper(device)
-            else "it dequantizes weights on this GPU"
-        )
-    if device.type == "cpu":
+        if is_on_cpu or on_hopper(device):
+            return None
+        return "it dequantizes weights on this GPU"
+    if is_on_cpu:
         return "DeepGEMM is for GPUs" if precision is Precision.PLAIN_DEEP_GEMM else None
+    # DeepGEMM takes such weights.
     dtype = FP8 if precision is Precision.FP8 else torch.bfloat16
+    shapes = [(1, n, k) for n, k in _shapes(config).values()]
+    weights = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     try:
-        choose(
-            "deep_gemm",
-            *(
-                torch.empty(1, n, k, dtype=dtype, device=device)
-                for n, k in _shapes(config).values()
-            ),
-        )
+        choose("deep_gemm", *weights)
     except (ImportError, ValueError) as error:
         return str(error)
     return None
@@ -96,31 +96,34 @@ def random_experts(
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
     placement = config.place_experts()
     generator = torch.Generator(device)
-    quantized = _FORMATS.get(precision)
+    weight_format = _FORMATS.get(precision)
     e = placement.num_local_experts(rank)
-    dtype, packed = (
-        (config.model.torch_dtype, 1) if quantized is None else (quantized.codes, quantized.packed)
-    )
+    dtype = config.model.torch_dtype
+    packed = 1
+    if weight_format is not None:
+        dtype = weight_format.codes
+        packed = weight_format.packed
+    # Memory for all experts.
     shapes = _shapes(config)
-    weights = {
-        name: torch.empty(e, n, k // packed, dtype=dtype, device=device)
-        for name, (n, k) in shapes.items()
-    }
-    scales = {
-        name: torch.empty(quantized.scales_shape(e, n, k), dtype=quantized.scale, device=device)
-        for name, (n, k) in shapes.items()
-        if quantized is not None
-    }
+    weights = {}
+    scales = {}
+    for name, (n, k) in shapes.items():
+        weights[name] = torch.empty(e, n, k // packed, dtype=dtype, device=device)
+        if weight_format is not None:
+            shape = weight_format.scales_shape(e, n, k)
+            scales[name] = torch.empty(shape, dtype=weight_format.scale, device=device)
+    # Each expert by a seed of its own, of about unit variance.
     for i, logical in enumerate(placement.logical_experts(rank)):
         generator.manual_seed(logical)
         for name, (n, k) in shapes.items():
-            if quantized is MXFP4_GROUPS:
+            if weight_format is MXFP4_GROUPS:
                 weights[name][i].view(torch.uint8).random_(256, generator=generator)
-                middle = 127 - round(math.log2(k) / 2)  # about 1 / √k
+                # An exponent: about 1 / √k.
+                middle = 127 - round(math.log2(k) / 2)
                 scales[name][i].view(torch.uint8).random_(middle - 3, middle, generator=generator)
                 continue
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
-            if quantized is FP8_BLOCKS:
+            if weight_format is FP8_BLOCKS:
                 weights[name][i], scales[name][i] = quantize_weights(drawn)
             else:
                 weights[name][i] = drawn
@@ -163,11 +166,9 @@ class WholeLayer(Side):
         x_TD = torch.randn(tokens, model.hidden_size, generator=torch.Generator().manual_seed(rank))
         self.logits_TE = logits[mine].to(ep.device)
         self.x_TD = x_TD.to(ep.device, model.torch_dtype)
-        self.bias_E = (
-            torch.zeros(model.num_experts, device=ep.device)
-            if ep.config.routing.selection_bias
-            else None
-        )
+        self.bias_E: Tensor | None = None
+        if ep.config.routing.selection_bias:
+            self.bias_E = torch.zeros(model.num_experts, device=ep.device)
         self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
         self.expected_SD = self._expected()
         self.check()
@@ -195,12 +196,11 @@ class WholeLayer(Side):
         return [*self.received(dispatched), *self.real_rows(outputs_ND)]
 
     def received(self, d: Dispatched) -> list[Tensor]:
-        return [
-            rows
-            for tensor in (d.rows, d.scales)
-            if tensor is not None
-            for rows in self.real_rows(tensor)
-        ]
+        """The rows that arrived, and their scales."""
+        rows = self.real_rows(d.rows)
+        if d.scales is not None:
+            rows += self.real_rows(d.scales)
+        return rows
 
     def real_rows(self, tensor_ND: Tensor) -> list[Tensor]:
         """The rows of pairs, a part for each expert: nothing writes the rows between segments."""
@@ -208,7 +208,8 @@ class WholeLayer(Side):
         return [tensor_ND[start : start + count] for start, count in parts if count]
 
     def check(self) -> None:
-        for _ in range(2):  # the second round must write again what the first leaves as NaN
+        # The second round must write again what the first leaves as NaN.
+        for _ in range(2):
             handle = d, _ = self.out()
             *self.starts_e, self.num_rows = d.expert_offsets.tolist()
             self.counts_e = d.tokens_per_expert.tolist()
@@ -222,22 +223,22 @@ class WholeLayer(Side):
         copy: bytes a µs that a copy reads and writes. Where the rate of computing is not known, to
         read.
         """
-        weights = [
-            getattr(self.experts, name)
-            for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales")
-        ]
-        expert_bytes = sum(
-            w[0].numel() * w.element_size() for w in weights if w is not None and len(w)
-        )
+        # To read the weights and scales of experts that have rows.
+        expert_bytes = 0
+        for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales"):
+            weight = getattr(self.experts, name)
+            if weight is not None and len(weight):
+                expert_bytes += weight[0].numel() * weight.element_size()
+        num_busy = sum(count > 0 for count in self.counts_e)
+        read_us = num_busy * expert_bytes / copy
+        # To compute three products, a multiply and an add each.
         w_down = self.experts.w_down
         _, D, f = plain_shape(w_down)
-        flop = 6 * D * f * sum(self.counts_e)  # three products, a multiply and an add each
-        busy = sum(count > 0 for count in self.counts_e)
+        flop = 6 * D * f * sum(self.counts_e)
         capability = torch.cuda.get_device_capability(w_down.device) if w_down.is_cuda else (0, 0)
-        rate = DENSE_FLOP_PER_US.get(
-            (capability, 1 if self.experts.is_fp8 else self.experts.dtype.itemsize), math.inf
-        )
-        return max(busy * expert_bytes / copy, flop / rate)
+        itemsize = 1 if self.experts.is_fp8 else self.experts.dtype.itemsize
+        rate = DENSE_FLOP_PER_US.get((capability, itemsize), math.inf)
+        return max(read_us, flop / rate)
 
     def check_output(self, name: str, y_TD: Tensor) -> None:
         """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the
@@ -247,7 +248,8 @@ class WholeLayer(Side):
         error_S = (y_SD - self.expected_SD).norm(dim=1)
         norm_S = self.expected_SD.norm(dim=1)
         limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
-        if not (error_S <= limit * norm_S).all():  # also where an error is NaN
+        # `not` also where an error is NaN, which compares as False.
+        if not (error_S <= limit * norm_S).all():
             raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
@@ -256,9 +258,10 @@ class WholeLayer(Side):
         """
         ep = self.ep
         E = ep.config.model.num_experts
+        # The logical experts of this rank, without copies: each counts once.
         local_E = torch.full((E,), -1, device=ep.device)
         for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
-            if physical < E:  # others are copies
+            if physical < E:
                 local_E[physical] = i
         routing = ep.route(self.logits_TE[self.sampled], self.bias_E)
         x, ids, weights = (self._gathered(t) for t in (self.x_TD[self.sampled].float(), *routing))
@@ -267,16 +270,19 @@ class WholeLayer(Side):
         return total.tensor_split(ep.size)[ep.rank].to(ep.device)
 
     def _expert(self, rows_nD: Tensor, index: int) -> Tensor:
+        """What a local expert computes, by the reference."""
+
         def weights(name: str) -> Tensor:
-            w = getattr(self.experts, f"w_{name}")[index]
+            weight = getattr(self.experts, f"w_{name}")[index]
             scales = getattr(self.experts, f"{name}_scales")
-            return (w if scales is None else dequantize_weights(w, scales[index], torch.float32))[
-                None
-            ]
+            if scales is not None:
+                weight = dequantize_weights(weight, scales[index], torch.float32)
+            return weight[None]
 
         return swiglu_reference(weights("gate_up"), weights("down"))(rows_nD, 0)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
+        """The rows of all ranks. Collective."""
         parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.ep.size)]
         dist.all_gather(parts, tensor.cpu().contiguous(), group=self.group)
         return torch.cat(parts).to(self.ep.device)
@@ -313,9 +319,10 @@ def without_experts(layer: WholeLayer) -> Side:
 
 
 def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of an expert's weights."""
     D = config.model.hidden_size
     f = config.model.intermediate_size
-    assert f is not None  # `run` has checked it
+    assert f is not None, "`run` has checked it"
     return {"gate_up": (2 * f, D), "down": (D, f)}
 
 
@@ -335,6 +342,7 @@ def copy_bytes_per_us(device: torch.device) -> float:
         return min(elapsed_us(copies, on_gpu) for _ in range(3)) / _COPIES
 
     us = fastest_us()
+    # Windows need the room.
     if on_gpu:
-        torch.cuda.empty_cache()  # windows need the room
+        torch.cuda.empty_cache()
     return 2 * size / us

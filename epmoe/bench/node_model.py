@@ -16,8 +16,10 @@ from epmoe.config.config import EPConfig
 from epmoe.local.reference import route_reference
 from epmoe.local.simulate import simulate_logits
 
-_BYTES_PER_US = 1000  # at 1 GB/s
-_ROUTED = 8192  # tokens from which `Spread.of` takes its mean: within 1%
+# At 1 GB/s.
+_BYTES_PER_US = 1000
+# Tokens from which `Spread.of` takes its mean: within 1%.
+_ROUTED = 8192
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,14 @@ class Spread(NamedTuple):
         R = config.topology.ep_size
         K = model.num_experts_per_tok
         tokens = -(-_ROUTED // R)
+        bias = None
+        if routing.num_expert_groups > 1:
+            bias = torch.zeros(model.num_experts)
         ids = route_reference(
             simulate_logits("uniform", R * tokens, model.num_experts),
             K,
             scoring=routing.scoring,
-            bias=torch.zeros(model.num_experts) if routing.num_expert_groups > 1 else None,
+            bias=bias,
             num_expert_groups=routing.num_expert_groups,
             top_groups=routing.top_groups,
         ).ids
@@ -69,6 +74,8 @@ class Spread(NamedTuple):
 
 
 class RowBytes(NamedTuple):
+    """Bytes of a row of one way."""
+
     node: int
     """between the ranks of a node"""
     experts: int
@@ -79,10 +86,11 @@ class RowBytes(NamedTuple):
         """Rows of dispatch, of the payload. Rows of combine: the payload, and x's dtype where
         experts write them.
         """
-        out, plain, back = (
-            wire_bytes(config.model.hidden_size, config.model.torch_dtype, payload)
-            for payload in (config.exchange.payload, "auto", config.exchange.combine_payload)
-        )
+        D = config.model.hidden_size
+        dtype = config.model.torch_dtype
+        out = wire_bytes(D, dtype, config.exchange.payload)
+        plain = wire_bytes(D, dtype, "auto")
+        back = wire_bytes(D, dtype, config.exchange.combine_payload)
         return cls(out, out), cls(back, plain)
 
 

@@ -55,9 +55,12 @@ WRONG = 1.15
 """EP is the wrong choice if it takes so many times as long as another layout: the model is not more
 exact.
 """
-_BYTES_PER_US = 1000  # at 1 GB/s
-_MULTIPROCESSORS = 132  # of both GPUs
-_FEW_ROWS = 8.0  # with more, the layers that the constants were fitted to took a GEMM
+# At 1 GB/s.
+_BYTES_PER_US = 1000
+# Both GPUs have as many.
+_MULTIPROCESSORS = 132
+# With more rows, the layers that the constants were fitted to took a GEMM.
+_FEW_ROWS = 8.0
 _GEMM = 1.08  # bytes of GEMMs over those that must be read, in time
 
 
@@ -122,7 +125,8 @@ class Cost(NamedTuple):
 def better_than_ep(costs: dict[str, Cost]) -> str | None:
     """The layout that is faster than "EP" by `WRONG` at least, or None. Of two, the fastest."""
     fastest = min(costs, key=lambda name: costs[name].us)
-    return fastest if costs["EP"].us >= WRONG * costs[fastest].us else None
+    is_wrong = costs["EP"].us >= WRONG * costs[fastest].us
+    return fastest if is_wrong else None
 
 
 class Comparison:
@@ -142,55 +146,73 @@ class Comparison:
         self.K = model.num_experts_per_tok
         self.D = model.hidden_size
         self.F = model.intermediate_size
-        self.dtype = FP8 if fp8 else model.torch_dtype  # of weights and of rows of dispatch
+        # The dtype of weights, and of rows of dispatch.
+        self.dtype = FP8 if fp8 else model.torch_dtype
         self.element = self.dtype.itemsize
         self.invariant = config.experts.batch_invariant
         config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
         self.ways = RowBytes.of(config)
         self.exchange = NodeModel(gpu.node, self.R, Spread.of(config))
-        self.alone = NodeModel(gpu.node, 1, Spread(self.K, 1.0))  # of one rank
+        # An exchange of one rank, for replicas.
+        self.alone = NodeModel(gpu.node, 1, Spread(self.K, 1.0))
+        # Weights, and in fp8 a scale of four bytes for each block of them.
         elements = 3 * self.D * self.F
-        self.expert_bytes = elements * self.element + (
-            elements * 4 / math.prod(FP8_BLOCKS.block) if fp8 else 0
-        )
+        self.expert_bytes: float = elements * self.element
+        if fp8:
+            self.expert_bytes += elements * 4 / math.prod(FP8_BLOCKS.block)
 
     def costs(self, T: int, load: float = 1.0) -> dict[str, Cost]:
         """The cost of "EP", "TP" and "replicas" with R·T tokens. `load`: rows of EP's busiest rank
         over the mean.
         """
+        weights = self.E * self.expert_bytes
+        pairs_of_expert = self.R * T * self.K / self.E
+        return {
+            "EP": self._cost_of_ep(T, load, pairs_of_expert, held=weights / self.R),
+            "TP": self._cost_of_tp(T, pairs_of_expert, held=weights / self.R),
+            "replicas": self._cost_of_replicas(T, held=weights),
+        }
+
+    def _cost_of_ep(self, T: int, load: float, pairs_of_expert: float, held: float) -> Cost:
         R = self.R
         K = self.K
         E = self.E
-        B = R * T
-        weights = E * self.expert_bytes
         out, back = self.ways
-        all_reduced = 2 * (R - 1) / R * B * 2 * self.D
+        # The exchange: a row for each rank that a token needs, and back.
+        sent = T * self.exchange.spread.ranks * (R - 1) / R * (out.node + back.node)
+        exchange_us = self._exchanged_us(self.exchange, T)
+        # The busiest rank reads most experts, and has most rows.
+        needed = E / R * self._busy(R * T)
+        variance = needed * (1 - self._busy(R * T))
+        read = self.expert_bytes * min(E / R, self._busiest(needed, variance))
+        pairs = R * T * K
+        mean_rows = load * (R * T) * K / R
+        rows = min(pairs, self._busiest(mean_rows, mean_rows * (E - K) / max(E - 1, 1)))
+        experts_us = self._experts_us(read, rows, self.F, pairs_of_expert)
+        return self._cost(exchange_us, experts_us, sent, read, held)
+
+    def _cost_of_tp(self, T: int, pairs_of_expert: float, held: float) -> Cost:
+        R = self.R
         gpu = self.gpu
-        spread = self.exchange.spread
-        reduced = (
-            gpu.collective_us + all_reduced / (gpu.collective_gb_per_s * _BYTES_PER_US)
-            if R > 1
-            else 0.0
-        )
-        sent = T * spread.ranks * (R - 1) / R * (out.node + back.node)
-        busy = self._busy(B)
-        read = self.expert_bytes * min(
-            E / R, self._busiest(E / R * busy, E / R * busy * (1 - busy))
-        )
-        rows = load * B * K / R
-        rows = min(B * K, self._busiest(rows, rows * (E - K) / max(E - 1, 1)))
-        ep_us = self._experts_us(read, rows, self.F, B * K / E)
-        tp_read = weights / R * busy
-        tp_us = self._experts_us(tp_read, B * K, self.F / R, B * K / E)
-        own_read = weights * self._busy(T)
-        own_us = self._experts_us(own_read, T * K, self.F, T * K / E)
-        return {
-            "EP": self._cost(self._exchanged_us(self.exchange, T), ep_us, sent, read, weights / R),
-            "TP": self._cost(self._local_us(B) + reduced, tp_us, all_reduced, tp_read, weights / R),
-            "replicas": self._cost(
-                self._exchanged_us(self.alone, T), own_us, 0.0, own_read, weights
-            ),
-        }
+        tokens = R * T
+        # Rows are permuted and summed here, and an all-reduce adds the parts of all.
+        all_reduced = 2 * (R - 1) / R * tokens * 2 * self.D
+        reduce_us = 0.0
+        if R > 1:
+            reduce_us = gpu.collective_us
+            reduce_us += all_reduced / (gpu.collective_gb_per_s * _BYTES_PER_US)
+        exchange_us = self._local_us(tokens) + reduce_us
+        # Each rank has a part of every expert, and all rows.
+        read = held * self._busy(tokens)
+        experts_us = self._experts_us(read, tokens * self.K, self.F / R, pairs_of_expert)
+        return self._cost(exchange_us, experts_us, all_reduced, read, held)
+
+    def _cost_of_replicas(self, T: int, held: float) -> Cost:
+        """Nothing is sent: each rank has all experts for its own tokens."""
+        read = held * self._busy(T)
+        pairs = T * self.K
+        experts_us = self._experts_us(read, pairs, self.F, pairs / self.E)
+        return self._cost(self._exchanged_us(self.alone, T), experts_us, 0.0, read, held)
 
     def borders(self) -> dict[str, int]:
         """The largest T whose experts take each kernel for few rows, with EP; those of more take a
@@ -199,33 +221,40 @@ class Comparison:
         step = FewRows.steps.get(self.dtype, math.inf)
         if self.D % step or self.F % step:
             return {}
-        reading = Reading.of(
-            self.E / self.R * self.expert_bytes, self.gpu.memory_gb_per_s, _MULTIPROCESSORS
-        )
+        bytes_of_rank = self.E / self.R * self.expert_bytes
+        reading = Reading.of(bytes_of_rank, self.gpu.memory_gb_per_s, _MULTIPROCESSORS)
+        # Most rows of an expert, by kernel.
         by_tma = most_rows_by_tma(self.dtype, reading)
-        rows = {FewRows.name: most_rows(self.dtype, reading), FewRowsByTma.name: by_tma}
-        rows = {InvariantFewRows.name: by_tma} if self.invariant else rows
-        tokens = {name: int(most * self.E / (self.R * self.K)) for name, most in rows.items()}
-        return {name: T for name, T in tokens.items() if T}
+        if self.invariant:
+            rows = {InvariantFewRows.name: by_tma}
+        else:
+            rows = {FewRows.name: most_rows(self.dtype, reading), FewRowsByTma.name: by_tma}
+        borders = {}
+        for name, most in rows.items():
+            tokens = int(most * self.E / (self.R * self.K))
+            if tokens:
+                borders[name] = tokens
+        return borders
 
     def _cost(
         self, exchange_us: float, experts_us: float, sent: float, read: float, held: float
     ) -> Cost:
-        return Cost(
-            self.gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held
-        )
+        us = self.gpu.route_us + exchange_us + experts_us
+        return Cost(us, exchange_us, experts_us, sent, read, held)
 
     def _exchanged_us(self, exchange: NodeModel, T: int) -> float:
-        spread = exchange.spread
-        quantized = T * (spread.experts + spread.ranks) if self.element == 1 else 0
-        return (
-            sum(exchange.us(T, way) for way in self.ways) + quantized * self.gpu.quantize_ns / 1000
-        )
+        """µs of dispatch and combine. In fp8, rows are quantized, and their scales read."""
+        us = sum(exchange.us(T, way) for way in self.ways)
+        if self.element == 1:
+            spread = exchange.spread
+            us += T * (spread.experts + spread.ranks) * self.gpu.quantize_ns / 1000
+        return us
 
     def _experts_us(self, read: float, rows: float, width: float, of_each: float) -> float:
         """µs of the experts, which have this width and `of_each` rows on average."""
         gpu = self.gpu
         bandwidth = gpu.memory_gb_per_s * _BYTES_PER_US
+        # Few rows: to read the weights. More: a GEMM, which reads and computes at once.
         if of_each <= _FEW_ROWS:
             return gpu.few_us + (1.02 + 0.009 * of_each) * read / bandwidth
         rate = DENSE_FLOP_PER_US[(9, 0), self.element] * gpu.busy[self.element == 1]
@@ -244,18 +273,19 @@ class Comparison:
         experts.
         """
         moved = tokens * (1 + self.K) * self.D * (self.element + 2)
-        fp8 = self.element == 1
-        return self.gpu.local_us[fp8] + self.gpu.local[fp8] * moved / (
-            self.gpu.memory_gb_per_s * _BYTES_PER_US
-        )
+        bandwidth = self.gpu.memory_gb_per_s * _BYTES_PER_US
+        is_fp8 = self.element == 1
+        return self.gpu.local_us[is_fp8] + self.gpu.local[is_fp8] * moved / bandwidth
 
     def _busiest(self, mean: float, variance: float) -> float:
         """The largest of R independent draws, on average (Blom's approximation)."""
         if self.R == 1:
             return mean
-        return mean + NormalDist().inv_cdf((self.R - 0.375) / (self.R + 0.25)) * math.sqrt(variance)
+        deviations = NormalDist().inv_cdf((self.R - 0.375) / (self.R + 0.25))
+        return mean + deviations * math.sqrt(variance)
 
     def _busy(self, tokens: int) -> float:
+        """The share of experts that so many tokens need."""
         return float(1 - (1 - self.K / self.E) ** tokens)
 
 

@@ -39,8 +39,10 @@ class Peer:
     out on all, with the first line of the error as the reason.
     """
 
-    name: str  # in tables
-    install: str  # named where the library is absent
+    name: str
+    """in tables"""
+    install: str
+    """named where the library is absent"""
 
     def version(self) -> str:
         """The version that runs. Raises ImportError, where the library is absent or
@@ -102,7 +104,8 @@ class Contest:
     ) -> Iterator[tuple[str, _T]]:
         def checked(name: str, side: ExchangeSide) -> Side:
             side.name = name
-            side.exact = False  # rows may arrive in another order
+            # Rows may arrive in another order.
+            side.exact = False
             side.check()
             return side
 
@@ -166,14 +169,15 @@ class Contest:
             made = do()
         except LeftOut as error:
             problem = str(error)
-        except Exception as error:  # whatever a library raises: the run goes on without it
-            problem = (
-                f"needs {install}: {error}"
-                if isinstance(error, ImportError) and install
-                else repr(error)
-            )
-        reason = next(filter(None, Peers.of(self.group).all_gather(problem)), "")
-        if reason:
+        except Exception as error:
+            # Whatever a library raises, the run goes on without it.
+            problem = repr(error)
+            if isinstance(error, ImportError) and install:
+                problem = f"needs {install}: {error}"
+        # The first rank's reason counts for all.
+        problems = [each for each in Peers.of(self.group).all_gather(problem) if each]
+        if problems:
+            reason = problems[0]
             self.left_out.setdefault(name, reason.partition("\n")[0])
             raise _GivenUp
         return made

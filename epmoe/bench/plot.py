@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 Lines = Mapping[str, Sequence[tuple[int, float]]]
 """(T, µs) of each side by its label. Labels "A, B" and "A, C" have one colour, "A, B" and "D, B"
 the same dashes.
 """
+
+
+_DASHES = ("-", "--", ":", "-.")
 
 
 def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold: str = "") -> None:
@@ -23,6 +27,7 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
     colors: dict[str, str] = {}
     dashes: dict[str, str] = {}
     with rc_context({"font.family": "DejaVu Sans", "font.size": 10}):
+        # A panel for each heading, over one axis of times.
         figure = Figure(figsize=(10, 5.4), layout="constrained")
         figure.suptitle(title)
         legend = {}
@@ -30,27 +35,23 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
         all_axes[0].set_ylabel(ylabel)
         for axes, (heading, lines) in zip(all_axes, panels.items(), strict=True):
             for label, points in lines.items():
+                # The side has a colour, the case its dashes, in all panels.
                 side, _, case = label.partition(", ")
                 color = colors.setdefault(side, f"C{len(colors)}")
-                dash = dashes.setdefault(case, ("-", "--", ":", "-.")[len(dashes) % 4])
+                dash = dashes.setdefault(case, _DASHES[len(dashes) % len(_DASHES)])
+                is_bold = label == bold
                 look = {
                     "color": color,
                     "ls": dash,
-                    "lw": 2.6 if label == bold else 1.6,
-                    "zorder": 3 + (label == bold),
+                    "lw": 2.6 if is_bold else 1.6,
+                    "zorder": 4 if is_bold else 3,
                 }
+                tokens_of_line, us_of_line = zip(*points, strict=True)
                 (legend[label],) = axes.loglog(
-                    *zip(*points, strict=True), marker="o", markersize=4.5, **look
+                    tokens_of_line, us_of_line, marker="o", markersize=4.5, **look
                 )
-                for T, us in points if label == bold else ():
-                    axes.annotate(
-                        f"{us:g}",
-                        (T, us),
-                        (6, -13),
-                        textcoords="offset points",
-                        color=color,
-                        fontsize=9,
-                    )
+                if is_bold:
+                    _write_figures(axes, points, color)
             tokens = sorted({T for points in lines.values() for T, _ in points})
             axes.set(title=heading, xlabel="tokens per rank")
             axes.set_xticks(tokens, [str(T) for T in tokens], rotation=45)
@@ -62,3 +63,11 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
             legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False
         )
         figure.savefig(path, dpi=130)
+
+
+def _write_figures(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
+    """The times of a line, beside its points."""
+    for T, us in points:
+        axes.annotate(
+            f"{us:g}", (T, us), (6, -13), textcoords="offset points", color=color, fontsize=9
+        )

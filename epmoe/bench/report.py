@@ -19,7 +19,8 @@ from epmoe.bench.plot import draw
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
-STDOUT = Path("-")  # as the path of a file: prints it
+# As the path of a file: prints it.
+STDOUT = Path("-")
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,14 @@ def microseconds(value: float) -> str:
 class Column(NamedTuple):
     """One figure of every result."""
 
-    key: str  # of `Figures`
-    heading: str  # in the table, which leaves out a column without one
-    unit: str = ""  # of the figure, for the JSON file; text has none
+    key: str
+    """of `Figures`"""
+    heading: str
+    """in the table, which leaves out a column without one"""
+    unit: str = ""
+    """of the figure, for the JSON file; text has none"""
     show: Callable[[Any], str] = str
+    """writes a figure into a cell"""
 
 
 Figures = Mapping[str, Any]
@@ -119,12 +124,13 @@ class Report:
         caption += [f"{name} was left out: {reason}" for name, reason in self.left_out.items()]
         view = Table(title=title, caption="\n".join(caption), pad_edge=False)
         for column in shown:
+            is_figure = bool(column.unit)
             view.add_column(
-                column.heading, justify="right" if column.unit else "left", no_wrap=not column.unit
+                column.heading, justify="right" if is_figure else "left", no_wrap=not is_figure
             )
-        for number, (_, section) in enumerate(
-            itertools.groupby(self.results, lambda result: result[shown[0].key])
-        ):
+        # A section for each value of the first column, which stands in its first row.
+        sections = itertools.groupby(self.results, lambda result: result[shown[0].key])
+        for number, (_, section) in enumerate(sections):
             if number:
                 view.add_section()
             for row, result in enumerate(section):
@@ -144,6 +150,7 @@ class Report:
         """
         texts = [column for column in self.columns if not column.unit]
         times = [column for column in self.columns if column.key in self.plotted]
+        # A line for each side and case, and for each of several times.
         lines: dict[str, list[tuple[int, float]]] = {}
         for column, result in itertools.product(times, self.results):
             words = [cell(text, result) for text in texts]

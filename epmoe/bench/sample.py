@@ -29,15 +29,15 @@ class Payload(StrEnum):
         """All payloads, or plain alone if `hidden_size` is not a multiple of the 128 elements of an
         fp8 block.
         """
-        return list(cls) if config.model.hidden_size % 128 == 0 else [cls.PLAIN]
+        has_blocks = config.model.hidden_size % 128 == 0
+        return list(cls) if has_blocks else [cls.PLAIN]
 
     @property
     def wires(self) -> tuple[PayloadName, PayloadName]:
         """exchange.payload and exchange.combine_payload."""
-        return (
-            "auto" if self is Payload.PLAIN else "fp8",
-            "fp8" if self is Payload.FP8_BOTH else "auto",
-        )
+        out: PayloadName = "auto" if self is Payload.PLAIN else "fp8"
+        back: PayloadName = "fp8" if self is Payload.FP8_BOTH else "auto"
+        return out, back
 
     def applied(self, config: EPConfig) -> EPConfig:
         """`config` with this payload."""
@@ -81,22 +81,25 @@ class Sample:
             id_dtype=id_dtype,
             ep_size=R,
         )
-        mine = slice(rank * tokens, (rank + 1) * tokens)
+        # The rows between ranks, from the routing of all of them.
         needs_RTR = ranks_needed(self.placement, ids.view(R, tokens, ids.shape[1]).long())
         self.needs_TR = needs_RTR[rank]
         self.rows_RR = needs_RTR.sum(dim=1)
-        x_TD = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(rank)).to(
-            self.dtype
-        )
+        # The tokens of this rank, and their sums if each expert multiplies by its factor.
+        mine = slice(rank * tokens, (rank + 1) * tokens)
+        ids_TK = ids[mine]
+        weights_TK = weights[mine]
+        generator = torch.Generator().manual_seed(rank)
+        x_TD = torch.randn(tokens, self.hidden, generator=generator).to(self.dtype)
         factors_E = torch.linspace(0.5, 1.5, model.num_experts)
-        sums_T1 = (weights[mine] * factors_E[ids[mine].long()]).sum(dim=1, keepdim=True)
-        self.x_TD, self.ids_TK, self.weights_TK = (
-            t.to(device) for t in (x_TD, ids[mine], weights[mine])
-        )
+        sums_T1 = (weights_TK * factors_E[ids_TK.long()]).sum(dim=1, keepdim=True)
+        factors_e = factors_E[self.placement.logical_experts(rank)]
+        # All on the device of the exchange.
+        self.x_TD = x_TD.to(device)
+        self.ids_TK = ids_TK.to(device)
+        self.weights_TK = weights_TK.to(device)
         self.expected_TD = (x_TD.float() * sums_T1).to(device, self.dtype)
-        self.factors_e1 = (
-            factors_E[self.placement.logical_experts(rank)].unsqueeze(1).to(device, self.dtype)
-        )
+        self.factors_e1 = factors_e.unsqueeze(1).to(device, self.dtype)
 
     def experts(self, rows_ND: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
         """Outputs of this rank's experts for the rows that arrived, [offsets[-1], D]."""
@@ -115,9 +118,10 @@ class Sample:
             expected_TD = self.expected_TD
             problem = "the round's output is not the weighted sum over its experts"
         else:
-            factors_T = (
-                self.needs_TR.sum(dim=1) if expects == "echo" else self.weights_TK.sum(dim=1)
-            )
+            if expects == "echo":
+                factors_T = self.needs_TR.sum(dim=1)
+            else:
+                factors_T = self.weights_TK.sum(dim=1)
             expected_TD = self.x_TD * factors_T[:, None].to(self.x_TD)
             problem = "the rows that came back differ from the rows that left"
         limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
@@ -145,7 +149,8 @@ class Sample:
 def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:
     """Bytes of a row on the wire and of its scales, rounded up to 16."""
     wire = WIRE_FORMATS[payload]
-    return -(-(wire.row_bytes(hidden, dtype) + wire.scale_bytes(hidden)) // 16) * 16
+    nbytes = wire.row_bytes(hidden, dtype) + wire.scale_bytes(hidden)
+    return -(-nbytes // 16) * 16
 
 
 def ranks_needed(placement: Placement, ids_RTK: Tensor) -> Tensor:

@@ -20,10 +20,12 @@ from epmoe.service import ExpertParallel
 class Side:
     """`out` takes rows to their experts, `back` brings their outputs home. Both are collective."""
 
-    name: str  # for messages
-    exact = True  # all rounds give the same bits
-    # A GPU sleeps before a sample, while the host enqueues a round and the sample.
+    name: str
+    """for messages"""
+    exact = True
+    """whether all rounds give the same bits"""
     head_start_ms = 1
+    """how long a GPU sleeps before a sample, while the host enqueues a round and the sample"""
 
     def out(self) -> Any:
         """Start a round and return the handle for `back`."""
@@ -40,6 +42,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Calls(Side):
+    """A side of functions."""
+
     name: str
     out: Callable[[], Any]
     back: Callable[[Any], Any] = lambda handle: handle
@@ -116,11 +120,11 @@ class Fused(Ours):
         return self.sample.experts(handle.rows, handle.scales, handle.expert_offsets)
 
     def arrived(self, handle: Dispatched) -> list[Tensor]:
-        return [
-            tensor[: len(self.expert_outputs)]
-            for tensor in (handle.rows, handle.scales)
-            if tensor is not None
-        ]
+        count = len(self.expert_outputs)
+        arrived = [handle.rows[:count]]
+        if handle.scales is not None:
+            arrived.append(handle.scales[:count])
+        return arrived
 
 
 class RankMajor(Ours):
@@ -139,10 +143,10 @@ class RankMajor(Ours):
         return dequantize_rows(x.flatten(0, 1), scales.flatten(0, 1), handle.dtype).view(x.shape)
 
     def arrived(self, handle: Dispatched) -> list[Tensor]:
-        buffers = [handle.recv.x, handle.recv.scales]
-        return [
-            slab for buffer in buffers if buffer is not None for slab in slabs(self.sample, buffer)
-        ]
+        arrived = slabs(self.sample, handle.recv.x)
+        if handle.recv.scales is not None:
+            arrived += slabs(self.sample, handle.recv.scales)
+        return arrived
 
 
 def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
@@ -177,11 +181,16 @@ class SentPairs:
     """
 
     rows: Tensor
-    expert_offsets: Tensor  # [e + 1], the first row of each local expert
-    order: Tensor  # [T·K], the pair of each row that left
-    arrival: Tensor  # [N], for each expert-major row its index among the arrived rows
+    expert_offsets: Tensor
+    """[e + 1], the first row of each local expert"""
+    order: Tensor
+    """[T·K], the pair of each row that left"""
+    arrival: Tensor
+    """[N], for each expert-major row its index among the arrived rows"""
     splits_out: list[int]
+    """[R] rows to each rank"""
     splits_in: list[int]
+    """[R] rows from each rank"""
 
 
 class AllToAll(ExchangeSide):
@@ -206,12 +215,12 @@ class AllToAll(ExchangeSide):
         self.group = group
         self.keep_buffers = keep_buffers
         placement = sample.placement
-        self.experts_per_rank = [
-            placement.num_local_experts(rank) for rank in range(placement.ep_size)
-        ]
-        owner_major = sorted(
-            range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p)
-        )
+        ranks = range(placement.ep_size)
+        self.experts_per_rank = [placement.num_local_experts(rank) for rank in ranks]
+        # Where pairs are sorted, those of a rank lie together.
+        owner_major: list[int] = []
+        for rank in ranks:
+            owner_major += placement.local_experts(rank)
         self.position_P = torch.tensor(owner_major).argsort().to(sample.x_TD.device)
         self._buffers: dict[str, Tensor] = {}
         self.check()
@@ -224,6 +233,7 @@ class AllToAll(ExchangeSide):
 
     def sent(self, x_TD: Tensor, ids_TK: Tensor) -> SentPairs:
         """Rows in the order of the local experts; within an expert by source rank, then token."""
+        # Sort the pairs by owner and expert, and exchange how many there are.
         positions = self.position_P[ids_TK.flatten()]
         order = positions.argsort(stable=True)
         counts_P = positions.bincount(minlength=len(self.position_P))
@@ -240,16 +250,14 @@ class AllToAll(ExchangeSide):
         )
         splits_out = [int(counts.sum()) for counts in counts_P.cpu().split(self.experts_per_rank)]
         splits_in = counts_Re.sum(dim=1).tolist()
+        # Exchange a row for each pair.
         out = self._gathered("out", x_TD, order // ids_TK.shape[1])
-        arrived = self._exchanged(
-            self._rows("arrived", sum(splits_in), x_TD), out, splits_in, splits_out
-        )
-        expert = (
-            torch.arange(local, device=x_TD.device)
-            .repeat(len(counts_Re))
-            .repeat_interleave(counts_Re.view(-1))
-        )
-        arrival = expert.argsort(stable=True)
+        room = self._rows("arrived", sum(splits_in), x_TD)
+        arrived = self._exchanged(room, out, splits_in, splits_out)
+        # Put them into the order of experts: they lie by source first.
+        experts_Re = torch.arange(local, device=x_TD.device).repeat(len(counts_Re))
+        expert_N = experts_Re.repeat_interleave(counts_Re.view(-1))
+        arrival = expert_N.argsort(stable=True)
         rows = self._gathered("rows", arrived, arrival)
         offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
         return SentPairs(rows, offsets, order, arrival, splits_out, splits_in)
@@ -257,10 +265,11 @@ class AllToAll(ExchangeSide):
     def summed(self, rows_ND: Tensor, weights_TK: Tensor, handle: SentPairs) -> Tensor:
         """[T, D], the weighted sums of the experts' outputs [N, D]."""
         T, K = weights_TK.shape
+        # By source again, and home.
         back = self._rows("arrived", len(rows_ND), rows_ND).index_copy_(0, handle.arrival, rows_ND)
-        home = self._exchanged(
-            self._rows("out", T * K, rows_ND), back, handle.splits_out, handle.splits_in
-        )
+        room = self._rows("out", T * K, rows_ND)
+        home = self._exchanged(room, back, handle.splits_out, handle.splits_in)
+        # Pairs of a token lie together, and are added.
         pairs = self._rows("pairs", T * K, rows_ND).index_copy_(0, handle.order, home)
         weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
         return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
@@ -274,6 +283,7 @@ class AllToAll(ExchangeSide):
     def _exchanged(
         self, received: Tensor, rows: Tensor, splits_in: list[int], splits_out: list[int]
     ) -> Tensor:
+        """`received`, filled with the rows of other ranks."""
         if rows.requires_grad:
             return all_to_all_single(received, rows, splits_in, splits_out, group=self.group)
         dist.all_to_all_single(received, rows, splits_in, splits_out, group=self.group)
@@ -284,6 +294,7 @@ class AllToAll(ExchangeSide):
         return torch.index_select(rows, 0, index, out=kept)
 
     def _rows(self, name: str, count: int, like: Tensor) -> Tensor:
+        """A buffer of so many rows, as long as `like` has them."""
         if not self.keep_buffers:
             return like.new_empty(count, like.shape[1])
         buffer = self._buffers.get(name)
@@ -293,6 +304,7 @@ class AllToAll(ExchangeSide):
 
 
 def slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
+    """The used slots of each source."""
     counts_R = sample.rows_RR[:, sample.rank].tolist()
     return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]
 

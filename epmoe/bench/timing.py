@@ -24,12 +24,14 @@ from torch.cuda import CUDAGraph
 
 from epmoe.bench.sides import ExchangeSide, Side, poison
 
+# Rounds of a graph, and of a sample without one.
 ROUNDS = 10
 EAGER_ROUNDS = 3
-# For host time. All kernels of a batch fit into a stream's queue.
+# Batches for host time, and calls of one: all its kernels fit into a stream's queue.
 BATCHES = 5
 CALLS = 50
-SLEEP_CYCLES = 2_000_000  # about 1 ms
+# About 1 ms.
+SLEEP_CYCLES = 2_000_000
 
 How = Literal["captured", "eager", "cpu"]
 """Whether a sample replays a CUDA graph, or calls rounds one after the other, on GPUs or on the
@@ -56,8 +58,9 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     replays' outputs differ from an eager round's.
     """
     wanted = _eager_outputs(side)
-    ways = ways_us(side, replays, group, wanted=wanted)
-    return Times(*ways, *rounds_in_turns([side], replays, group, wanted=[wanted]))
+    dispatch, combine = ways_us(side, replays, group, wanted=wanted)
+    (whole,) = rounds_in_turns([side], replays, group, wanted=[wanted])
+    return Times(dispatch, combine, whole)
 
 
 def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
@@ -67,10 +70,10 @@ def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
     host and GPU takes. Dispatch and combine are the GPU's alone, from events, while the host is
     ahead. Raises RuntimeError if the last round of a chain puts out something else than the first.
     """
-    whole = statistics.median(_chain_us(side, group) for _ in range(repeats))
-    return Times(
-        *ways_us(side, repeats, group, rounds=EAGER_ROUNDS, how="eager"), *slowest([whole], group)
-    )
+    chain_us = statistics.median(_chain_us(side, group) for _ in range(repeats))
+    dispatch, combine = ways_us(side, repeats, group, rounds=EAGER_ROUNDS, how="eager")
+    (whole,) = slowest([chain_us], group)
+    return Times(dispatch, combine, whole)
 
 
 def measure_in_turns(
@@ -114,9 +117,8 @@ def round_us(
     """
     if how == "captured":
         return rounds_in_turns([side], samples, group, rounds)[0]
-    times = _samples(
-        side, partial(_repeat, side, rounds), rounds, samples, group, on_gpus=how == "eager"
-    )
+    run = partial(_repeat, side, rounds)
+    times = _samples(side, run, rounds, samples, group, on_gpus=how == "eager")
     return slowest([statistics.median(times)], group)[0]
 
 
@@ -132,6 +134,7 @@ def ways_us(
     """`round_us` of `out` and of `back`: on GPUs between events, of 1 µs each. `wanted`: outputs of
     an eager round.
     """
+    # The times of each sample, both ways.
     if how == "captured":
         wanted = wanted or _eager_outputs(side)
         events: list[torch.cuda.Event] = []
@@ -155,11 +158,13 @@ def rounds_in_turns(
     `ways_us`.
     """
     wanted = wanted or [_eager_outputs(side) for side in sides]
+    # Graphs of all sides, then a sample of each in turn.
     recorded = [_recorded(side, rounds) for side in sides]
     times: list[list[float]] = [[] for _ in sides]
     for _ in range(samples):
         for side, (graph, _), taken in zip(sides, recorded, times, strict=True):
             taken += _samples(side, graph.replay, rounds, 1, group)
+    # The last replay of each has written what is right.
     for side, (_, outputs), right in zip(sides, recorded, wanted, strict=True):
         _check(side, outputs, right, group)
     return slowest(list(map(statistics.median, times)), group)
@@ -254,14 +259,17 @@ def _eager_outputs(side: Side) -> list[Tensor]:
 
 
 def _tensors(came_back: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [came_back] if isinstance(came_back, Tensor) else [*came_back]
+    if isinstance(came_back, Tensor):
+        return [came_back]
+    return [*came_back]
 
 
 def _check(
     side: Side, replayed: list[Tensor], wanted: list[Tensor], group: dist.ProcessGroup
 ) -> None:
     """Raise RuntimeError on all ranks unless the outputs of a graph agree with `wanted` on all."""
-    first = 0 if side.exact else -1  # rows may arrive in another order: then only what came back
+    # Rows may arrive in another order: then only what came back.
+    first = 0 if side.exact else -1
     pairs = zip(replayed[first:], wanted[first:], strict=True)
     if not everywhere(all(_agree(got, right, side.exact) for got, right in pairs), group):
         raise RuntimeError(
@@ -270,11 +278,11 @@ def _check(
 
 
 def _agree(got: Tensor, wanted: Tensor, exact: bool) -> bool:
+    """Whether outputs have the same bits, or are close where sums may have another order."""
     if exact:
         return torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
-    return torch.allclose(
-        got.float(), wanted.float(), rtol=2**-4, atol=2**-4 * float(wanted.float().abs().mean())
-    )
+    mean = float(wanted.float().abs().mean())
+    return torch.allclose(got.float(), wanted.float(), rtol=2**-4, atol=2**-4 * mean)
 
 
 def _samples(
@@ -294,6 +302,7 @@ def _samples(
 
 
 def _align(side: Side, group: dist.ProcessGroup, on_gpus: bool = True) -> None:
+    """Bring hosts into step, and on GPUs the kernels, by a round that nobody times."""
     dist.barrier(group, device_ids=[torch.cuda.current_device()] if on_gpus else None)
     if on_gpus:
         torch.cuda._sleep(side.head_start_ms * SLEEP_CYCLES)
@@ -315,6 +324,7 @@ def _wall_us(side: Side, rounds: int) -> tuple[list[float], Any]:
 def _ways_us(
     side: Side, run: Callable[[], object], events: list[torch.cuda.Event], group: dist.ProcessGroup
 ) -> tuple[float, float]:
+    """Means of `out` and `back` in a run that records events, on GPUs."""
     _align(side, group)
     run()
     torch.cuda.synchronize()
@@ -326,9 +336,8 @@ def _eager_ways_us(
 ) -> tuple[float, float]:
     if on_gpus:
         events: list[torch.cuda.Event] = []
-        return _ways_us(
-            side, partial(_rounds, side, rounds, partial(_stamp, events)), events, group
-        )
+        run = partial(_rounds, side, rounds, partial(_stamp, events))
+        return _ways_us(side, run, events, group)
     _align(side, group, on_gpus)
     return _means(_wall_us(side, rounds)[0])
 
@@ -339,6 +348,7 @@ def _means(spans: list[float]) -> tuple[float, float]:
 
 
 def _chain_us(side: Side, group: dist.ProcessGroup) -> float:
+    """Microseconds of a round in a chain of calls. Raises RuntimeError for other outputs."""
     dist.barrier(group, device_ids=[torch.cuda.current_device()])
     wanted = side.back(side.out()).clone()
     torch.cuda.synchronize()
@@ -352,6 +362,7 @@ def _chain_us(side: Side, group: dist.ProcessGroup) -> float:
 
 
 def _host_batch_us(side: Side, on_gpus: bool) -> tuple[float, float]:
+    """Medians of `out` and `back` by the host's clock, while a GPU sleeps."""
     if on_gpus:
         torch.cuda.synchronize()
         torch.cuda._sleep(50 * SLEEP_CYCLES)

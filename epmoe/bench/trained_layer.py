@@ -40,21 +40,23 @@ class TrainedLayer(Side):
         self.sample = sample
         self.through = through
         self.options = sample.config.routing.options | {"top_k": model.num_experts_per_tok}
-        logits_TE = simulate_logits(routing, R * T, model.num_experts, ep_size=R)[
-            sample.rank * T :
-        ][:T]
+        # The logits are the first items of a token, which an identity as router reads.
+        mine = slice(sample.rank * T, (sample.rank + 1) * T)
+        logits_TE = simulate_logits(routing, R * T, model.num_experts, ep_size=R)[mine]
         items = min(sample.hidden, model.num_experts)
         x_TD = sample.x_TD.detach().clone()
-        x_TD[:, :items] = logits_TE[:, :items].clamp(min=-64).to(x_TD)  # −Inf times 0 would be NaN
-        self.grad_TD = torch.randn(
-            x_TD.shape, generator=torch.Generator().manual_seed(sample.rank)
-        ).to(x_TD)
+        # Clamped: −Inf times the router's zeros would be NaN.
+        x_TD[:, :items] = logits_TE[:, :items].clamp(min=-64).to(x_TD)
+        generator = torch.Generator().manual_seed(sample.rank)
+        self.grad_TD = torch.randn(x_TD.shape, generator=generator).to(x_TD)
         self.x_TD = x_TD.requires_grad_()
         self.router_ED = torch.eye(model.num_experts, sample.hidden).to(x_TD).requires_grad_()
         self.inputs = [self.x_TD, self.router_ED, *experts.parameters()]
 
     def out(self) -> Tensor:
-        return self.through(self.x_TD, *route(F.linear(self.x_TD, self.router_ED), **self.options))
+        logits_TE = F.linear(self.x_TD, self.router_ED)
+        routing = route(logits_TE, **self.options)
+        return self.through(self.x_TD, *routing)
 
     def back(self, y_TD: Tensor) -> list[Tensor]:
         return in_memory_order(torch.autograd.grad(y_TD, self.inputs, self.grad_TD))
@@ -103,21 +105,18 @@ def over_all_to_all(pairs: AllToAll, experts: GroupedExperts) -> Through:
 
     def through(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         sent = pairs.sent(x_TD, ids_TK)
-        return pairs.summed(experts(sent.rows, sent.expert_offsets.int()), weights_TK, sent)
+        outputs_ND = experts(sent.rows, sent.expert_offsets.int())
+        return pairs.summed(outputs_ND, weights_TK, sent)
 
     return through
 
 
 def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[str, float]:
     """The figures of a layer by the keys of the columns, from µs of both passes."""
+    # Three products of a pair, a multiply and an add each; backward has twice as many.
     model = layer.sample.config.model
-    flop = (
-        6
-        * layer.sample.tokens
-        * model.num_experts_per_tok
-        * model.hidden_size
-        * (model.intermediate_size or 0)
-    )
+    pairs = layer.sample.tokens * model.num_experts_per_tok
+    flop = 6 * pairs * model.hidden_size * (model.intermediate_size or 0)
     return {
         "layer": forward + backward,
         "forward": forward,
@@ -129,6 +128,8 @@ def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[s
 
 def in_memory_order(gradients: Iterable[Tensor]) -> list[Tensor]:
     """The same memory, contiguous: a GEMM may return the gradient of a weight transposed."""
-    return [
-        each.permute(sorted(range(each.ndim), key=each.stride, reverse=True)) for each in gradients
-    ]
+    ordered = []
+    for each in gradients:
+        dims = sorted(range(each.ndim), key=each.stride, reverse=True)
+        ordered.append(each.permute(dims))
+    return ordered

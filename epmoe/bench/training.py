@@ -35,8 +35,10 @@ from epmoe.training import TrainingExchange
 from epmoe.training.exchange import WeightsOn
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
-_CAPTURED = 8  # passes of a graph, whose gradients share memory
-_EAGER = 5  # passes of an eager sample
+# Passes of a graph, whose gradients share memory.
+_CAPTURED = 8
+# Passes of an eager sample.
+_EAGER = 5
 _TIMES = (
     Column(
         "rows",
@@ -103,9 +105,9 @@ class Passes:
         self.x = sample.x_TD.requires_grad_()
         self.weights = sample.weights_TK.requires_grad_()
         self.ids = sample.ids_TK
-        self.grad = torch.randn(
-            sample.x_TD.shape, generator=torch.Generator().manual_seed(ep.rank)
-        ).to(self.x)
+        generator = torch.Generator().manual_seed(ep.rank)
+        self.grad = torch.randn(sample.x_TD.shape, generator=generator).to(self.x)
+        # A first round counts the rows that arrive. Graphs take as many, and experts alone theirs.
         with torch.no_grad():
             routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="rows")
             self.exchange.combine(routed.rows, routed)
@@ -131,18 +133,17 @@ class Passes:
     def all_to_all(self) -> Sequence[Tensor]:
         """The exchange in torch's calls, which `AllToAll` tells."""
         sent = self.pairs.sent(self.x, self.ids)
-        return torch.autograd.grad(
-            self.pairs.summed(sent.rows, self.weights, sent), (self.x, self.weights), self.grad
-        )
+        y = self.pairs.summed(sent.rows, self.weights, sent)
+        return torch.autograd.grad(y, (self.x, self.weights), self.grad)
 
     def alone(self) -> Sequence[Tensor]:
+        """The experts on the rows that arrived, whose gradients are the rows themselves."""
         assert self.experts is not None and self.row_weights is not None
         rows = self.rows.requires_grad_()
         weights = self.row_weights.requires_grad_()
         out = self.experts(rows, self.offsets, row_weights=weights)
-        return torch.autograd.grad(
-            out, (rows, weights, *self.experts.parameters()), self.rows.detach()
-        )
+        inputs = (rows, weights, *self.experts.parameters())
+        return torch.autograd.grad(out, inputs, self.rows.detach())
 
 
 def run(job: Job, payload: PayloadName = "auto") -> Report:
@@ -154,33 +155,31 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
     with ExpertParallel(config, job.group) as ep:
         experts = None
         if config.model.intermediate_size is not None:
-            experts = random_experts(
-                config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM
-            ).requires_grad_()
+            made = random_experts(config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM)
+            experts = made.requires_grad_()
         for T in job.tokens:
-            passes = Passes(
-                ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, job.group, payload
-            )
+            sample = Sample(config, ep.rank, T, job.routing, ep.device)
+            passes = Passes(ep, sample, experts, job.group, payload)
             _check("all-to-all", passes.all_to_all(), passes.exchanged("combine"), passes, job)
+            # The exchange, over ours and over torch's calls.
             ours = {"rows": _us(partial(passes.exchanged, "rows"), job)}
             ours["combine"] = _us(partial(passes.exchanged, "combine"), job)
             theirs = {"combine": _us(passes.all_to_all, job, captured=False)}
+            # The experts, and a layer over each.
             if experts is not None:
                 ours["experts"] = _us(passes.alone, job)
                 ours["share"] = ours["rows"] / ours["experts"]
-                for figures, of_layer in zip(
-                    (ours, theirs), _layers(passes, experts, job), strict=True
-                ):
-                    figures |= of_layer
+                our_layer, their_layer = _layers(passes, experts, job)
+                ours |= our_layer
+                theirs |= their_layer
             ep.check()
             for side, figures in ((OURS, ours), (TORCH, theirs)):
                 results.append({"tokens": T, "side": side, **figures})
-                job.log(
-                    f"{T} tokens, {side}: "
-                    + ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-                )
+                words = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                job.log(f"{T} tokens, {side}: {words}")
+            # The graphs' pools would leave the next ones too little memory.
             if job.on_gpus:
-                torch.cuda.empty_cache()  # of the graphs' pools
+                torch.cuda.empty_cache()
             job.advance()
     plotted = [column.key for column in _TIMES]
     return Report(
@@ -199,10 +198,15 @@ def _layers(passes: Passes, experts: GroupedExperts, job: Job) -> Iterator[Figur
     ours = layer("the layer", through=OverExchange(passes.exchange, experts))
     theirs = layer("the layer over all-to-all", through=over_all_to_all(passes.pairs, experts))
     # `all_to_all` takes the first copy of an expert.
-    copies = passes.sample.placement.num_physical_experts > job.config.model.num_experts
+    has_copies = passes.sample.placement.num_physical_experts > job.config.model.num_experts
     wanted = ours.results()
-    _check(theirs.name, theirs.results()[: 3 if copies else None], wanted, passes, job)
-    del wanted  # gigabytes
+    got = theirs.results()
+    # Then gradients of weights differ by copy: y and those of x and of the router are left.
+    if has_copies:
+        got = got[:3]
+    _check(theirs.name, got, wanted, passes, job)
+    # Gigabytes.
+    del wanted, got
     for side, captured, windows in (
         (ours, True, passes.exchange.ep.memory_plan().total_bytes),
         (theirs, False, 0),
@@ -225,7 +229,8 @@ def _check(
         limit = max(limit, torch.finfo(element).eps)
 
     def close(a: Tensor, b: Tensor) -> bool:
-        error, norm = (each.norm(dtype=torch.float32) for each in (a - b, b))
+        error = (a - b).norm(dtype=torch.float32)
+        norm = b.norm(dtype=torch.float32)
         # Where a gradient vanishes, only rounding is left. A NaN compares as False.
         return bool(error <= limit * norm + 1e-6)
 

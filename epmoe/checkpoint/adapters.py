@@ -45,13 +45,15 @@ _OTHER_FUNCTIONS = (
 """Keys of a config by which an adapter is another function than b · a, or its base model another
 one.
 """
+# Beginnings of `init_lora_weights` by which the base model is another one.
 _CHANGE_THE_BASE = (
     "pissa",
     "olora",
     "corda",
     "loftq",
     "lora_ga",
-)  # beginnings of `init_lora_weights`
+)
+# Names of the weights of all experts, by GEMM.
 _PARAMETERS = ("gate_up_proj", "w_gate_up"), ("down_proj", "w_down")
 _PROJECTIONS = {
     "gate_proj": "gate",
@@ -61,6 +63,7 @@ _PROJECTIONS = {
     "down_proj": "down",
     "w2": "down",
 }
+# Names in a message.
 _MOST_NAMED = 6
 
 _Rank = Annotated[int, Field(strict=True, ge=1)]
@@ -101,15 +104,18 @@ class _Config(BaseModel):
         """Whether b · a is a square weight [n, k] of experts, not its transpose: since PEFT 0.20,
         and before 0.19 for gpt-oss, whose parameters are [k, n].
         """
-        version = [int(number) for number in re.findall(r"\d+", self.peft_version or "")[:2]]
-        return version >= [0, 20] or interleaved and version < [0, 19]
+        numbers = re.findall(r"\d+", self.peft_version or "")
+        version = [int(number) for number in numbers[:2]]
+        if interleaved and version < [0, 19]:
+            return True
+        return version >= [0, 20]
 
     def of(self, *names: str) -> tuple[int, float]:
         """The rank and the scaling of a module or parameter, which has one of these names."""
         r = _matched(self.rank_pattern, names, self.r)
-        return r, _matched(self.alpha_pattern, names, self.lora_alpha) / (
-            math.sqrt(r) if self.use_rslora else r
-        )
+        alpha = _matched(self.alpha_pattern, names, self.lora_alpha)
+        scaling = alpha / math.sqrt(r) if self.use_rslora else alpha / r
+        return r, scaling
 
 
 class StoredAdapter(NamedTuple):
@@ -130,9 +136,10 @@ class StoredAdapter(NamedTuple):
         for name, (n, k) in (("gate_up", (wide, D)), ("down", (D, F))):
             part: _Factors | None = getattr(adapter, name, None)
             if part is not None:
-                check_tensor(f"{name} a", part[0], FLOATS, (E, "r", k))
-                check_tensor(f"{name} b", part[1], FLOATS, (E, n, part[0].shape[1]))
-                part = part[0].detach().cpu(), part[1].detach().cpu()
+                a, b = part
+                check_tensor(f"{name} a", a, FLOATS, (E, "r", k))
+                check_tensor(f"{name} b", b, FLOATS, (E, n, a.shape[1]))
+                part = (a.detach().cpu(), b.detach().cpu())
             parts.append(part)
         return cls(*parts)
 
@@ -154,7 +161,13 @@ class StoredAdapter(NamedTuple):
     def of(self, experts: Sequence[int]) -> LoRA:
         """The adapter of these logical experts, in this order."""
         held = torch.tensor(experts, dtype=torch.int64)
-        return LoRA(*(pair and (pair[0][held], pair[1][held]) for pair in self))
+        parts: list[_Factors | None] = []
+        for part in self:
+            if part is not None:
+                a, b = part
+                part = (a[held], b[held])
+            parts.append(part)
+        return LoRA(*parts)
 
 
 def load_adapter(
@@ -226,14 +239,15 @@ def _of_experts(names: Sequence[str], block: str, experts_only: bool) -> list[st
         _, inside, below = f".{name}".partition(f".{block}.")
         if inside and below.startswith("experts."):
             ours.append(name)
-        elif ".experts." in f".{name}":  # those of another block
+        elif ".experts." in f".{name}":
+            # Another block has them.
             continue
         elif not experts_only or inside and not below.startswith("shared"):
             unserved.append(name)
     if unserved:
-        hint = (
-            "" if experts_only else "; `experts_only=True` leaves what is no router's to the host"
-        )
+        hint = ""
+        if not experts_only:
+            hint = "; `experts_only=True` leaves what is no router's to the host"
         raise ValueError(f"the adapter has parts that are not served: {_some(unserved)}{hint}")
     if not ours:
         some = [name for name in names if "experts" in name]
@@ -247,10 +261,12 @@ def _assembled(
     tensors: Mapping[str, Tensor], block: str, config: _Config, sizes: _Sizes, interleaved: bool
 ) -> StoredAdapter:
     """The adapter that the tensors of its experts make. Raises ValueError where they do not fit."""
+    # By module, its tensors by the end of their names.
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, end = name.partition(_LORA)
         modules.setdefault(module, {})[end] = tensor
+    # Modules with all experts are nested wrappers, all others are of single experts.
     names = {module: f".{module}".partition(f".{block}.experts")[2] for module in modules}
     if all(re.fullmatch(r"(\.base_layer)*", name) for name in names.values()):
         return _of_all(modules, block, config, sizes, interleaved)
@@ -266,16 +282,15 @@ def _of_all(
 ) -> StoredAdapter:
     """The adapter of modules with all experts."""
     E, D, wide, F = sizes
-    shapes = (wide, D), (D, F)
+    shapes = ((wide, D), (D, F))
     parts: list[_Factors | None] = [None, None]
     for module, ends in modules.items():
-        got = tuple(
-            ends[end].shape[i] for end, i in ((_B, 0), (_A, -1)) if end in ends and ends[end].dim()
-        )
+        # The shapes tell which weights it is for, and so its name, rank and scaling.
+        got = _shape_of_weight(ends)
         part = shapes.index(got) if got in shapes else 0
-        r, by = config.of(
-            *(f"{module.replace('.base_layer', '')}.{name}" for name in _PARAMETERS[part])
-        )
+        parameter = module.replace(".base_layer", "")
+        names = [f"{parameter}.{name}" for name in _PARAMETERS[part]]
+        r, scaling = config.of(*names)
         a, b = _pair(module, ends, shapes, E, r)
         n = len(b)
         k = a.shape[1]
@@ -286,8 +301,20 @@ def _of_all(
             )
         if parts[part] is not None:
             raise ValueError(f"`{block}.experts` has two adapters of the shape {shapes[part]}")
-        parts[part] = a.view(E, r, -1), b.view(-1, r, E).permute(2, 0, 1).float() * by
+        # By expert: a has them one after the other, b column by column.
+        a_all = a.view(E, r, -1)
+        b_all = b.view(-1, r, E).permute(2, 0, 1)
+        parts[part] = (a_all, b_all.float() * scaling)
     return StoredAdapter(*parts)
+
+
+def _shape_of_weight(ends: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """n and k of b · a, as far as the tensors are there."""
+    shape = []
+    for end, dim in ((_B, 0), (_A, -1)):
+        if end in ends and ends[end].dim():
+            shape.append(ends[end].shape[dim])
+    return tuple(shape)
 
 
 def _of_single(
@@ -348,16 +375,12 @@ def _pair(
     """
     a = ends.get(_A)
     b = ends.get(_B)
-    if (
-        a is not None
-        and b is not None
-        and len(ends) == 2
-        and a.dtype in FLOATS
-        and b.dtype in FLOATS
-    ):
+    if a is not None and b is not None and len(ends) == 2:
         rows = experts * r
-        if any(a.shape == (rows, k) and b.shape == (n, rows) for n, k in shapes):
+        fits = any(a.shape == (rows, k) and b.shape == (n, rows) for n, k in shapes)
+        if fits and a.dtype in FLOATS and b.dtype in FLOATS:
             return a, b
+    # Say what they must be, and what they are.
     many = f"{experts}·" if experts > 1 else ""
     wanted = " or ".join(f"{n}, {k}" for n, k in shapes)
     got = ", ".join(f"lora_{end} {describe(ends[end])}" for end in sorted(ends))
@@ -380,5 +403,9 @@ def _matched(
 
 
 def _some(names: Sequence[str]) -> str:
+    """Names in a message."""
+    named = ", ".join(names[:_MOST_NAMED])
     more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "nothing"
+    if more > 0:
+        named += f" and {more} more"
+    return named or "nothing"

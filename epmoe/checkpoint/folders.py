@@ -36,7 +36,8 @@ def save(
     """Write the state dict that `state_of` returns, of which each rank has its own part; see
     `epmoe.checkpoint.save`. Collective, one step of all ranks.
     """
-    import torch.distributed.checkpoint as dcp  # takes most of a second
+    # Imported here: it takes most of a second.
+    import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
     failed = f"{folder}: cannot be saved"
@@ -167,6 +168,7 @@ def _read(path: Path) -> Metadata:
 def _shards(path: Path) -> str:
     """The folder in a checkpoint that has its files: "" if torch has written them itself."""
     files: dict[Any, Any] = _read(path).storage_data
+    # All files are in one folder.
     first = next((info.relative_path.partition("/")[0] for info in files.values()), "")
     return first if first.startswith(_SHARDS) else ""
 

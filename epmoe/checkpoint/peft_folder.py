@@ -62,8 +62,8 @@ def _parts(model: Any, state: dict[str, Any]) -> dict[str, Any]:
             model, state_dict=state, adapter_name=name, save_embedding_layers=False
         )
         written.update(map(id, adapter.values()))
-    return {
-        key: value
-        for key, value in state.items()
-        if id(value) in written and hasattr(value, "full_tensor")
-    }
+    parts = {}
+    for key, value in state.items():
+        if id(value) in written and hasattr(value, "full_tensor"):
+            parts[key] = value
+    return parts

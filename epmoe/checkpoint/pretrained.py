@@ -37,17 +37,25 @@ from epmoe.training.models import expert_parallels
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
+class _Owner(NamedTuple):
+    """The one rank that has a tensor."""
+
+    ep: int
+    """the number of its ExpertParallel in the model"""
+    rank: int
+    """its rank there"""
+
+
 class _Saved(NamedTuple):
     """A tensor of the folder."""
 
     name: str
     dtype: torch.dtype
     shape: list[int]
-    read: Callable[[], Tensor]  # returns the tensor on the rank that writes it
-    owner: tuple[int, int] | None = None
-    """The one rank that has it: the number of its ExpertParallel in the model, and its rank there.
-    None: all ranks have it or parts of it. Then `read` is collective, and rank 0 writes.
-    """
+    read: Callable[[], Tensor]
+    """returns the tensor on the rank that writes it"""
+    owner: _Owner | None = None
+    """None: all ranks have it or parts of it. Then `read` is collective, and rank 0 writes."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +98,8 @@ def save_pretrained(
             MoE block there is missing in the model; ranks have different models.
         EPError: EPStateError or EPTimeoutError, as in `save`.
     """
-    module = module.module if isinstance(module, DistributedDataParallel) else module
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
     source = like if isinstance(like, SafetensorsFolder) else SafetensorsFolder(like)
     eps = expert_parallels(module)
     layers = _layers(module)
@@ -101,9 +110,7 @@ def save_pretrained(
     ):
         # All ranks know the tensors of each file.
         files = _files(_tensors(module, layers, eps, source), max_shard_bytes)
-        described = [(name, [each[:3] for each in tensors]) for name, tensors in files.items()]
-        digest = hashlib.sha256(repr(described).encode()).hexdigest()
-        if len(set(peers.all_gather(digest))) > 1:
+        if len(set(peers.all_gather(_digest(files)))) > 1:
             raise ValueError(
                 "ranks must have the same model and `like`, got other names, dtypes or shapes"
             )
@@ -113,7 +120,7 @@ def save_pretrained(
             _begin(source, target, hidden, files, dtype_name(experts.dtype))
         peers.all_gather(None)
         # Each rank writes what it alone has.
-        mine = {(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
+        mine = {_Owner(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
         for name, tensors in files.items():
             if tensors[0].owner in mine:
                 _write(hidden / name, _gathered(tensors))
@@ -123,6 +130,14 @@ def save_pretrained(
                 gathered = whole([peers], partial(_gathered, tensors, kept=peers.rank == 0))
                 if peers.rank == 0:
                     _write(hidden / name, gathered)
+
+
+def _digest(files: Mapping[str, list[_Saved]]) -> str:
+    """Equal on ranks whose files have the same names, dtypes and shapes."""
+    described = []
+    for name, tensors in files.items():
+        described.append((name, [(each.name, each.dtype, each.shape) for each in tensors]))
+    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def _tensors(
@@ -136,31 +151,23 @@ def _tensors(
     """
     state = dict(module.state_dict())
     saved: list[_Saved] = []
-    names: dict[str, str] = {}  # of other tensors of MoE blocks, by key
-    blocks: dict[str, set[str]] = {}  # names below a block that the model must have
+    # By key of other tensors of MoE blocks: their names in the folder.
+    names: dict[str, str] = {}
+    # By block: names below it that the model must have.
+    needed: dict[str, set[str]] = {}
+    # Experts, and what else is in their blocks.
     for prefix, layer in layers:
-        if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
-            raise TypeError(
-                f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer "
-                f"with `from_safetensors(…, dtype=…)`, got {layer.experts}"
-            )
-        only_of_choice = layer.bias is not None and layer.logit_bias is None
-        gate_bias: GateBias = "choice" if only_of_choice else "logits"
-        stored = source.stored(prefix, prefix.rpartition(".")[0], gate_bias=gate_bias)
-        found = *sorted(stored.dequantized), stored.D, stored.F
-        parameters = [name for name, _ in layer.experts.named_parameters()]
-        wanted = *sorted(parameters), *layer.experts.w_down.shape[1:]
-        if found != wanted:
-            raise ValueError(
-                f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: "
-                f"{wanted}, got {found}"
-            )
+        stored = _stored(prefix, layer, source)
+        tensors = {}
+        for name, _ in layer.experts.named_parameters():
+            tensors[name] = state.pop(f"{prefix}.experts.{name}")
         state.pop(f"{prefix}._extra_state", None)
-        tensors = {name: state.pop(f"{prefix}.experts.{name}") for name in parameters}
         saved += _of_experts(layer, eps.index(layer.ep), stored, tensors)
-        blocks[prefix] = stored.others
-        for key in [key for key in state if key.startswith(f"{prefix}.")]:
-            names[key] = _name_in_block(key, prefix, stored, source)
+        needed[prefix] = stored.others
+        for key in state:
+            if key.startswith(f"{prefix}."):
+                names[key] = _name_in_block(key, prefix, stored, source)
+    # All other tensors. One that is tied to another need not be in the folder by its own name.
     tied = _tied(module)
     for key, value in state.items():
         name = names.get(key, key)
@@ -169,18 +176,49 @@ def _tensors(
                 continue
             raise ValueError(f"{source.path}: has no tensor for `{key}` of the model")
         shape = source.shape(name)
-        may_be = (
-            [shape, [shape[-1]]] if key in names and shape[:-1] == [1] else [shape]
-        )  # [1, E], a bias of the choice
-        if list(value.shape) not in may_be:
+        # A bias of the choice [E] may be stored as [1, E].
+        is_flat = key in names and shape[:-1] == [1] and list(value.shape) == shape[1:]
+        if list(value.shape) != shape and not is_flat:
             raise ValueError(
                 f"{source.path}: `{name}` is {shape}, but `{key}` of the model is "
                 f"{list(value.shape)}"
             )
         saved.append(_Saved(name, value.dtype, shape, partial(_whole, value)))
+    _check_complete(saved, needed, source)
+    return sorted(saved, key=lambda each: (each.owner or (-1, 0), each.name))
+
+
+def _stored(prefix: str, layer: Any, source: SafetensorsFolder) -> Stored:
+    """How the folder has a layer's block. Raises TypeError or ValueError where the layer's experts
+    are not those of the block.
+    """
+    if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
+        raise TypeError(
+            f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer "
+            f"with `from_safetensors(…, dtype=…)`, got {layer.experts}"
+        )
+    is_only_of_choice = layer.bias is not None and layer.logit_bias is None
+    gate_bias: GateBias = "choice" if is_only_of_choice else "logits"
+    stored = source.stored(prefix, prefix.rpartition(".")[0], gate_bias=gate_bias)
+    # Names of parameters, then D and F.
+    found = (*sorted(stored.dequantized), stored.D, stored.F)
+    parameters = sorted(name for name, _ in layer.experts.named_parameters())
+    wanted = (*parameters, *layer.experts.w_down.shape[1:])
+    if found != wanted:
+        raise ValueError(
+            f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: "
+            f"{wanted}, got {found}"
+        )
+    return stored
+
+
+def _check_complete(
+    saved: list[_Saved], needed: Mapping[str, set[str]], source: SafetensorsFolder
+) -> None:
+    """Raises ValueError where the model lacks a tensor of a block, and TypeError for one in fp8."""
     written = {each.name for each in saved}
-    for prefix, others in blocks.items():
-        missing = sorted(others - written)
+    for prefix, names in needed.items():
+        missing = sorted(names - written)
         if missing:
             raise ValueError(
                 f"{source.path}: the model must have {', '.join(missing)}: let `shared` of "
@@ -191,16 +229,15 @@ def _tensors(
             raise TypeError(
                 f"`{each.name}` must be dequantized to be saved, got {dtype_name(each.dtype)}"
             )
-    return sorted(saved, key=lambda each: (each.owner or (-1, 0), each.name))
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:
-    modules = module.named_modules(remove_duplicate=False)
-    return [
-        (name, each)
-        for name, each in modules
-        if hasattr(each, "ep") and hasattr(each, "router_weight")
-    ]
+    """The layers by name. One that the model has twice has two names."""
+    layers = []
+    for name, each in module.named_modules(remove_duplicate=False):
+        if hasattr(each, "ep") and hasattr(each, "router_weight"):
+            layers.append((name, each))
+    return layers
 
 
 def _of_experts(
@@ -213,18 +250,23 @@ def _of_experts(
         local = local_view(tensor.detach())
         names = stored.dequantized[argument]
         shape = [local.shape[1] // len(names), *local.shape[2:]]
+        # One tensor for all experts, which all ranks gather.
         if stored.fused:
             transposed = stored.dequantized_transposed and argument.startswith("w_")
-            shape = [stored.num, *(shape[::-1] if transposed else shape)]
+            if transposed:
+                shape = shape[::-1]
+            shape = [stored.num, *shape]
             for part, name in enumerate(names):
                 read = partial(_all_experts, local, layer, transposed, part, len(names))
                 yield _Saved(name, local.dtype, shape, read)
             continue
+        # One for each expert, of which its rank has the whole.
         for x in range(stored.num):
             rank, index = layer.ep.holder(x, layer.tag)
             for part, name in enumerate(names):
                 read = partial(_chunk_of_expert, local, index, part, len(names))
-                yield _Saved(name.replace("*", str(x)), local.dtype, shape, read, (number, rank))
+                owner = _Owner(number, rank)
+                yield _Saved(name.replace("*", str(x)), local.dtype, shape, read, owner)
 
 
 def _all_experts(local: Tensor, layer: Any, transposed: bool, part: int, parts: int) -> Tensor:
@@ -261,6 +303,7 @@ def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFol
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
+    """By the name of a parameter, all names that it has."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -274,17 +317,16 @@ def _files(tensors: list[_Saved], max_shard_bytes: int) -> dict[str, list[_Saved
     shards: list[list[_Saved]] = []
     room = 0
     for tensor in tensors:
-        if not shards or tensor.num_bytes > room or tensor.owner != shards[-1][0].owner:
+        is_of_other_rank = not shards or tensor.owner != shards[-1][0].owner
+        if is_of_other_rank or tensor.num_bytes > room:
             shards.append([])
             room = max_shard_bytes
         shards[-1].append(tensor)
         room -= tensor.num_bytes
     count = len(shards)
-    names = (
-        [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        if count > 1
-        else [WHOLE]
-    )
+    names = [WHOLE]
+    if count > 1:
+        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     return dict(zip(names, shards, strict=True))
 
 
@@ -298,25 +340,32 @@ def _begin(
     """Make the hidden folder, with the files that are not of tensors."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target}: must not exist, or be an empty folder")
-    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
+    # A process that was killed may have left it.
+    shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     if len(files) > 1:
-        weight_map = {each.name: name for name, tensors in files.items() for each in tensors}
-        size = sum(each.num_bytes for tensors in files.values() for each in tensors)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (hidden / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_index(hidden / INDEX, files)
+    # Copy what is not of tensors, such as the tokenizer.
     for other in source.path.iterdir():
-        if (
-            other.is_file()
-            and other.suffix != ".safetensors"
-            and other.name not in (INDEX, "config.json")
-        ):
+        is_written_here = other.suffix == ".safetensors" or other.name in (INDEX, "config.json")
+        if other.is_file() and not is_written_here:
             shutil.copyfile(other, hidden / other.name)
     described = source.path / "config.json"
     if described.is_file():
         config = json.loads(described.read_text(encoding="utf-8"))
         config = without_quantization(config, dtype)
         (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_index(path: Path, files: Mapping[str, list[_Saved]]) -> None:
+    size = 0
+    file_of = {}
+    for file, tensors in files.items():
+        for each in tensors:
+            size += each.num_bytes
+            file_of[each.name] = file
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def without_quantization(config: Any, dtype: str) -> Any:
@@ -337,11 +386,11 @@ def _gathered(tensors: list[_Saved], kept: bool = True) -> dict[str, Tensor]:
     """Tensors in memory of their own, as safetensors wants them, or {} unless they are `kept`."""
     out = {}
     for each in tensors:
+        # Also where it is not kept: other ranks may need this rank's part.
         tensor = each.read()
         if kept:
-            out[each.name] = torch.empty(each.shape, dtype=each.dtype).copy_(
-                tensor.detach().reshape(each.shape)
-            )
+            copy = torch.empty(each.shape, dtype=each.dtype)
+            out[each.name] = copy.copy_(tensor.detach().reshape(each.shape))
     return out
 
 

@@ -42,7 +42,8 @@ class Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func not in _COPIES:  # those of torch's stager, which copies the attributes itself
+        # torch's stager calls these, and copies the attributes itself.
+        if func not in _COPIES:
             raise NotImplementedError(
                 f"`epmoe.checkpoint` has rows of experts here, which have no {func}"
             )
@@ -51,15 +52,14 @@ class Rows(Tensor):
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         """One item for each expert: torch writes those of all ranks once."""
         properties = TensorProperties.create_from_tensor(self.local)
-        chunks = {chunk.offsets: chunk for chunk in self.__create_chunk_list__()}.values()
-        return [
-            WriteItem(
-                MetadataIndex(key, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in chunks
-        ]
+        # Copies of an expert on this rank have the same offsets: one item for them.
+        chunks = {chunk.offsets: chunk for chunk in self.__create_chunk_list__()}
+        items = []
+        for offsets, chunk in chunks.items():
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
+            index = MetadataIndex(key, offsets)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The place of each row in [E, …]."""

@@ -42,6 +42,7 @@ _CHOICE_BIASES = (
     "expert_bias",
     "router_bias",
 )
+# Begins the name of a tensor of one expert, whose number is *.
 _EXPERT = "experts.*."
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 _SUFFIXES = (
@@ -65,14 +66,13 @@ def _format(
     """Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an
     expert.
     """
-    parts = {"gate_up": gate_up, "down": (down,)}
-    kinds = {"w_*": weight, "*_scales": scales, "*_bias": bias}
-    return {
-        kind.replace("*", part): [name + suffix for name in names]
-        for kind, suffix in kinds.items()
-        if suffix is not None
-        for part, names in parts.items()
-    }
+    suffixes = {"w_*": weight, "*_scales": scales, "*_bias": bias}
+    tensors = {}
+    for argument, suffix in suffixes.items():
+        if suffix is not None:
+            tensors[argument.replace("*", "gate_up")] = [name + suffix for name in gate_up]
+            tensors[argument.replace("*", "down")] = [down + suffix]
+    return tensors
 
 
 _FORMATS: tuple[dict[str, list[str]], ...] = (
@@ -98,10 +98,12 @@ GateBias = Literal["logits", "choice"] | None
 """What a router's `gate.bias` is added to: the logits, as in gpt-oss, or the scores for the choice,
 as in DeepSeek's own files. None: a checkpoint with one is refused.
 """
-_MOST_NAMES = 6  # of a message
+# Names in a message.
+_MOST_NAMES = 6
 _MATRICES = ("gate_up", "down")
 _WEIGHTS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
-_PACKED = ("U8", "I8")  # bytes, each of which has two numbers
+# Bytes, each of which has two numbers.
+_PACKED = ("U8", "I8")
 _SCALES = {
     "F8_E4M3": ("F32", "F16", "BF16", "F8_E8M0", "U8"),
     "U8": ("U8", "F8_E8M0"),
@@ -125,44 +127,51 @@ class _Header(NamedTuple):
         `packed`.
         """
         shape = self.shape[1:] if fused else self.shape
-        if packed and len(shape) == 3:  # groups of bytes
+        if not packed or not shape:
+            return shape
+        # gpt-oss has its bytes in groups.
+        if len(shape) == 3:
             shape = [shape[0], shape[1] * shape[2]]
-        return [*shape[:-1], 2 * shape[-1]] if packed and shape else shape
+        return [*shape[:-1], 2 * shape[-1]]
 
 
 class Stored(NamedTuple):
     """How a MoE block is stored."""
 
-    router: dict[str, str]  # arguments of `MoELayer`, with the names of their tensors
-    tensors: dict[
-        str, list[str]
-    ]  # arguments of `GroupedExperts`, with names in which * is the number of an expert
-    others: set[str]  # names of other tensors below the block, such as those of shared experts
-    num: int  # E
+    router: dict[str, str]
+    """arguments of `MoELayer`, with the names of their tensors"""
+    tensors: dict[str, list[str]]
+    """arguments of `GroupedExperts`, with names in which * is the number of an expert"""
+    others: set[str]
+    """names of other tensors below the block, such as those of shared experts"""
+    num: int
+    """E"""
     transposed: bool
+    """whether weights are [k, n], not [n, k]"""
     native: torch.dtype | None
     """The dtype in which `GroupedExperts` take weights with these scales: fp8 or MXFP4. None: no
     scales, or others.
     """
-    D: int  # 0 if a file with a header that is needed is not there
+    D: int
+    """0 if a file with a header that is needed is not there"""
     F: int
 
     @property
     def fused(self) -> bool:
+        """Whether one tensor has all experts."""
         return "*" not in self.tensors["w_down"][0]
 
     @property
     def dequantized(self) -> dict[str, list[str]]:
         """`tensors` as they are called in a checkpoint without scales."""
-        kept = {
-            argument: names
-            for argument, names in self.tensors.items()
-            if not argument.endswith("_scales")
-        }
-        return {
-            argument: [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
-            for argument, names in kept.items()
-        }
+        tensors = {}
+        for argument, names in self.tensors.items():
+            if argument.endswith("_scales"):
+                continue
+            # Quantized weights have suffixes that plain ones lack.
+            plain = [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
+            tensors[argument] = plain
+        return tensors
 
     @property
     def dequantized_transposed(self) -> bool:
@@ -200,6 +209,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self.path = Path(path)
         self._opened: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        # By name, the files of the index; {} without one.
         indexed: dict[str, str] = {}
         if (self.path / WHOLE).is_file():
             files = [WHOLE]
@@ -208,6 +218,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             files = sorted(file for file in set(indexed.values()) if (self.path / file).is_file())
         else:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
+        # Headers say what is in the files that are here.
         for file in files:
             for name in self._open(file).keys():  # noqa: SIM118
                 other = self._file_of.setdefault(name, file)
@@ -215,6 +226,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     raise ValueError(
                         f"{self.path}: only one file must have `{name}`, got {other} and {file}"
                     )
+        # The index says what is in the others.
         for name, file in indexed.items():
             if file not in files:
                 self._file_of.setdefault(name, file)
@@ -225,7 +237,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return self._open(self._file_of[name]).get_tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of  # Mapping's would read the tensor
+        # Mapping's own would read the tensor.
+        return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -253,15 +266,17 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 `gate.bias` that is neither.
         """
         names = self._router(*self._find(block), gate_bias)
-        router = {
-            name: self.get(names.get(name, "")) for name in ("router_weight", "bias", "logit_bias")
-        }
+        router: dict[str, Tensor | None] = {}
+        for argument in ("router_weight", "bias", "logit_bias"):
+            router[argument] = self.get(names.get(argument, ""))
+        # Models with a bias of the choice compute scores in fp32. Some store it as [1, E].
         weight = router["router_weight"]
         bias = router["bias"]
         assert weight is not None
-        if bias is None:
-            return router
-        return router | {"router_weight": weight.float(), "bias": bias.float().flatten()}
+        if bias is not None:
+            router["router_weight"] = weight.float()
+            router["bias"] = bias.float().flatten()
+        return router
 
     def experts(
         self,
@@ -304,11 +319,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *FORMATS)))}, got "
                 f"{dtype}"
             )
+        # The block has these experts.
         block, router = self._find(block)
         E = self.shape(f"{block}.{router}.weight")[0]
         outside = sorted({x for x in logical if not 0 <= x < E})
         if outside:
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
+        # They can be loaded as the caller wants them.
         stored = self._stored(block, E)
         if dtype in FORMATS and dtype != stored.native:
             needed = "MXFP4" if dtype == MXFP4 else "fp8 with a scale for each block of 128 × 128"
@@ -317,14 +334,22 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"{dtype_name(dtype)}"
             )
         if dtype is None and "down_scales" in stored.tensors:
-            dtype = stored.native
-            if dtype is None or dtype == MXFP4 and not on_hopper(device):
-                why = "GPUs of compute capability 9.0 have kernels for MXFP4"
-                why = why if dtype else "experts in fp8 have scales of blocks of 128 × 128"
-                names = _some({name for part in _MATRICES for name in stored.tensors[f"w_{part}"]})
-                _log.warning("%s: experts are dequantized to bf16: %s: %s", self.path, names, why)
-                dtype = torch.bfloat16
+            dtype = self._dtype_with_scales(stored, device)
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
+
+    def _dtype_with_scales(self, stored: Stored, device: torch.device | str) -> torch.dtype:
+        """The dtype in which weights with scales are loaded by default, with a warning where it is
+        another one.
+        """
+        if stored.native is None:
+            why = "experts in fp8 have scales of blocks of 128 × 128"
+        elif stored.native == MXFP4 and not on_hopper(device):
+            why = "GPUs of compute capability 9.0 have kernels for MXFP4"
+        else:
+            return stored.native
+        names = _some({name for part in _MATRICES for name in stored.tensors[f"w_{part}"]})
+        _log.warning("%s: experts are dequantized to bf16: %s: %s", self.path, names, why)
+        return torch.bfloat16
 
     def stored(self, *blocks: str, gate_bias: GateBias = "logits") -> Stored:
         """How the first of these MoE blocks is stored. Raises the ValueErrors of `router` and
@@ -334,11 +359,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         names = self._router(block, router, gate_bias)
         E = self.shape(names["router_weight"])[0]
         stored = self._stored(block, E)
-        ours = {
-            *names.values(),
-            *_of_all((name for each in stored.tensors.values() for name in each), E),
-        }
-        return stored._replace(router=names, others=self._under(f"{block}.") - ours)
+        # What is neither of the router nor of an expert belongs to shared experts, say.
+        of_experts = [name for names_of_one in stored.tensors.values() for name in names_of_one]
+        others = self._under(f"{block}.") - {*names.values()} - _of_all(of_experts, E)
+        return stored._replace(router=names, others=others)
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, of which only the header is read."""
@@ -378,51 +402,59 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def _expert(
         self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        padding = -stored.F % FP8_BLOCKS.block[1] if dtype == FP8 else 0
+        """Arguments of `GroupedExperts` for one expert, without the first dimension."""
+        # Blocks of fp8 are whole: rows of gate and up, and columns of down, are added.
+        padding = 0
+        if dtype == FP8:
+            padding = -stored.F % FP8_BLOCKS.block[1]
         out = {}
         for part in _MATRICES:
-            weights, scales, biases = (
-                [
-                    self._read(name, x, of_bytes).to(device)
-                    for name in stored.tensors.get(argument, ())
-                ]
-                for argument, of_bytes in (
-                    (f"w_{part}", MXFP4),
-                    (f"{part}_scales", MXFP4_GROUPS.scale),
-                    (f"{part}_bias", None),
-                )
-            )
+            is_gate_up = part == "gate_up"
+            weights = self._read_all(stored, f"w_{part}", x, MXFP4, device)
+            scales = self._read_all(stored, f"{part}_scales", x, MXFP4_GROUPS.scale, device)
+            biases = self._read_all(stored, f"{part}_bias", x, None, device)
             if stored.transposed:
                 weights = [weight.t() for weight in weights]
             if dtype == FP8:
-                weights = [
-                    _padded(weight, padding, 0 if part == "gate_up" else 1) for weight in weights
-                ]
+                dim = 0 if is_gate_up else 1
+                weights = [_padded(weight, padding, dim) for weight in weights]
             elif dtype in FLOATS and scales:
-                weights = [
-                    dequantize_weights(*pair, dtype) for pair in zip(weights, scales, strict=True)
-                ]
+                pairs = zip(weights, scales, strict=True)
+                weights = [dequantize_weights(weight, scale, dtype) for weight, scale in pairs]
                 scales = []
             out[f"w_{part}"] = _joined(weights).to(dtype)
             if scales:
                 assert dtype is not None
                 out[f"{part}_scales"] = _joined(scales).to(FORMATS[dtype].scale)
             if biases:
-                biases = [pad(bias, (0, padding if part == "gate_up" else 0)) for bias in biases]
+                behind = padding if is_gate_up else 0
+                biases = [pad(bias, (0, behind)) for bias in biases]
                 out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if scales else dtype)
         return out
+
+    def _read_all(
+        self,
+        stored: Stored,
+        argument: str,
+        x: int,
+        of_bytes: torch.dtype | None,
+        device: torch.device | str,
+    ) -> list[Tensor]:
+        """The tensors of an argument for expert x; none where the checkpoint has no such ones."""
+        names = stored.tensors.get(argument, ())
+        return [self._read(name, x, of_bytes).to(device) for name in names]
 
     def _read(self, name: str, x: int, of_bytes: torch.dtype | None) -> Tensor:
         """The tensor of expert x, which has a row for each row of a weight. Bytes are in the dtype
         `of_bytes`.
         """
         tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
-        tensor = tensor.flatten(1) if tensor.dim() == 3 else tensor
-        return (
-            tensor.view(of_bytes)
-            if of_bytes and tensor.dtype in (torch.uint8, torch.int8)
-            else tensor
-        )
+        # gpt-oss has its bytes in groups.
+        if tensor.dim() == 3:
+            tensor = tensor.flatten(1)
+        if of_bytes and tensor.dtype in (torch.uint8, torch.int8):
+            return tensor.view(of_bytes)
+        return tensor
 
     def _find(self, *blocks: str) -> tuple[str, str]:
         """The name in the checkpoint of the first of these blocks that is there, and
@@ -444,20 +476,17 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         full names. Raises ValueError unless each of E experts has its tensors, and the experts have
         no others.
         """
-        biases = {f"{block}.{bias}" for bias in _CHOICE_BIASES}
-        found_at = [
-            self._under(*(f"{block}.{place}" for place in places)) - biases
-            for places in _OF_EXPERTS
-        ]
-        held = next(filter(None, found_at), set())
-        patterns = {
-            re.sub(r"^experts\.\d+\.", _EXPERT, name.removeprefix(f"{block}.")) for name in held
-        }
-        present = [
-            {argument: names for argument, names in known.items() if patterns & {*names}}
-            for known in _FORMATS
-        ]
-        present = [each for each in present if {"w_gate_up", "w_down"} <= each.keys()]
+        held = self._names_of_experts(block)
+        # Names with * in place of the number of an expert.
+        patterns = set()
+        for name in held:
+            patterns.add(re.sub(r"^experts\.\d+\.", _EXPERT, name.removeprefix(f"{block}.")))
+        # The format that leaves fewest of them unread.
+        present = []
+        for known in _FORMATS:
+            here = {argument: names for argument, names in known.items() if patterns & {*names}}
+            if {"w_gate_up", "w_down"} <= here.keys():
+                present.append(here)
         if not present:
             where = self._path(min(held)) if held else self.path
             raise ValueError(
@@ -465,39 +494,48 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 "`down_proj`, or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and "
                 f"`down_proj` of all, got {_some(self._under(f'{block}.'))}"
             )
-        found = min(present, key=lambda each: len(patterns.difference(*each.values())))
+        found = min(present, key=lambda here: len(patterns.difference(*here.values())))
+        # Each expert has all of its tensors, and there are no others.
         names = {pattern for of_argument in found.values() for pattern in of_argument}
         wanted = _of_all((f"{block}.{pattern}" for pattern in names), E)
+        surplus = held - wanted
         if wanted != held:
-            odd = (
-                f"got also {_some(held - wanted)}"
-                if held - wanted
-                else f"lack {_some(wanted - held)}"
-            )
+            odd = f"got also {_some(surplus)}" if surplus else f"lack {_some(wanted - held)}"
             raise ValueError(
-                f"{self._path(min(held - wanted or held))}: the experts of `{block}`, 0 to {E - 1} "
+                f"{self._path(min(surplus or held))}: the experts of `{block}`, 0 to {E - 1} "
                 f"as its router has {E} rows, have {_some(names)}, but {odd}"
             )
         return {
-            argument: [f"{block}.{pattern}" for pattern in found[argument]] for argument in found
+            argument: [f"{block}.{pattern}" for pattern in of_argument]
+            for argument, of_argument in found.items()
         }
+
+    def _names_of_experts(self, block: str) -> set[str]:
+        """Names of tensors of routed experts, by the first row of `_OF_EXPERTS` that has any."""
+        biases = {f"{block}.{bias}" for bias in _CHOICE_BIASES}
+        for places in _OF_EXPERTS:
+            prefixes = [f"{block}.{place}" for place in places]
+            found = self._under(*prefixes) - biases
+            if found:
+                return found
+        return set()
 
     def _stored(self, block: str, E: int) -> Stored:
         """How the experts are stored. Only headers are read, and not those of files that other
         ranks have. Raises ValueError unless all experts have one format, and it is a known one.
         """
         tensors = self._tensors(block, E)
+        # The header of each argument, which all experts must have.
         headers: dict[str, _Header] = {}
         for argument, names in tensors.items():
             for name in dict.fromkeys(_of(x, name) for name in names for x in range(E)):
-                if self._file_of[name] in self._opened:
-                    part = self._slice(name)
-                    header = _Header(name, part.get_dtype(), part.get_shape())
-                    first = headers.setdefault(argument, header)
-                    if header[1:] != first[1:]:
-                        raise self._refusal(
-                            header, f"but {first}: all experts must have one format"
-                        )
+                if self._file_of[name] not in self._opened:
+                    continue
+                part = self._slice(name)
+                header = _Header(name, part.get_dtype(), part.get_shape())
+                first = headers.setdefault(argument, header)
+                if header[1:] != first[1:]:
+                    raise self._refusal(header, f"but {first}: all experts must have one format")
         # To read what is not there is an error, later.
         if headers.keys() != tensors.keys():
             return Stored({}, tensors, set(), E, transposed=False, native=None, D=0, F=0)
@@ -513,19 +551,21 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
-        # The shapes of an expert, of which a header may say any number of dimensions.
+        # The shapes of an expert fit, where a header may say any number of dimensions.
         up = gate_up.of_expert(fused, packed)
         *_, n, k = (0, 0, *down.of_expert(fused, packed))
-        in_one = fused and len(tensors["w_gate_up"]) == 1
-        transposed = in_one and "down_scales" not in headers and up == [k, 2 * n]
+        may_be_transposed = (
+            fused and len(tensors["w_gate_up"]) == 1 and "down_scales" not in headers
+        )
+        transposed = may_be_transposed and up == [k, 2 * n]
         D, F = (k, n) if transposed else (n, k)
         if not transposed and up != [2 * F // len(tensors["w_gate_up"]), D]:
             raise self._refusal(gate_up, f"and {down}, which do not fit each other")
         # Both parts are taken as they are, or none is.
-        natives = {
-            self._native(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed)
-            for part in _MATRICES
-        }
+        natives = set()
+        for part in _MATRICES:
+            scales = headers.get(f"{part}_scales")
+            natives.add(self._native(headers[f"w_{part}"], scales, fused, packed))
         native = natives.pop() if len(natives) == 1 else None
         return Stored({}, tensors, set(), E, transposed, native, D, F)
 
@@ -540,21 +580,19 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             return None
         if scales is None:
             raise self._refusal(weight, "without a `weight_scale_inv`")
+        # How many numbers share a scale.
         n, k = weight.of_expert(fused, packed)
         shared = granularity(scales.of_expert(fused), n, k)
         in_groups = shared == MXFP4_GROUPS.block
-        if (
-            scales.dtype not in known
-            or shared is None
-            or not in_groups
-            and (packed or scales.dtype == "U8")
-        ):
-            _, *wanted = (MXFP4_GROUPS if packed else FP8_BLOCKS).scales_shape(1, n, k)
-            each = (
-                "group of 32"
-                if packed
-                else "block of 128 × 128, or one for each row, group of 32 or weight"
-            )
+        needs_groups = packed or scales.dtype == "U8"
+        if scales.dtype not in known or shared is None or needs_groups and not in_groups:
+            if packed:
+                wanted_format = MXFP4_GROUPS
+                each = "group of 32"
+            else:
+                wanted_format = FP8_BLOCKS
+                each = "block of 128 × 128, or one for each row, group of 32 or weight"
+            _, *wanted = wanted_format.scales_shape(1, n, k)
             why = (
                 f"but scales must be {' or '.join(known)} {wanted} for {[n, k]}, one for each "
                 f"{each}"
@@ -568,15 +606,18 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return ValueError(f"{self._path(header.name)}: {header}, {why}")
 
     def _under(self, *prefixes: str) -> set[str]:
+        """Names that begin so."""
         return {name for name in self if name.startswith(prefixes)}
 
     def _path(self, name: str) -> Path:
         return self.path / self._file_of[name]
 
     def _slice(self, name: str) -> Any:
+        """A tensor whose header is read, and of whose rows only those that are asked for."""
         return self._open(self._file_of[name]).get_slice(name)
 
     def _open(self, file: str) -> Any:
+        """A file, which stays open. Raises ValueError where it cannot be read."""
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
@@ -609,10 +650,13 @@ def _of_all(patterns: Iterable[str], E: int) -> set[str]:
 
 
 def _some(names: Set[str]) -> str:
-    return ", ".join(sorted(names)[:_MOST_NAMES]) + ("…" if len(names) > _MOST_NAMES else "")
+    """Names in a message."""
+    named = ", ".join(sorted(names)[:_MOST_NAMES])
+    return f"{named}…" if len(names) > _MOST_NAMES else named
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors behind one another, by their bits: torch joins no MXFP4."""
     return torch.cat([bits_of(part) for part in parts]).view(parts[0].dtype)
 
 
@@ -620,9 +664,9 @@ def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
     """fp8 [n, k] with zeros behind its rows or columns."""
     if not by:
         return weight
-    padded: Tensor = pad(
-        weight.view(torch.uint8), (0, 0, 0, by) if dim == 0 else (0, by)
-    )  # fp8 cannot be padded
+    sides = (0, 0, 0, by) if dim == 0 else (0, by)
+    # torch pads no fp8, but bytes: a zero is the same.
+    padded: Tensor = pad(weight.view(torch.uint8), sides)
     return padded.view(weight.dtype)
 
 
@@ -633,11 +677,13 @@ def _stack(
     the shapes.
     """
     first = read(logical[0] if logical else 0)
-    out = {
-        name: torch.empty(len(logical), *tensor.shape, dtype=tensor.dtype, device=device)
-        for name, tensor in first.items()
-    }
+    out = {}
+    for name, tensor in first.items():
+        shape = (len(logical), *tensor.shape)
+        out[name] = torch.empty(shape, dtype=tensor.dtype, device=device)
     for row, x in enumerate(logical):
-        for name, tensor in (first if x == logical[0] else read(x)).items():
+        # The first expert is read already.
+        tensors = first if x == logical[0] else read(x)
+        for name, tensor in tensors.items():
             out[name][row].copy_(tensor)
     return out

@@ -72,7 +72,8 @@ class _Named:
                         f"rank, got {list(value.shape)}: after `resume`, give the layer its new "
                         f"experts first"
                     )
-                from epmoe.checkpoint.rows import Rows  # takes most of a second
+                # Imported here: it takes most of a second.
+                from epmoe.checkpoint.rows import Rows
 
                 rows = Rows(value, held, E)
                 state[key] = rows
@@ -381,7 +382,8 @@ def gather(local: Tensor, ep: ExpertParallel, tag: int, *, cpu_offload: bool) ->
     """
     peers = peers_of(ep)
     E = ep.placement.num_experts
-    kept = E if ep.rank == 0 or not cpu_offload else 1  # one row is enough to send from
+    # One row is enough to send from.
+    kept = E if ep.rank == 0 or not cpu_offload else 1
     full = torch.empty(kept, *local.shape[1:], dtype=local.dtype)
     for x in range(E):
         owner, index = ep.holder(x, tag)

@@ -58,8 +58,9 @@ class _Commands(TyperGroup):
         try:
             raise SystemExit(super().main(*args, **kwargs | {"standalone_mode": False}))
         except Exception as error:
+            # click refuses what was typed.
             code = getattr(error, "exit_code", None)
-            if code:  # click refuses what was typed
+            if code:
                 raise SystemExit(code) from None
             raise
 
@@ -79,11 +80,11 @@ class _Commands(TyperGroup):
         except EPError as error:
             raise fail(f"{type(error).__name__}: {error}", code=1, every_rank=True) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of the output has gone
+            # Typer ends quietly where the reader of the output has gone.
+            if error.errno == errno.EPIPE:
                 raise
-            raise fail(
-                f"{error.filename}: {error.strerror}" if error.filename else str(error), code=1
-            ) from None
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise fail(what, code=1) from None
         except SystemExit:  # from rich: the reader of the output has gone
             raise quiet_exit() from None
         except KeyboardInterrupt:
@@ -91,8 +92,9 @@ class _Commands(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
+            # A bug, whose traceback helps, or click refuses what was typed.
             if message_file() is None or hasattr(error, "exit_code"):
-                raise  # a bug, whose traceback helps, or click refuses what was typed
+                raise
             text = f"{type(error).__name__}: {error}"[:1000]
             raise fail(text + SEE_TRACEBACK, code=1, every_rank=True) from None
 

@@ -5,6 +5,7 @@ after.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
 from epmoe.live.balance import GOAL, MAX_MOVES
 from epmoe.live.balance import balance as plan_of
+from epmoe.live.layout import EMPTY
 from epmoe.live.slots import read_slots
 
 _SUFFIXES = (".json", ".pt", ".npy")
@@ -62,24 +64,22 @@ def balance(
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    moved = torch.tensor([move.layer for move in plan.moves], dtype=torch.int64).bincount(
-        minlength=len(loads_LE)
-    )
+    # A line for each layer, then what it costs.
+    num_moves = Counter(move.layer for move in plan.moves)
+    balances = zip(plan.balance_before, plan.balance_after, strict=True)
     table = plain_table(("layer", "before", "after", "moves"))
-    for layer, (before, after) in enumerate(
-        zip(plan.balance_before, plan.balance_after, strict=True)
-    ):
-        table.add_row(f"{layer}", f"{before:.3f}", f"{after:.3f}", f"{int(moved[layer])}")
+    for layer, (before, after) in enumerate(balances):
+        table.add_row(f"{layer}", f"{before:.3f}", f"{after:.3f}", f"{num_moves[layer]}")
     print_table(table)
     console.print(
         f"\n{len(plan.moves)} moves{_volume(parsed, len(plan.moves))}; before and after are max / "
         "mean"
     )
     if slots_LP.shape[1] == parsed.model.num_experts:
+        key = "slots_per_rank" if section.live else "num_redundant_experts"
         console.print(
             "No slot is free, on any rank: each holds the only copy of its expert, and nothing can "
-            f"move. `placement.{'slots_per_rank' if section.live else 'num_redundant_experts'}` "
-            f"gives more slots."
+            f"move. `placement.{key}` gives more slots."
         )
     if out is not None:
         write_json(out, {"slots": plan.slots.tolist()})
@@ -122,11 +122,12 @@ def _slots(config: EPConfig, layers: int) -> Tensor:
     placement = config.place_experts()
     held = [placement.logical_experts(rank) for rank in range(config.topology.ep_size)]
     most = max(map(len, held))
-    slots = [experts + [-1] * (most - len(experts)) for experts in held]
+    slots = [experts + [EMPTY] * (most - len(experts)) for experts in held]
     return torch.tensor(slots, dtype=torch.int32).flatten().expand(layers, -1)
 
 
 def _volume(config: EPConfig, moves: int) -> str:
+    """What to say of the bytes of moves."""
     model = config.model
     if model.intermediate_size is None:
         return " (`model.intermediate_size` would tell their bytes)"

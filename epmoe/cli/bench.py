@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.progress import Progress
@@ -28,7 +28,9 @@ from epmoe.cli.console import (
     require,
 )
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
+from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
+from epmoe.native.formats import PayloadName
 
 # Options, and those without which they go.
 _WITHOUT = {
@@ -38,6 +40,14 @@ _WITHOUT = {
 }
 # Options for GPUs, and those with which they are for CPUs as well.
 _FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer"}
+
+
+class _Chosen(NamedTuple):
+    """What the options ask for."""
+
+    benchmark: Benchmark
+    steps_by_count: int
+    """steps of the progress bar for each number of tokens"""
 
 
 def bench(
@@ -115,86 +125,55 @@ def bench(
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
-    given_options = {
+    # Options go together, and with the configuration.
+    given = {
         option.opts[0] for option in context.command.params if context.params[option.name or ""]
     }
     on_gpus = parsed.exchange.transport == "nvlink"
-    _check_options(given_options, on_gpus)
-    model = parsed.model
-    limit = parsed.capacity.max_num_tokens_per_rank
+    _check_options(given, on_gpus)
+    _check_config(parsed, routing)
     usual: Sequence[int] = cpu.DEFAULT_TOKENS
-    if on_gpus:
-        usual = layer.DEFAULT_TOKENS if whole_layer or passes else gpu.DEFAULT_TOKENS
     if host_alone:
         usual = host.DEFAULT_TOKENS
-    counts = sorted(set(tokens or [count for count in usual if count <= limit]))
-    if max(counts) > limit:
-        raise UserError(
-            f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got "
-            f"{max(counts)}"
-        )
-    if parsed.placement.slots is not None:
-        raise UserError(
-            "`placement.slots` must be unset: the benchmarks compute with the experts that come "
-            "first"
-        )
-    if routing == "adversarial":
-        raise UserError(
-            "`--routing` must not be adversarial: its outputs are not the weighted sums that are "
-            "checked"
-        )
+    elif on_gpus and (whole_layer or passes):
+        usual = layer.DEFAULT_TOKENS
+    elif on_gpus:
+        usual = gpu.DEFAULT_TOKENS
+    counts = _token_counts(parsed, tokens, usual)
+    # What is measured.
     with _wrong("--peers"):
         others = peers.load(drivers) if drivers else []
     with _wrong("--layer"):
         if whole_layer:
             layer.check(parsed)
-    fitting = gpu.Payload.for_rows(parsed)
-    benchmark: Benchmark
     if host_alone:
-        benchmark = host.run
-        steps = len(counts)
+        chosen = _Chosen(host.run, steps_by_count=1)
     elif passes:
-        if payload and (len(payload) > 1 or payload[0] not in fitting[:2]):
-            raise UserError(
-                "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` "
-                "is a multiple of 128"
-            )
-        forward = payload[0].wires[0] if payload else "auto"
-        benchmark = partial(training.run, payload=forward)
-        steps = len(counts)
+        chosen = _of_training(parsed, payload)
     elif whole_layer:
-        benchmark = partial(layer.run, peers=others)
-        steps = len(counts) * len(layer.Precision)
+        run_layer = partial(layer.run, peers=others)
+        chosen = _Chosen(run_layer, steps_by_count=len(layer.Precision))
     elif on_gpus:
-        refused = set(payload or ()) - set(fitting)
-        if refused:
-            raise UserError(
-                f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of "
-                "128"
-            )
-        payloads = payload or fitting
-        contenders = side or list(gpu.Contender)
-        benchmark = partial(
-            gpu.run, contenders=contenders, payloads=payloads, peers=others, eager=eager
-        )
-        steps = len(counts) * len(payloads)
+        chosen = _of_gpus(parsed, payload, side, others, eager)
     else:
-        benchmark = cpu.run
-        steps = len(counts) * repeats
+        chosen = _Chosen(cpu.run, steps_by_count=repeats)
+    # A missing library should stop it here, not after the run.
     if plot:
-        require("matplotlib", "`--plot`")  # now, not after the run
+        require("matplotlib", "`--plot`")
     check_ranks(parsed)
+    # This process starts the ranks, or is one of them.
     if launched_rank() is None:
         raise typer.Exit(start_ranks(parsed, context.meta["epmoe.arguments"]))
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("samples", total=steps)
+        task = progress.add_task("samples", total=len(counts) * chosen.steps_by_count)
         job = Job(
             parsed, counts, repeats, routing, advance=lambda: progress.advance(task), log=_log(rank)
         )
         try:
-            report = benchmark(job)
+            report = chosen.benchmark(job)
         except (ValueError, MemoryError) as error:
             raise UserError(str(error)) from None
+    # Rank 0 shows and writes.
     if rank != 0:
         return
     console.quiet = as_json == STDOUT
@@ -206,8 +185,74 @@ def bench(
         words = {"command": command(context.meta["epmoe.arguments"])}
         report.write_json(as_json, facts(report.benchmark, parsed, routing, repeats) | words)
     if plot:
+        model = parsed.model
         experts = f"{model.num_experts} experts, top-{model.num_experts_per_tok}"
         report.plot(plot, f"{title}\nhidden size {model.hidden_size} {model.dtype}, {experts}")
+
+
+def _check_config(config: EPConfig, routing: Kind) -> None:
+    """Raise UserError for what no benchmark computes."""
+    if config.placement.slots is not None:
+        raise UserError(
+            "`placement.slots` must be unset: the benchmarks compute with the experts that come "
+            "first"
+        )
+    if routing == "adversarial":
+        raise UserError(
+            "`--routing` must not be adversarial: its outputs are not the weighted sums that are "
+            "checked"
+        )
+
+
+def _token_counts(config: EPConfig, tokens: list[int] | None, usual: Sequence[int]) -> list[int]:
+    """Numbers of tokens a rank brings, ascending: those that were asked for, or the usual ones."""
+    limit = config.capacity.max_num_tokens_per_rank
+    counts = sorted(set(tokens or [count for count in usual if count <= limit]))
+    if max(counts) > limit:
+        raise UserError(
+            f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got "
+            f"{max(counts)}"
+        )
+    return counts
+
+
+def _of_training(config: EPConfig, payload: list[gpu.Payload] | None) -> _Chosen:
+    """Forward and backward, whose forward rows may travel in fp8."""
+    forward: PayloadName = "auto"
+    if payload:
+        plain_and_fp8 = gpu.Payload.for_rows(config)[:2]
+        if len(payload) > 1 or payload[0] not in plain_and_fp8:
+            raise UserError(
+                "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` "
+                "is a multiple of 128"
+            )
+        forward = payload[0].wires[0]
+    return _Chosen(partial(training.run, payload=forward), steps_by_count=1)
+
+
+def _of_gpus(
+    config: EPConfig,
+    payload: list[gpu.Payload] | None,
+    side: list[gpu.Contender] | None,
+    others: list[peers.Peer],
+    eager: bool,
+) -> _Chosen:
+    """The exchange on GPUs, for each payload."""
+    fitting = gpu.Payload.for_rows(config)
+    refused = set(payload or ()) - set(fitting)
+    if refused:
+        raise UserError(
+            f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128"
+        )
+    payloads = payload or fitting
+    benchmark = partial(
+        gpu.run,
+        contenders=side or list(gpu.Contender),
+        payloads=payloads,
+        peers=others,
+        eager=eager,
+    )
+    return _Chosen(benchmark, steps_by_count=len(payloads))
 
 
 @contextmanager
@@ -238,5 +283,10 @@ def _log(rank: int) -> Callable[[str], None]:
     its figures.
     """
     start = time.monotonic()
-    silent = rank != 0 or console.is_terminal
-    return lambda line: None if silent else log(f"{time.monotonic() - start:6.1f} s  {line}")
+    is_silent = rank != 0 or console.is_terminal
+
+    def tell(line: str) -> None:
+        if not is_silent:
+            log(f"{time.monotonic() - start:6.1f} s  {line}")
+
+    return tell

@@ -20,8 +20,10 @@ from epmoe.local.gemm.deep_gemm import DeepGemm
 
 LOADS = (1.0, 1.5, 2.0)
 """Multiples of the mean load for which `suggestions` gives the rows."""
-SIGMAS = 6  # standard deviations for chance: one round in a thousand million has more rows
-WORTH_BYTES = 1 << 30  # saved on a node: less is not worth the risk of an EPOverflowError
+# Standard deviations for chance: one round in a thousand million has more rows.
+SIGMAS = 6
+# Bytes that a node saves: less is not worth the risk of an EPOverflowError.
+WORTH_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,8 @@ class Capacity:
         tokens = R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
-        variance = (
-            K * share * (1 - share) * (P - K) / max(1, P - 1)
-        )  # for one token: draws without replacement
+        # Of one token's draws, which are without replacement.
+        variance = K * share * (1 - share) * (P - K) / max(1, P - 1)
         padding = e * (config.alignment - 1)
         worst = round_up(tokens * K + padding, config.alignment)
         return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)
@@ -78,6 +79,7 @@ class Capacity:
 
     def load(self, rows: int) -> float:
         """The largest load, times the mean, for which `rows` are enough: the inverse of `rows`."""
+        # A quadratic equation in the root of the load.
         free = max(0, rows - self.padding)
         chance = SIGMAS * self.sigma
         return ((math.sqrt(chance**2 + 4 * self.mean * free) - chance) / (2 * self.mean)) ** 2
@@ -94,7 +96,9 @@ def suggestions(config: EPConfig) -> list[Suggestion]:
         rows = capacity.rows(load)
         if rows < capacity.worst:
             found.append(Suggestion(load, rows, whole - _node_bytes(config, rows)))
-    return found if found and found[0].saved_bytes >= WORTH_BYTES else []
+    if not found or found[0].saved_bytes < WORTH_BYTES:
+        return []
+    return found
 
 
 def advice(config: EPConfig) -> Iterator[str | Table]:
@@ -103,12 +107,9 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
     """
     capacity = Capacity.of(config)
     limit = config.capacity.max_expert_rows
-    drops = config.capacity.on_overflow == "drop"
-    beyond = (
-        "Pairs beyond it are dropped and counted."
-        if drops
-        else "A round with more rows raises EPOverflowError."
-    )
+    beyond = "A round with more rows raises EPOverflowError."
+    if config.capacity.on_overflow == "drop":
+        beyond = "Pairs beyond it are dropped and counted."
     mean = f"{capacity.mean:,.0f} rows a rank are the mean of balanced routing"
     if limit is not None:
         yield (
@@ -140,9 +141,8 @@ def network(config: EPConfig) -> Iterator[str]:
         return
     E = config.model.num_experts
     K = config.model.num_experts_per_tok
-    elsewhere = math.comb(E - max(E // nodes, 1), K) / math.comb(
-        E, K
-    )  # that a token needs none of a node's experts
+    # The probability that a token needs none of a node's experts.
+    elsewhere = math.comb(E - max(E // nodes, 1), K) / math.comb(E, K)
     per_token = nodes * (1 - elsewhere)
     yield (
         f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and "

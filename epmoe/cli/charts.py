@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -13,11 +13,28 @@ from epmoe.cli.console import human_seconds, share
 from epmoe.cli.result import STAGES, Balancing, Result, by_rank, imbalance, mean_stages
 from epmoe.cli.tables import times
 
-MOST_RANKS = (
-    16  # with more, a chart that has a bar or a line for each rank shows one for all of them
-)
-MOST_LABELLED = 16  # with more ranks, the cells of a heat map have no numbers in them
-MOST_PARTS = 12  # of a run
+# With more ranks, a chart that has a bar or a line for each rank shows one for all of them.
+MOST_RANKS = 16
+# With more ranks, the cells of a heat map have no numbers in them.
+MOST_LABELLED = 16
+# Parts into which a run is divided.
+MOST_PARTS = 12
+
+
+class Tick(NamedTuple):
+    """A mark of an axis."""
+
+    percent: float
+    """its place on the axis"""
+    label: str
+
+
+class Axis(NamedTuple):
+    """An axis from 0."""
+
+    end: float
+    """the value at its end"""
+    ticks: list[Tick]
 
 
 class Cell(NamedTuple):
@@ -36,11 +53,11 @@ def element(name: str, *content: object, **attributes: object) -> Markup:
     """`<name key="value">content</name>`. Empty ones are left out; `class_` is class, `aria_label`
     is aria-label.
     """
-    words = [
-        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value)
-        for key, value in attributes.items()
-        if value not in ("", None)
-    ]
+    words = []
+    for key, value in attributes.items():
+        if value not in ("", None):
+            html_key = key.rstrip("_").replace("_", "-")
+            words.append(Markup(' {}="{}"').format(html_key, value))
     return Markup("<{}{}>{}</{}>").format(
         Markup(name), Markup("").join(words), join(content), Markup(name)
     )
@@ -55,44 +72,50 @@ def stages(result: Result) -> Markup:
     """Seconds by stage: a bar for the single process (the mean over ranks), and one
     for each rank.
     """
-    named = [(f"rank {rank}", one) for rank, one in enumerate(result.stages)]
+    # The bars: of many ranks one for all.
+    named = [(f"rank {rank}", seconds) for rank, seconds in enumerate(result.stages)]
     if len(named) > MOST_RANKS:
         named = [(f"mean of {len(named)} ranks", result.seconds)]
     if result.baseline:
         named.insert(0, ("one process", mean_stages(result.baseline.stages)))
-    top, ticks = axis(max(sum(one.values()) for _, one in named), human_seconds)
-    grid = join(element("i", class_="grid", style=f"left:{at}%") for at, _ in ticks)
+    top, ticks = axis(max(sum(seconds.values()) for _, seconds in named), human_seconds)
+    # Each with its name and its total, over a grid.
+    grid = join(element("i", class_="grid", style=f"left:{tick.percent}%") for tick in ticks)
     parts = []
-    for name, one in named:
-        total = sum(one.values())
-        whole = human_seconds(total, zeros=True)
-        fill = []
-        for stage in STAGES:
-            seconds = one.get(stage, 0.0)
-            if seconds:
-                label = element("b", stage, class_=f"chars-{len(stage)}")
-                title = (
-                    f"{name}, {stage}: {human_seconds(seconds, zeros=True)}, "
-                    f"{share(seconds / total)} of {whole}"
-                )
-                css = f"st-{stage.replace(' ', '-')}"
-                width = f"width:{100 * seconds / top:.3f}%"
-                fill.append(
-                    element("i", label, class_=css, data_stage=stage, style=width, title=title)
-                )
+    for name, seconds in named:
+        total = human_seconds(sum(seconds.values()), zeros=True)
+        track = join((grid, element("div", *_fill(name, seconds, top), class_="fill")))
         parts.append(element("div", name, class_="name"))
-        track = join((grid, element("div", *fill, class_="fill")))
         parts.append(
-            element("div", track, class_="track", role="img", aria_label=f"{name}: {whole}")
+            element("div", track, class_="track", role="img", aria_label=f"{name}: {total}")
         )
-        parts.append(element("div", whole, class_="total"))
-    labels = (element("span", label, style=f"left:{at}%") for at, label in ticks)
+        parts.append(element("div", total, class_="total"))
+    # The axis below.
+    labels = (element("span", tick.label, style=f"left:{tick.percent}%") for tick in ticks)
     parts += [
         element("div", class_="corner"),
         element("div", *labels, class_="xaxis"),
         element("div"),
     ]
     return element("div", *parts, class_=f"bars{' many' * (len(named) > 8)}")
+
+
+def _fill(name: str, stage_seconds: Mapping[str, float], top: float) -> Iterator[Markup]:
+    """The pieces of a bar, one for each stage that took time; `top` is the whole width."""
+    total = sum(stage_seconds.values())
+    whole = human_seconds(total, zeros=True)
+    for stage in STAGES:
+        seconds = stage_seconds.get(stage, 0.0)
+        if not seconds:
+            continue
+        label = element("b", stage, class_=f"chars-{len(stage)}")
+        title = (
+            f"{name}, {stage}: {human_seconds(seconds, zeros=True)}, "
+            f"{share(seconds / total)} of {whole}"
+        )
+        css = f"st-{stage.replace(' ', '-')}"
+        width = f"width:{100 * seconds / top:.3f}%"
+        yield element("i", label, class_=css, data_stage=stage, style=width, title=title)
 
 
 def traffic(result: Result) -> Markup:
@@ -120,18 +143,21 @@ def _pairs(
     colour.
     """
     ranks = range(len(values))
-    others = [one for i, row in enumerate(values) for j, one in enumerate(row) if i != j] or [0]
-    low = min(others)
-    top = max(others)
+    # Colours go from the lowest to the highest value of two different ranks.
+    others = []
+    for i, row in enumerate(values):
+        others += [value for j, value in enumerate(row) if i != j]
+    low = min(others, default=0)
+    top = max(others, default=0)
 
     def cell(i: int, j: int) -> Cell:
-        one = values[i][j]
+        value = values[i][j]
         whom = "itself" if i == j else f"rank {j}"
         return Cell(
-            label(one),
-            f"rank {i} {across} {whom}: {label(one)}{unit}",
-            (one - low) / (top - low or 1),
-            i == j,
+            text=label(value),
+            title=f"rank {i} {across} {whom}: {label(value)}{unit}",
+            level=(value - low) / (top - low or 1),
+            own=i == j,
         )
 
     key = (element("span", class_="own key"), element("span", f"{across} itself: {itself}"))
@@ -142,6 +168,7 @@ def _pairs(
 
 def balance(balancing: Balancing) -> Markup:
     """The load of each rank over the mean: ranks as rows, parts of the run as columns."""
+    # The run in parts of about as many rounds: the load of each rank in each part.
     rounds = len(balancing.rows[0])
     ranks = len(balancing.rows)
     count = min(rounds, MOST_PARTS)
@@ -157,32 +184,23 @@ def balance(balancing: Balancing) -> Markup:
         title = f"rank {rank}, rounds {begin + 1} to {end}: {text}× the mean"
         return Cell(text, title, (over[n][rank] - low) / (top - low or 1))
 
-    moves = [
-        sum(moves for tick, moves in balancing.moves if begin < tick <= end) for begin, end in spans
-    ]
+    # Below the ranks: the busiest one, and the moves that began in each part.
     busiest = [f"{imbalance(load) or 1:.2f}" for load in loads]
-    below = [
-        element(
-            "tr",
-            element("th", name, scope="row"),
-            *(element("td", one, class_="corner") for one in cells),
-        )
-        for name, cells in (("most", busiest), ("moves", moves))
-    ]
+    moves = []
+    for begin, end in spans:
+        moves.append(sum(number for tick, number in balancing.moves if begin < tick <= end))
+    below = (_line_below("most", busiest), _line_below("moves", moves))
     heads = [f"{begin + 1}" for begin, _ in spans]
-    grid = _grid(
-        "from round",
-        "rank",
-        heads,
-        [[cell(i, n) for n in range(count)] for i in range(ranks)],
-        *below,
-    )
-    return element(
-        "div",
-        grid,
-        _scale(f"{low:.2f}×", "load of a rank, over the mean", f"{top:.2f}×"),
-        class_="heat",
-    )
+    cells = [[cell(i, n) for n in range(count)] for i in range(ranks)]
+    grid = _grid("from round", "rank", heads, cells, *below)
+    scale = _scale(f"{low:.2f}×", "load of a rank, over the mean", f"{top:.2f}×")
+    return element("div", grid, scale, class_="heat")
+
+
+def _line_below(name: str, values: Iterable[object]) -> Markup:
+    """A line of a heat map that has no colours."""
+    cells = (element("td", value, class_="corner") for value in values)
+    return element("tr", element("th", name, scope="row"), *cells)
 
 
 def _grid(
@@ -191,37 +209,35 @@ def _grid(
     """The cells of a heat map, a rank for each row; with many ranks small ones, without their
     texts.
     """
-    labelled = len(rows) <= MOST_LABELLED
-    lines = [
-        element(
-            "tr",
-            element("td", corner, class_="corner"),
-            *(element("th", one, scope="col") for one in heads),
-        )
-    ]
+    is_labelled = len(rows) <= MOST_LABELLED
+    names = (element("th", head, scope="col") for head in heads)
+    lines = [element("tr", element("td", corner, class_="corner"), *names)]
     for rank, row in enumerate(rows):
-        cells = []
-        for one in row:
-            css, style = ("own", "") if one.own else ("", f"--v:{100 * one.level:.0f}%")
-            cells.append(
-                element(
-                    "td", one.text if labelled else "", class_=css, style=style, title=one.title
-                )
-            )
+        cells = (_cell(cell, is_labelled) for cell in row)
         lines.append(element("tr", element("th", _number(rank, len(rows)), scope="row"), *cells))
-    # how many columns' room they get
-    style = f"--n:{len(heads) if labelled else max(len(heads), len(rows))}"
-    css = f"cells{' small' * (not labelled)}"
+    # Many ranks get the room of as many columns, so that cells are square.
+    columns = len(heads)
+    css = "cells"
+    if not is_labelled:
+        columns = max(len(heads), len(rows))
+        css = "cells small"
+    style = f"--n:{columns}"
     table = element("table", element("caption", caption), *lines, *below, class_=css, style=style)
     return element("div", table, class_="scroll", tabindex=0)
+
+
+def _cell(cell: Cell, is_labelled: bool) -> Markup:
+    text = cell.text if is_labelled else ""
+    if cell.own:
+        return element("td", text, class_="own", title=cell.title)
+    return element("td", text, style=f"--v:{100 * cell.level:.0f}%", title=cell.title)
 
 
 def _scale(low: str, what: str, top: str, *key: Markup) -> Markup:
     """The colours of a heat map, with the values at their ends."""
     ends = element("span", *(element("span", word) for word in (low, what, top)), class_="ends")
-    return element(
-        "div", *key, element("span", class_="ramp"), ends, class_="scale" if key else "scale plain"
-    )
+    css = "scale" if key else "scale plain"
+    return element("div", *key, element("span", class_="ramp"), ends, class_=css)
 
 
 def _number(rank: int, ranks: int) -> str:
@@ -253,6 +269,7 @@ def loads(result: Result) -> Markup:
         )
         return element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title)
 
+    # Bars rank by rank, with the names of ranks below.
     groups = []
     below = []
     for rank, experts in enumerate(by_rank(placement, range(len(result.load)))):
@@ -265,44 +282,33 @@ def loads(result: Result) -> Markup:
         elif R <= 16 or rank % 8 == 0:
             name = f"{rank}"
         below.append(element("span", name, style=width))
-    axis_labels = (element("span", label, style=f"top:{100 - at}%") for at, label in ticks)
-    lines = (element("i", class_="grid", style=f"top:{100 - at}%") for at, _ in ticks)
-    limit = element(
-        "i",
-        element("b", f"mean {mean:,.0f}"),
-        class_="limit",
-        style=f"top:{100 - 100 * mean / top}%",
-    )
+    # The axis on the left, a grid, and a line for the mean.
+    axis_labels = (element("span", t.label, style=f"top:{100 - t.percent}%") for t in ticks)
+    lines = (element("i", class_="grid", style=f"top:{100 - tick.percent}%") for tick in ticks)
+    mean_label = element("b", f"mean {mean:,.0f}")
+    limit = element("i", mean_label, class_="limit", style=f"top:{100 - 100 * mean / top}%")
     bars = element("div", *groups, class_="groups", style=gap)
-    area = element(
-        "div",
-        *lines,
-        bars,
-        limit,
-        class_="area",
-        role="img",
-        aria_label=f"Tokens of each {holder}, rank by rank",
-    )
-    return join(
-        (
-            element("div", element("div", *axis_labels, class_="y"), area, class_="plot load"),
-            element("div", *below, class_="x groups", style=gap),
-            element("div", element("span", "rank"), class_="x") if R > 6 else "",
-        )
-    )
+    caption = f"Tokens of each {holder}, rank by rank"
+    area = element("div", *lines, bars, limit, class_="area", role="img", aria_label=caption)
+    parts = [
+        element("div", element("div", *axis_labels, class_="y"), area, class_="plot load"),
+        element("div", *below, class_="x groups", style=gap),
+    ]
+    # Numbers alone need a word.
+    if R > 6:
+        parts.append(element("div", element("span", "rank"), class_="x"))
+    return join(parts)
 
 
-def axis(
-    top: float, label: Callable[[float], str], whole: bool = False
-) -> tuple[float, list[tuple[float, str]]]:
-    """The end of an axis from 0 that holds `top`, and three to six ticks at round numbers:
-    (percent, label).
-    """
-    top = top if top > 0 and math.isfinite(top) else 1.0
+def axis(top: float, label: Callable[[float], str], whole: bool = False) -> Axis:
+    """An axis that holds `top`, with three to six ticks at round numbers, or at `whole` ones."""
+    if not (top > 0 and math.isfinite(top)):
+        top = 1.0
     power = 10.0 ** math.floor(math.log10(top / 4))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= top / 4)
-    step = max(1.0, step) if whole else step
+    if whole:
+        step = max(1.0, step)
     count = math.ceil(top / step - 1e-9)
-    return count * step, [
-        (100 * n / count, label(n * step) if n else "0") for n in range(count + 1)
-    ]
+    ticks = [Tick(0.0, "0")]
+    ticks += [Tick(100 * n / count, label(n * step)) for n in range(1, count + 1)]
+    return Axis(count * step, ticks)

@@ -23,9 +23,12 @@ class StageClock:
         """Measure what runs on `device`: a clock of a GPU waits for it wherever a stage starts or
         ends.
         """
-        self.seconds: dict[str, float] = {}  # by stage
-        self.elapsed = 0.0  # of `watch`, measured on its own
+        # Seconds by stage.
+        self.seconds: dict[str, float] = {}
+        # Seconds of `watch`, measured on their own.
+        self.elapsed = 0.0
         self._device = torch.device(device)
+        # Stages that have begun, the innermost last, and when it has gone on.
         self._open: list[str] = []
         self._since = 0.0
 
@@ -45,11 +48,9 @@ class StageClock:
         Stages are gather (FSDP collects weights), attention, route, experts and other layers. What
         happens outside of the model's forward pass is the stage loop.
         """
-        hooks = [
-            hook
-            for name, module in model.named_modules()
-            for hook in self._watch(model, name, module)
-        ]
+        hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            hooks += self._watch(model, name, module)
         start = self.now()
         try:
             with self.stage("loop"):
@@ -74,10 +75,10 @@ class StageClock:
         return time.perf_counter()
 
     def _watch(self, model: nn.Module, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        """Hooks that begin and end the stages of a module."""
         stage = stage_of(model, name)
-        if isinstance(
-            module, FSDPModule
-        ):  # its own hook, between these two, collects the module's weights
+        # FSDP's own hook, between these two, collects the module's weights.
+        if isinstance(module, FSDPModule):
             yield module.register_forward_pre_hook(lambda *_: self._start("gather"), prepend=True)
             yield module.register_forward_pre_hook(lambda *_: self._stop())
         if stage:
@@ -93,6 +94,7 @@ class StageClock:
         self._open.pop()
 
     def _lap(self) -> None:
+        """Add the time since the last lap to the innermost stage."""
         now = self.now()
         if self._open:
             stage = self._open[-1]
@@ -111,4 +113,5 @@ def stage_of(model: nn.Module, name: str) -> str | None:
         return "experts"
     if leaf in ("gate", "router") and hasattr(model.get_submodule(parent), "experts"):
         return "route"
-    return "attention" if "attn" in leaf.split("_") or "attention" in leaf.split("_") else None
+    words = leaf.split("_")
+    return "attention" if "attn" in words or "attention" in words else None

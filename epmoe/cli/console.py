@@ -23,10 +23,14 @@ from epmoe.native.package import sentence
 console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
-MOST_LINES = 18  # of a message: with what a shell adds, one screen
-_WIDEST = 10_000  # columns of a table in a file
-STDERR = "EPMOE_STDERR"  # the variable with the file descriptor of the command's stderr
-RUN_ID = "epmoe-run-"  # how the ids of runs begin that `epmoe` started itself
+# Lines of a message: with what a shell adds, one screen.
+MOST_LINES = 18
+# Columns of a table in a file.
+_WIDEST = 10_000
+# The variable with the file descriptor of the command's stderr.
+STDERR = "EPMOE_STDERR"
+# How the ids of runs begin that `epmoe` started itself.
+RUN_ID = "epmoe-run-"
 
 
 class UserError(Exception):
@@ -43,7 +47,9 @@ def launched_rank() -> int | None:
     """This process's rank under torchrun or a launcher that sets the same variables, else None."""
     rank = os.environ.get("RANK", "")
     size = os.environ.get("WORLD_SIZE", "")
-    return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else None
+    if not rank.isdecimal() or not size.isdecimal() or int(rank) >= int(size):
+        return None
+    return int(rank)
 
 
 def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
@@ -55,7 +61,8 @@ def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
     rank = launched_rank()
     file = message_file()
     lines = message.splitlines()
-    if len(lines) > MOST_LINES:  # of a compiler, say: the first ones are the cause
+    # A compiler may have many. The first ones are the cause.
+    if len(lines) > MOST_LINES:
         message = "\n".join([*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"])
     if file is not None:
         _leave(file, f"rank {rank}: {message}" if every_rank else message, code)
@@ -76,19 +83,19 @@ def quiet_exit() -> typer.Exit:
 
 
 def _leave(file: Path, message: str, code: int) -> None:
+    """Leave a message to the process that started this rank."""
     text = json.dumps({"message": message, "code": code, "timestamp": time.time()})
+    # In one step: the launcher may end this rank now.
     file.with_suffix(".new").write_text(text, encoding="utf-8")
-    file.with_suffix(".new").replace(file)  # whole, even if the launcher ends this rank now
+    file.with_suffix(".new").replace(file)
 
 
 def message_file() -> Path | None:
     """Where a rank that `epmoe` itself started leaves its message; None in any other process."""
-    ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
-    return (
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-        if ours and launched_rank() is not None
-        else None
-    )
+    is_ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
+    if not is_ours or launched_rank() is None:
+        return None
+    return Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
@@ -125,9 +132,8 @@ def print_table(table: Table) -> None:
     columns.
     """
     if not console.is_terminal:
-        table.width = console.measure(
-            table, options=console.options.update(max_width=_WIDEST)
-        ).maximum
+        wide = console.options.update(max_width=_WIDEST)
+        table.width = console.measure(table, options=wide).maximum
     print_whole(table)
 
 
@@ -160,12 +166,17 @@ def human_seconds(seconds: float, zeros: bool = False) -> str:
     """0.0123 → '12.3 ms', 0.012 → '12 ms'; or with `zeros` '12.0 ms', so that a column lines up."""
     if not seconds:
         return "0 s"
-    scale, unit = next(
-        ((s, u) for s, u in ((1e-6, "µs"), (1e-3, "ms")) if seconds < 999.5 * s), (1.0, "s")
-    )
+    # The smallest unit in which it has three digits at most.
+    scale, unit = (1.0, "s")
+    for smaller_scale, smaller_unit in ((1e-3, "ms"), (1e-6, "µs")):
+        if seconds < 999.5 * smaller_scale:
+            scale, unit = (smaller_scale, smaller_unit)
     value = seconds / scale
-    digits = f"{value:{'#' if zeros else ''}.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
-    return f"{digits} {unit}"
+    if value >= 999.5:
+        return f"{value:,.0f} {unit}"
+    # `#` keeps zeros at the end, and a point without digits behind it.
+    digits = f"{value:#.3g}" if zeros else f"{value:.3g}"
+    return f"{digits.rstrip('.')} {unit}"
 
 
 def share(part: float) -> str:
@@ -197,17 +208,17 @@ def command(arguments: Sequence[str]) -> str:
     """What to type for this run: variables that override the configuration, `epmoe`,
     `arguments`.
     """
-    overrides = {
-        key: value for key, value in os.environ.items() if key.startswith("EPMOE_") and "__" in key
-    }
-    words = [
-        f"{key}={shlex.quote(without_folder(value))}" for key, value in sorted(overrides.items())
-    ]
+    words = []
+    for key, value in sorted(os.environ.items()):
+        is_override = key.startswith("EPMOE_") and "__" in key
+        if is_override:
+            words.append(f"{key}={shlex.quote(without_folder(value))}")
     words.append("epmoe")
     for argument in arguments:
-        option, equals, value = (
-            argument.partition("=") if argument.startswith("-") else ("", "", argument)
-        )
+        # The value of an option may be a path, too.
+        option, equals, value = ("", "", argument)
+        if argument.startswith("-"):
+            option, equals, value = argument.partition("=")
         words.append(shlex.quote(option + equals + without_folder(value)))
     return " ".join(words)
 
@@ -215,4 +226,5 @@ def command(arguments: Sequence[str]) -> str:
 def without_folder(word: str) -> str:
     """`word`; if it is a path outside the working directory, its last part alone."""
     path = PurePath(word)
-    return path.name if path.is_absolute() or path.parts[:1] in (("..",), ("~",)) else word
+    is_outside = path.is_absolute() or path.parts[:1] in (("..",), ("~",))
+    return path.name if is_outside else word

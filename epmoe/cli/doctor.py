@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -32,6 +33,9 @@ _ADVICE_OF_CACHE = (
 )
 
 
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
 @dataclass(frozen=True)
 class Finding:
     """What was found of one subject, and what to do about it."""
@@ -48,7 +52,7 @@ def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
     failed = False
     for finding in diagnose(parsed):
         failed |= finding.level == "fail"
-        colour = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
+        colour = _COLOURS[finding.level]
         console.print(
             f"[{colour}]{finding.level:<4}[/]  {finding.subject:<15} {escape(finding.detail)}",
             soft_wrap=True,
@@ -95,11 +99,12 @@ def _compiler() -> Finding:
 
 
 def _torch() -> Finding:
-    detail = (
-        f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
-    )
+    devices = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    detail = f"{torch.__version__}, {devices}"
     oldest = build.TRIED_TORCH[0]
-    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < oldest:
+    # The first two numbers, as in 2.9.1+cpu.
+    release = torch.__version__.split("+")[0].split(".")[:2]
+    if tuple(map(int, release)) < oldest:
         return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, oldest))}")
     problem = build.problem_with_torch(torch.__version__)
     return Finding("warn" if problem else "ok", "torch", detail, problem or "")
@@ -111,10 +116,8 @@ def _native_library() -> Finding:
 
         route(torch.zeros(1, 2), 1)
         path = build.ready() or build.build()
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a BuildError, or there is no home folder for the cache
+    except (OSError, RuntimeError) as error:
+        # A BuildError, or there is no home folder for the cache.
         advice = "" if "EPMOE_CACHE_DIR" in str(error) else _ADVICE_OF_CACHE
         return Finding("fail", "native library", " ".join(str(error).split())[:400], advice)
     how = "loads; built at installation" if path == build.AHEAD_OF_TIME else "loads"
@@ -123,23 +126,10 @@ def _native_library() -> Finding:
 
 def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     count = torch.cuda.device_count()
-    size = config.topology.ep_size if config else 0
-    if config and config.exchange.transport == "nvlink" and count < size:
-        detail = (
-            f"torch sees {count}, and `exchange.transport` nvlink wants one for each of {size} "
-            f"ranks"
-        )
-        yield Finding(
-            "fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU"
-        )
-    elif count == 0:
-        if shutil.which("nvidia-smi"):
-            advice = "install a torch build with CUDA; `nvidia-smi` says what the driver supports"
-            yield Finding("warn", "GPUs", "there is a driver, but torch sees no GPU", advice)
-        else:
-            yield Finding("ok", "GPUs", "none: epmoe runs on the CPU")
+    yield from _number_of_gpus(config, count)
     if not torch.cuda.is_available():
         return
+    # Each is new enough, and all reach one another.
     for index in range(count):
         found = torch.cuda.get_device_properties(index)
         detail = f"{found.name}, sm_{found.major}{found.minor}, {human_bytes(found.total_memory)}"
@@ -147,12 +137,10 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
             yield Finding("fail", f"cuda:{index}", detail, "epmoe needs sm_80 or newer")
         else:
             yield Finding("ok", f"cuda:{index}", detail)
-    cut = [
-        f"{a}→{b}"
-        for a in range(count)
-        for b in range(count)
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]
+    cut = []
+    for a, b in itertools.permutations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            cut.append(f"{a}→{b}")
     if cut:
         advice = (
             "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink domain "
@@ -161,6 +149,7 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
         yield Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
     elif count > 1:
         yield Finding("ok", "peer access", f"between all {count} GPUs")
+    # Their kernels can be built.
     if shutil.which("nvcc") is None and build.ready() is None:
         advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
         yield Finding(
@@ -168,16 +157,33 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
         )
 
 
+def _number_of_gpus(config: EPConfig | None, count: int) -> Iterator[Finding]:
+    """Whether there are enough for a configuration, or any at all."""
+    size = config.topology.ep_size if config else 0
+    if config and config.exchange.transport == "nvlink" and count < size:
+        detail = (
+            f"torch sees {count}, and `exchange.transport` nvlink wants one for each of {size} "
+            f"ranks"
+        )
+        advice = "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU"
+        yield Finding("fail", "GPUs", detail, advice)
+    elif count == 0 and shutil.which("nvidia-smi"):
+        advice = "install a torch build with CUDA; `nvidia-smi` says what the driver supports"
+        yield Finding("warn", "GPUs", "there is a driver, but torch sees no GPU", advice)
+    elif count == 0:
+        yield Finding("ok", "GPUs", "none: epmoe runs on the CPU")
+
+
 def _experts_gemm() -> Finding:
     """Which library computes the experts' grouped GEMM."""
-    shapes = (1, 512, 256), (1, 256, 256)
     for dtype in (torch.bfloat16, FP8):
-        problem = DeepGemm().problem_with(
-            *(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
-        )
+        gate_up = torch.empty(1, 512, 256, dtype=dtype, device="cuda")
+        down = torch.empty(1, 256, 256, dtype=dtype, device="cuda")
+        problem = DeepGemm().problem_with(gate_up, down)
         if problem is None:
             continue
-        if isinstance(problem, ValueError):  # this GPU cannot
+        # This GPU cannot, or the library is not there.
+        if isinstance(problem, ValueError):
             return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")
         return Finding(
             "warn", "experts", f"torch's grouped GEMM, which is slower than DeepGEMM: {problem}"
@@ -189,9 +195,8 @@ def _optional(package: str, without: str) -> Finding:
     try:
         return Finding("ok", package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "warn", package, f"not installed: {without}", f"pip install 'epmoe[{EXTRAS[package]}]'"
-        )
+        advice = f"pip install 'epmoe[{EXTRAS[package]}]'"
+        return Finding("warn", package, f"not installed: {without}", advice)
 
 
 def _anonymous_memory() -> Finding:
@@ -215,8 +220,10 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
         "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe "
         "plan`"
     )
+    # Each GPU has room for its rank, or the machine for all ranks.
     if config.exchange.transport == "nvlink":
-        if torch.cuda.device_count() < ranks:  # _gpus says so
+        # `_gpus` has said that there are too few.
+        if torch.cuda.device_count() < ranks:
             return
         free, _ = torch.cuda.mem_get_info()
         fits = max(sizes) <= free

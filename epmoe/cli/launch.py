@@ -37,14 +37,17 @@ CONFIG = typer.Argument(
 )
 NPROC = typer.Option(min=1, help="Ranks, in place of `topology.ep_size`.", show_default=False)
 _BACKENDS = "cpu:gloo,cuda:nccl"
+# The variable with the file in which ranks meet that `epmoe` started itself.
 _STORE = "EPMOE_STORE"
-"""the variable with the file in which ranks meet that `epmoe` started itself"""
+# Signals that torch's launcher handles.
 _SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGQUIT,
-)  # torch's launcher handles them
+)
+# Ranks that fail so many seconds behind the first one may have failed because of it.
+_MOMENTS_S = 3
 # How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel
 # ends it (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries
 # print to stderr goes to a file, as on the other ranks, but rank 0 keeps the stderr of the command.
@@ -69,6 +72,7 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
 
     With `nproc`, the path may be the folder of a Hugging Face checkpoint.
     """
+    # A ready configuration goes before a folder of its name.
     if nproc is not None and config.is_dir() and str(config) not in ready_configs():
         return EPConfig.from_hf(config, ep_size=nproc)
     parsed = EPConfig.load(config)
@@ -106,7 +110,7 @@ def check_ranks(config: EPConfig) -> None:
     on_gpus = config.exchange.transport == "nvlink"
     launched = "RANK" in os.environ
     here = size // nodes if launched else size
-    # As many processes as the configuration has ranks.
+    # The launcher has started as many processes as the configuration has ranks.
     if launched:
         started = _started_ranks()
         if started != size:
@@ -120,11 +124,10 @@ def check_ranks(config: EPConfig) -> None:
                 f"{found}; EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this "
                 "configuration on the CPU"
             )
-    if (
-        not dist.is_available()
-        or not dist.is_gloo_available()
-        or (on_gpus and not dist.is_nccl_available())
-    ):
+    # The backends that ranks talk by.
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    if not has_gloo or on_gpus and not has_nccl:
         needed = "gloo and NCCL" if on_gpus else "gloo"
         raise UserError(
             f"this build of torch has no torch.distributed with {needed}: install torch from "
@@ -134,6 +137,7 @@ def check_ranks(config: EPConfig) -> None:
 
 def _started_ranks() -> int:
     """The WORLD_SIZE that a launcher set, whose other variables are checked."""
+    # All are there, and are numbers.
     needed = ["WORLD_SIZE"]
     if _STORE not in os.environ:
         needed += ["MASTER_PORT", "MASTER_ADDR"]
@@ -164,7 +168,7 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
     """
     rank = launched_rank()
     on_gpus = config.exchange.transport == "nvlink"
-    assert rank is not None  # check_ranks
+    assert rank is not None, "`check_ranks` comes first"
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     console.quiet = rank != 0
@@ -208,22 +212,17 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _load_native_library()
+    ranks = config.topology.ep_size
     command = ["-P", "-c", _BEGIN + _RUN, *arguments]
     # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank
     # fails.
-    quiet = dict.fromkeys(range(1, config.topology.ep_size), Std.ALL)
+    quiet = dict.fromkeys(range(1, ranks), Std.ALL)
+    run_id = RUN_ID + uuid4().hex
     try:
         with tempfile.TemporaryDirectory(prefix="epmoe-") as folder:
+            meeting = {_STORE: str(Path(folder, "store"))}
             try:
-                launch(
-                    config.topology.ep_size,
-                    sys.executable,
-                    command,
-                    folder,
-                    quiet,
-                    {_STORE: str(Path(folder, "store"))},
-                    run_id=RUN_ID + uuid4().hex,
-                )
+                launch(ranks, sys.executable, command, folder, quiet, meeting, run_id=run_id)
             except ChildFailedError as error:
                 console.show_cursor()
                 return _explain(error.failures, Path(folder))
@@ -232,14 +231,10 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
         return 128 + ended.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception as error:  # of torch's launcher: no port, no process
-        fail(
-            (
-                f"the ranks cannot be started: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:400]}"
-            ),
-            code=1,
-        )
+    except Exception as error:
+        # torch's launcher has got no port, or no process.
+        why = " ".join(str(error).split())[:400]
+        fail(f"the ranks cannot be started: {type(error).__name__}: {why}", code=1)
         return 1
     return 0
 
@@ -269,38 +264,24 @@ def launch(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    everywhere = {
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        **meeting,
-    }
-    variables = {
-        rank: {
-            name: str(value)
-            for name, value in (everywhere | {"RANK": rank, "LOCAL_RANK": rank}).items()
-        }
-        for rank in range(ranks)
-    }
-    environment = os.environ.copy()
-    disabled = logging.root.manager.disable
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    temporary = Path(folder, "tmp")
-    temporary.mkdir()
-    os.environ |= {
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-        "TMPDIR": str(temporary),
-    }
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.disable(logging.CRITICAL)  # torch's launcher logs every failure and every signal
-    try:
+    variables = _variables_by_rank(ranks, run_id, meeting)
+    with _restored():
+        # Ranks find the same modules, and leave their temporary files in the folder.
+        temporary = Path(folder, "tmp")
+        temporary.mkdir()
+        search_path = [entry or os.getcwd() for entry in sys.path]
+        os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
+        os.environ["TMPDIR"] = str(temporary)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if ranks > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # torch's launcher logs every failure and every signal.
+        logging.disable(logging.CRITICAL)
+        # Start them and wait. However it ends, none of them stays.
         logs = DefaultLogsSpecs(log_dir=folder, redirects=redirects)
-        every = dict.fromkeys(variables, tuple(arguments))
+        of_ranks = dict.fromkeys(variables, tuple(arguments))
         context = start_processes(
-            "epmoe", program, every, variables, logs, start_method=start_method
+            "epmoe", program, of_ranks, variables, logs, start_method=start_method
         )
         try:
             result = context.wait(period=look_s)
@@ -308,13 +289,40 @@ def launch(
             context.close(signal.SIGTERM)
         if result is not None and result.is_failed():
             raise ChildFailedError("epmoe", result.failures)
+
+
+def _variables_by_rank(
+    ranks: int, run_id: str, meeting: Mapping[str, str]
+) -> dict[int, dict[str, str]]:
+    """The variables of torchrun for each rank, and those by which ranks meet."""
+    variables = {}
+    for rank in range(ranks):
+        variables[rank] = {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **meeting,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
+    return variables
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Undoes what the block changes in this process: environment, logging, handlers of signals."""
+    environment = os.environ.copy()
+    disabled = logging.root.manager.disable
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
     finally:
         logging.disable(disabled)
         os.environ.clear()
         os.environ.update(environment)
-        with contextlib.suppress(
-            ValueError
-        ):  # not in the main thread, where torch has set none either
+        # In another thread than the main one this raises, and torch has set none there.
+        with contextlib.suppress(ValueError):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -323,28 +331,33 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     """Print why the run failed, from the rank that failed first. Returns the exit code."""
     rank = _cause(failures)
     failure = failures[rank]
+    # The rank has said it. Without a message, rank 0 has printed that a check failed.
     if _left_message(failure):
         message = failure.error_file_data["message"]
         if message:
             fail(message, code=1)
-        return failure.error_file_data[
-            "code"
-        ]  # without a message: rank 0 has printed that a check failed
+        return failure.error_file_data["code"]
+    # A signal has ended it, or its last line says why.
     if failure.exitcode < 0:
-        memory = ", as happens when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-        message = f"rank {rank} was ended by {failure.signal_name()}{memory}"
+        message = f"rank {rank} was ended by {failure.signal_name()}"
+        if failure.exitcode == -signal.SIGKILL:
+            message += ", as happens when memory runs out"
     else:
-        printed = [
-            path.read_text(errors="replace")
-            for path in folder.glob(f"*/attempt_0/{rank}/stderr.log")
-        ]
-        last = "".join(printed).strip().rpartition("\n")[2]
-        message = (
-            f"rank {rank} ended with exit code "
-            f"{failure.exitcode}{': ' if last else ''}{last}{SEE_TRACEBACK}"
-        )
+        message = f"rank {rank} ended with exit code {failure.exitcode}"
+        last = _last_line(folder, rank)
+        if last:
+            message += f": {last}"
+        message += SEE_TRACEBACK
     fail(message, code=1)
     return 1
+
+
+def _last_line(folder: Path, rank: int) -> str:
+    """What a rank has printed last to stderr."""
+    printed = ""
+    for path in folder.glob(f"*/attempt_0/{rank}/stderr.log"):
+        printed += path.read_text(errors="replace")
+    return printed.strip().rpartition("\n")[2]
 
 
 def _cause(failures: Mapping[int, ProcessFailure]) -> int:
@@ -354,24 +367,25 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> int:
     and once one has failed, torch's launcher ends the others: with SIGTERM, and those that remain
     with SIGKILL after 30 s.
     """
-    times = {
-        rank: one.error_file_data.get("timestamp", one.timestamp) for rank, one in failures.items()
-    }
-    ended = {
-        rank
-        for rank, one in failures.items()
-        if one.exitcode == -signal.SIGTERM and not _left_message(one)
-    }
-    own = failures.keys() - ended or failures.keys()
+    times = {}
+    ended_by_launcher = set()
+    for rank, failure in failures.items():
+        times[rank] = failure.error_file_data.get("timestamp", failure.timestamp)
+        if failure.exitcode == -signal.SIGTERM and not _left_message(failure):
+            ended_by_launcher.add(rank)
+    own = failures.keys() - ended_by_launcher or failures.keys()
     first = min(times[rank] for rank in own)
 
     def order(rank: int) -> tuple[int, float]:
-        one = failures[rank]
-        if not _left_message(one):
-            return (0 if one.exitcode < 0 else 2), times[rank]
-        return (1 if one.error_file_data["code"] == 2 else 2), times[rank]
+        """A death explains most, then what a user has got wrong, then what came first."""
+        failure = failures[rank]
+        if _left_message(failure):
+            is_refusal = failure.error_file_data["code"] == 2
+            return (1 if is_refusal else 2), times[rank]
+        is_death = failure.exitcode < 0
+        return (0 if is_death else 2), times[rank]
 
-    return min((rank for rank in own if times[rank] <= first + 3), key=order)
+    return min((rank for rank in own if times[rank] <= first + _MOMENTS_S), key=order)
 
 
 def _left_message(failure: ProcessFailure) -> bool:
@@ -393,10 +407,8 @@ def _load_native_library() -> None:
             _ = ops.route
         except BuildError:
             raise
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # it does not load, or there is no home folder for the cache
+        except (OSError, RuntimeError) as error:
+            # It does not load, or there is no home folder for the cache.
             raise UserError(
                 f"the native library cannot be built or loaded: {' '.join(str(error).split())}; "
                 "EPMOE_CACHE_DIR names a folder to build it in, EPMOE_LIBRARY a library that is "

@@ -35,20 +35,19 @@ def cases(
     """By precision the model, and the costs by T and layout. Raises UserError if it knows no
     precision of `config`.
     """
-    precisions = {config.model.dtype: False, "fp8": True}
     problem = problem_with(config, fp8=False)
     if problem:
         raise UserError(f"`--compare`: {problem}")
+    # Up to M tokens.
     most = config.capacity.max_num_tokens_per_rank
     tokens = (*(few for few in BATCHES if few < most), most)
-    models = {
-        name: Comparison(config, GPUS[gpu], fp8)
-        for name, fp8 in precisions.items()
-        if not problem_with(config, fp8)
-    }
-    return {
-        name: (model, {T: model.costs(T, load) for T in tokens}) for name, model in models.items()
-    }
+    found = {}
+    for precision, fp8 in ((config.model.dtype, False), ("fp8", True)):
+        if problem_with(config, fp8):
+            continue
+        model = Comparison(config, GPUS[gpu], fp8)
+        found[precision] = (model, {T: model.costs(T, load) for T in tokens})
+    return found
 
 
 def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Table]:
@@ -79,12 +78,13 @@ def paragraphs(config: EPConfig, gpu: GpuName, load: float) -> Iterator[str | Ta
 def as_dict(config: EPConfig, gpu: GpuName, load: float) -> dict[str, Any]:
     """The same for `--json`."""
     found = cases(config, gpu, load)
-    costs_of_all = [
-        {"precision": precision, "tokens": T, "better_than_ep": better_than_ep(costs)}
-        | {name: cost._asdict() for name, cost in costs.items()}
-        for precision, (_, by_tokens) in found.items()
-        for T, costs in by_tokens.items()
-    ]
+    costs_of_all = []
+    for precision, (_, by_tokens) in found.items():
+        for T, costs in by_tokens.items():
+            case = {"precision": precision, "tokens": T, "better_than_ep": better_than_ep(costs)}
+            for name, cost in costs.items():
+                case[name] = cost._asdict()
+            costs_of_all.append(case)
     figures = {
         "gpu": gpu,
         "gpus": config.topology.ep_size,
@@ -102,6 +102,8 @@ def _table(by_tokens: dict[int, dict[str, Cost]]) -> Table:
         cells = [f"{T:,}"]
         for name, cost in costs.items():
             cells += [f"[bold]{cost.us:,.0f}[/]", f"{cost.read_bytes / 1e6:,.0f}"]
-            cells += [f"{cost.sent_bytes / 1e3:,.0f}"] if name != "replicas" else []
+            # Replicas send nothing.
+            if name != "replicas":
+                cells.append(f"{cost.sent_bytes / 1e3:,.0f}")
         table.add_row(*cells)
     return table

@@ -66,11 +66,7 @@ def plan(
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     if compare:
-        if as_json:
-            write_json(as_json, parallelism.as_dict(parsed, gpu, imbalance))
-            return
-        for paragraph in parallelism.paragraphs(parsed, gpu, imbalance):
-            print_whole(paragraph)
+        _compare(parsed, gpu, imbalance, as_json)
         return
     plans = rank_plans(parsed)
     on_gpus = parsed.exchange.transport == "nvlink"
@@ -80,6 +76,7 @@ def plan(
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
         write_json(as_json, content)
         return
+    # The memory of the rank that has most, and what to know of it.
     largest = max(plans, key=lambda p: p.total_bytes)
     title = (
         f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE layers "
@@ -93,11 +90,11 @@ def plan(
     for paragraph in (*network(parsed), *advice(parsed), *experts(parsed)):
         console.print()
         print_whole(paragraph)
+    # Launches come from the native library, which a plan does not need otherwise.
     if on_gpus:
         try:
-            print_whole(
-                _launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors)
-            )
+            rows = _launches(parsed, plans[0], multiprocessors)
+            print_whole(_launch_table(rows, multiprocessors))
         except (BuildError, OSError) as error:
             console.print(
                 "[dim]The launches are not shown, since the native library cannot be loaded: "
@@ -105,17 +102,30 @@ def plan(
             )
 
 
+def _compare(
+    config: EPConfig, gpu: parallelism.GpuName, imbalance: float, as_json: Path | None
+) -> None:
+    """Print what a layer takes with each layout, or write it as JSON."""
+    if as_json:
+        write_json(as_json, parallelism.as_dict(config, gpu, imbalance))
+        return
+    for paragraph in parallelism.paragraphs(config, gpu, imbalance):
+        print_whole(paragraph)
+
+
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
     """The buffers by region, and the totals; 80 columns hold it."""
     table = Table("", "shape", "dtype", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("bytes", justify="right", no_wrap=True)
     table.columns[0].no_wrap = True
+    # With several nodes there is a rail.
     regions = {"window": "window, which every rank maps", "scratch": "scratch, of the rank alone"}
     if plan.rail_bytes:
         regions |= {
             "window": "window, which every rank of the node maps",
             "rail": "rail, to the other nodes",
         }
+    # The buffers of each region, then the totals.
     for region, title in regions.items():
         table.add_row(f"[bold]{title}")
         for buffer in plan.buffers:
@@ -134,9 +144,8 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
     """The launches of dispatch and combine by T, up to M, for both phases in one call and
     expert-major rows.
     """
-    from epmoe.exchange.launch_policy import (
-        launches,
-    )  # needs the native library, unlike the memory plan
+    # Here, since it needs the native library, unlike the memory plan.
+    from epmoe.exchange.launch_policy import launches
 
     most = config.capacity.max_num_tokens_per_rank
     rows: list[dict[str, Any]] = []
@@ -144,14 +153,18 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
         dispatch, combine = launches(
             plan, T, config.model.torch_dtype, multiprocessors=multiprocessors
         )
-        ways = {"dispatch": dispatch, "combine": combine}
         rows.append(
-            {"tokens": T} | {way: vars(of) | {"protocol": of.protocol} for way, of in ways.items()}
+            {
+                "tokens": T,
+                "dispatch": vars(dispatch) | {"protocol": dispatch.protocol},
+                "combine": vars(combine) | {"protocol": combine.protocol},
+            }
         )
     return rows
 
 
 def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
+    """What `_launches` returns, a line for each T."""
     table = Table(
         title=f"launches by T on {multiprocessors} multiprocessors",
         caption=(
@@ -162,46 +175,49 @@ def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
         pad_edge=False,
     )
     for column in ("T", "dispatch", "blocks", "send + notify", "combine", "blocks", "send"):
-        table.add_column(
-            column, justify="left" if column in ("dispatch", "combine") else "right", no_wrap=True
-        )
+        is_word = column in ("dispatch", "combine")
+        table.add_column(column, justify="left" if is_word else "right", no_wrap=True)
     for row in rows:
         cells = [f"{row['tokens']}"]
         for launch in (row["dispatch"], row["combine"]):
-            lines = (
-                f" {launch['send_lines']}/{launch['recv_lines']}"
-                if launch["protocol"] == "LL"
-                else ""
-            )
-            notify = f" + {launch['notify_blocks']}" if launch is row["dispatch"] else ""
-            cells += [launch["protocol"] + lines, f"{launch['blocks']} × {launch['threads']}"]
-            cells.append(f"{launch['send_blocks']}{notify}")
+            protocol = launch["protocol"]
+            if protocol == "LL":
+                protocol += f" {launch['send_lines']}/{launch['recv_lines']}"
+            senders = f"{launch['send_blocks']}"
+            if launch is row["dispatch"]:
+                senders += f" + {launch['notify_blocks']}"
+            cells += [protocol, f"{launch['blocks']} × {launch['threads']}", senders]
         table.add_row(*cells)
     return table
 
 
 def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
+    """Bytes by name, of the rank that has most of each, and of a node."""
     node = plans[: config.topology.ranks_here]
-    return {
+    totals = {
         "window per rank": max(p.window_bytes for p in plans),
         "scratch per rank": max(p.scratch_bytes for p in plans),
-        **({"rail per rank": plans[0].rail_bytes} if plans[0].rail_bytes else {}),
-        "total per rank": max(p.total_bytes for p in plans),
-        "total per node": sum(p.total_bytes for p in node),
     }
+    # Only where there are several nodes.
+    if plans[0].rail_bytes:
+        totals["rail per rank"] = plans[0].rail_bytes
+    totals["total per rank"] = max(p.total_bytes for p in plans)
+    totals["total per node"] = sum(p.total_bytes for p in node)
+    return totals
 
 
 def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
+    """The memory, for `--json`."""
     ranks = []
     for rank, plan in enumerate(plans):
         sizes = {
             f"{part}_bytes": getattr(plan, f"{part}_bytes")
             for part in ("window", "scratch", "rail", "total")
         }
-        buffers = [
-            dataclasses.asdict(one) | {"dtype": dtype_name(one.dtype), "nbytes": one.nbytes}
-            for one in plan.buffers
-        ]
+        buffers = []
+        for buffer in plan.buffers:
+            derived = {"dtype": dtype_name(buffer.dtype), "nbytes": buffer.nbytes}
+            buffers.append(dataclasses.asdict(buffer) | derived)
         ranks.append({"rank": rank, **sizes, "buffers": buffers})
     capacity = Capacity.of(config)
     found = [dataclasses.asdict(one) for one in suggestions(config)]

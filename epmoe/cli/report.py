@@ -44,12 +44,12 @@ def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -
         "times": tables.times,
         "class": lambda stage: stage.replace(" ", "-"),
     }
-    passed = all(one.passed for one in results)
-    verdict = "good" if any(one.checks for one in results) else "none"
-    shown = {stage for one in results for stage in one.seconds}
-    shown |= {
-        stage for one in results if one.baseline for stage in mean_stages(one.baseline.stages)
-    }
+    # The stages that any run has.
+    shown = set[str]()
+    for result in results:
+        shown |= result.seconds.keys()
+        if result.baseline:
+            shown |= mean_stages(result.baseline.stages).keys()
     html = environment.get_template("report.html.j2").render(
         results=results,
         about=about,
@@ -57,13 +57,20 @@ def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -
         tables=tables,
         imbalance=imbalance,
         headline=headline(results),
-        verdict=verdict if passed else "failed",
+        verdict=_verdict(results),
         glance=glance(results),
         caution=caution(results),
         settings=settings,
         stages={stage: text for stage, text in STAGES.items() if stage in shown},
     )
     path.write_text(html, encoding="utf-8")
+
+
+def _verdict(results: Sequence[Result]) -> str:
+    """good, failed, or none where nothing was checked."""
+    if not all(result.passed for result in results):
+        return "failed"
+    return "good" if any(result.checks for result in results) else "none"
 
 
 def about(configuration: Path, started: datetime) -> dict[str, str]:
@@ -83,6 +90,7 @@ def about(configuration: Path, started: datetime) -> dict[str, str]:
 
 
 def machine() -> str:
+    """Processor, memory, GPUs and system of this machine, in a line."""
     found = facts.machine()
     cores = found["cores"]
     gpus = found["gpus"]
@@ -96,11 +104,13 @@ def machine() -> str:
 
 
 def versions() -> str:
+    """Versions of epmoe and of what it needs, in a line."""
     found = facts.versions()
     commit = facts.commit()
     if commit:
         short, _, dirty = commit.partition("-")
-        found["epmoe"] = f"{found['epmoe']} at {short[:9]}{' with changes' if dirty else ''}"
+        changes = " with changes" if dirty else ""
+        found["epmoe"] = f"{found['epmoe']} at {short[:9]}{changes}"
     with suppress(importlib.metadata.PackageNotFoundError):
         found["transformers"] = importlib.metadata.version("transformers")
     return " · ".join(f"{name} {version}" for name, version in found.items() if version)
@@ -110,27 +120,28 @@ def headline(results: Sequence[Result]) -> str:
     """The outcome in one line."""
     failed = [result for result in results if not result.passed]
     if failed:
-        whats = [
-            f"{one.name} ({'; '.join(_outcome(check) for check in one.checks if not check.passed)})"
-            for one in failed
-        ]
+        whats = []
+        for result in failed:
+            outcomes = [_outcome(check) for check in result.checks if not check.passed]
+            whats.append(f"{result.name} ({'; '.join(outcomes)})")
         return f"{len(failed)} of {len(results)} failed: {', '.join(whats)}"
-    ranks = results[0].placement.ep_size
-    rounds = results[0].rounds
+    # All runs were of models, which one process has run, too.
+    first = results[0]
+    ranks = first.placement.ep_size
     baselines = [result.baseline for result in results if result.baseline]
     if len(baselines) == len(results):
-        error = max(
-            (error for one in baselines for errors in one.logit_errors for error in errors),
-            default=0.0,
-        )
-        models = f"{len(results)} of {len(results)} models" if len(results) > 1 else results[0].name
-        generate = f"{results[0].processes} generate{'s' * (ranks == 1)}"
+        errors = list[float]()
+        for baseline in baselines:
+            for of_rank in baseline.logit_errors:
+                errors += of_rank
+        models = f"{len(results)} of {len(results)} models" if len(results) > 1 else first.name
+        generate = f"{first.processes} generate{'s' * (ranks == 1)}"
+        error = max(errors, default=0.0)
         return f"{models}: {generate} the same tokens as one; logits agree within {error:.1e}"
+    # A run was of a layer.
     outcomes = [_outcome(check) for result in results for check in result.checks]
-    what = (
-        f"{results[0].name}, {rounds} round{'s' * (rounds != 1)} on {ranks} "
-        f"rank{'s' * (ranks != 1)}"
-    )
+    rounds = f"{first.rounds} round{'s' * (first.rounds != 1)}"
+    what = f"{first.name}, {rounds} on {ranks} rank{'s' * (ranks != 1)}"
     return f"{what}: {', '.join(outcomes) or 'nothing was checked'}"
 
 
@@ -166,28 +177,23 @@ def caution(results: Sequence[Result]) -> str:
         return ""
     ranks = results[0].placement.ep_size
     cores = len(os.sched_getaffinity(0))
-    shared = (
-        f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}"
-        if ranks > cores
-        else "All is on the CPU"
-    )
-    compared = " One process, which generates one text, has the machine to itself." * bool(
-        results[0].baseline
-    )
-    return (
-        f"{shared}: the times say where the time goes, not what a GPU would "
-        f"need.{compared * (ranks > 1)}"
-    )
+    shared = "All is on the CPU"
+    if ranks > cores:
+        shared = f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}"
+    compared = ""
+    if results[0].baseline and ranks > 1:
+        compared = " One process, which generates one text, has the machine to itself."
+    return f"{shared}: the times say where the time goes, not what a GPU would need.{compared}"
 
 
 def settings(config: EPConfig) -> str:
+    """The configuration, a line for each section, without keys that are unset."""
     lines = []
     for section, keys in config.model_dump(mode="json").items():
-        values = [
-            f"{key}: {without_folder(str(value))}"
-            for key, value in keys.items()
-            if value is not None
-        ]
+        values = []
+        for key, value in keys.items():
+            if value is not None:
+                values.append(f"{key}: {without_folder(str(value))}")
         lines.append(f"{section}: {{{', '.join(values)}}}")
     return "\n".join(lines)
 

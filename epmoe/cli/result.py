@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
@@ -62,6 +62,14 @@ class Check:
     @property
     def mark(self) -> str:
         return "✓" if self.passed else "✗"
+
+
+class LateRank(NamedTuple):
+    """A rank that others waited for."""
+
+    rank: int
+    seconds: float
+    """of all ranks together"""
 
 
 @dataclass(frozen=True)
@@ -161,15 +169,20 @@ class Result:
         """The fields `traffic`, `load`, `dropped`, `health` and `waited`, from the health of each
         rank.
         """
+        # By expert, whichever rank has it.
         load: dict[int, int] = {}
-        for rank, one in enumerate(healths):
-            load |= dict(zip(placement.local_experts(rank), one.tokens_per_expert, strict=True))
+        for rank, health in enumerate(healths):
+            experts = placement.local_experts(rank)
+            load |= dict(zip(experts, health.tokens_per_expert, strict=True))
+        counters = {}
+        for name in COUNTERS:
+            counters[name] = sum(getattr(health, name) for health in healths)
         return {
-            "traffic": [one.rows_sent for one in healths],
+            "traffic": [health.rows_sent for health in healths],
             "load": [load[expert] for expert in range(placement.num_physical_experts)],
-            "dropped": [one.dropped_pairs for one in healths],
-            "health": {name: sum(getattr(one, name) for one in healths) for name in COUNTERS},
-            "waited": [one.waited_s for one in healths],
+            "dropped": [health.dropped_pairs for health in healths],
+            "health": counters,
+            "waited": [health.waited_s for health in healths],
         }
 
     @property
@@ -217,10 +230,9 @@ class Result:
     def _row_bytes(self, payload: str) -> int:
         """Bytes of one row's values on the wire, and of its scales."""
         model = self.config.model
+        D = model.hidden_size
         wire = WIRE_FORMATS[payload]
-        return wire.row_bytes(model.hidden_size, model.torch_dtype) + wire.scale_bytes(
-            model.hidden_size
-        )
+        return wire.row_bytes(D, model.torch_dtype) + wire.scale_bytes(D)
 
     @property
     def loads(self) -> list[list[int]]:
@@ -253,33 +265,39 @@ class Result:
         return sum(map(max, self.waited)) / len(self.waited)
 
     @property
-    def late(self) -> tuple[int, float] | None:
+    def late(self) -> LateRank | None:
         """The rank that all ranks together have waited for the longest, and these seconds; None if
         nobody waited.
         """
-        seconds = [sum(one) for one in zip(*self.waited, strict=True)]
-        return (seconds.index(max(seconds)), max(seconds)) if any(seconds) else None
+        seconds = [sum(of_source) for of_source in zip(*self.waited, strict=True)]
+        most = max(seconds)
+        if not most:
+            return None
+        return LateRank(seconds.index(most), most)
 
 
 def by_rank(placement: Placement, values: Sequence[_T]) -> list[list[_T]]:
     """The values of the physical experts of each rank."""
-    return [
-        [values[expert] for expert in placement.local_experts(rank)]
-        for rank in range(placement.ep_size)
-    ]
+    of_ranks = []
+    for rank in range(placement.ep_size):
+        of_ranks.append([values[expert] for expert in placement.local_experts(rank)])
+    return of_ranks
 
 
 def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Stage → mean seconds over `ranks`, in the order of `STAGES`; a stage that a rank has not
     counts as 0.
     """
-    return {
-        stage: sum(one.get(stage, 0.0) for one in ranks) / len(ranks)
-        for stage in STAGES
-        if any(stage in one for one in ranks)
-    }
+    means = {}
+    for stage in STAGES:
+        if any(stage in seconds for seconds in ranks):
+            means[stage] = sum(seconds.get(stage, 0.0) for seconds in ranks) / len(ranks)
+    return means
 
 
 def imbalance(loads: Sequence[int]) -> float | None:
     """The largest load over the mean load: 1 if all are equal. None if there is no load."""
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else None
+    total = sum(loads)
+    if not total:
+        return None
+    return max(loads) * len(loads) / total

@@ -23,8 +23,7 @@ def run(
         list[str] | None,
         typer.Option(
             help=f"Generate text with this model, one of {', '.join(models.NAMES)} (tiny, random "
-            "weights), or with the "
-            "checkpoint in this folder; may be repeated.",
+            "weights), or with the checkpoint in this folder; may be repeated.",
             autocompletion=lambda: list(models.NAMES),
         ),
     ] = None,
@@ -60,23 +59,16 @@ def run(
     started = datetime.now().astimezone()
     parsed = load(config, nproc)
     check_output("--report", report, (".html", ".htm"))
+    # A missing library should stop it here, not after the run.
     if report is not None:
-        require("jinja2", "`--report`")  # now, not after the run
+        require("jinja2", "`--report`")
     limit = parsed.capacity.max_num_tokens_per_rank
     if tokens is not None and tokens > limit:
         raise UserError(
             f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}"
         )
-    for option, value in (
-        ("--tokens", tokens),
-        ("--routing", routing),
-        ("--balance", balance or None),
-    ):
-        if model and value is not None:
-            raise UserError(
-                f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one "
-                "out"
-            )
+    _check_options(model, {"--tokens": tokens, "--routing": routing, "--balance": balance or None})
+    # Refuse what cannot run here.
     check_ranks(parsed)
     if balance:
         parsed = simulated.live(parsed)
@@ -84,20 +76,20 @@ def run(
         models.check_models(parsed, model)
     else:
         simulated.require_memory(parsed)
+    # This process starts the ranks, or is one of them.
     if launched_rank() is None:
         raise typer.Exit(start_ranks(parsed, context.meta["epmoe.arguments"]))
     with all_ranks(parsed) as rank:
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
-            results = [
-                simulated.run(
-                    parsed, config.stem, routing or "uniform", steps, tokens, seed, balance
-                )
-            ]
-            show(results[0])
+            kind = routing or "uniform"
+            result = simulated.run(parsed, config.stem, kind, steps, tokens, seed, balance)
+            results = [result]
+            show(result)
     if rank == 0 and report is not None:
-        from epmoe.cli.report import about, write_report  # needs jinja2
+        # Here, since it needs jinja2.
+        from epmoe.cli.report import about, write_report
 
         write_report(results, report, about(config, started))
         console.print(f"\nreport: {report.resolve()}")
@@ -105,3 +97,13 @@ def run(
     # still be writing.
     if rank == 0 and not all(result.passed for result in results):
         raise quiet_exit()
+
+
+def _check_options(model: list[str] | None, of_layer: dict[str, object]) -> None:
+    """Raise UserError where options of the layer are given beside models."""
+    for option, value in of_layer.items():
+        if model and value is not None:
+            raise UserError(
+                f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one "
+                "out"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,37 @@ from epmoe.group.peers import Peers
 from epmoe.live.balancer import Balancer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.reference import moe_reference
+from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.service import ExpertParallel
 
-POOL_ROWS = 1024  # rows of simulated logits; every round draws its rows from them
-CHECKED_ROWS = 32  # rows per round and rank that are compared with the dense reference, about
+# Rows of simulated logits; every round draws its rows from them.
+POOL_ROWS = 1024
+# Rows per round and rank that are compared with the dense reference, about.
+CHECKED_ROWS = 32
+# Of an error, relative to the largest element of a round's output.
 TOLERANCE = {
     "float32": 1e-5,
     "float16": 5e-3,
     "bfloat16": 3e-2,
-}  # relative to the largest element of a round's output
-FP8_TOLERANCE = 1e-1  # the same, with an fp8 payload in either direction
-WEIGHT_BUDGET = 64 << 20  # bytes per rank; every rank holds all experts' weights, for the reference
-_PLANS = 16  # of a run
-PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
+}
+# The same, with an fp8 payload in either direction.
+FP8_TOLERANCE = 1e-1
+# Bytes per rank: every rank holds all experts' weights, for the reference.
+WEIGHT_BUDGET = 64 << 20
+# Plans of a run.
+_PLANS = 16
+# Memory of torch and its libraries, per rank.
+PROCESS_BYTES = 400 << 20
+
+
+class _Weights(NamedTuple):
+    """Of all logical experts, the same on every rank."""
+
+    gate_up: torch.Tensor
+    """[E, 2F, D]"""
+    down: torch.Tensor
+    """[E, D, F]"""
 
 
 def run(
@@ -47,7 +64,8 @@ def run(
 ) -> Result:
     """Run the layer over all ranks of the default group. The Result is the same on every rank."""
     model = config.model
-    tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
+    if tokens is None:
+        tokens = min(64, config.capacity.max_num_tokens_per_rank)
     console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
     try:
         ep = ExpertParallel(config)
@@ -58,9 +76,12 @@ def run(
         mine = _measure(ep, kind, steps, tokens, seed, balances)
         health = ep.health()
         placement = ep.placement
+    # Every rank learns what all have measured.
     of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather(mine | {"health": health.as_dict()})
-    by_rank = {key: [one[key] for one in of_ranks] for key in of_ranks[0]}
+    by_rank = {key: [measured[key] for measured in of_ranks] for key in of_ranks[0]}
     counts = Result.counts(placement, [Health(**one) for one in by_rank["health"]])
+    # Waiting is that of `_measure`, without the empty round.
+    counts["waited"] = by_rank["waited"]
     limit = _tolerance(config)
     worst = max(by_rank["worst_error"])
     check = Check(
@@ -77,7 +98,7 @@ def run(
         },
         checks=[check] if tokens else [],
         placement=placement,
-        **counts | {"waited": by_rank["waited"]},  # without that of the empty round
+        **counts,
         stages=by_rank["stages"],
         elapsed=[sum(seconds.values()) for seconds in by_rank["stages"]],
         rounds=steps,
@@ -100,17 +121,19 @@ def _measure(
     worst_error = 0.0
     rows = list[int]()
     moves = list[tuple[int, int]]()
+    # The experts of this rank. Any weights will do for an empty slot, which nobody uses.
     weights = _expert_weights(config, seed, ep.device)
     tag = int(config.placement.live)
-    held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
-    experts = GroupedExperts(*(w[held] for w in weights)).requires_grad_(False)
+    held = [max(expert, 0) for expert in ep.logical_experts(tag)]
+    experts = GroupedExperts(weights.gate_up[held], weights.down[held]).requires_grad_(False)
     balancer = None
     if balances:
-        every = max(1, steps // _PLANS)
-        balancer = Balancer(
-            ep, every, weights=lambda tag, slot: [w[slot] for w in experts.parameters()]
-        )
-    # the same on all ranks, and in all rounds unless it drifts, so popular experts stay popular
+
+        def weights_of(tag: int, slot: int) -> list[torch.Tensor]:
+            return [weight[slot] for weight in experts.parameters()]
+
+        balancer = Balancer(ep, every=max(1, steps // _PLANS), weights=weights_of)
+    # The same logits on all ranks, and in all rounds unless they drift: popular experts stay so.
     pool = partial(
         simulate_logits,
         kind,
@@ -123,27 +146,22 @@ def _measure(
     )
     pool_TE = pool()
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
-    bias_E = (
-        torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
-    )
+    bias_E = None
+    if config.routing.selection_bias:
+        bias_E = torch.zeros(model.num_experts, device=ep.device)
     health = ep.health()
     waited_before = health.waited_s
     rows_before = sum(health.tokens_per_expert)
     for n in range(steps):
+        # Tokens and logits. In a drift one order of popularity becomes another over the run.
         if kind == "drift":
-            pool_TE = pool(step=n / steps)  # one order becomes another over the run
-        x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(
-            ep.device, model.torch_dtype
-        )
-        logits_TE = pool_TE[torch.randint(POOL_ROWS, (tokens,), generator=generator)].to(ep.device)
-        with clock.stage("route"):
-            routing = ep.route(logits_TE, bias_E)
-        with clock.stage("dispatch"):
-            d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
-        with clock.stage("experts"):
-            rows_ND = experts(d.rows, d.expert_offsets, d.scales)
-        with clock.stage("combine"):
-            y_TD = ep.combine(rows_ND, d)
+            pool_TE = pool(step=n / steps)
+        x_TD = torch.randn(tokens, model.hidden_size, generator=generator)
+        x_TD = x_TD.to(ep.device, model.torch_dtype)
+        drawn_T = torch.randint(POOL_ROWS, (tokens,), generator=generator)
+        logits_TE = pool_TE[drawn_T].to(ep.device)
+        routing, y_TD = _round(ep, experts, clock, x_TD, logits_TE, bias_E)
+        # Compare some of its rows with the reference.
         some = slice(None, None, max(1, tokens // CHECKED_ROWS))
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
         worst_error = max(worst_error, _relative_error(y_TD[some], expected_TD))
@@ -151,6 +169,7 @@ def _measure(
             rows.append(sum(ep.health().tokens_per_expert))
             balancer.tick()
     ep.check()
+    # Health counts from the start: take differences.
     if balancer is not None:
         balancer.finish()
         rows = [after - before for before, after in pairwise([rows_before, *rows])]
@@ -164,6 +183,27 @@ def _measure(
         "rows": rows,
         "moves": moves,
     }
+
+
+def _round(
+    ep: ExpertParallel,
+    experts: GroupedExperts,
+    clock: StageClock,
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+) -> tuple[Routing, torch.Tensor]:
+    """The routing of these tokens, and their y [T, D]. Collective."""
+    tag = int(ep.config.placement.live)
+    with clock.stage("route"):
+        routing = ep.route(logits_TE, bias_E)
+    with clock.stage("dispatch"):
+        d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
+    with clock.stage("experts"):
+        rows_ND = experts(d.rows, d.expert_offsets, d.scales)
+    with clock.stage("combine"):
+        y_TD = ep.combine(rows_ND, d)
+    return routing, y_TD
 
 
 def _synchronise(ep: ExpertParallel) -> None:
@@ -192,18 +232,21 @@ def _tolerance(config: EPConfig) -> float:
     """The limit of the worst error: it allows for the rounding of rows' dtype, also inside the
     experts.
     """
-    return FP8_TOLERANCE if config.exchange.quantizes else TOLERANCE[config.model.dtype]
+    if config.exchange.quantizes:
+        return FP8_TOLERANCE
+    return TOLERANCE[config.model.dtype]
 
 
 def require_memory(config: EPConfig) -> None:
     """Raise UserError if this machine's memory cannot hold all ranks of `config`."""
+    # On GPUs each rank uses the memory of its own.
     if config.exchange.transport == "nvlink":
-        return  # each rank uses the memory of its own GPU
+        return
     ranks = config.topology.ep_size
     weights = _bytes_per_intermediate(config) * _intermediate_size(config)
-    needed = sum(plan.total_bytes for plan in rank_plans(config)) + ranks * (
-        2 * weights + PROCESS_BYTES
-    )
+    windows = sum(plan.total_bytes for plan in rank_plans(config))
+    # Weights of all experts, and as many at most for those of the rank.
+    needed = windows + ranks * (2 * weights + PROCESS_BYTES)
     available = available_memory_bytes()
     if needed > available:
         raise UserError(
@@ -214,17 +257,15 @@ def require_memory(config: EPConfig) -> None:
         )
 
 
-def _expert_weights(
-    config: EPConfig, seed: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up [E, 2F, D] and down [E, D, F] of all logical experts, the same on every rank."""
+def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> _Weights:
     E = config.model.num_experts
     D = config.model.hidden_size
     F = _intermediate_size(config)
     generator = torch.Generator().manual_seed(seed)
     gate_up = torch.randn(E, 2 * F, D, generator=generator) / D**0.5
     down = torch.randn(E, D, F, generator=generator) / F**0.5
-    return gate_up.to(device, config.model.torch_dtype), down.to(device, config.model.torch_dtype)
+    dtype = config.model.torch_dtype
+    return _Weights(gate_up.to(device, dtype), down.to(device, dtype))
 
 
 def _intermediate_size(config: EPConfig) -> int:
@@ -234,12 +275,13 @@ def _intermediate_size(config: EPConfig) -> int:
 
 
 def _bytes_per_intermediate(config: EPConfig) -> int:
-    return (
-        3 * config.model.num_experts * config.model.hidden_size * config.model.torch_dtype.itemsize
-    )
+    """Of all experts: rows of gate and up, and a column of down."""
+    model = config.model
+    return 3 * model.num_experts * model.hidden_size * model.torch_dtype.itemsize
 
 
 def _relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error over the largest value; infinity where y has NaN or Inf."""
     if not y.isfinite().all():
         return float("inf")
     if y.numel() == 0:

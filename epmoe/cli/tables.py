@@ -23,6 +23,9 @@ from epmoe.cli.console import (
 )
 from epmoe.cli.result import STAGES, Result, imbalance, mean_stages
 
+# Styles of cells that begin with one of these.
+_STYLES = {"✓": "green", "✗": "bold red"}
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -38,15 +41,15 @@ class Cells:
         """The table for the terminal."""
         table = plain_table(self.columns, self.words)
         for number, row in enumerate(self.rows, start=1):
-            cells = [
-                Text(cell, style={"✓": "green", "✗": "bold red"}.get(cell[:1], "")) for cell in row
-            ]
-            table.add_row(*cells, style="bold" if self.has_sum and number == len(self.rows) else "")
+            cells = [Text(cell, style=_STYLES.get(cell[:1], "")) for cell in row]
+            is_sum = self.has_sum and number == len(self.rows)
+            table.add_row(*cells, style="bold" if is_sum else "")
         return table
 
 
 def show(result: Result) -> None:
     """Print the texts, loads, times, health counters and checks of one run."""
+    # What the model has written.
     texts = Table.grid(padding=(0, 2, 0, 2))
     for rank, (prompt, continuation) in enumerate(result.texts):
         texts.add_row(
@@ -55,6 +58,7 @@ def show(result: Result) -> None:
         )
     if result.texts:
         console.print(texts)
+    # Loads and times.
     for table in (rank_table(result), stage_table(result)):
         console.print()
         print_table(table.draw())
@@ -69,9 +73,11 @@ def show(result: Result) -> None:
         console.print(
             f"  waits: longest for rank {rank}, {human_seconds(seconds)} of all ranks together"
         )
-    counts = [
-        f"{name.replace('_', ' ')} {count:,}" for name, count in result.health.items() if count
-    ]
+    # Whether all is well.
+    counts = []
+    for name, count in result.health.items():
+        if count:
+            counts.append(f"{name.replace('_', ' ')} {count:,}")
     console.print(f"  health: {', '.join(counts) or 'nothing to report'}")
     for check in result.checks:
         style = "green" if check.passed else "bold red"
@@ -93,6 +99,7 @@ def summarise(results: Sequence[Result]) -> None:
 
 
 def summary_table(results: Sequence[Result]) -> Cells:
+    """A row for each run, with the outcome of every check that any of them has."""
     checks = dict.fromkeys(check.what for result in results for check in result.checks)
     figures = (
         "one process",
@@ -102,35 +109,28 @@ def summary_table(results: Sequence[Result]) -> Cells:
         "busiest expert",
     )
     columns = [textwrap.fill(column, 9) for column in ("model", *checks, *figures)]
-    rows = [
-        (
-            result.name,
-            *(
-                {check.what: f"{check.mark} {check.measured}" for check in result.checks}.get(
-                    what, "–"
-                )
-                for what in checks
-            ),
-            human_seconds(mean(result.baseline.elapsed), zeros=True) if result.baseline else "–",
-            human_seconds(mean(result.elapsed), zeros=True),
-            f"{result.rows_moved:,}",
-            times(imbalance(result.pairs)),
-            times(imbalance(result.load)),
-        )
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        outcomes = {check.what: f"{check.mark} {check.measured}" for check in result.checks}
+        alone = "–"
+        if result.baseline:
+            alone = human_seconds(mean(result.baseline.elapsed), zeros=True)
+        row = [result.name, *(outcomes.get(what, "–") for what in checks)]
+        row += [alone, human_seconds(mean(result.elapsed), zeros=True), f"{result.rows_moved:,}"]
+        row += [times(imbalance(result.pairs)), times(imbalance(result.load))]
+        rows.append(row)
     return Cells(columns, rows, words=columns[: 1 + len(checks)])
 
 
 def rank_table(result: Result) -> Cells:
     """Rows and pairs of each rank."""
-    drops = any(result.dropped)
+    has_drops = any(result.dropped)
     load = f"load per {result.holder}"
     columns = (
         "rank",
         "rows sent",
         "received",
-        "kept/pairs" if drops else "pairs",
+        "kept/pairs" if has_drops else "pairs",
         f"busiest {result.holder}",
         load,
     )
@@ -139,10 +139,13 @@ def rank_table(result: Result) -> Cells:
     for rank, loads in enumerate(result.loads):
         kept = sum(loads)
         top = max(loads, default=0)
-        pairs = f"{kept:,}/{kept + result.dropped[rank]:,}" if drops else f"{kept:,}"
-        busiest = (
-            f"#{result.placement.local_experts(rank)[loads.index(top)]}: {top:,}" if top else "–"
-        )
+        pairs = f"{kept:,}"
+        if has_drops:
+            pairs += f"/{kept + result.dropped[rank]:,}"
+        busiest = "–"
+        if top:
+            expert = result.placement.local_experts(rank)[loads.index(top)]
+            busiest = f"#{expert}: {top:,}"
         sent = f"{sum(result.traffic[rank]):,}"
         rows.append((f"{rank}", sent, f"{received[rank]:,}", pairs, busiest, sparkline(loads)))
     return Cells(columns, rows, words=(load,))
@@ -161,7 +164,8 @@ def stage_table(result: Result) -> Cells:
 
     def row(name: str, single: float | None, each: Sequence[float], bound: str = "") -> list[str]:
         cells = [name, bound + human_seconds(mean(each), zeros=True)]
-        least, most = (human_seconds(value, zeros=True) for value in (min(each), max(each)))
+        least = human_seconds(min(each), zeros=True)
+        most = human_seconds(max(each), zeros=True)
         cells += [
             f"{least} to {most}",
             human_seconds(mean(each) / rounds, zeros=True),
@@ -171,11 +175,12 @@ def stage_table(result: Result) -> Cells:
             cells.insert(1, "–" if single is None else human_seconds(single, zeros=True))
         return cells
 
-    rows = [
-        row(stage, alone.get(stage), [one.get(stage, 0.0) for one in result.stages])
-        for stage in STAGES
-        if stage in result.seconds or stage in alone
-    ]
+    rows = []
+    for stage in STAGES:
+        if stage in result.seconds or stage in alone:
+            of_ranks = [seconds.get(stage, 0.0) for seconds in result.stages]
+            rows.append(row(stage, alone.get(stage), of_ranks))
+    # A part of the stages above, and their sum.
     if result.waiting:
         rows.append(
             row("of it waiting", None, [max(waited) for waited in result.waited], bound="≥ ")

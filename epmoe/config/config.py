@@ -35,10 +35,14 @@ rows. The larger one is faster where experts have many rows.
 """
 
 _INT32_MAX = 2**31 - 1
-_MOST_ELEMENTS = 65536  # of a row
-_MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
-_LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
-_MOST_ERRORS = 12  # of a message: one screen
+# Elements of a row.
+_MOST_ELEMENTS = 65536
+# Ranks of a node: a set of them is one 64-bit mask.
+_MOST_ON_NODE = 64
+# A slot is numbered in 16 bits.
+_LIVE_SLOTS = 2**16
+# Errors of a message: one screen.
+_MOST_ERRORS = 12
 
 
 class _Rule(NamedTuple):
@@ -318,10 +322,10 @@ class EPConfig(Strict):
         except ValidationError as error:
             lines = []
             for item in error.errors()[:_MOST_ERRORS]:
-                section = item["loc"][0] if len(item["loc"]) > 1 else None
-                lines.append(
-                    explain(item, _KEYS.get(str(section), ()) if section else tuple(_KEYS))
-                )
+                # A hint names a key of the same section, or a section.
+                is_in_section = len(item["loc"]) > 1
+                known = _KEYS.get(str(item["loc"][0]), ()) if is_in_section else tuple(_KEYS)
+                lines.append(explain(item, known))
             more = error.error_count() - _MOST_ERRORS
             if more > 0:
                 lines.append(f"and {more:,} more")
@@ -341,9 +345,9 @@ class EPConfig(Strict):
         """
         if self.topology.seats == self.topology.ep_size:
             return self
-        return self.model_copy(
-            update={"topology": TopologyConfig(ep_size=self.topology.seats)}
-        )  # one node
+        # All seats are on one node, since experts move there only.
+        all_seats = TopologyConfig(ep_size=self.topology.seats)
+        return self.model_copy(update={"topology": all_seats})
 
     @property
     def alignment(self) -> int:
@@ -352,33 +356,27 @@ class EPConfig(Strict):
         """
         if self.capacity.alignment is not None:
             return self.capacity.alignment
-        if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
+        # GEMMs that want blocks take bf16 only.
+        if self.model.dtype != "bfloat16":
             return 1
         small, large = ROW_BLOCKS
-        return (
-            large
-            if self.capacity.max_num_tokens_per_rank >= self.tokens_that_fill(large)
-            else small
-        )
+        fills_large = self.capacity.max_num_tokens_per_rank >= self.tokens_that_fill(large)
+        return large if fills_large else small
 
     def tokens_that_fill(self, rows: int) -> int:
         """T of each rank from which on an expert gets as many rows on average."""
-        return -(
-            -rows
-            * self.num_physical_experts
-            // (self.topology.ep_size * self.model.num_experts_per_tok)
-        )
+        pairs = rows * self.num_physical_experts
+        pairs_of_a_token_per_rank = self.topology.ep_size * self.model.num_experts_per_tok
+        return -(-pairs // pairs_of_a_token_per_rank)
 
     @property
     def small_alignment(self) -> int:
         """The same on GPUs of one node, on a rank that brings too few tokens to fill blocks of
         `alignment` rows.
         """
-        return (
-            self.alignment
-            if self.capacity.alignment is not None
-            else min(self.alignment, *ROW_BLOCKS)
-        )
+        if self.capacity.alignment is not None:
+            return self.alignment
+        return min(self.alignment, *ROW_BLOCKS)
 
     @property
     def rows_per_node(self) -> int:
@@ -394,18 +392,25 @@ class EPConfig(Strict):
         since the sources of the rows raise them. `Placement.of_node` gives its placement.
         """
         topology = self.topology
-        times = self.exchange
-        tokens = topology.num_nodes * self.rows_per_node
-        later = {
-            key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")
-        }
+        exchange = self.exchange
+        capacity = self.capacity.model_copy(
+            update={
+                "max_num_tokens_per_rank": topology.num_nodes * self.rows_per_node,
+                "on_overflow": "drop",
+            }
+        )
+        inside_node = exchange.model_copy(
+            update={
+                "timeout_s": exchange.timeout_s + INSIDE_NODE_S,
+                "warmup_timeout_s": exchange.warmup_timeout_s + INSIDE_NODE_S,
+                "on_abort": "zeros",
+            }
+        )
         return self.model_copy(
             update={
                 "topology": TopologyConfig(ep_size=topology.ranks_here),
-                "capacity": self.capacity.model_copy(
-                    update={"max_num_tokens_per_rank": tokens, "on_overflow": "drop"}
-                ),
-                "exchange": times.model_copy(update=later | {"on_abort": "zeros"}),
+                "capacity": capacity,
+                "exchange": inside_node,
             }
         )
 
@@ -437,6 +442,7 @@ class EPConfig(Strict):
                     "then move"
                 )
             return config
+        # List owners and copies: whatever strategy made them, these hold from now on.
         explicit = {
             "strategy": "explicit",
             "assignment": list(placement.owners),
@@ -456,11 +462,12 @@ class EPConfig(Strict):
         """
         sections = self.model_dump()
         placement = sections["placement"]
-        most = self.topology.max_ranks
-        sections["topology"] = {
-            "ep_size": ep_size,
-            "max_ranks": most and max(most, ep_size),
-        }  # one node
+        # One node, whose seats are unset, or enough for the ranks.
+        seats = self.topology.max_ranks
+        if seats is not None:
+            seats = max(seats, ep_size)
+        sections["topology"] = {"ep_size": ep_size, "max_ranks": seats}
+        # Ranks bring their own slots, so a file of slots counts no more.
         least = -(-self.model.num_experts // ep_size)
         placement["slots"] = None
         placement["slots_per_rank"] = max(placement["slots_per_rank"] or 0, least)
@@ -525,10 +532,11 @@ class EPConfig(Strict):
         Raises ConfigError, whose message begins with `where`.
         """
         overrides = environment_overrides(os.environ, _KEYS)
-        for section, key, value in overrides.values():
-            keys = sections.setdefault(section, {})
+        for override in overrides.values():
+            keys = sections.setdefault(override.section, {})
+            # Checks refuse what is no section.
             if isinstance(keys, dict):
-                keys[key] = value
+                keys[override.key] = override.value
         try:
             return cls(**sections)
         except ConfigError as error:
@@ -713,6 +721,7 @@ class EPConfig(Strict):
                 ),
                 got=wire.name,
             )
+        # An extra takes most elements beside elements of two bytes, of any dtype.
         extra = self.capacity.extra_bytes
         width = WIRE_FORMATS[exchange.payload].width(model.hidden_size, extra, torch.float16)
         yield _Rule(
@@ -721,6 +730,7 @@ class EPConfig(Strict):
             must_be=f"such that it makes a row of {_MOST_ELEMENTS} elements at most",
             got=extra,
         )
+        # The first round may not have less time than the others.
         first = exchange.warmup_timeout_s
         later = exchange.timeout_s
         yield _Rule(

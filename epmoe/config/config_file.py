@@ -13,15 +13,25 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 ENV_PREFIX = "EPMOE_"
 _PACKAGE = Path(__file__).resolve().parents[1]
-_REPR = reprlib.Repr()  # of a value in a message, which may be as large as its file
-_REPR.maxstring = _REPR.maxother = 80
+# Writes a value into a message. The value may be as large as its file.
+_REPR = reprlib.Repr()
+_REPR.maxstring = 80
+_REPR.maxother = 80
 _REPR.maxlevel = 3
+
+
+class Override(NamedTuple):
+    """What a variable of the environment sets."""
+
+    section: str
+    key: str
+    value: Any
 
 
 class ConfigError(ValueError):
@@ -47,15 +57,17 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    where = f"on line {seen[key.value]} and on line {line}"
-                    raise ConfigError(f"key `{key.value}` is given twice, {where}: keep one")
-                seen[key.value] = line
+            if key.value in seen:
+                where = f"on line {seen[key.value]} and on line {line}"
+                raise ConfigError(f"key `{key.value}` is given twice, {where}: keep one")
+            seen[key.value] = line
         return super().construct_mapping(node, deep)
 
 
+# In place of YAML 1.1's numbers.
 _Loader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if pair[0] not in _NUMBERS]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -65,9 +77,11 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of JSON. Raises ConfigError for a key that is given twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        counts = Counter(key for key, _ in pairs)
+        key = next(key for key, count in counts.items() if count > 1)
         raise ConfigError(f"key `{key}` is given twice: keep one")
     return result
 
@@ -87,10 +101,13 @@ def ready_configs() -> dict[str, Path]:
     of its root.
     """
     folders = [_PACKAGE / "configs"]
-    if (_PACKAGE.parent / "pyproject.toml").exists():  # elsewhere a folder `configs` is not ours
+    # In a checkout; elsewhere a folder `configs` beside the package is not ours.
+    if (_PACKAGE.parent / "pyproject.toml").exists():
         folders.append(_PACKAGE.parent / "configs")
-    found = next((folder for folder in folders if folder.is_dir()), None)
-    return {} if found is None else {path.stem: path for path in sorted(found.glob("*.yaml"))}
+    for folder in folders:
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
 
 
 def find_config(name_or_path: str | Path) -> Path:
@@ -102,11 +119,13 @@ def find_config(name_or_path: str | Path) -> Path:
     """
     path = Path(name_or_path)
     ready = ready_configs()
+    # A file comes before a name.
     if path.is_file():
         return path
     for name, file in ready.items():
         if str(path) in (name, file.name):
             return file
+    # Neither: say what is wrong with it.
     if path.is_dir() and path.suffix.lower() not in _PARSERS:
         raise ConfigError(
             f"{path}: is a folder: give a file, or for a checkpoint `--nproc` (`EPConfig.from_hf`)"
@@ -139,13 +158,15 @@ def read_config(
         raise ConfigError(
             f"{path}: is not valid {path.suffix[1:].upper()}: {_brief(error)}"
         ) from None
-    data = {} if data is None else data
+    if data is None:  # an empty file
+        data = {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{path}: must hold {holds}, got {_REPR.repr(data)}")
     return data
 
 
 def _text_of(path: Path) -> str:
+    """Raises ConfigError, without the path."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -161,21 +182,25 @@ def _brief(error: Exception) -> str:
     """The line of a mistake and what it is; parsers of YAML and JSON have them under names of their
     own.
     """
+    # YAML's marks count lines from 0.
+    line = getattr(error, "lineno", None)
     mark = getattr(error, "problem_mark", None)
-    line = getattr(error, "lineno", None) if mark is None else mark.line + 1
+    if mark is not None:
+        line = mark.line + 1
+    where = "" if line is None else f"line {line}: "
     text = (
         getattr(error, "problem", None)
         or getattr(error, "reason", None)
         or getattr(error, "msg", None)
         or error
     )
-    return (f"line {line}: " if line is not None else "") + _short(" ".join(str(text).split()), 160)
+    return where + _short(" ".join(str(text).split()), 160)
 
 
 def environment_overrides(
     environ: Mapping[str, str], sections: Mapping[str, Collection[str]]
-) -> dict[str, tuple[str, str, Any]]:
-    """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}, values in YAML.
+) -> dict[str, Override]:
+    """What variables `EPMOE_<SECTION>__<KEY>` set, by variable. Their values are YAML.
 
     Variables without the double underscore are not configuration. A variable that names no key of
     `sections`, or a section alone, or that has one underscore where it needs two, is an error,
@@ -183,22 +208,12 @@ def environment_overrides(
     """
     overrides = {}
     for variable in sorted(environ):
-        section, found, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
         if not variable.startswith(ENV_PREFIX):
             continue
+        section, underscores, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
         where = f"environment variable {variable}"
-        if not found:
-            if section in sections:
-                key = next(iter(sections[section]))
-                raise ConfigError(
-                    f"{where}: has no effect, since it names a section; one of its keys is "
-                    f"{variable}__{key.upper()}"
-                )
-            meant = _meant(section, sections)
-            if meant:
-                raise ConfigError(
-                    f"{where}: has no effect; did you mean {meant}, with two underscores?"
-                )
+        if not underscores:
+            _check_means_nothing(variable, sections)
             continue
         if section not in sections:
             raise ConfigError(f"{where}: no section `{section}`; there are {', '.join(sections)}")
@@ -207,24 +222,41 @@ def environment_overrides(
                 f"{where}: `{section}` has no key `{key}`, but {', '.join(sections[section])}"
             )
         try:
-            overrides[variable] = (section, key, _parse_yaml(environ[variable]))
+            value = _parse_yaml(environ[variable])
         except (ConfigError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{where}: is not a YAML value: {_brief(error)}") from None
+        overrides[variable] = Override(section, key, value)
     return overrides
+
+
+def _check_means_nothing(variable: str, sections: Mapping[str, Collection[str]]) -> None:
+    """Raises ConfigError where a variable without a double underscore looks like an override."""
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    where = f"environment variable {variable}"
+    if name in sections:
+        key = next(iter(sections[name]))
+        raise ConfigError(
+            f"{where}: has no effect, since it names a section; one of its keys is "
+            f"{variable}__{key.upper()}"
+        )
+    meant = _meant(name, sections)
+    if meant:
+        raise ConfigError(f"{where}: has no effect; did you mean {meant}, with two underscores?")
 
 
 def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
     """The override that a variable without a double underscore is close to: SECTION_KEY, or the KEY
     alone.
     """
-    overrides = {
-        f"{section}_{key}": f"{section}__{key}"
-        for section, keys in sections.items()
-        for key in keys
-    }
-    alone = {key: f"{section}__{key}" for section, keys in sections.items() for key in keys}
+    overrides = {}
+    by_key = {}
+    for section, keys in sections.items():
+        for key in keys:
+            override = f"{section}__{key}"
+            overrides[f"{section}_{key}"] = override
+            by_key[key] = override
     close = difflib.get_close_matches(name, overrides, n=1, cutoff=0.9)
-    meant = overrides[close[0]] if close else alone.get(name)
+    meant = overrides[close[0]] if close else by_key.get(name)
     return ENV_PREFIX + meant.upper() if meant else None
 
 
@@ -233,13 +265,7 @@ def explain(item: Any, known: Sequence[str]) -> str:
     give a hint.
     """
     last = item["loc"][-1] if item["loc"] else None
-    key = (
-        "`"
-        + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(
-            "."
-        )
-        + "`"
-    )
+    key = f"`{_dotted(item['loc'])}`"
     got = _REPR.repr(item["input"])
     match item["type"]:
         case "value_error":
@@ -253,6 +279,12 @@ def explain(item: Any, known: Sequence[str]) -> str:
         case "model_type":
             return f"{key} must be a mapping of keys, got {got}"
     return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {got}"
+
+
+def _dotted(places: Sequence[int | str]) -> str:
+    """A key as users write it, with the index of a list in brackets."""
+    parts = [f"[{place}]" if isinstance(place, int) else f".{_short(place)}" for place in places]
+    return "".join(parts).lstrip(".")
 
 
 def _short(text: str, most: int = 80) -> str:

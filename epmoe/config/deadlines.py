@@ -19,8 +19,10 @@ ANSWER_S = 0.4
 INSIDE_NODE_S = 0.8
 RETURN_S = 1.1
 NETWORK_SLACK_S = 2.0
-LAST_CALL_S = 5.0  # after timeout_s, every rank that lives has raised and calls `recover`
-OPENING_ANSWER_S = 1.0  # like ANSWER_S, where a group did not open and processes may still start
+# So long after timeout_s, every rank that lives has raised and calls `recover`.
+LAST_CALL_S = 5.0
+# Like ANSWER_S, where a group did not open and processes may still start.
+OPENING_ANSWER_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,6 @@ class Deadlines:
         """Of a wait, or over several nodes for `returning` sums. `first`: the first round is still
         under way.
         """
-        return (
-            self.first_s if first or self.opened() <= 1 else self.later_s
-        ) + RETURN_S * returning
+        is_first = first or self.opened() <= 1
+        timeout_s = self.first_s if is_first else self.later_s
+        return timeout_s + RETURN_S * returning

@@ -406,26 +406,41 @@ def sections_of(source: Any, overrides: Mapping[str, Any]) -> tuple[dict[str, An
     whole, where = _read(source)
     config = _part_with_experts(whole)
     row = _row_of(config, where)
+    # The row's values, with those that the model has for them.
     _check_says(row, config, where, _mapping(overrides.get("routing")))
     sections = _values(row, config, where, overrides)
     if row.jitters and config.get("router_jitter_noise"):
         sections["routing"]["jitter_noise"] = config["router_jitter_noise"]
     sections["experts"] = _experts(row, config, where, _mapping(overrides.get("experts")))
-    dtypes = [part.get(key) for part in (whole, config) for key in ("dtype", "torch_dtype")]
-    dtype = next(filter(None, dtypes), None)
+    dtype = _dtype_of(whole, config)
     if dtype:
         sections["model"]["dtype"] = dtype
+    # The caller's keys go first.
     for section, values in overrides.items():
         if isinstance(values, Mapping | Strict):
             sections[section] = sections.get(section, {}) | _mapping(values)
         else:
-            sections[section] = values  # EPConfig refuses it, by its name
+            # EPConfig refuses it, by its name.
+            sections[section] = values
     return sections, where
+
+
+def _dtype_of(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
+    """The dtype that a model names, or None: the whole goes before its part, a new key before the
+    old one.
+    """
+    for config in (whole, part):
+        for key in ("dtype", "torch_dtype"):
+            if config.get(key):
+                return config[key]
+    return None
 
 
 def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a model whose type is known; without one, the innermost part."""
-    config = around = whole
+    # Go inwards, to the first part of a known type.
+    around = whole
+    config = whole
     while not _is_type(config.get("model_type"), MODEL_TYPES):
         parts = [config[key] for key in PART_KEYS if isinstance(config.get(key), Mapping)]
         if not parts:
@@ -434,12 +449,14 @@ def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
         config = parts[0]
     # A part may have no type, or one of its authors' own code: then the whole says which it is.
     known = (*MODEL_TYPES, *REFUSED)
-    if config is not whole and not _is_type(config.get("model_type"), known):
-        of_whole = around.get("model_type")
-        usual = f"{of_whole}_text"
-        part_type = _PART_TYPES.get(of_whole, usual) if isinstance(of_whole, str) else usual
-        if part_type in known:
-            return {**config, "model_type": part_type}
+    if config is whole or _is_type(config.get("model_type"), known):
+        return config
+    of_whole = around.get("model_type")
+    part_type = f"{of_whole}_text"
+    if isinstance(of_whole, str):
+        part_type = _PART_TYPES.get(of_whole, part_type)
+    if part_type in known:
+        return {**config, "model_type": part_type}
     return config
 
 
@@ -454,18 +471,20 @@ def _values(
     among the `overrides` either.
     """
     sections: dict[str, dict[str, Any]] = {"model": {}, "routing": dict(row.routing)}
-    wanted = [("model", key) for key in ("num_experts", "num_experts_per_tok", "hidden_size")]
-    wanted += [("model", "intermediate_size")]
+    of_model = ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
+    wanted = [("model", key) for key in of_model]
     wanted += [("routing", key) for key in row.reads]
     missing = []
     for section, ours in wanted:
         if ours in _mapping(overrides.get(section)):
             continue
+        # The width has another name in each row.
         names = _NAMES.get(ours, (row.width,))
         held = [name for name in names if name in config]
         if held:
             value = _agreed(config, held, where, f"{section}.{ours}")
-            if value is not None:  # null is our default: no groups, factor 1
+            # Null is our default: no groups, factor 1.
+            if value is not None:
                 sections[section][ours] = value
         elif ours in row.defaults:
             sections[section][ours] = row.defaults[ours]
@@ -485,20 +504,23 @@ def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: s
     values: dict[str, Any] = {}
     for name in names:
         value = config[name]
-        if isinstance(value, list) and value:  # one for each layer
+        # A list has one for each layer.
+        if isinstance(value, list) and value:
             if any(each != value[0] for each in value):
                 raise ConfigError(f"{where}`{ours}` must be one number for all layers, got {value}")
             value = value[0]
         if value is not None:
             values[name] = value
-    first, *others = values or {"": None}
+    if not values:
+        return None
+    first, *others = values
     for other in others:
         if values[other] != values[first]:
             raise ConfigError(
                 f"{where}`{ours}` must be one number, got `{first}` {values[first]!r} and "
                 f"`{other}` {values[other]!r}"
             )
-    return values.get(first)
+    return values[first]
 
 
 def _check_says(
@@ -509,7 +531,8 @@ def _check_says(
     """
     for theirs, (ours, meanings) in _SAYS.items():
         value = config.get(theirs)
-        if value is None or ours in (*row.reads, *row.ignores, *overrides):
+        is_read_or_given = ours in (*row.reads, *row.ignores, *overrides)
+        if value is None or is_read_or_given:
             continue
         wanted = row.routing.get(ours, _USUAL.get(ours))
         meant = [each for word, each in meanings.items() if word == value]
@@ -523,14 +546,9 @@ def _check_says(
 
 
 def _read(source: Any) -> tuple[dict[str, Any], str]:
+    """The keys of a model, and the beginning of messages about it. Raises as `EPConfig.from_hf`."""
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            what = "a folder without config.json" if path.is_dir() else "no file or folder"
-            raise ConfigError(
-                f"{path}: is {what}: give a local checkpoint, as nothing is downloaded"
-            )
+        file = _file_of(Path(source))
         return read_config(file, holds="the keys of a model, as config.json does"), f"{file}: "
     if isinstance(source, Mapping):
         return dict(source), ""
@@ -548,15 +566,26 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
     return keys, f"{type(config).__name__}: "
 
 
+def _file_of(path: Path) -> Path:
+    """The config.json of a folder, or the file itself. Raises ConfigError where it is not there."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        what = "a folder without config.json" if path.is_dir() else "no file or folder"
+        raise ConfigError(f"{path}: is {what}: give a local checkpoint, as nothing is downloaded")
+    return file
+
+
 def _experts(
     row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Our section `experts`. Raises ConfigError where the model may have experts that the section
     does not describe.
     """
-    found = dict(row.experts) | {
-        ours: config[theirs] for ours, theirs in row.experts_keys.items() if theirs in config
-    }
+    found = dict(row.experts)
+    for ours, theirs in row.experts_keys.items():
+        if theirs in config:
+            found[ours] = config[theirs]
+    # Other keys may be those of dense layers only.
     for theirs, ours in _OF_EXPERTS.items():
         value = config.get(theirs)
         says_nothing = not value or _is_unset(value) or theirs in row.experts_keys.values()
@@ -565,6 +594,7 @@ def _experts(
                 f"{where}`{theirs}` {value!r} does not say whether it holds for the experts of a "
                 f"{config['model_type']}: give what does, experts={{{ours!r}: …}}"
             )
+    # The activation says alpha, unless the row or the caller does.
     acts = [config[name] for name in _ACTIVATION if config.get(name) is not None]
     act = acts[0] if acts else "silu"
     if any(other != act for other in acts):
@@ -581,13 +611,13 @@ def _experts(
 
 
 def _row_of(config: Mapping[str, Any], where: str) -> _Row:
+    """The row of a model. Raises ConfigError where there is none, and says what to set by hand."""
     model_type = config.get("model_type")
     rows = [row for row in _ROWS if model_type in row.model_types]
     for row in rows:
-        if all(
-            _is_unset(config.get(key)) or config[key] == value for key, value in row.only.items()
-        ):
+        if _holds(row, config):
             return row
+    # The type is known, but other values of its keys.
     if rows:
         got = ", ".join(f"`{key}` {config[key]!r}" for key in rows[0].only if key in config)
         known = " or ".join(
@@ -610,12 +640,21 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
     )
 
 
+def _holds(row: _Row, config: Mapping[str, Any]) -> bool:
+    """Whether a row is for these values of the keys of the model."""
+    for key, value in row.only.items():
+        if not _is_unset(config.get(key)) and config[key] != value:
+            return False
+    return True
+
+
 def _is_unset(value: Any) -> bool:
     """Whether a value of a model is none: null, or for each layer null or 0."""
     return value is None or isinstance(value, list) and not any(value)
 
 
 def _mapping(section: Any) -> dict[str, Any]:
+    """The keys that a caller has set in a section; none of anything else."""
     if isinstance(section, Strict):
         return section.model_dump(exclude_unset=True)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self, TypeGuard
@@ -11,7 +11,8 @@ import torch
 
 EP = "ep"
 """The dimension of a mesh over whose ranks experts are spread."""
-_MOST_NAMED = 20  # experts in a message
+# Experts that a message names.
+_MOST_NAMED = 20
 
 
 class Move(NamedTuple):
@@ -71,36 +72,35 @@ class Placement:
         ):
             if not is_int(value) or value < least:
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
-        if (assignment is None) == (strategy == "explicit"):
+        # Lists are for the explicit strategy, which needs one of owners.
+        is_explicit = strategy == "explicit"
+        if is_explicit != (assignment is not None):
+            given = "none" if assignment is None else "one"
             raise ValueError(
                 f"`assignment` must be given with strategy 'explicit' and with no other, got "
-                f"{strategy!r} with {'none' if assignment is None else 'one'}"
+                f"{strategy!r} with {given}"
             )
-        if copied_experts is not None and strategy != "explicit":
+        if copied_experts is not None and not is_explicit:
             raise ValueError(
                 f"`copied_experts` may be given with strategy 'explicit' only, got {strategy!r}"
             )
-        physical = num_experts + num_redundant_experts
+        # Who owns which.
+        num_physical = num_experts + num_redundant_experts
         if assignment is not None:
             owners = tuple(assignment)
-        elif strategy == "linear":
-            block, longer = divmod(physical, ep_size)
-            owners = tuple(rank for rank in range(ep_size) for _ in range(block + (rank < longer)))
-        elif strategy == "round_robin":
-            owners = tuple(p % ep_size for p in range(physical))
         else:
+            owners = _owners(strategy, num_physical, ep_size)
+        if len(owners) != num_physical:
             raise ValueError(
-                f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}"
-            )
-        if len(owners) != physical:
-            raise ValueError(
-                f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}"
+                f"`assignment` must be {num_physical} ranks, one per physical expert, got "
+                f"{len(owners)}"
             )
         for p, rank in enumerate(owners):
             if not is_int(rank) or not 0 <= rank < ep_size:
                 raise ValueError(
                     f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}"
                 )
+        # What the copies are of.
         if copied_experts is None:
             return cls(num_experts, ep_size, owners)
         if len(copied_experts) != num_redundant_experts:
@@ -116,11 +116,11 @@ class Placement:
     def _with_copies(
         cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]
     ) -> Self:
-        """Make the one form that equal placements have: it lists no copies that are in the usual
+        """The one form that equal placements have: it lists no copies that are in the usual
         order.
         """
-        usual = all(logical == i % num_experts for i, logical in enumerate(copied))
-        return cls(num_experts, ep_size, owners, None if usual else copied)
+        are_usual = all(logical == i % num_experts for i, logical in enumerate(copied))
+        return cls(num_experts, ep_size, owners, None if are_usual else copied)
 
     def without(self, ranks: Collection[int], *, spread_lost: bool = False) -> Self:
         """This placement over the ranks that remain once `ranks` are gone.
@@ -143,41 +143,45 @@ class Placement:
                 error names it.
         """
         gone = {_in_range("ranks", rank, self.ep_size) for rank in ranks}
-        renumbered = {
-            rank: i for i, rank in enumerate(r for r in range(self.ep_size) if r not in gone)
-        }
-        if not renumbered:
+        remaining = [rank for rank in range(self.ep_size) if rank not in gone]
+        if not remaining:
             raise ValueError(
                 f"`ranks` must leave at least one of {self.ep_size} ranks, got {sorted(gone)}"
             )
-        first: dict[int, int] = {}  # logical expert → new rank
-        copies: list[tuple[int, int]] = []
-        load = [0] * len(renumbered)
+        renumbered = {rank: number for number, rank in enumerate(remaining)}
+        # The first copy that remains takes the id of its logical expert, the others are copies.
+        owner_of: dict[int, int] = {}
+        copied: list[int] = []
+        copy_owners: list[int] = []
+        num_held = [0] * len(remaining)
         for p, rank in enumerate(self.owners):
-            if rank not in gone:
-                x = self.logical(p)
-                new_rank = renumbered[rank]
-                load[new_rank] += 1
-                if x in first:
-                    copies.append((x, new_rank))
-                else:
-                    first[x] = new_rank
-        lost = [x for x in range(self.num_experts) if x not in first]
+            if rank in gone:
+                continue
+            logical = self.logical(p)
+            new_rank = renumbered[rank]
+            num_held[new_rank] += 1
+            if logical in owner_of:
+                copied.append(logical)
+                copy_owners.append(new_rank)
+            else:
+                owner_of[logical] = new_rank
+        # Experts without a copy go where the fewest are, if the caller loads them there.
+        lost = [logical for logical in range(self.num_experts) if logical not in owner_of]
         if lost and not spread_lost:
-            names = f"{lost[:_MOST_NAMED]}" + (
-                f" and {len(lost) - _MOST_NAMED} more" if lost[_MOST_NAMED:] else ""
-            )
+            names = f"{lost[:_MOST_NAMED]}"
+            if len(lost) > _MOST_NAMED:
+                names += f" and {len(lost) - _MOST_NAMED} more"
             raise ValueError(
                 f"logical expert(s) {names} have no copy outside rank(s) {sorted(gone)}: load "
                 "their weights and say where, as Placement.without(ranks, spread_lost=True) does"
             )
-        for x in lost:
-            first[x] = load.index(min(load))
-            load[first[x]] += 1
-        owners = (*(first[x] for x in range(self.num_experts)), *(rank for _, rank in copies))
-        return self._with_copies(
-            self.num_experts, len(renumbered), owners, tuple(x for x, _ in copies)
-        )
+        for logical in lost:
+            idlest = num_held.index(min(num_held))
+            owner_of[logical] = idlest
+            num_held[idlest] += 1
+        first_owners = [owner_of[logical] for logical in range(self.num_experts)]
+        owners = (*first_owners, *copy_owners)
+        return self._with_copies(self.num_experts, len(remaining), owners, tuple(copied))
 
     def moves(
         self, new: Placement, ranks: Sequence[int | None] | None = None
@@ -210,14 +214,7 @@ class Placement:
         moves = []
         for rank, before in enumerate(ranks):
             held = [] if before is None else self.logical_experts(before)
-            wanted = new.logical_experts(rank)
-            moves.append(
-                tuple(
-                    Move(i, logical, held.index(logical) if logical in held else None)
-                    for i, logical in enumerate(wanted)
-                    if held[i : i + 1] != [logical]
-                )
-            )
+            moves.append(tuple(_moves_of_rank(held, new.logical_experts(rank))))
         return moves
 
     @property
@@ -265,8 +262,10 @@ class Placement:
     def expert_map(self, rank: int) -> torch.Tensor:
         """int32 [P], physical id → local index, −1 where another rank owns it."""
         _in_range("rank", rank, self.ep_size)
-        pairs = zip(self.owners, self.local_index, strict=True)
-        return torch.tensor([i if owner == rank else -1 for owner, i in pairs], dtype=torch.int32)
+        local_P = [-1] * self.num_physical_experts
+        for index, p in enumerate(self.local_experts(rank)):
+            local_P[p] = index
+        return torch.tensor(local_P, dtype=torch.int32)
 
     def of_node(self, node: int, ranks_per_node: int) -> Placement:
         """The experts of one node on its own ranks, numbered in ascending order of physical id,
@@ -302,9 +301,10 @@ class Placement:
         expert is foreign.
         """
         _in_range("rank", rank, self.ep_size)
-        return next(
-            (p for p, owner in enumerate(self.owners) if owner != rank), self.num_physical_experts
-        )
+        for p, owner in enumerate(self.owners):
+            if owner != rank:
+                return p
+        return self.num_physical_experts
 
     def logical(self, physical: int) -> int:
         """The logical expert of a physical expert: itself below E, otherwise the expert that it
@@ -342,6 +342,33 @@ class Placement:
         for p in range(self.num_physical_experts):
             copies[self.logical(p)].append(p)
         return tuple(map(tuple, copies))
+
+
+def _owners(strategy: str, num_physical: int, ep_size: int) -> tuple[int, ...]:
+    """[P] the owners by a strategy that lists none. Raises ValueError for another one."""
+    if strategy == "round_robin":
+        return tuple(p % ep_size for p in range(num_physical))
+    if strategy != "linear":
+        raise ValueError(
+            f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}"
+        )
+    # The first ranks own one expert more.
+    block, num_longer = divmod(num_physical, ep_size)
+    owners = list[int]()
+    for rank in range(ep_size):
+        size = block + 1 if rank < num_longer else block
+        owners += [rank] * size
+    return tuple(owners)
+
+
+def _moves_of_rank(held: list[int], wanted: list[int]) -> Iterator[Move]:
+    """Of a rank's experts before and after: what does not lie at its index yet."""
+    for index, logical in enumerate(wanted):
+        stays = index < len(held) and held[index] == logical
+        if stays:
+            continue
+        source = held.index(logical) if logical in held else None
+        yield Move(index, logical, source)
 
 
 def is_int(value: object) -> TypeGuard[int]:

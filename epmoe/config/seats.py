@@ -36,16 +36,19 @@ class Seats:
         two ranks name one seat, the rank of the later group keeps it: the ranks of that group had
         given up the other.
         """
-        earlier_first = sorted(range(len(former)), key=lambda rank: former[rank][0])
-        kept = {
-            former[rank][1]: rank for rank in earlier_first if 0 <= former[rank][1] < count
-        }  # rank by seat
+        # By seat: its rank. That of the later group comes last, and takes the seat.
+        kept: dict[int, int] = {}
+        for rank in sorted(range(len(former)), key=lambda rank: former[rank][0]):
+            seat = former[rank][1]
+            if 0 <= seat < count:
+                kept[seat] = rank
+        # All others sit in the lowest empty seats.
         empty = iter(sorted(set(range(count)).difference(kept)))
-        taken = {rank: seat for seat, rank in kept.items()}
-        return cls(
-            count,
-            tuple(taken[rank] if rank in taken else next(empty) for rank in range(len(former))),
-        )
+        seats = {rank: seat for seat, rank in kept.items()}
+        for rank in range(len(former)):
+            if rank not in seats:
+                seats[rank] = next(empty)
+        return cls(count, tuple(seats[rank] for rank in range(len(former))))
 
     @property
     def empty(self) -> list[int]:

@@ -14,6 +14,13 @@ from epmoe.config.placement import EP
 from epmoe.group.peers import Peers
 from epmoe.native.arguments import describe
 
+# The types of device on which a transport works; the first is the default.
+_DEVICES = {
+    "auto": ("cpu", "cuda"),
+    "shared_memory": ("cpu",),
+    "nvlink": ("cuda",),
+}
+
 
 def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
     """The config, or that of this path or name. Raises TypeError for anything else, ConfigError for
@@ -34,6 +41,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
     anything else.
     """
     if group is None:
+        # Without torch.distributed this process is alone.
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names
@@ -49,9 +57,8 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
             )
         return group.get_group(EP)
     if not isinstance(group, dist.ProcessGroup):
-        if (
-            group == dist.GroupMember.NON_GROUP_MEMBER
-        ):  # what `new_group` returns to processes outside it
+        # What `new_group` returns to processes outside it.
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is no member of `group`: only its members may make an ExpertParallel "
                 "of it"
@@ -67,46 +74,61 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     does not exist.
     """
     transport = config.exchange.transport
-    fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
-    try:
-        wanted = torch.device(
-            ("cuda" if transport == "nvlink" else "cpu") if device is None else device
-        )
-    except TypeError:
-        raise TypeError(
-            f"`device` must be a torch.device or its name, got {describe(device)}"
-        ) from None
-    except RuntimeError:  # a name that torch does not know
-        wanted = None
+    fitting = _DEVICES[transport]
+    if device is None:
+        device = fitting[0]
+    wanted = _parsed(device)
     if wanted is None or wanted.type not in fitting:
         raise ValueError(
             f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got "
             f"{device}"
         )
+    # The name that tensors give, also those made on "cpu:0".
     if wanted.type == "cpu":
-        return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
-    ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
-    slots = (
-        "`placement.slots_per_rank` of all seats"
-        if config.placement.live
-        else "`model.num_experts` with copies"
-    )
-    for what, value, most in (
-        (ranks, config.seated.topology.ranks_here, 32),
-        ("`model.num_experts_per_tok`", config.model.num_experts_per_tok, 32),
-        (slots, config.seated.num_physical_experts, 4096),
-    ):
-        if value > most:
-            raise ValueError(f"{what} must be at most {most} on GPUs, got {value}")
+        return torch.device("cpu")
+    _check_limits_of_gpus(config)
     if not torch.cuda.is_available():
         raise ValueError(
             "torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory "
             "or auto"
         )
-    return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if wanted.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return wanted
+
+
+def _parsed(device: torch.device | str) -> torch.device | None:
+    """None for a name that torch does not know. Raises TypeError for what is no name."""
+    try:
+        return torch.device(device)
+    except TypeError:
+        raise TypeError(
+            f"`device` must be a torch.device or its name, got {describe(device)}"
+        ) from None
+    except RuntimeError:
+        return None
+
+
+def _check_limits_of_gpus(config: EPConfig) -> None:
+    """Raises ValueError for numbers that kernels do not take, by the key that the caller has
+    set.
+    """
+    ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
+    experts = "`model.num_experts` with copies"
+    if config.placement.live:
+        experts = "`placement.slots_per_rank` of all seats"
+    limits = (
+        (ranks, config.seated.topology.ranks_here, 32),
+        ("`model.num_experts_per_tok`", config.model.num_experts_per_tok, 32),
+        (experts, config.seated.num_physical_experts, 4096),
+    )
+    for what, value, most in limits:
+        if value > most:
+            raise ValueError(f"{what} must be at most {most} on GPUs, got {value}")
 
 
 def check_backend(group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError for a group that cannot carry messages of hosts."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         raise ValueError(
             f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "
@@ -121,12 +143,9 @@ def check_size(config: EPConfig, peers: Peers) -> None:
     torch.distributed.
     """
     if config.topology.ep_size != peers.size:
-        alone = peers.group is None
-        hint = (
-            "; torch.distributed is not initialised, so the group is this process alone"
-            if alone
-            else ""
-        )
+        hint = ""
+        if peers.group is None:
+            hint = "; torch.distributed is not initialised, so the group is this process alone"
         raise ValueError(
             f"topology.ep_size must equal the size of the group, {peers.size}, got "
             f"{config.topology.ep_size}{hint}"

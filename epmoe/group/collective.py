@@ -57,9 +57,8 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
     if not dist.is_initialized():
         yield Peers.of(None)
         return
-    timeout_s = max(
-        [ep.config.exchange.warmup_timeout_s for ep in eps] or [ExchangeConfig().warmup_timeout_s]
-    )
+    timeouts = [ep.config.exchange.warmup_timeout_s for ep in eps]
+    timeout_s = max(timeouts, default=ExchangeConfig().warmup_timeout_s)
     if group is not None:
         yield Peers.of(group, timeout_s)
         return
@@ -79,15 +78,15 @@ def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[No
     try:
         yield
     except MissingRankError as error:
+        # Wait a little for the windows to say which processes have ended: gloo may see it first.
         peers = error.peers
         opened = [ep for ep in eps if ep.group is not None]
         deadline = time.monotonic() + ANSWER_S
         found = error.ranks
-        while (
-            not found and time.monotonic() < deadline
-        ):  # gloo may see the end of a process before its window says so
+        while not found and time.monotonic() < deadline:
             found = _ended(peers, opened)
             time.sleep(POLL_S)
+        # Ask all ranks who is there.
         missing = RollCall.of(peers, what).missing(found, OPENING_ANSWER_S)
         names = [peers.global_ranks[rank] for rank in missing]
         why = (
@@ -102,13 +101,14 @@ def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[No
 
 
 def _ended(peers: Peers, eps: Sequence[Member]) -> list[int]:
-    ended = {
-        peers_of(ep).global_ranks[rank]
-        for ep in eps
-        for rank in set(range(ep.size)).difference(ep.survivors())
-    }
-    return [
-        rank
-        for rank, number in enumerate(peers.global_ranks)
-        if number in ended and rank != peers.rank
-    ]
+    """Other ranks of `peers` whose processes have ended, as any of these says."""
+    ended = set[int]()
+    for ep in eps:
+        global_ranks = peers_of(ep).global_ranks
+        gone = set(range(ep.size)).difference(ep.survivors())
+        ended |= {global_ranks[rank] for rank in gone}
+    found = []
+    for rank, global_rank in enumerate(peers.global_ranks):
+        if global_rank in ended and rank != peers.rank:
+            found.append(rank)
+    return found

@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread, current_thread
 
-_END_S = 2.0  # for a note that is under way when the thread is to end
+# How long a note that is under way may take when the thread is to end.
+_END_S = 2.0
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """errors of a process, or a machine, that may not open more files"""
@@ -30,20 +31,20 @@ class Deaths:
     """
 
     def __init__(self, processes: dict[int, int], note: Callable[[int], None]):
-        self._processes, self._mask = processes, 0
+        self._processes = processes
+        self._mask = 0
         self._close = None
         if processes:
+            # The end of `ours` wakes the thread. It keeps nothing of this object alive.
             ours, theirs = socket.socketpair()
-            watched = dict(processes), theirs, weakref.WeakMethod(note)
+            watched = (dict(processes), theirs, weakref.WeakMethod(note))
             thread = Thread(target=_watch, args=watched, daemon=True, name="epmoe-deaths")
             thread.start()
             self._close = weakref.finalize(self, _end, os.getpid(), ours, thread, processes)
 
     def mask(self) -> int:
-        readable = _readable(self._processes.values(), 0)
-        self._mask |= sum(
-            1 << rank for rank, process in self._processes.items() if process in readable
-        )
+        """The ranks whose processes have ended, as a mask."""
+        self._mask |= _mask_of(self._processes, _readable(self._processes.values(), 0))
         return self._mask
 
     def close(self) -> None:
@@ -80,7 +81,9 @@ def has_ended(name: str) -> bool:
     anything: it is the word of another rank.
     """
     place, _, number = name.rpartition("/")
-    if not place or place != _place() or not (number.isdecimal() and len(number) < 10):
+    is_here = place != "" and place == _place()
+    is_number = number.isdecimal() and len(number) < 10
+    if not is_here or not is_number:
         return False
     try:
         process = os.pidfd_open(int(number))
@@ -101,9 +104,9 @@ def processor_time(name: str) -> str:
     place, _, number = name.rpartition("/")
     if place and place == _place() and number.isdecimal():
         with suppress(OSError):
-            return " ".join(
-                Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[11:13]
-            )
+            # Behind the name of the program, which may hold anything: utime and stime.
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+            return " ".join(fields[11:13])
     return ""
 
 
@@ -117,8 +120,14 @@ def _place() -> str:
     return ""
 
 
+def _mask_of(processes: dict[int, int], ended: set[int]) -> int:
+    """The ranks whose descriptors are among those of ended processes."""
+    return sum(1 << rank for rank, process in processes.items() if process in ended)
+
+
 def _readable(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
     """Those that are readable, as the descriptor of a process is once it has ended."""
+    # Not `select.select`, which refuses descriptors from 1024 on.
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -133,26 +142,30 @@ def _watch(
     mask = 0
     with stop:
         while processes:
-            readable = _readable([stop.fileno(), *processes.values()], None)
+            ended = _readable([stop.fileno(), *processes.values()], None)
             call = note()
-            if stop.fileno() in readable or call is None:
+            if stop.fileno() in ended or call is None:
                 return
-            mask |= sum(1 << rank for rank, process in processes.items() if process in readable)
+            mask |= _mask_of(processes, ended)
+            # A process that has ended stays readable: watch the others.
             processes = {
-                rank: process for rank, process in processes.items() if process not in readable
+                rank: process for rank, process in processes.items() if process not in ended
             }
-            with suppress(RuntimeError):  # of a GPU that has failed: waits run into their deadline
+            # Where a GPU has failed the note does, and waits run into their deadline.
+            with suppress(RuntimeError):
                 call(mask)
+            # The next wait must not keep the object alive.
             del call
 
 
 def _end(owner: int, stop: socket.socket, thread: Thread, processes: dict[int, int]) -> None:
+    """End the thread and close the descriptors, in the process that has opened them."""
     if os.getpid() != owner:
         return
-    stop.shutdown(
-        socket.SHUT_RDWR
-    )  # which ends the thread even where a forked child has a copy of the socket
+    # Not `close` alone: a forked child may have a copy of the socket.
+    stop.shutdown(socket.SHUT_RDWR)
     stop.close()
+    # The object may be collected on the thread itself.
     if thread is not current_thread():
         thread.join(_END_S)
     for process in processes.values():

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Tags(NamedTuple):
+    """Where two ranks call layers of different tags."""
+
+    mine: int
+    rank: int
+    """another rank"""
+    theirs: int
+    """its tag"""
 
 
 class EPError(RuntimeError):
@@ -37,8 +48,10 @@ class EPTimeoutError(EPError, TimeoutError):
         why: str,
         then: str = "this ExpertParallel can only be resumed or closed",
     ):
-        self.stage, self.epoch = stage, epoch
-        self.missing_ranks, self.missing_global_ranks = missing, missing_global
+        self.stage = stage
+        self.epoch = epoch
+        self.missing_ranks = missing
+        self.missing_global_ranks = missing_global
         super().__init__(f"{stage} of round {epoch} {why}; {then}")
 
 
@@ -113,7 +126,8 @@ class EPAbortedError(EPError):
     """
 
     def __init__(self, epoch: int, ranks: list[int]):
-        self.epoch, self.ranks = epoch, ranks
+        self.epoch = epoch
+        self.ranks = ranks
         super().__init__(
             f"round {epoch}: rank(s) {ranks} aborted the round, after an exception or by skip, so "
             "this rank's y lacks their experts. The round was closed, and the next one works; with "
@@ -146,41 +160,50 @@ class EPMismatchError(EPError, ValueError):
         tags: tuple[int, int, int] | None = None,
         differences: Mapping[str, tuple[object, object]] | None = None,
     ):
-        self.epoch, self.differing_ranks, self.tags, self.differences = (
-            epoch,
-            ranks,
-            tags,
-            differences or {},
-        )
-        if tags is None and differences:
-            named = ", ".join(
-                f"{name} is {mine} here and {its} there"
-                for name, (mine, its) in differences.items()
-            )
-            what = (
-                f"the calls of rank(s) {ranks} differ from this rank's, that of rank {ranks[0]} by "
-                f"this: {named}; they must be equal on all ranks"
-            )
-        elif tags is None:
-            shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
-            what = (
-                f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} "
-                "than this rank; they must be equal on all ranks"
-            )
+        self.epoch = epoch
+        self.differing_ranks = ranks
+        self.tags = None if tags is None else Tags(*tags)
+        self.differences = differences or {}
+        # The tags say most, then what differs by name.
+        if self.tags is not None:
+            what = _differing_tags(self.tags, ranks)
+        elif self.differences:
+            what = _differing_values(self.differences, ranks)
         else:
-            what = (
-                f"this rank's tag is {tags[0]}, that of rank {tags[1]} is {tags[2]}, and the calls "
-                f"of rank(s) {ranks} differ. A tag names a layer, or in a backward round its "
-                "forward round: a rank has left out a round or has another order of layers or of "
-                "backward passes of micro-batches; `skip` takes part in a round for a rank that "
-                "cannot"
-            )
-        then = (
-            "This ExpertParallel can only be resumed or closed"
-            if latched
-            else "The round was closed"
-        )
+            what = _differing_shapes(ranks, latched)
+        then = "The round was closed"
+        if latched:
+            then = "This ExpertParallel can only be resumed or closed"
         super().__init__(f"round {epoch}: {what}. {then}")
+
+
+def _differing_tags(tags: Tags, ranks: list[int]) -> str:
+    return (
+        f"this rank's tag is {tags.mine}, that of rank {tags.rank} is {tags.theirs}, and the calls "
+        f"of rank(s) {ranks} differ. A tag names a layer, or in a backward round its "
+        "forward round: a rank has left out a round or has another order of layers or of "
+        "backward passes of micro-batches; `skip` takes part in a round for a rank that "
+        "cannot"
+    )
+
+
+def _differing_values(differences: Mapping[str, tuple[object, object]], ranks: list[int]) -> str:
+    named = ", ".join(
+        f"{name} is {mine} here and {theirs} there" for name, (mine, theirs) in differences.items()
+    )
+    return (
+        f"the calls of rank(s) {ranks} differ from this rank's, that of rank {ranks[0]} by "
+        f"this: {named}; they must be equal on all ranks"
+    )
+
+
+def _differing_shapes(ranks: list[int], latched: bool) -> str:
+    """On GPUs, where the error is `latched`, more could differ."""
+    shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
+    return (
+        f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} "
+        "than this rank; they must be equal on all ranks"
+    )
 
 
 class EPRefusedError(EPError):
@@ -194,12 +217,22 @@ class EPRefusedError(EPError):
 
     def __init__(self, ranks: list[int], raised: bool):
         self.ranks = ranks
-        other = (
-            "were given other slots, or weights of other sizes, where all must be the same, or "
-            "raised in `replace`"
-        )
-        what = "raised in `replace`" if raised else other
+        what = "raised in `replace`"
+        if not raised:
+            what = (
+                "were given other slots, or weights of other sizes, where all must be the same, or "
+                "raised in `replace`"
+            )
         super().__init__(f"rank(s) {ranks} {what}. No expert has moved on any rank")
+
+
+# What was due, by the phases of a round that had ended or were under way.
+_DUE = (
+    "dispatch was due",
+    "dispatch had not ended",
+    "combine was due",
+    "combine had not ended",
+)
 
 
 class EPOrderError(EPError):
@@ -209,13 +242,9 @@ class EPOrderError(EPError):
     """
 
     def __init__(self, stage: str, epoch: int, phases: int):
-        self.stage, self.epoch = stage, epoch
-        due = (
-            "dispatch was due",
-            "dispatch had not ended",
-            "combine was due",
-            "combine had not ended",
-        )[phases]
+        self.stage = stage
+        self.epoch = epoch
+        due = _DUE[phases]
         super().__init__(
             f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine "
             "alternate, each after the end of the other: replay graphs in this order, and let the "

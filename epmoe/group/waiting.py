@@ -17,7 +17,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 _Value = TypeVar("_Value")
-_LOOK_S = 0.1  # from one look at the end of work to the next, if its word should be missed
+# Between two looks at the end of work, if its word should be missed.
+_LOOK_S = 0.1
+# Between two calls of `look`.
+_GLANCE_S = 0.02
 
 
 def device_ends(
@@ -26,9 +29,9 @@ def device_ends(
     """Waits by `interruptible` for everything that has been launched on a GPU. Returns whether it
     has ended.
     """
-    return device.type == "cpu" or interruptible(
-        partial(torch.cuda.synchronize, device), timeout_s, look
-    )
+    if device.type == "cpu":
+        return True
+    return interruptible(partial(torch.cuda.synchronize, device), timeout_s, look)
 
 
 def interruptible(
@@ -49,13 +52,15 @@ def interruptible(
         except BaseException as error:
             errors.append(error)
 
-    thread = Thread(target=call, daemon=True)  # which must not keep the process alive
+    # A daemon: a wait that never ends must not keep the process alive.
+    thread = Thread(target=call, daemon=True)
     thread.start()
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while thread.is_alive() and time.monotonic() < deadline:
-        thread.join(0.02)
+        thread.join(_GLANCE_S)
         look()
-    ended = not thread.is_alive()  # before a look at its errors, which it has left by then
+    # This look goes before that at the errors, which the thread has left by then.
+    ended = not thread.is_alive()
     if errors:
         raise errors[0]
     return ended
@@ -109,7 +114,8 @@ class Whole(Generic[_Value]):
 
     def __init__(self, work: Callable[[], _Value]) -> None:
         self._work = work
-        self._turn = [True]  # whoever pops it decides: the thread begins, or nobody ever will
+        # Who pops it decides: the thread begins the work, or nobody ever will.
+        self._turn = [True]
         self._running = allocate_lock()
         self._running.acquire()
         self._has_ended = False
@@ -128,16 +134,21 @@ class Whole(Generic[_Value]):
         It waits for the end of work that has begun, also where further handlers raise. Work that
         has not begun never will.
         """
+        # Take the turn, if the work has not begun.
         with suppress(IndexError):
             self._turn.pop()
             return False
+        # It has: wait for its end.
         while not self._has_ended:
-            with suppress(BaseException):  # the caller has an exception to raise already
+            # Suppress what handlers raise: the caller has an exception to raise already.
+            with suppress(BaseException):
                 self._running.acquire(timeout=_LOOK_S)
         self._error = None
         return True
 
     def _run(self) -> None:
+        """The thread."""
+        # `settle` may have taken the turn: then the work never begins.
         try:
             self._turn.pop()
         except IndexError:
@@ -202,8 +213,10 @@ class Worker:
         return self._thread.is_alive()
 
     def submit(self, compute: Callable[[], _Value]) -> Promise[_Value]:
-        self._queue.put(result := Promise(compute))
-        return result
+        """Compute it after what was submitted before. Waits for nothing."""
+        promise = Promise(compute)
+        self._queue.put(promise)
+        return promise
 
     def close(self) -> None:
         """End the thread after what was submitted. Waits for nothing."""
@@ -214,6 +227,7 @@ class Worker:
 
 def _serve(queue: SimpleQueue[Promise[Any] | None]) -> None:
     """The thread. It does not keep the worker alive."""
-    while (result := queue.get()) is not None:
-        result.run()
-        del result
+    while (promise := queue.get()) is not None:
+        promise.run()
+        # Keep the value no longer than its reader does.
+        del promise

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from epmoe.config.placement import Placement
 from epmoe.group.peers import Peers
@@ -38,15 +39,17 @@ def section_with_slots(
 
     Its file of slots exists until the end of the context, and is the same one on all ranks.
     """
-    slots = torch.full((first.ep_size, live["slots_per_rank"]), EMPTY, dtype=torch.int32)
-    for rank, row in enumerate(slots):
+    slots_RS = torch.full((first.ep_size, live["slots_per_rank"]), EMPTY, dtype=torch.int32)
+    for rank, slots_S in enumerate(slots_RS):
         experts = first.local_experts(rank)
-        row[: len(experts)] = torch.tensor(experts)
+        slots_S[: len(experts)] = torch.tensor(experts)
     with TemporaryDirectory(prefix="epmoe") as folder:
         path = f"{folder}/slots.json"
         if group.rank() == 0:
-            write_slots(path, slots.flatten().expand(layers, -1))
-        yield section_of(live, layers, slots=Peers.of(group).all_gather(path)[0])
+            write_slots(path, slots_RS.flatten().expand(layers, -1))
+        # All ranks read the file of rank 0.
+        path = Peers.of(group).all_gather(path)[0]
+        yield section_of(live, layers, slots=path)
 
 
 class Balancing:
@@ -63,9 +66,12 @@ class Balancing:
         self._logger = logger
         self._balancer: Balancer | None = None
         if live is not None:
-            self._balancer = Balancer(ep, **{key: live[key] for key in _OF_BALANCER if key in live})
-        self._logged = 0  # steps of the balancer's history that the log has
-        self._settled = True  # no move is under way
+            of_balancer = {key: live[key] for key in _OF_BALANCER if key in live}
+            self._balancer = Balancer(ep, **of_balancer)
+        # Steps of the balancer's history that the log has.
+        self._logged = 0
+        # No move is under way.
+        self._settled = True
 
     def poll(self) -> None:
         """Before each step of the framework, on its thread and stream: it raises what kernels have
@@ -74,14 +80,16 @@ class Balancing:
         if self._balancer is None:
             self.ep.poll()
             return
+        # Moves may begin in a tick.
         self._settled = False
         self._balancer.tick()
+        # Log a plan once. Rank 0 alone knows the loads.
         history = self._balancer.history
         if len(history) == self._logged:
             return
         self._logged = len(history)
         step = history[-1] if history else None
-        if step is None or not step.moves or not step.before:  # rank 0 alone knows the loads
+        if step is None or not step.moves or not step.before:
             return
         self._logger.info(
             "epmoe moves %d experts: the busiest rank has %.2f of the mean load on average over "
@@ -95,8 +103,13 @@ class Balancing:
         """These experts are those of the layer with this tag: they move, where experts do."""
         tensors = [parameter.detach() for parameter in experts.parameters()]
         live = self.ep.live
-        if live is not None:
-            live.weights[tag] = lambda _, slot: [tensor[slot] for tensor in tensors]
+        if live is None:
+            return
+
+        def weights_of(tag: int, slot: int) -> list[Tensor]:
+            return [tensor[slot] for tensor in tensors]
+
+        live.weights[tag] = weights_of
 
     def slots(self, tag: int) -> list[int] | None:
         """Of a layer whose weights are loaded, for the first time or again: the expert in each slot

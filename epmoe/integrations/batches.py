@@ -80,6 +80,7 @@ def _hint(error: BaseException) -> None:
 
 @contextmanager
 def _hinting() -> Iterator[None]:
+    """Adds the hint to a timeout that is raised within it."""
     try:
         yield
     except EPTimeoutError as error:
@@ -109,7 +110,8 @@ class SharedExpertParallel:
         """Collective; takes the arguments of `ExpertParallel`, and `static` and `clock` of
         `configure`.
         """
-        self.seconds = dict.fromkeys(("set up", "agree", "dispatch", "experts", "combine"), 0.0)
+        stages = ("set up", "agree", "dispatch", "experts", "combine")
+        self.seconds = dict.fromkeys(stages, 0.0)
         self._now = clock
         with self._timed("set up"):
             self.ep = ExpertParallel(config, group, device)
@@ -167,8 +169,10 @@ class SharedExpertParallel:
         """
         M = self._max_tokens
         T = x_TD.shape[0]
+        # What this rank alone may be refused raises before anything is sent.
         if computation.trains:
-            _ = self.exchange  # raises before anything is sent
+            _ = self.exchange
+        # How many tokens a rank brings at most, and so how many rounds there are.
         call = _Call(computation, tag, x_TD.dtype, longest)
         if longest is None:
             longest = self._longest_batch(T, call)
@@ -177,17 +181,19 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
+        # Static mode takes one round, whatever ranks bring: then only the caller knows more.
         known = longest
         too_long = None
         if self.static:
-            known = call.longest  # static mode otherwise has a limit only, M
+            known = call.longest
             if longest is not None and longest > M:
                 too_long = longest
                 longest = M
         call = call._replace(longest=longest)
         batch = (x_TD, ids_TK, weights_TK)
-        own = self._rounds(T)
+        own_rounds = self._rounds(T)
         rounds_before = self.ep.exchange.rounds.count
+        # Rounds, until no rank has tokens left.
         outputs = list[Tensor]()
         try:
             if too_long is not None:
@@ -200,20 +206,24 @@ class SharedExpertParallel:
                 while not outputs or self._has_more_rounds(len(outputs), call.longest):
                     taken = len(outputs)
                     x, ids, weights = batch
-                    if own > 1 or outputs:  # else no slices, three of which cost the host 5 µs
+                    # One round needs no slices, three of which cost the host 5 µs.
+                    if own_rounds > 1 or outputs:
                         x, ids, weights = (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                    outputs.append(self._round(x, ids, weights, call, taken + 1 < own))
+                    has_more = taken + 1 < own_rounds
+                    outputs.append(self._round(x, ids, weights, call, has_more))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException as error:
             _hint(error)
             self._see_out(rounds_before, call)
             raise
-        if computation.trains:  # rounds without tokens of this rank have a backward round, too
-            own = len(outputs)
-        return outputs[0] if own == 1 else torch.cat(outputs[:own])
+        # Join the outputs. In training those without tokens, too: they have a backward round.
+        if computation.trains:
+            own_rounds = len(outputs)
+        return outputs[0] if own_rounds == 1 else torch.cat(outputs[:own_rounds])
 
     def poll(self) -> None:
+        """Raise what kernels have reported so far. It never waits."""
         with _hinting():
             self.ep.poll()
 
@@ -237,6 +247,7 @@ class SharedExpertParallel:
             return max(num_tokens, self._max_tokens)
         if self.ep.size == 1:
             return num_tokens
+        # Over several nodes the ranks agree; on one, each round carries the answer.
         with self._timed("agree"), _hinting():
             largest = self.ep.exchange.largest(num_tokens)
             if largest is None:
@@ -257,32 +268,41 @@ class SharedExpertParallel:
         with self._timed("agree"):
             return self.ep.exchange.has_more_rounds()
 
-    def _round(self, x: Tensor, ids: Tensor, weights: Tensor, call: _Call, more: bool) -> Tensor:
+    def _round(
+        self, x: Tensor, ids: Tensor, weights: Tensor, call: _Call, has_more: bool
+    ) -> Tensor:
+        """The sums [T, D] of at most M tokens. `has_more`: this rank needs another round.
+
+        Its steps stand in line, with the clock between them: three context managers cost a layer
+        5 µs.
+        """
         ep = self.ep
         now = self._now
         experts, aligned, trains = call.computation
         most = self._most_tokens(call.longest)
         with ep.exchange.giving_up():
+            # Dispatch. Where the longest batch is not known, the round says who has more.
             began = now()
             sends: Callable[..., Dispatched | Routed] = ep.dispatch
             if trains:
                 sends = self.exchange.dispatch
             if call.longest is None:
                 dispatch = partial(sends, x, ids, weights, tag=call.tag, aligned=aligned)
-                routed = ep.exchange.sending(more, dispatch)
+                routed = ep.exchange.sending(has_more, dispatch)
             else:  # a partial would cost the host 0.1 µs
                 routed = sends(x, ids, weights, tag=call.tag, aligned=aligned)
+            # Experts, over as many rows as may have come.
             arrived = now()
             most_tokens = (ep.size - 1) * most + x.shape[0]
             outputs = experts(self._arrived(routed, most_tokens * ids.shape[1]))
             if not trains:
                 check_forward_only(outputs)
+            # Combine.
             computed = now()
             if isinstance(routed, Routed):
                 y = self.exchange.combine(outputs, routed)
             else:
                 y = ep.combine(outputs, routed)
-        # In place: three context managers cost a layer 5 µs.
         self.seconds["dispatch"] += arrived - began
         self.seconds["experts"] += computed - arrived
         self.seconds["combine"] += now() - computed
@@ -294,18 +314,24 @@ class SharedExpertParallel:
 
         It raises nothing of the exchange, since the caller has an exception already.
         """
+        # Nobody waits for more where the exchange has failed, or the last round did not open.
         rounds = self.ep.exchange.rounds
         longest = call.longest
         taken = rounds.count - rounds_before
         if self.ep.exchange.failed or taken and not rounds.opened_after(rounds_before):
             return
+        # Skip round after round, in the shape that the other ranks bring.
         with suppress(RuntimeError), self.ep.at_most(longest):
             while not taken or self._has_more_rounds(taken, longest):
-                trains = call.computation.trains
-                aligned = call.computation.aligned
-                shape = RoundShape.of(self.ep.config, call.dtype) if trains else self.ep.last_shape
-                skips = self.exchange.skip if trains else self.ep.skip
-                skip = partial(skips, shape._replace(aligned=aligned), tag=call.tag)
+                skips: Callable[..., object]
+                if call.computation.trains:
+                    skips = self.exchange.skip
+                    shape = RoundShape.of(self.ep.config, call.dtype)
+                else:
+                    skips = self.ep.skip
+                    shape = self.ep.last_shape
+                shape = shape._replace(aligned=call.computation.aligned)
+                skip = partial(skips, shape, tag=call.tag)
                 if longest is None:
                     self.ep.exchange.sending(False, skip)
                 else:
@@ -313,7 +339,10 @@ class SharedExpertParallel:
                 taken += 1
 
     def _most_tokens(self, longest: int | None) -> int:
-        return self._max_tokens if longest is None else min(longest, self._max_tokens)
+        """Most tokens of a rank in a round."""
+        if longest is None:
+            return self._max_tokens
+        return min(longest, self._max_tokens)
 
     def _arrived(self, routed: Dispatched | Routed, most_pairs: int) -> Arrived:
         """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a
@@ -324,25 +353,24 @@ class SharedExpertParallel:
         counted them.
         """
         if isinstance(routed, Routed):
-            return Arrived(
-                routed.rows, None, Segments(routed.expert_offsets, None, 1), routed.rows.dtype
-            )
+            segments = Segments(routed.expert_offsets, None, 1)
+            return Arrived(routed.rows, None, segments, routed.rows.dtype)
         d = routed
         ep = self.ep
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:
-            # Of whatever the other ranks bring.
+            # All pairs, and gaps before each expert, whatever alignment the other ranks bring.
             alignment = 1 if d.alignment == 1 else ep.config.alignment
             most = most_pairs + ep.num_local_experts * (alignment - 1)
             n = min(d.rows.shape[0], -(-most // alignment) * alignment)
         scales = None if d.scales is None else d.scales[:n]
-        return Arrived(
-            d.rows[:n], scales, Segments(d.expert_offsets, *d.segments.values()), d.dtype
-        )
+        segments = Segments(d.expert_offsets, *d.segments.values())
+        return Arrived(d.rows[:n], scales, segments, d.dtype)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
+        """Adds the time within it to a stage."""
         start = self._now()
         yield
         self.seconds[stage] += self._now() - start

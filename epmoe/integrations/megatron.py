@@ -102,11 +102,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         """Around a forward pass of [S, B, H]: an exception gives its round up, so that the other
         ranks learn of it.
         """
-        H = (
-            self.config.moe_latent_size
-            if getattr(self.config, "moe_latent_size", None)
-            else hidden_states.shape[-1]
-        )
+        # Experts may compute in a smaller space than the model's.
+        H = getattr(self.config, "moe_latent_size", None) or hidden_states.shape[-1]
         T = hidden_states.shape[:-1].numel()
         exchange = self._open(hidden_states, H)
         most = exchange.ep.config.capacity.max_num_tokens_per_rank
@@ -128,25 +125,27 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         """
         self._open(hidden_states, hidden_states.shape[-1])
         self.hidden_shape = hidden_states.shape
+        # The K lowest ids of each token; E where a token has fewer experts.
         E = routing_map.shape[1]
-        every = torch.arange(E, dtype=torch.int32, device=routing_map.device)
-        ids = (
-            torch.where(routing_map, every, E)
-            .topk(self.config.moe_router_topk, largest=False, sorted=True)
-            .values
-        )
-        chosen = ids < E
-        weights = probs.gather(1, ids.clamp(max=E - 1).long()).masked_fill(~chosen, 0.0)
+        all_E = torch.arange(E, dtype=torch.int32, device=routing_map.device)
+        chosen_TE = torch.where(routing_map, all_E, E)
+        K = self.config.moe_router_topk
+        ids_TK = chosen_TE.topk(K, largest=False, sorted=True).values
+        is_chosen_TK = ids_TK < E
+        weights_TK = probs.gather(1, ids_TK.clamp(max=E - 1).long())
+        weights_TK = weights_TK.masked_fill(~is_chosen_TK, 0.0)
         # Part t of expert i is the expert (i // e · ETP + t) · e + i % e, since ranks of the group
         # go by ETP first.
         e = self.num_local_experts
-        parts = torch.arange(self.tp_size, dtype=torch.int32, device=ids.device)
-        of_parts = (ids[..., None] // e * self.tp_size + parts) * e + ids[..., None] % e
-        self.ids = of_parts.masked_fill(~chosen[..., None], -1).flatten(1)
+        parts = torch.arange(self.tp_size, dtype=torch.int32, device=ids_TK.device)
+        ids_TK1 = ids_TK[..., None]
+        ids_TKt = (ids_TK1 // e * self.tp_size + parts) * e + ids_TK1 % e
+        self.ids = ids_TKt.masked_fill(~is_chosen_TK[..., None], -1).flatten(1)
+        # Shared experts begin, where they run at the same time.
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        weights = weights[..., None].expand(-1, -1, self.tp_size).flatten(1)
-        return hidden_states.reshape(-1, hidden_states.shape[-1]), weights
+        weights_TKt = weights_TK[..., None].expand(-1, -1, self.tp_size)
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), weights_TKt.flatten(1)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, H] and probabilities [T, K] → rows [N, H] by local expert and their
@@ -176,11 +175,14 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return hidden_states, self._routed.tokens_per_expert.long().cpu(), probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Rows as they are."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Weighted outputs [N, H] → sums [T, H]. Collective."""
-        routed, self._routed = self._routed, None
+        # A round is combined once.
+        routed = self._routed
+        self._routed = None
         if self._exchange is None or routed is None:
             raise RuntimeError("`token_combine` without a `token_dispatch` before")
         self._order_shared_experts()
@@ -197,7 +199,9 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         if self.hidden_shape is None:
             raise RuntimeError("`combine_postprocess` without a `dispatch_preprocess` before")
         output = hidden_states.view(self.hidden_shape)
-        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+        if self.shared_experts is None:
+            return output
+        return output + self.shared_experts.get_output()
 
     def _order_shared_experts(self) -> None:
         """Shared experts of 0.19 wait for the exchange's stream between their parts; those of 0.16
@@ -219,8 +223,10 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         K = self.config.moe_router_topk * self.tp_size
 
         def make(ep_size: int) -> ExpertParallel:
+            # The exchange needs a CPU backend, which Megatron's group may lack.
             ranks = dist.get_process_group_ranks(self.tp_ep_group)
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            # Room for the longest batch of a rank now.
             most = torch.tensor(max(T, 1))
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
             sections = {
@@ -237,7 +243,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             return ep
 
         ep = _session.share((E, K, H, dtype), self.tp_ep_group, device, make)
-        self._exchange, self._tag = TrainingExchange(ep), ep.new_tag()
+        self._exchange = TrainingExchange(ep)
+        self._tag = ep.new_tag()
         return self._exchange
 
 
@@ -262,6 +269,7 @@ class EpmoeMoELayer(MoELayer):
                 "training only"
             )
         super().__init__(config, *args, **kwargs)
+        # In place of the dispatcher that Megatron has made, with its groups.
         theirs: MoETokenDispatcher = self.token_dispatcher
         groups = SimpleNamespace(
             ep=theirs.ep_group, expt_tp=theirs.tp_group, tp_ep=theirs.tp_ep_group

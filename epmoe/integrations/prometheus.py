@@ -12,7 +12,7 @@ Each rank exports its own counts, since each is a process. They need the extra `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
@@ -60,8 +60,10 @@ class HealthCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The metrics of one scrape; the registry calls this, on any thread."""
+        # One value for each exchange and rank.
         rounds = _counter("rounds", "Rounds of this rank")
         counters = {name: _counter(name, _TEXTS[name]) for name in COUNTERS}
+        # One for each other rank, expert or layer, too.
         sent = _counter("rows_sent", "Rows sent to each rank", "to")
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
         waited = _counter(
@@ -69,6 +71,7 @@ class HealthCollector(Collector):
         )
         aborted = _counter("aborted_rounds", "Rounds that each rank has aborted", "source")
         layers = _counter("layer_rows", "Rows of this rank's experts in each layer", "layer")
+        # What experts that move have done.
         moved = _counter("moved_experts", "Experts that have moved to this rank")
         moved_bytes = _counter("moved_bytes", "Bytes of weights that have moved to this rank")
         stalled = _counter(
@@ -78,37 +81,51 @@ class HealthCollector(Collector):
             "stalled_plans", "Times that a rank has sent no loads for a plan within the deadline"
         )
         refused = _counter("refused_plans", "Plans of moves that ranks have refused")
-        found = self._exchanges() if callable(self._exchanges) else self._exchanges
-        for name, ep in (
-            {"default": found} if isinstance(found, ExpertParallel) else found
-        ).items():
+
+        for name, ep in self._found().items():
             try:
                 health = ep.health(wait=False)
                 labels = [name, str(ep.rank)]
             except EPStateError:  # it is closed
                 continue
             rounds.add_metric(labels, health.rounds)
-            by_layer = dict[int, int]()
+            for counter, family in counters.items():
+                family.add_metric(labels, getattr(health, counter))
+            rows_by_layer = dict[int, int]()
             if ep.live is not None:
-                by_layer = dict(enumerate(health.rows_by_layer, 1))
+                rows_by_layer = dict(enumerate(health.rows_by_layer, 1))
                 moved.add_metric(labels, ep.live.moved)
                 moved_bytes.add_metric(labels, ep.live.moved_bytes)
                 stalled.add_metric(labels, ep.live.stalls)
                 waiting.add_metric(labels, ep.live.stalled_plans)
                 refused.add_metric(labels, health.refused_plans)
-            for counter, family in counters.items():
-                family.add_metric(labels, getattr(health, counter))
-            for family, names, values in (
-                (sent, range(ep.size), health.rows_sent),
-                (tokens, ep.placement.local_experts(ep.rank), health.tokens_per_expert),
-                (waited, range(ep.size), health.waited_s),
-                (aborted, range(ep.size), health.aborted_rounds),
-                (layers, by_layer, by_layer.values()),
-            ):
-                for index, value in zip(names, values, strict=True):
-                    family.add_metric([*labels, str(index)], value)
+            ranks = range(ep.size)
+            experts = ep.placement.local_experts(ep.rank)
+            _add_each(sent, labels, ranks, health.rows_sent)
+            _add_each(tokens, labels, experts, health.tokens_per_expert)
+            _add_each(waited, labels, ranks, health.waited_s)
+            _add_each(aborted, labels, ranks, health.aborted_rounds)
+            _add_each(layers, labels, rows_by_layer, rows_by_layer.values())
         yield from (rounds, *counters.values(), sent, tokens, waited, aborted, layers)
         yield from (moved, moved_bytes, stalled, waiting, refused)
+
+    def _found(self) -> Mapping[str, ExpertParallel]:
+        """The exchanges of this scrape, by their names."""
+        found = self._exchanges() if callable(self._exchanges) else self._exchanges
+        if isinstance(found, ExpertParallel):
+            return {"default": found}
+        return found
+
+
+def _add_each(
+    family: CounterMetricFamily,
+    labels: list[str],
+    names: Iterable[int],
+    values: Iterable[float],
+) -> None:
+    """A value for each name, which is the last label."""
+    for name, value in zip(names, values, strict=True):
+        family.add_metric([*labels, str(name)], value)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

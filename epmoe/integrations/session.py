@@ -40,11 +40,14 @@ def make_config(
     `num_experts` are physical experts where the framework makes copies itself, otherwise logical
     experts. `from_environment`: variables `EPMOE_<SECTION>__<KEY>` override keys.
     """
-    model = {"num_experts": num_experts, "num_experts_per_tok": top_k, "hidden_size": hidden_size}
-    values = sections | {
-        "model": model | {"dtype": dtype_name(dtype)},
-        "topology": {"ep_size": ep_size} | sections.get("topology", {}),
+    model = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "hidden_size": hidden_size,
+        "dtype": dtype_name(dtype),
     }
+    topology = {"ep_size": ep_size} | sections.get("topology", {})
+    values = sections | {"model": model, "topology": topology}
     config = EPConfig.overridden(values) if from_environment else EPConfig(**values)
     if config.topology.max_ranks is not None:
         raise ConfigError(
@@ -90,7 +93,8 @@ class Session(Generic[Entry]):
                 raise RuntimeError(
                     "call the model once before the capture: the first call makes the windows"
                 )
-            with torch.device("cpu"):  # frameworks make models under another default device
+            # Frameworks make models under another default device.
+            with torch.device("cpu"):
                 self._entries[key] = make(len(ranks))
         return self._entries[key]
 

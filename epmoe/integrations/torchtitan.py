@@ -26,6 +26,7 @@ from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
+from epmoe.config.config import EPConfig
 from epmoe.integrations.session import TRAINING_DEADLINES, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
@@ -81,9 +82,9 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         assert mesh is not None and config.hidden_dim is not None
         if self.num_experts % mesh.size():
             raise ValueError(f"{self.num_experts} experts must divide by {mesh.size()} ranks")
-        ranks = dist.get_process_group_ranks(mesh.get_group())
-        on_gpus = mesh.device_type == "cuda"
-        dtype = config.dtype or ("bfloat16" if on_gpus else "float32")
+        # The configuration, of which equal ones share windows.
+        is_on_gpus = mesh.device_type == "cuda"
+        dtype = config.dtype or ("bfloat16" if is_on_gpus else "float32")
         sections: dict[str, dict[str, Any]] = {
             "capacity": {
                 "max_num_tokens_per_rank": config.num_max_tokens_per_rank,
@@ -91,19 +92,21 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
             },
             "exchange": TRAINING_DEADLINES,
         }
-        shapes = self.num_experts, self.top_k, config.hidden_dim, getattr(torch, dtype), mesh.size()
-        made = make_config(*shapes, sections, from_environment=True)
+        made = make_config(
+            self.num_experts,
+            self.top_k,
+            config.hidden_dim,
+            getattr(torch, dtype),
+            mesh.size(),
+            sections,
+            from_environment=True,
+        )
+        ranks = dist.get_process_group_ranks(mesh.get_group())
         key = (*ranks, repr(made))
         exchange = _exchanges.get(key)
         if exchange is None:
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            device = (
-                torch.device("cuda", torch.cuda.current_device())
-                if on_gpus
-                else torch.device("cpu")
-            )
-            with device:  # torchtitan builds models on the meta device
-                exchange = _exchanges[key] = TrainingExchange(ExpertParallel(made, group, device))
+            exchange = _open(made, ranks, is_on_gpus)
+            _exchanges[key] = exchange
         self.exchange = exchange
         self.tag = exchange.ep.new_tag()
 
@@ -132,14 +135,27 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     @property
     def _num_rows(self) -> int | Literal["exact"]:
+        """How many rows dispatch returns."""
         factor = self.config.non_blocking_capacity_factor
         sizes = self.exchange.ep.memory_plan().sizes
         if factor is None:
             return "exact"
+        # A share of all pairs that can arrive, and all gaps, in whole steps.
         most = sizes["R"] * sizes["M"] * min(sizes["K"], sizes["num_local_experts"])
         step = self.config.pad_multiple or 1
         gaps = sizes["num_local_experts"] * (step - 1)
         return -(-(int(most * factor) + gaps) // step) * step
+
+
+def _open(config: EPConfig, ranks: list[int], is_on_gpus: bool) -> TrainingExchange:
+    """The windows of these ranks. Collective."""
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    device = torch.device("cpu")
+    if is_on_gpus:
+        device = torch.device("cuda", torch.cuda.current_device())
+    # torchtitan builds models on the meta device.
+    with device:
+        return TrainingExchange(ExpertParallel(config, group, device))
 
 
 @override(
@@ -171,4 +187,5 @@ class EpmoeSelectiveAC(SelectiveAC):
 
 @override(target=SelectiveAC.Config, description="keeps the rounds of epmoe's exchange")
 def selective_ac(cfg: SelectiveAC.Config) -> EpmoeSelectiveAC.Config:
+    """Take `EpmoeSelectiveAC`."""
     return derive(cfg, EpmoeSelectiveAC.Config)

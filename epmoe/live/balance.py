@@ -20,9 +20,11 @@ from epmoe.config.placement import is_int
 from epmoe.native import ops
 from epmoe.native.arguments import describe
 
+# The largest number that the native library takes.
 _ANY = 2**31 - 1
 MAX_MOVES = 64
-MOVES_OF_A_STEP = 3  # at most: a plan with fewer left may end before the goal
+# Most moves of a step of the search: a plan with fewer left may end before the goal.
+MOVES_OF_A_STEP = 3
 GOAL = 1.03
 
 
@@ -182,9 +184,9 @@ def check_slots(
     `most_copies`.
     """
     _positive("ep_size", ep_size)
-    integers = isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64)
+    is_integers = isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64)
     if (
-        not integers
+        not is_integers
         or slots.shape[:-1] != loads.shape[:-1]
         or not slots.shape[-1]
         or slots.shape[-1] % ep_size
@@ -195,23 +197,25 @@ def check_slots(
             f"{describe(slots)}"
         )
     slots_LP = slots.cpu().reshape(-1, slots.shape[-1]).contiguous()
+    # Every slot holds an expert or nothing, and every expert has a slot.
     E = loads.shape[-1]
     if slots_LP.min() < -1 or slots_LP.max() >= E:
         raise ValueError(f"`slots` must hold experts from 0 to {E - 1}, or −1")
-    counts = _num_copies(slots_LP, E)
-    if (counts == 0).any():
-        layer, expert = (counts == 0).nonzero()[0].tolist()
+    counts_LE = _num_copies(slots_LP, E)
+    if (counts_LE == 0).any():
+        layer, expert = (counts_LE == 0).nonzero()[0].tolist()
         raise ValueError(f"`slots` must hold every expert: layer {layer} has no expert {expert}")
-    on_rank = slots_LP.view(len(slots_LP), ep_size, -1).sort(dim=2).values
-    twice = (on_rank.diff(dim=2) == 0) & (on_rank[:, :, 1:] >= 0)
-    if twice.any():
-        layer, rank, i = twice.nonzero()[0].tolist()
+    # No rank holds an expert twice: sorted, equal ones are neighbours.
+    sorted_LRS = slots_LP.view(len(slots_LP), ep_size, -1).sort(dim=2).values
+    is_twice = (sorted_LRS.diff(dim=2) == 0) & (sorted_LRS[:, :, 1:] >= 0)
+    if is_twice.any():
+        layer, rank, i = is_twice.nonzero()[0].tolist()
         raise ValueError(
             f"`slots` must not hold an expert twice on a rank: layer {layer}, rank {rank}, expert "
-            f"{int(on_rank[layer, rank, i])}"
+            f"{int(sorted_LRS[layer, rank, i])}"
         )
-    if most_copies is not None and counts.max() > most_copies:
-        most = int(counts.max())
+    if most_copies is not None and counts_LE.max() > most_copies:
+        most = int(counts_LE.max())
         raise ValueError(
             f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies}"
         )
@@ -226,12 +230,9 @@ def check_limits(max_moves: int, goal: float) -> None:
 
 
 def _loads(loads: Tensor) -> Tensor:
-    if (
-        not isinstance(loads, Tensor)
-        or loads.dim() not in (1, 2)
-        or not loads.numel()
-        or loads.is_complex()
-    ):
+    """float64 [L, E] on the CPU. Raises ValueError for what is no table of loads."""
+    is_table = isinstance(loads, Tensor) and loads.dim() in (1, 2) and bool(loads.numel())
+    if not is_table or loads.is_complex():
         raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
     loads = loads.detach().to("cpu", torch.float64).contiguous()
     if not (loads >= 0).all() or not loads.sum(dim=-1).isfinite().all():
@@ -240,10 +241,11 @@ def _loads(loads: Tensor) -> Tensor:
 
 
 def _num_copies(slots_LP: Tensor, num_experts: int) -> Tensor:
+    """[L, E]: the copies of each expert."""
+    # Column 0 counts the empty slots.
     counts = torch.zeros(len(slots_LP), num_experts + 1, dtype=torch.int64)
-    return counts.scatter_add_(
-        1, slots_LP.long() + 1, torch.ones_like(slots_LP, dtype=torch.int64)
-    )[:, 1:]
+    ones = torch.ones_like(slots_LP, dtype=torch.int64)
+    return counts.scatter_add_(1, slots_LP.long() + 1, ones)[:, 1:]
 
 
 def _copies(most_copies: int | None, ep_size: int) -> int:

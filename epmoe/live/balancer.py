@@ -26,8 +26,10 @@ from epmoe.live.moves import SlotWeights
 from epmoe.live.policy import Policy, few_moves
 
 LEAST_GAIN = 0.002
-_LOOKS = 20  # for a plan, between two gatherings of loads
-_CALLS = 1 << 31  # numbers of calls of `finish`, which then begin again
+# Looks for a plan between two gatherings of loads.
+_LOOKS = 20
+# Numbers of calls of `finish`, which then begin again.
+_CALLS = 1 << 31
 
 _log = logging.getLogger("epmoe")
 
@@ -40,6 +42,15 @@ class Serving(Member, Protocol):
     def poll(self) -> None: ...
 
     def apply(self, timeout_s: float | None = None) -> None: ...
+
+
+class _Missing(NamedTuple):
+    """A rank whose loads are behind."""
+
+    tick: int
+    """of its last loads"""
+    since: float
+    """the time from which on nothing has come from it, in seconds of `time.monotonic`"""
 
 
 class Step(NamedTuple):
@@ -131,11 +142,13 @@ class Balancer:
         self._taken = 0
         self._recorded = 0
         self._planning: Promise[Plan] | None = None
-        # By rank: the tick at which it has sent its loads last. By rank that is behind: this tick,
-        # and since when nothing has come from it.
+        # By rank: the tick at which it has sent its loads last.
         self._sent_at: list[int] = []
-        self._missing: dict[int, tuple[int, float]] = {}
-        self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
+        # Ranks that are behind.
+        self._missing: dict[int, _Missing] = {}
+        # Rows of experts since the plan before the last, and until the last one.
+        self._recent = torch.zeros(1, 1, dtype=torch.float64)
+        self._last_loads = self._recent
 
     @takes_turn_of_exchange
     def tick(self) -> None:
@@ -145,7 +158,8 @@ class Balancer:
         Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` and
         `policy` raise.
         """
-        if self._ticking:  # this is a signal handler
+        # A signal handler has called it in the middle of a tick.
+        if self._ticking:
             return
         try:
             self._ticking = True
@@ -156,13 +170,17 @@ class Balancer:
     def _tick(self) -> None:
         if self._ep.generation != self._generation:
             self._begin()
+        # Moves that are under way go first.
         self._going_on(self._ep.poll)
         live = self._live
         live.ticks += 1
+        # Send loads from time to time, and say so.
         if live.ticks % self._every == 0:
             live.send_loads()
             live.mail.post(Word.COUNTED, live.ticks, range(self._ep.size))
-        if live.ticks % max(1, self._every // _LOOKS) == 0 and self._is_idle:
+        # Look for a plan more often, since it comes between two sendings.
+        is_look_due = live.ticks % max(1, self._every // _LOOKS) == 0
+        if is_look_due and self._is_idle:
             self._look()
 
     @takes_turn_of_exchange
@@ -177,27 +195,27 @@ class Balancer:
         live = self._live
         if ep.generation != self._generation:
             self._begin()
+        # Rank 0 makes no further plan, and tells all which was the last.
         live.finishes += 1
         if ep.rank == 0:
             self._planning = None
-            live.mail.post(
-                Word.LAST_PLAN, live.finishes % _CALLS << 32 | self._planned, range(ep.size)
-            )
-        last = 0
+            said = live.finishes % _CALLS << 32 | self._planned
+            live.mail.post(Word.LAST_PLAN, said, range(ep.size))
+        last_plan = 0
 
         def told() -> bool:
-            nonlocal last
+            """Whether the word is of this call of `finish`, or of a later one."""
+            nonlocal last_plan
             words = live.mail.words()
             if words is None:  # not here yet
                 return False
-            finishes, last = divmod(words[0][Word.LAST_PLAN], 1 << 32)
+            finishes, last_plan = divmod(words[0][Word.LAST_PLAN], 1 << 32)
             return (finishes - live.finishes) % _CALLS < _CALLS // 2
 
         live.wait(told, lambda: [0], timeout_s)
-        if live.calls < last:
-            self._going_on(
-                ep.apply, timeout_s
-            )  # rank 0 has seen the end of the moves before, this rank may not have
+        # Take the plan up, behind the moves before, whose end rank 0 has seen.
+        if live.calls < last_plan:
+            self._going_on(ep.apply, timeout_s)
             self._take()
         self._going_on(ep.apply, timeout_s)
 
@@ -233,6 +251,7 @@ class Balancer:
 
     @property
     def _is_idle(self) -> bool:
+        """Whether no moves are under way."""
         moves = self._live.moves
         return moves is None or moves.done
 
@@ -241,7 +260,8 @@ class Balancer:
         try:
             call(*arguments)
         except EPRefusedError:
-            if self._taken != self._live.calls:  # the caller's own
+            # The caller has made this call of `replace` itself.
+            if self._taken != self._live.calls:
                 raise
             if self._recorded == self._taken:
                 self.history.pop()
@@ -250,43 +270,55 @@ class Balancer:
         """Take up a plan that has arrived. On rank 0: plan once the loads of all ranks are here,
         then publish.
         """
-        words = self._live.mail.words()
         live = self._live
-        if words is None:
+        words = live.mail.words()
+        if words is None:  # not here yet
             return
         self._sent_at = [row[Word.COUNTED] for row in words]
         self._count_stalls()
         if words[0][Word.PLANNED] > live.calls:
             self._take()
-        elif self._ep.rank != 0:
             return
-        elif (planning := self._planning) is None:
-            counted = min(self._sent_at)
-            if counted > self._counted:
-                self._counted = counted
-                self._plan()
+        if self._ep.rank != 0:
+            return
+        planning = self._planning
+        if planning is None:
+            self._plan_if_counted()
         elif planning.error is not None:
             self._planning = None
             raise planning.error
-        elif planning.done and all(row[Word.PLAN] >> 32 >= live.calls for row in words):
-            self._publish(planning.get())  # nobody still reads the last one
+        elif planning.done:
+            # Buffers of the last plan are free once all ranks have taken it up.
+            have_all_taken = all(row[Word.PLAN] >> 32 >= live.calls for row in words)
+            if have_all_taken:
+                self._publish(planning.get())
+
+    def _plan_if_counted(self) -> None:
+        """Begin to plan, once loads of all ranks are here that no plan has seen."""
+        counted = min(self._sent_at)
+        if counted > self._counted:
+            self._counted = counted
+            self._plan()
 
     def _count_stalls(self) -> None:
         """Count, and say, that nothing comes from ranks that are behind."""
         now = time.monotonic()
         # A rank that has sent something, or is not behind any more, begins anew.
-        behind = {rank: (self._sent_at[rank], now) for rank in _behind(self._sent_at)}
-        for rank, (tick, since) in self._missing.items():
-            if rank in behind and behind[rank][0] == tick:
-                behind[rank] = (tick, since)
-        self._missing = behind
+        missing: dict[int, _Missing] = {}
+        for rank in _behind(self._sent_at):
+            tick = self._sent_at[rank]
+            missing[rank] = _Missing(tick, now)
+            before = self._missing.get(rank)
+            if before is not None and before.tick == tick:
+                missing[rank] = before
+        self._missing = missing
         # Each deadline that passes counts once.
         wait_s = self._ep.exchange.deadlines.wait_s()
-        late = [rank for rank, (_, since) in behind.items() if now - since > wait_s]
+        late = [rank for rank, each in missing.items() if now - each.since > wait_s]
         if not late:
             return
         for rank in late:
-            self._missing[rank] = (self._sent_at[rank], now)
+            missing[rank] = missing[rank]._replace(since=now)
         self._live.stalled_plans += 1
         _log.warning(
             "rank %d: no experts move, since rank(s) %s have sent no loads at tick %d, which other "
@@ -297,6 +329,7 @@ class Balancer:
         )
 
     def _plan(self) -> None:
+        """Begin to plan for what has come since the last plan, on the thread."""
         loads = self._live.loads()
         recent = (loads - self._last_loads).clamp(min=0)
         if not recent.any():
@@ -329,24 +362,28 @@ class Balancer:
         number = live.calls + 1
         live.mail.share("moves.planned_loads", self._recent)
         live.mail.share("moves.planned_slots", plan.slots)
-        # Before the word, behind which a signal handler may raise.
+        # The state goes before the word: a signal handler may raise behind it.
         self.plan = plan
         self._planning = None
         self._planned = number
         live.mail.post(Word.PLANNED, number, range(self._ep.size))
 
     def _take(self) -> None:
+        """Take up the plan in this rank's window. A refusal of another rank drops its `Step`."""
         live = self._live
         views = self._ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
-        slots = live.mail.fetch(
-            views["moves.planned_slots"].flatten()[: live.slots.numel()]
-        ).view_as(live.slots)
+        # The buffer has room for the slots of all seats.
+        planned = views["moves.planned_slots"].flatten()[: live.slots.numel()]
+        slots = live.mail.fetch(planned).view_as(live.slots)
         number = live.calls + 1
         self._taken = number
         moves = live.replace(slots, self._weights, loads)
-        before = [] if self.plan is None else self.plan.balance_before
-        after = [] if self.plan is None else self.plan.balance_after
+        before: list[float] = []
+        after: list[float] = []
+        if self.plan is not None:
+            before = self.plan.balance_before
+            after = self.plan.balance_after
         self.history.append(Step(live.ticks, moves.count, moves.total_bytes, before, after))
         self._recorded = number
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,24 +28,47 @@ from epmoe.live.tables import at_most, in_seats, tables
 from epmoe.live.waves import Wave, in_place, plan_waves
 from epmoe.native.arguments import describe
 
+# Between two looks of a wait for moves.
+_LOOK_S = 1e-4
+
+
+class _Totals(NamedTuple):
+    """What moves have done."""
+
+    experts: int = 0
+    nbytes: int = 0
+    stalls: int = 0
+
 
 class LiveExperts:
     """The experts of one rank's exchange, with `placement.live`. Whoever calls has entered the
     exchange.
 
-    A signal handler may raise anywhere, and may call what its main thread is in the middle of. So
-    state changes in one assignment for each event, and each step does what is left to do.
+    A signal handler may raise in any call, and may call what its main thread is in the middle of.
+    So the state changes by assignments with no call between them, and each step does what is left
+    to do.
 
-    It takes the slots [layers][P] that ranks have kept, None in a new group; and by tag the weights
-    of a layer's slots, where `replace` is given none. Layers add theirs.
+    Args:
+        config: of the group.
+        exchange: of this rank.
+        slots: [layers][P] that ranks have kept; None in a new group.
+        weights: by tag, those of a layer's slots, where `replace` is given none. Layers add theirs.
 
-    slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all
-    ranks have come. held: int32 [layers, S]: the expert whose weights each slot of this rank has,
-    or −1 while they are overwritten. moves: of the last call of `replace` that was not refused
-    here, or None. sharing: the tables of new shares, from the call of `share` until they are in
-    use; otherwise None. calls: calls of `replace`, also refused ones: the number of the last one,
-    which is the same on all ranks. ticks: calls of `Balancer.tick` in this group, of one balancer
-    after another: words hold their numbers.
+    Attributes:
+        slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all
+            ranks have come.
+        held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while
+            they are overwritten.
+        moves: of the last call of `replace` that was not refused here, or None.
+        sharing: the tables of new shares, from the call of `share` until they are in use; otherwise
+            None.
+        calls: calls of `replace`, also refused ones: the number of the last one, which is the same
+            on all ranks.
+        refused_plans: calls of `replace` that a rank has refused.
+        ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold
+            their numbers.
+        finishes: calls of `Balancer.finish`.
+        stalled_plans: how often a rank has sent no loads in time, as `Balancer` counts.
     """
 
     def __init__(
@@ -54,25 +78,20 @@ class LiveExperts:
         slots: list[list[int]] | None,
         weights: dict[int, SlotWeights],
     ) -> None:
+        sizes = exchange.plan.sizes
         self._exchange = exchange
         self._table = exchange.views["table.copies"]
         self._most_copies = config.placement.most_copies
         self._L = config.placement.layers
-        sizes = exchange.plan.sizes
-        self._R, self._E, self._S = (
-            len(exchange.global_ranks),
-            sizes["E"],
-            sizes["num_local_experts"],
-        )
+        self._R = len(exchange.global_ranks)
+        self._E = sizes["E"]
+        self._S = sizes["num_local_experts"]
         self._rank = exchange.rank
-        with torch.inference_mode(
-            False
-        ):  # otherwise they could not be written outside inference mode
-            first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(
-                self._L, -1
-            )
-            self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
-            self.slots = at_most(self._most_copies, self.slots)  # ranks may have kept more
+        # Tensors of inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            first = self._first_slots() if slots is None else torch.tensor(slots, dtype=torch.int32)
+            # Ranks may have kept more copies than the configuration allows.
+            self.slots = at_most(self._most_copies, first)
             self.held = self._mine(self.slots).clone()
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
@@ -80,26 +99,35 @@ class LiveExperts:
             self.mail = MailOnGPU(exchange) if exchange.device.type == "cuda" else Mail(exchange)
         self.weights = weights
         self.moves: Moves | None = None
-        self.calls = self.refused_plans = self.ticks = self.finishes = 0
-        self.stalled_plans = 0  # how often a rank has sent no loads in time, as `Balancer` counts
-        self._earlier = 0, 0, 0  # experts, bytes and stalls of moves before those of `moves`
-        self._settled: Moves | None = None  # the last moves whose end has been seen to
-        self._untold: int | None = (
-            None  # number of a refused call of which the others have not heard
-        )
-        self._steps = False
-        self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._versions = list[
-            tuple[Tensor, Promise[Tensor]]
-        ]()  # of `moves`: slots, and tables once they are made
+        self.calls = 0
+        self.refused_plans = 0
+        self.ticks = 0
+        self.finishes = 0
+        self.stalled_plans = 0
+        # What all moves before `moves` have done.
+        self._earlier = _Totals()
+        # The last moves whose end `_settle` has seen.
+        self._settled: Moves | None = None
+        # The number of a refused call of which the other ranks have not heard.
+        self._untold: int | None = None
+        self._is_in_step = False
+        # Tables of many layers take milliseconds.
+        self._worker = Worker("epmoe-quotas")
+        # Of `moves`: slots, and tables once they are made.
+        self._versions = list[tuple[Tensor, Promise[Tensor]]]()
+        # The first tables share by equal loads.
         self.sharing: Promise[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
+        # Rounds may come on another stream, and need the tables.
         if exchange.device.type == "cuda":
             exchange.begin()
-            torch.cuda.current_stream(
-                exchange.device
-            ).synchronize()  # rounds may come on another stream
+            torch.cuda.current_stream(exchange.device).synchronize()
+
+    def _first_slots(self) -> Tensor:
+        """int32 [layers, P]: experts one after another, then from the first one again."""
+        first = torch.arange(self._R * self._S, dtype=torch.int32) % self._E
+        return first.repeat(self._L, 1)
 
     def replace(
         self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None
@@ -117,12 +145,11 @@ class LiveExperts:
         try:
             moves = self._begin(number, slots, weights, loads)
         except BaseException:
-            if self.calls < number:  # otherwise they have begun
-                self.calls, self._untold, self.refused_plans = (
-                    number,
-                    number,
-                    self.refused_plans + 1,
-                )
+            # Where they have begun the call is not refused: an exception came behind that.
+            if self.calls < number:
+                self.calls = number
+                self._untold = number
+                self.refused_plans += 1
                 self._tell_refusal()
             raise
         moves.tell()
@@ -131,50 +158,63 @@ class LiveExperts:
     def _begin(
         self, number: int, slots: Tensor, weights: SlotWeights | None, loads: Tensor | None
     ) -> Moves:
+        """Check the arguments, plan the waves and begin. Until the last lines nothing changes."""
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(
                 f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}"
             )
         loads = self._shared_loads if loads is None else self._checked(loads)
-        target = in_place(
-            self.slots, check_slots(slots, loads, self._R, self._most_copies), self._S
-        )
+        # Plan: which experts move, in which waves.
+        wanted = check_slots(slots, loads, self._R, self._most_copies)
+        target = in_place(self.slots, wanted, self._S)
         waves = plan_waves(self.slots, target, self._S)
-        lacking = {move.layer + 1 for wave in waves for move in wave.moves}.difference(self.weights)
-        if weights is None and lacking:
+        if weights is None:
+            self._check_registered(waves)
+        moves = Moves(
+            mail=self.mail,
+            number=number,
+            slots_per_rank=self._S,
+            waves=waves,
+            weights=weights or self._registered,
+            staging=self._exchange.views["moves.staging"],
+            deadlines=self._exchange.deadlines,
+            switch=self._switch,
+            holds=self._hold,
+        )
+        # Tables of each version, which the thread makes meanwhile.
+        slots_of_versions = [self.slots, *(wave.slots for wave in waves)]
+        next_waves = [*waves, None]
+        versions = []
+        for version_slots, next_wave in zip(slots_of_versions, next_waves, strict=True):
+            promise = self._submit(version_slots, loads, next_wave)
+            versions.append((version_slots, promise))
+        earlier = _Totals(self.moved, self.moved_bytes, self.stalls)
+        # Begin, without a call between these lines, in which a signal handler could raise. Tables
+        # under way name slots of before.
+        self._earlier = earlier
+        self.moves = moves
+        self._versions = versions
+        self.sharing = None
+        self._shared_loads = loads
+        self._tables_loads = loads
+        self.calls = number
+        self._untold = None
+        return moves
+
+    def _check_registered(self, waves: list[Wave]) -> None:
+        """Raises ValueError where experts of a layer move that has not said where its weights
+        are.
+        """
+        tags = {move.layer + 1 for wave in waves for move in wave.moves}
+        lacking = tags.difference(self.weights)
+        if lacking:
             raise ValueError(
                 f"`weights` must be given, since no layer with tag {min(lacking)} has said where "
                 "its are"
             )
-        moves = Moves(
-            self.mail,
-            number,
-            self._S,
-            waves,
-            weights or self._registered,
-            self._exchange.views["moves.staging"],
-            self._exchange.deadlines,
-            self._switch,
-            self._hold,
-        )
-        tables_of = [self.slots, *(wave.slots for wave in waves)]
-        versions = [
-            (slots, self._submit(slots, loads, wave))
-            for slots, wave in zip(tables_of, [*waves, None], strict=True)
-        ]
-        # Without a call between them, in which a signal handler could raise. Tables under way name
-        # slots of before.
-        self._earlier, self.moves = (self.moved, self.moved_bytes, self.stalls), moves
-        self._versions, self.sharing, self._shared_loads, self._tables_loads = (
-            versions,
-            None,
-            loads,
-            loads,
-        )
-        self.calls, self._untold = number, None
-        return moves
 
     def share(self, loads: Tensor) -> None:
+        """See `ExpertParallel.share`. During moves, the tables of new shares come behind them."""
         self._shared_loads = self._checked(loads)
         if self.moves is None or self.moves.done:
             self._share()
@@ -183,18 +223,17 @@ class LiveExperts:
         """Do what can be done at once, between two rounds. It waits for no rank and
         for no kernel.
         """
-        if self.is_idle or self._steps or self._is_captured():
+        if self.is_idle or self._is_in_step or self._is_captured():
             return
         stream = torch.cuda.current_stream(self._table.device) if self._table.is_cuda else None
         try:
-            self._steps = True
+            self._is_in_step = True
             self._step()
         finally:
-            self._steps = False
+            self._is_in_step = False
+            # A signal handler may have raised where another stream is the current one.
             if stream is not None:
-                torch.cuda.set_stream(
-                    stream
-                )  # a signal handler may have raised where it is another one
+                torch.cuda.set_stream(stream)
 
     @property
     def is_idle(self) -> bool:
@@ -204,20 +243,23 @@ class LiveExperts:
 
     def _is_captured(self) -> bool:
         """Whether a graph would repeat what this rank does now."""
-        if self._exchange.device.type == "cuda":
-            for stream in self._exchange.streams():
-                with torch.cuda.stream(stream):
-                    if torch.cuda.is_current_stream_capturing():
-                        return True
+        if self._exchange.device.type != "cuda":
+            return False
+        for stream in self._exchange.streams():
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    return True
         return False
 
     def _step(self) -> None:
         self._tell_refusal()
+        # Moves go first. What they have changed is seen to, even where they raise.
         try:
             if self.moves is not None:
                 self.moves.step()
         finally:
             self._settle()
+        # New shares come between moves, and between rounds.
         if self.moves is not self._settled or self._exchange.rounds.state != CLOSED:
             return
         if self._tables_loads is not self._shared_loads:
@@ -226,20 +268,29 @@ class LiveExperts:
         if sharing is not None and sharing.done:
             if sharing.error is None:
                 self._put_into_use(sharing.get())
+            # A signal handler may have begun to share anew.
             if self.sharing is sharing:
                 self.sharing = None
+            # Raises what the thread has raised.
             sharing.get()
 
     def _settle(self) -> None:
+        """See to the end of moves, once."""
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
-        with torch.inference_mode(False):  # as above
+        # Tensors of inference mode could not be written outside it.
+        with torch.inference_mode(False):
             held = self._mine(self.slots).clone()
         if moves.cancelled:
-            self._share()  # slots that were to be overwritten are in use again
-        refused = self.refused_plans + bool(moves.refused_by)
-        self.held, self._versions, self._settled, self.refused_plans = held, [], moves, refused
+            # Slots that were to be overwritten are in use again.
+            self._share()
+        refused_plans = self.refused_plans + bool(moves.refused_by)
+        # No call between these lines: a signal handler could raise in it.
+        self.held = held
+        self._versions = []
+        self._settled = moves
+        self.refused_plans = refused_plans
 
     def _tell_refusal(self) -> None:
         if self._untold is not None:
@@ -256,7 +307,10 @@ class LiveExperts:
             self.step()
             return self.is_idle
 
-        self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
+        def late() -> list[int]:
+            return [] if self.moves is None else self.moves.waits_for()
+
+        self.wait(done, late, timeout_s)
 
     def wait(
         self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float | None
@@ -264,23 +318,28 @@ class LiveExperts:
         """Wait until `done`. Raises EPTimeoutError once a rank has ended, or for `late` after
         `timeout_s`, by default the deadline of a round.
         """
-        deadline = time.monotonic() + (
-            self._exchange.deadlines.wait_s() if timeout_s is None else timeout_s
-        )
+        if timeout_s is None:
+            timeout_s = self._exchange.deadlines.wait_s()
+        deadline = time.monotonic() + timeout_s
         while not done():
-            ended = [rank for rank in range(self._R) if self._exchange.dead() >> rank & 1]
+            dead_ranks = self._exchange.dead()
+            ended = [rank for rank in range(self._R) if dead_ranks >> rank & 1]
             if ended or time.monotonic() > deadline:
                 self._exchange.check()
-                missing = ended or late()
-                names = [self._exchange.global_ranks[rank] for rank in missing]
-                why = f"waited for rank(s) {missing} of the group (global rank(s) {names})"
-                go_on = (
-                    [] if ended else ["the moves and rounds go on: call `apply` again on all ranks"]
-                )
-                what = "the move of experts, after dispatch"
-                count = self._exchange.rounds.count
-                raise EPTimeoutError(what, count, missing, names, why, *go_on)
-            time.sleep(1e-4)
+                self._raise_timeout(ended, late)
+            time.sleep(_LOOK_S)
+
+    def _raise_timeout(self, ended: list[int], late: Callable[[], list[int]]) -> NoReturn:
+        missing = ended or late()
+        names = [self._exchange.global_ranks[rank] for rank in missing]
+        stage = "the move of experts, after dispatch"
+        count = self._exchange.rounds.count
+        why = f"waited for rank(s) {missing} of the group (global rank(s) {names})"
+        # By default the error says that the group has failed.
+        if ended:
+            raise EPTimeoutError(stage, count, missing, names, why)
+        then = "the moves and rounds go on: call `apply` again on all ranks"
+        raise EPTimeoutError(stage, count, missing, names, why, then)
 
     def send_loads(self) -> None:
         """Send the rows that this rank's experts have received so far, by layer and expert, to all
@@ -295,16 +354,20 @@ class LiveExperts:
 
     @property
     def moved(self) -> int:
-        return self._earlier[0] + (0 if self.moves is None else self.moves.copied_experts)
+        """Experts that moves have brought to this rank."""
+        now = 0 if self.moves is None else self.moves.copied_experts
+        return self._earlier.experts + now
 
     @property
     def moved_bytes(self) -> int:
-        return self._earlier[1] + (0 if self.moves is None else self.moves.copied_bytes)
+        now = 0 if self.moves is None else self.moves.copied_bytes
+        return self._earlier.nbytes + now
 
     @property
     def stalls(self) -> int:
         """How often moves got no further within the deadline of a round."""
-        return self._earlier[2] + (0 if self.moves is None else self.moves.stalls)
+        now = 0 if self.moves is None else self.moves.stalls
+        return self._earlier.stalls + now
 
     def experts(self, tag: int) -> list[int]:
         """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError
@@ -314,9 +377,11 @@ class LiveExperts:
 
     def holder(self, tag: int, expert: int) -> tuple[int, int]:
         """Rank and local slot of the first copy of an expert. Raises EPStateError during moves."""
-        return divmod(int((self._slots_of(tag) == expert).nonzero()[0]), self._S)
+        slot = int((self._slots_of(tag) == expert).nonzero()[0])
+        return divmod(slot, self._S)
 
     def _slots_of(self, tag: int) -> Tensor:
+        """int32 [P], of a layer."""
         self._refuse_while_moving("a look at the experts of a rank")
         if not 1 <= tag <= self._L:
             raise ValueError(
@@ -332,7 +397,7 @@ class LiveExperts:
         self._worker.close()
 
     def _refuse_within_a_step(self, what: str) -> None:
-        if self._steps:
+        if self._is_in_step:
             raise EPStateError(
                 f"a signal handler called {what} in the middle of another call: call it afterwards"
             )
@@ -344,15 +409,14 @@ class LiveExperts:
             )
 
     def _mine(self, slots: Tensor) -> Tensor:
+        """[layers, S]: those of this rank."""
         return slots[:, self._rank * self._S : (self._rank + 1) * self._S]
 
     def _checked(self, loads: Tensor) -> Tensor:
+        """float64 on the CPU."""
         shape = (self._L, self._E)
-        if (
-            not isinstance(loads, Tensor)
-            or loads.shape != shape
-            or not (loads.isfinite() & (loads >= 0)).all()
-        ):
+        is_table = isinstance(loads, Tensor) and loads.shape == shape
+        if not is_table or not (loads.isfinite() & (loads >= 0)).all():
             raise ValueError(
                 f"`loads` must be {list(shape)}, finite and at least 0, got {describe(loads)}"
             )
@@ -362,8 +426,10 @@ class LiveExperts:
         return self.weights[tag](tag, local)
 
     def _hold(self, layer: int, local: int, expert: int) -> None:
+        """See `Moves.holds`."""
+        # Rows so far were those of the expert that goes.
         if expert == EMPTY:
-            self._count()  # rows so far were those of the expert that goes
+            self._count()
         self.held[layer, local] = expert
 
     def _count(self) -> None:
@@ -373,7 +439,10 @@ class LiveExperts:
         counted = self.mail.fetch(self._exchange.views["health.tokens_per_expert"])
         rows = (counted - self._counted).double() * (self.held != EMPTY)
         loads = self._own_loads.scatter_add(1, self.held.clamp(min=0).long(), rows)
-        self._own_loads, self._counted = loads, counted.clone()
+        counted = counted.clone()
+        # No call between these lines: rows would count twice.
+        self._own_loads = loads
+        self._counted = counted
 
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
@@ -385,16 +454,20 @@ class LiveExperts:
         return True
 
     def _share(self) -> None:
-        self.sharing, self._tables_loads = (
-            self._submit(self.slots, self._shared_loads),
-            self._shared_loads,
-        )
+        """Begin to make tables of the shares that the caller wants."""
+        loads = self._shared_loads
+        sharing = self._submit(self.slots, loads)
+        # Of these loads: a signal handler may want others by now, which the next step sees.
+        self.sharing = sharing
+        self._tables_loads = loads
 
     def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Promise[Tensor]:
         return self._worker.submit(partial(self._upload, slots, loads, wave))
 
     def _upload(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Tensor:
-        """Tables on the device. They name no slot that `wave`, the next one, overwrites."""
+        """Tables on the device, on any thread. They name no slot that `wave`, the next one,
+        overwrites.
+        """
         if wave is not None:
             slots = slots.clone()
             for move in wave.moves:
@@ -408,6 +481,7 @@ class LiveExperts:
         is called on.
         """
         streams = self._exchange.streams() if table.is_cuda else []
+        # The first stream waits for the others, copies, and they wait for it.
         for stream in streams[1:]:
             streams[0].wait_stream(stream)
         with torch.inference_mode(False):

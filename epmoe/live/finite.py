@@ -21,7 +21,8 @@ def nonfinite_rows(values: Tensor, dtype: torch.dtype) -> list[int]:
         return []
     if values.is_complex():
         values = torch.view_as_real(values)
-    if values.dtype not in (*FLOATS, torch.float64):  # fp8, which has no order in torch
+    # fp8, which has no order in torch.
+    if values.dtype not in (*FLOATS, torch.float64):
         values = values.float()
     ends = torch.stack(torch.aminmax(values.reshape(len(values), -1), dim=1))  # NaN is both
     return (~ends.to(dtype).isfinite()).any(0).nonzero().flatten().tolist()

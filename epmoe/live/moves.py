@@ -47,13 +47,21 @@ SlotWeights = Callable[[int, int], Sequence[Tensor]]
 place
 """
 
-MOST_CALLS = (1 << 31) - 1  # of `replace`, since words are signed
-REFUSED = 0  # a value of PLAN: this rank takes no part in the call
-_DROPPED = 0  # a value of CANCELLED: nobody begins the first wave
-_FINISHED = (
-    1 << 32
-) - 1  # a value of READY: this rank uses the last version, and goes on to no other
-_NEWER = 1 << 32  # more than any value
+# Calls of `replace`, whose numbers are the upper halves of words, which are signed.
+MOST_CALLS = (1 << 31) - 1
+# A value of PLAN: this rank takes no part in the call.
+REFUSED = 0
+# A value of CANCELLED: nobody begins the first wave.
+_DROPPED = 0
+# A value of READY: this rank uses the last version, and goes on to no other.
+_FINISHED = (1 << 32) - 1
+# What `_value` returns of a rank that has left this call behind it: more than any value.
+_NEWER = 1 << 32
+# What `_value` returns of a word that is not written yet: less than any value.
+_UNSAID = -1
+
+Sizes = dict[int, list[tuple[tuple[int, ...], torch.dtype]]]
+"""by layer, the shape and dtype of each tensor of a slot"""
 
 
 class _Part(NamedTuple):
@@ -110,34 +118,48 @@ class Moves:
         self._rank = self.mail.rank
         self._ranks = range(self.mail.size)
         self._S = self.slots_per_rank
-        self._done = self._cancels = False
+        self._done = False
+        self._cancels = False
+        # The version at which this rank lets the moves end.
         self._cancelled_at: int | None = None
-        self._copied = 0  # parts in their slots, of those that come to this rank
-        self._pushed = [
-            0
-        ] * self.mail.size  # by rank: the number behind the last part that it got from here
-        self._told = dict[
-            tuple[Word, int | None], int
-        ]()  # by word and reader, None for all: the value that was posted
+        # Parts in their slots, of those that come to this rank.
+        self._copied = 0
+        # By rank: the number behind the last part that it got from here.
+        self._pushed = [0] * self.mail.size
+        # By word and reader, None for all: the value that was posted.
+        self._told = dict[tuple[Word, int | None], int]()
+        # By rank: its words as this rank has read them last.
         self._words = list[list[int]]()
+        # What comes to each rank, part by part.
         sizes = self._sizes()
+        self._parts = self._parts_by_rank(sizes)
+        self._mine = self._parts[self._rank]
+        self.count = sum(len(wave.moves) for wave in self.waves)
+        self.total_bytes = _bytes_of(self._mine)
+        # Equal on ranks that were given the same.
+        self._checksum = self._checksum_of(sizes)
+        # When something has happened last, and what.
+        self._progress = time.monotonic()
+        self._seen = self._state()
+
+    def _parts_by_rank(self, sizes: Sizes) -> list[list[_Part]]:
+        """What comes to each rank, in the order of waves, cut to the size of the staging."""
         parts: list[list[_Part]] = [[] for _ in self._ranks]
         for wave, (moves, _) in enumerate(self.waves, 1):
             for move in moves:
-                nbytes = sum(
-                    math.prod(shape) * dtype.itemsize for shape, dtype in sizes[move.layer]
-                )
-                parts[move.slot // self._S] += _parts(wave, move, nbytes, len(self.staging))
-        self._parts = parts
-        self._mine = parts[self._rank]
-        self.count = sum(len(wave.moves) for wave in self.waves)
-        self.total_bytes = _bytes_of(self._mine)
-        checksum = crc32(repr((sizes, [wave.moves for wave in self.waves])).encode())
-        for table in [wave.slots for wave in self.waves]:
-            checksum = crc32(table.numpy().tobytes(), checksum)
-        self._checksum = max(checksum, REFUSED + 1)
-        self._progress = time.monotonic()
-        self._seen = self._state()
+                tensors = sizes[move.layer]
+                nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
+                receiver = move.slot // self._S
+                parts[receiver] += _parts(wave, move, nbytes, len(self.staging))
+        return parts
+
+    def _checksum_of(self, sizes: Sizes) -> int:
+        """Of moves, tables and sizes; above `REFUSED`."""
+        moves = [wave.moves for wave in self.waves]
+        checksum = crc32(repr((sizes, moves)).encode())
+        for wave in self.waves:
+            checksum = crc32(wave.slots.numpy().tobytes(), checksum)
+        return max(checksum, REFUSED + 1)
 
     @property
     def copied_bytes(self) -> int:
@@ -174,7 +196,8 @@ class Moves:
     def end(self) -> None:
         """End at once: nothing is read or written any more."""
         if not self._done:
-            self.last, self._done = self.version, True
+            self.last = self.version
+            self._done = True
 
     def waits_for(self) -> list[int]:
         """Other ranks that the next step of this one needs, as far as it knows."""
@@ -184,12 +207,14 @@ class Moves:
             return self._late(Word.READY, _FINISHED)
         wanted = self.version + 1
         if wanted == 0:
-            return self._late(Word.PLAN, 0)
+            return self._late(Word.PLAN, REFUSED)
         if self._ready >= wanted:
             return self._late(Word.READY, wanted)
-        return self._late(Word.VERSION, self.version) or [
-            self._mine[self._copied].move.source // self._S
-        ]
+        # Own slots are not ready: others use them, or their weights have not come.
+        users = self._late(Word.VERSION, self.version)
+        if users:
+            return users
+        return [self._source_of(self._mine[self._copied])]
 
     def step(self) -> None:
         """Do what can be done at once. It waits for no rank and for no kernel.
@@ -199,34 +224,52 @@ class Moves:
         """
         if self._done:
             return
-        if (
-            self._cancels and self._cancelled_at is None
-        ):  # a second word could be the first that a slow rank sees
+        # Cancel once: a second word could be the first that a slow rank sees.
+        if self._cancels and self._cancelled_at is None:
             self._cancelled_at = _DROPPED if self.version < 0 else self.version + 2
         self.tell()
         words = self.mail.words()
         if words is not None:
             self._words = words
-            said = [self._value(rank, Word.CANCELLED) for rank in self._ranks]
-            cancelled = [
-                value
-                for value in (*said, self._cancelled_at)
-                if value is not None and 0 <= value < _NEWER
-            ]
-            if _DROPPED in cancelled:
-                self.end()
-                return
-            self._check_plan()
-            self.last = min([self.last, *cancelled])
-            self._go_on()
-            self._copy()
-            self._push()
-            self.tell()
-            self._done = self._done or not self._late(Word.READY, _FINISHED)
+            self._follow_words()
+        if not self._done:
+            self._count_stalls()
+
+    def _follow_words(self) -> None:
+        """Do what the words of all ranks allow."""
+        # End where a rank has cancelled, or at once if nothing has begun.
+        cancelled = self._cancelled_versions()
+        if _DROPPED in cancelled:
+            self.end()
+            return
+        self._check_plan()
+        self.last = min([self.last, *cancelled])
+        # Use the next version, fill own slots, and send to others.
+        self._go_on()
+        self._copy()
+        self._push()
+        self.tell()
+        if not self._late(Word.READY, _FINISHED):
+            self._done = True
+
+    def _cancelled_versions(self) -> list[int]:
+        """The versions at which ranks let the moves end, as far as this one knows."""
+        versions = []
+        if self._cancelled_at is not None:
+            versions.append(self._cancelled_at)
+        for rank in self._ranks:
+            value = self._value(rank, Word.CANCELLED)
+            if _UNSAID < value < _NEWER:
+                versions.append(value)
+        return versions
+
+    def _count_stalls(self) -> None:
+        """Count each deadline that passes while nothing happens."""
         now = time.monotonic()
         state = self._state()
         if state != self._seen:
-            self._seen, self._progress = state, now
+            self._seen = state
+            self._progress = now
         elif now - self._progress > self.deadlines.wait_s():
             self.stalls += 1
             self._progress = now
@@ -234,8 +277,10 @@ class Moves:
     def tell(self) -> None:
         """Post the words that lag behind the state."""
         self._post(Word.PLAN, self._checksum)
+        # CANCELLED goes before the VERSION at which the moves end.
         if self._cancelled_at is not None:
-            self._post(Word.CANCELLED, self._cancelled_at)  # before the VERSION at which it ends
+            self._post(Word.CANCELLED, self._cancelled_at)
+        # A version is said behind the rounds that use the one before.
         if self._told.get((Word.VERSION, None), -1) < self.version:
             self.mail.after_rounds()
             self._post(Word.VERSION, self.version)
@@ -253,7 +298,9 @@ class Moves:
         """The last wave whose weights are in the slots of this rank, at most that behind the
         version in use.
         """
-        whole = self._mine[self._copied].wave - 1 if self._copied < len(self._mine) else self.last
+        whole = self.last
+        if self._copied < len(self._mine):
+            whole = self._mine[self._copied].wave - 1
         return min(self.version + 1, self.last, whole)
 
     def _check_plan(self) -> None:
@@ -262,30 +309,36 @@ class Moves:
         """
         if self.version == self.last:
             return
-        others = [
-            rank for rank in self._ranks if self._value(rank, Word.PLAN) not in (-1, self._checksum)
-        ]
+        plans = {rank: self._value(rank, Word.PLAN) for rank in self._ranks}
+        others = [rank for rank, plan in plans.items() if plan not in (_UNSAID, self._checksum)]
         if others:
             self.refused_by = others
             self.end()
-            raise EPRefusedError(
-                others, all(self._value(rank, Word.PLAN) == REFUSED for rank in others)
-            )
+            have_raised = all(plans[rank] == REFUSED for rank in others)
+            raise EPRefusedError(others, have_raised)
 
     def _go_on(self) -> None:
         """Use the next version, once all ranks are ready for it."""
         version = self.version + 1
         if version > self.last:
             return
-        late = self._late(Word.PLAN, 0) if version == 0 else self._late(Word.READY, version)
+        # Version 0 needs the calls of all ranks, a later one the weights of its wave.
+        if version == 0:
+            late = self._late(Word.PLAN, REFUSED)
+        else:
+            late = self._late(Word.READY, version)
         if not late and self.switch(version):
             self.version = version
 
     def _copy(self) -> None:
         """Copy the next part from the staging of this rank into its slot."""
-        if self._copied == len(self._mine) or (part := self._mine[self._copied]).wave > self.last:
+        if self._copied == len(self._mine):
             return
-        is_here = self._value(part.move.source // self._S, Word.PUSHED) > self._copied
+        part = self._mine[self._copied]
+        if part.wave > self.last:
+            return
+        # It has come, and nobody sends tokens to the slot.
+        is_here = self._value(self._source_of(part), Word.PUSHED) > self._copied
         if not is_here or self._late(Word.VERSION, part.wave - 1):
             return
         layer, expert, slot, _ = part.move
@@ -301,15 +354,16 @@ class Moves:
         self._copied += 1
 
     def _push(self) -> None:
-        """To each rank the part that its staging is free for, if it comes from here."""
+        """Send each rank the part that its staging is free for, if it comes from here."""
+        # The wave behind the version in use: its slots of this rank stay in use.
+        newest_wave = min(self.version + 1, self.last)
         for to, parts in enumerate(self._parts):
+            # The next part is due once the rank has copied the one before.
             number = max(self._value(to, Word.COPIED), 0)
             if number >= len(parts) or number < self._pushed[to]:
                 continue
             part = parts[number]
-            if part.move.source // self._S != self._rank or part.wave > min(
-                self.version + 1, self.last
-            ):
+            if self._source_of(part) != self._rank or part.wave > newest_wave:
                 continue
             begin = 0
             for piece in self._pieces(part.move.layer, part.move.source % self._S, part):
@@ -317,41 +371,49 @@ class Moves:
                 begin += len(piece)
             self._pushed[to] = number + 1
 
+    def _source_of(self, part: _Part) -> int:
+        """The rank that sends it."""
+        return part.move.source // self._S
+
     def _state(self) -> tuple[object, ...]:
-        words = [row[: Word.COUNTED] for row in self._words]  # those behind it are the balancer's
+        """What changes when something happens. Words from COUNTED on are the balancer's."""
+        words = [row[: Word.COUNTED] for row in self._words]
         return self.version, self._copied, *self._pushed, words
 
     def _pieces(self, layer: int, local: int, part: _Part) -> Iterator[Tensor]:
-        at = 0
+        """The bytes of a slot's tensors that a part covers, tensor by tensor."""
+        offset = 0
         for tensor in self._tensors(layer, local):
             flat = tensor.view(-1).view(torch.uint8)
-            begin = max(part.begin - at, 0)
-            end = min(part.end - at, len(flat))
+            begin = max(part.begin - offset, 0)
+            end = min(part.end - offset, len(flat))
             if begin < end:
                 yield flat[begin:end]
-            at += len(flat)
+            offset += len(flat)
 
     def _tensors(self, layer: int, local: int) -> list[Tensor]:
         """The weights of a slot, with their dimensions in the order of memory."""
         tensors = [tensor.detach() for tensor in self.weights(layer + 1, local)]
-        return [
-            t.permute(sorted(range(t.dim()), key=t.stride().__getitem__, reverse=True))
-            for t in tensors
-        ]
+        return [_in_order_of_memory(tensor) for tensor in tensors]
 
-    def _sizes(self) -> dict[int, list[tuple[tuple[int, ...], torch.dtype]]]:
+    def _sizes(self) -> Sizes:
         """The shapes, in the order of memory, and dtypes of a slot's tensors, by layer whose
-        experts move.
+        experts move. Raises ValueError where slots of a layer differ.
         """
-        moves = [move for wave in self.waves for move in wave.moves]
-        slots = {(move.layer, slot) for move in moves for slot in (move.slot, move.source)}
+        # Slots of this rank that give or take an expert.
+        slots = set[tuple[int, int]]()
+        for wave in self.waves:
+            for move in wave.moves:
+                slots |= {(move.layer, move.slot), (move.layer, move.source)}
         mine = {(layer, slot % self._S) for layer, slot in slots if slot // self._S == self._rank}
+        # The first slot of each layer, too: a rank needs sizes to know the parts of others.
+        first = {(layer, 0) for layer, _ in slots}
         device = self.staging.device
-        sizes = dict[int, list[tuple[tuple[int, ...], torch.dtype]]]()
-        for layer, local in sorted(mine | {(layer, 0) for layer, _ in slots}):
+        sizes: Sizes = {}
+        for layer, local in sorted(mine | first):
             tensors = self._tensors(layer, local)
-            found = [(tuple(t.shape), t.dtype) for t in tensors]
-            fits = all(t.is_contiguous() and t.device == device for t in tensors)
+            found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+            fits = all(tensor.is_contiguous() and tensor.device == device for tensor in tensors)
             if not fits or sizes.setdefault(layer, found) != found:
                 raise ValueError(
                     f"`weights` must return tensors on {device}, without gaps, and of the same "
@@ -361,30 +423,44 @@ class Moves:
         return sizes
 
     def _post(self, word: Word, value: int, to: int | None = None) -> None:
-        if self._told.get((word, to)) != value:
-            self.mail.post(word, self.number << 32 | value, self._ranks if to is None else [to])
-            self._told[word, to] = value
+        """Post a word, unless it says this already: to one rank, or to all."""
+        if self._told.get((word, to)) == value:
+            return
+        readers = self._ranks if to is None else [to]
+        self.mail.post(word, self.number << 32 | value, readers)
+        self._told[word, to] = value
 
     def _value(self, rank: int, word: Word) -> int:
-        """−1: not written yet. `_NEWER`: the rank has left this call behind it."""
+        """What a rank says in this call: `_UNSAID`, a value, or `_NEWER`."""
         number, value = divmod(self._words[rank][word], 1 << 32)
-        return value if number == self.number else _NEWER if number > self.number else -1
+        if number > self.number:
+            return _NEWER
+        if number < self.number:
+            return _UNSAID
+        return value
 
     def _late(self, word: Word, least: int) -> list[int]:
+        """Ranks that have not said as much."""
         return [rank for rank in self._ranks if self._value(rank, word) < least]
 
     def __repr__(self) -> str:
-        state = (
-            "done"
-            if self.done
-            else f"waits for rank(s) {waits}"
-            if (waits := self.waits_for())
-            else "moving"
-        )
+        state = "moving"
+        waits = self.waits_for()
+        if self.done:
+            state = "done"
+        elif waits:
+            state = f"waits for rank(s) {waits}"
         return (
             f"Moves(version {max(self.version, 0)} of {self.last}, {self.total_bytes:,} bytes, "
             f"{state})"
         )
+
+
+def _in_order_of_memory(tensor: Tensor) -> Tensor:
+    """A view whose dimensions have falling strides."""
+    strides = tensor.stride()
+    dims = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+    return tensor.permute(dims)
 
 
 def _parts(wave: int, move: SlotMove, nbytes: int, staging: int) -> list[_Part]:

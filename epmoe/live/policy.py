@@ -41,21 +41,23 @@ def few_moves(
     plan = balance(loads, slots, goal=goal, **limits)
     R = limits["ep_size"]
     S = slots.shape[1] // R
-    counts = torch.bincount(
-        torch.tensor([m.layer for m in plan.moves], dtype=torch.int64), minlength=len(slots)
-    )
-    before, after = torch.tensor([plan.balance_before, plan.balance_after], dtype=torch.float64)
-    end = after.clone()
-    leads_on = (after > goal) & (counts > limits["max_moves"] - MOVES_OF_A_STEP)
+    layers = torch.tensor([move.layer for move in plan.moves], dtype=torch.int64)
+    counts_L = torch.bincount(layers, minlength=len(slots))
+    before_L = torch.tensor(plan.balance_before, dtype=torch.float64)
+    after_L = torch.tensor(plan.balance_after, dtype=torch.float64)
+    # Where further plans lead on, the end of the way is that of a fresh table.
+    end_L = after_L.clone()
+    leads_on = (after_L > goal) & (counts_L > limits["max_moves"] - MOVES_OF_A_STEP)
     if leads_on.any():
         target = fresh(loads[leads_on], R, S, most_copies=limits["most_copies"])
         even = balance(loads[leads_on], target, ep_size=R, max_moves=0).balance_after
-        end[leads_on] = end[leads_on].minimum(torch.tensor(even, dtype=torch.float64))
-    pays = (before > goal) & (before - end >= least_gain * counts.clamp(max=S))
+        end_L[leads_on] = end_L[leads_on].minimum(torch.tensor(even, dtype=torch.float64))
+    # A layer keeps its slots where its moves do not pay.
+    pays = (before_L > goal) & (before_L - end_L >= least_gain * counts_L.clamp(max=S))
     kept = torch.where(pays[:, None], plan.slots, slots)
     return replace(
         plan,
         slots=kept,
         moves=[move for move in plan.moves if pays[move.layer]],
-        balance_after=torch.where(pays, after, before).tolist(),
+        balance_after=torch.where(pays, after_L, before_L).tolist(),
     )

@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet
 
 import torch
@@ -68,11 +68,82 @@ from epmoe.native import ops
 from epmoe.native.arguments import FLOATS, FP8, dtype_name
 
 _log = logging.getLogger("epmoe")
-_LOOK_S = 0.005  # between two looks into the folder
-_GLANCE_S = 1e-4  # between two looks at the thread
-_TARGET, _ROUND, _STAGED = range(3)  # words; one of the last kind for each rank
-_NONE = -1  # a version, or a round
+# Between two looks into the folder.
+_LOOK_S = 0.005
+# Between two looks at the thread.
+_GLANCE_S = 1e-4
+# The places of words: two of rank 0, then a report of each rank.
+_TARGET, _ROUND, _STAGED = range(3)
+# In place of a version or a round: there is none.
+_NONE = -1
+# Names of the scales, by the fp8 weights that have them.
 _SCALES = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}
+
+
+class _Report(NamedTuple):
+    """What a rank says of a version. It travels as one word, so that nobody sees half of it."""
+
+    version: int
+    is_staged: bool
+    """False: the rank could not take this version"""
+
+    @property
+    def word(self) -> int:
+        """A version that is staged as it is, a failure below `_NONE`."""
+        if self.is_staged:
+            return self.version
+        return _NONE - 1 - self.version
+
+    @classmethod
+    def of(cls, word: int) -> _Report | None:
+        """None: the rank has said nothing yet."""
+        if word == _NONE:
+            return None
+        if word < _NONE:
+            return cls(_NONE - 1 - word, is_staged=False)
+        return cls(word, is_staged=True)
+
+
+class _Said(NamedTuple):
+    """The words of all ranks at one moment."""
+
+    target: int
+    """the version that rank 0 asks for"""
+    flip_round: int
+    """the round behind which all ranks flip"""
+    reports: list[_Report | None]
+    """the last of each rank"""
+
+    def ranks_that_failed(self, version: int) -> list[int]:
+        failure = _Report(version, is_staged=False)
+        return [rank for rank, report in enumerate(self.reports) if report == failure]
+
+    def all_have_staged(self, version: int) -> bool:
+        staged = _Report(version, is_staged=True)
+        return all(report == staged for report in self.reports)
+
+
+class _Found(NamedTuple):
+    """What a rank of a collective call sees."""
+
+    newest: int
+    """the newest whole version in the folder"""
+    version: int
+    """that serves on the rank"""
+    is_late: bool
+    """whether the time of the call has passed"""
+
+
+class _Run(NamedTuple):
+    """Rows of a rank that lie one behind another in a version, too."""
+
+    begin: int
+    """the first row of the rank"""
+    num_rows: int
+    weights: Tensors
+    """the tensors of the version"""
+    first: int
+    """the first row there"""
 
 
 class Serving(Member, Protocol):
@@ -109,10 +180,9 @@ class WeightReceiver:
             those of `model.state_dict()`, where it has them with or without wrappers of torch; else
             the sender's without wrappers. It must be given where the trainer sends such weights;
             and where it returns what `load_state_dict(…, strict=False)` does, one at least must
-            have been taken. If it, a
-            copy or a signal handler raises in a flip, so does `tick`, and this rank has weights of
-            two versions: call `tick` again before the next round, which does the flip again, or end
-            the rank.
+            have been taken. If it, a copy or a signal handler raises in a flip, so does `tick`, and
+            this rank has weights of two versions: call `tick` again before the next round, which
+            does the flip again, or end the rank.
         check_finite: whether a version is passed over that has NaN or Inf in experts, in the dtype
             that they have here, or in `dense`. `problem` then says where. The look is one more read
             of the version.
@@ -150,14 +220,22 @@ class WeightReceiver:
         check_finite: bool = True,
         version: int | None = None,
     ) -> None:
-        self._ep, self._generation, self._dense = ep, ep.generation, dense
+        self._ep = ep
+        self._generation = ep.generation
+        self._dense = dense
         self._check_finite = check_finite
-        self.version, self.pause_s = _NONE, 0.0
+        self.version = _NONE
+        self.pause_s = 0.0
         self.problem: BaseException | None = None
+        # The last version that this rank has begun to take.
         self._target = _NONE
-        self._flipped_behind = _NONE  # the last ROUND that this rank has taken
-        self._begun = _NONE  # the last version that the thread has begun to stage
-        self._staged: Version | None = None  # the thread's, until the flip
+        # The last ROUND that this rank has taken.
+        self._flipped_behind = _NONE
+        # The last version that the thread has begun to stage.
+        self._begun = _NONE
+        # What the thread has staged, until the flip.
+        self._staged: Version | None = None
+        # When rank 0 has looked into the folder last.
         self._looked = 0.0
         self._layers: dict[str, Any] = {}
         peers = peers_of(ep)
@@ -166,32 +244,48 @@ class WeightReceiver:
                 raise ValueError(
                     "`ep` must have experts that stay where they are, to receive weights"
                 )
-            self._layers, self._folder = layers_to_hand_over(model), own_folder(folder)
-            self._copies = copies_on(ep.device)
-            weights = self._weights()
-            self._own = {
-                name: {each: weight.data for each, weight in one.items()}
-                for name, one in weights.items()
-            }
-            self._spare = {name: _like(one) for name, one in weights.items()} if spare else None
-            self._free = (
-                self._spare
-            )  # which of the two is staged, and stays so however often the flip begins
-            self._await_device()  # on other streams torch may have given this memory away before
-            self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
-            self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
+            self._layers = layers_to_hand_over(model)
+            self._folder = own_folder(folder)
+            self._take_memory(spare)
+            self._share_words(peers)
             self._worker = Worker("epmoe-weights")
             self._worker.submit(self._copies.begin_thread)
             self._check_state()
             self._names = _names_of_state(model)
-            for former in list(_open):
-                if not former._of_other_layers(self._layers.values()):
-                    former.close()  # its thread takes memory for free that will serve
-            _open.add(self)
+            self._replace_former()
+            # Begin with the newest version, or with the one that all ranks hold.
             if version is not None:
                 ep.versions.put(self._layers.values(), Held(version, ""))
             if not self._take_newest(peers, 0, 0.0):
                 self._go_on_with_held(peers)
+
+    def _take_memory(self, needs_spare: bool) -> None:
+        """The memory of the experts, and a second set of it where the caller has room."""
+        self._copies = copies_on(self._ep.device)
+        weights = self._weights()
+        self._own = {
+            name: {each: weight.data for each, weight in of_layer.items()}
+            for name, of_layer in weights.items()
+        }
+        self._spare: dict[str, Tensors] | None = None
+        if needs_spare:
+            self._spare = {name: _like(of_layer) for name, of_layer in weights.items()}
+        # Which of the two sets is staged. It stays so however often the flip begins.
+        self._free = self._spare
+        # torch may have taken this memory from work that still runs on other streams.
+        self._await_device()
+
+    def _share_words(self, peers: Any) -> None:
+        self._words = _shared_words(self._folder, peers, _STAGED + self._ep.size)
+        # The words of rank 0 by their address, which costs less than an operator.
+        self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
+
+    def _replace_former(self) -> None:
+        """Close other receivers of these layers: their threads take memory that will serve."""
+        for former in list(_open):
+            if not former._has_other_layers(self._layers.values()):
+                former.close()
+        _open.add(self)
 
     def load(self, version: int, timeout_s: float = 60.0) -> None:
         """Wait for a version, and take it or a newer one before this returns. Collective, between
@@ -237,42 +331,51 @@ class WeightReceiver:
         self._check_state()
         if self._has_nothing_to_do():
             return False
-        ep = self._ep
-        count = self.exchange.rounds.count
-        target, behind, *staged = ops.read_words(self._words).tolist()
-        ours = self._staged
-        if (
-            ours is not None
-            and self.version < ours.number == self._target
-            and _failed(ours.number) not in staged
-        ):
-            self._await_device()  # a flip to it may come
-            count = self.exchange.health(wait=False).rounds
-            self._post(_STAGED + ep.rank, ours.number)
-            target, behind, *staged = ops.read_words(self._words).tolist()
-        flips = self._flipped_behind < behind < count - 1
+        round_number = self.exchange.rounds.count
+        said = self._read_words()
+        # Say STAGED behind the rounds so far: a flip to this version may come.
+        staged = self._staged
+        if staged is not None and self._may_report(staged.number, said):
+            self._await_device()
+            round_number = self.exchange.health(wait=False).rounds
+            self._report(staged.number, is_staged=True)
+            said = self._read_words()
+        # Flip once this rank has opened the second round behind ROUND.
+        flips = self._flipped_behind < said.flip_round < round_number - 1
         if flips:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
             self._flip(self._staged)
-            self._staged, self._flipped_behind = None, behind
-        if behind <= self._flipped_behind:  # no flip is to come
-            if target > self._target:
-                self._worker.submit(partial(self._stage_and_say, target))
-                self._target = (
-                    target  # at last: after an exception before it the next tick does this again
-                )
-            elif target > self.version and self.problem is None:
-                self._hear_of(target, staged)
-            if ep.rank == 0:
-                self._decide(target, staged, count)
+            # Both at once: interrupted between them, the next tick would flip to nothing.
+            self._staged, self._flipped_behind = None, said.flip_round
+        # A newer version waits for the flip that is to come.
+        is_flip_to_come = said.flip_round > self._flipped_behind
+        if not is_flip_to_come:
+            self._go_to_target(said)
+            if self._ep.rank == 0:
+                self._decide(said, round_number)
         return flips
+
+    def _may_report(self, number: int, said: _Said) -> bool:
+        """Whether STAGED is to be said of a version: it has not served, and no rank has failed."""
+        is_wanted = self.version < number == self._target
+        return is_wanted and not said.ranks_that_failed(number)
+
+    def _go_to_target(self, said: _Said) -> None:
+        """Begin to stage the version that rank 0 asks for, or hear why nobody takes it."""
+        if said.target > self._target:
+            self._worker.submit(partial(self._stage_and_say, said.target))
+            # Last: after an exception before it the next tick does this again.
+            self._target = said.target
+        elif said.target > self.version and self.problem is None:
+            self._hear_of_failure(said)
 
     def close(self) -> None:
         """End the thread, and let go of what is mapped. The version that serves stays.
 
         It waits for a copy of the thread that is under way, and not for a map.
         """
-        self._generation = _NONE  # before the look: the thread looks the other way around
+        # This goes before the look at `_writes`: the thread writes that, then looks here.
+        self._generation = _NONE
         self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
         while self._writes and self._worker.lives:
@@ -284,8 +387,11 @@ class WeightReceiver:
         Raises EPStateError where that is not one version.
         """
         mine = self._ep.versions.of(self._layers.values())
-        gathered = peers.all_gather(mine)
-        differ = differences([None if held is None else Held(*held) for held in gathered])
+        # JSON has made lists of the records.
+        of_ranks: list[Held | None] = []
+        for held in peers.all_gather(mine):
+            of_ranks.append(None if held is None else Held(*held))
+        differ = differences(of_ranks)
         if differ:
             remedy = (
                 "let the trainer send a version and make the receiver again; or load the same "
@@ -303,7 +409,8 @@ class WeightReceiver:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Copies into memory that no version has, unless this object is closed."""
-        self._writes = True  # before the look: see `close`
+        # This goes before the look at the generation: `close` writes that, then looks here.
+        self._writes = True
         try:
             self._check_open()
             with self._copies.running():
@@ -311,16 +418,19 @@ class WeightReceiver:
         finally:
             self._writes = False
 
-    def _of_other_layers(self, layers: Iterable[nn.Module]) -> bool:
-        return {*map(id, layers)}.isdisjoint(map(id, self._layers.values()))
+    def _has_other_layers(self, layers: Iterable[nn.Module]) -> bool:
+        mine = map(id, self._layers.values())
+        return {*map(id, layers)}.isdisjoint(mine)
 
     def _has_nothing_to_do(self) -> bool:
-        """A glance at the words, in 1 µs: no flip and no version is to come. `tick` reads what has
-        come in order.
+        """A glance at the words of rank 0, in 1 µs: no flip and no version is to come. `tick` reads
+        what has come in order.
         """
-        target, behind = self._glance
-        if not target <= self._target == self.version or behind > self._flipped_behind:
+        target, flip_round = self._glance
+        serves_target = target <= self._target == self.version
+        if not serves_target or flip_round > self._flipped_behind:
             return False
+        # Rank 0 looks into the folder from time to time.
         return self._ep.rank > 0 or time.monotonic() - self._looked < _LOOK_S
 
     def _check_state(self) -> None:
@@ -343,44 +453,52 @@ class WeightReceiver:
         """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick
         says STAGED.
         """
-        if (
-            number != self._begun
-        ):  # otherwise after an interrupted call, which has submitted it, too
-            self._begun, self._staged = number, None
+        # A tick that was interrupted submits the same version a second time.
+        if number != self._begun:
+            self._begun = number
+            self._staged = None
             try:
-                self._staged, self.problem = self._stage(number), None
+                self._staged = self._stage(number)
+                self.problem = None
             except BaseException as error:
                 self.problem = error
                 if self._is_open:
                     self._log_problem(number)
-        if self._staged is None and number > self.version:  # not flipped to
-            self._post(_STAGED + self._ep.rank, _failed(number))
+        has_flipped = number <= self.version
+        if self._staged is None and not has_flipped:
+            self._report(number, is_staged=False)
+            # Frames of the error have what was mapped, and copies of it may still run.
             if self.problem is not None:
-                traceback.clear_frames(
-                    self.problem.__traceback__
-                )  # which have what was mapped: copies may still run
+                traceback.clear_frames(self.problem.__traceback__)
 
-    def _hear_of(self, target: int, staged: list[int]) -> None:
+    def _hear_of_failure(self, said: _Said) -> None:
         """Say which rank has not taken a version that this rank could take."""
-        failed = [rank for rank, said in enumerate(staged) if said == _failed(target)]
+        failed = said.ranks_that_failed(said.target)
         if failed:
-            what = f"rank {failed[0]} has not taken version {target}: its `problem` says why"
+            what = f"rank {failed[0]} has not taken version {said.target}: its `problem` says why"
             self.problem = EPStateError(what)
 
     def _log_problem(self, number: int) -> None:
         _log.warning("version %d of the weights is not taken: %s", number, self.problem)
 
-    def _decide(self, target: int, staged: list[int], round_number: int) -> None:
-        """Rank 0 lets all ranks flip, or names another version."""
-        if target > self.version and all(each == target for each in staged):
+    def _decide(self, said: _Said, round_number: int) -> None:
+        """Rank 0 lets all ranks flip, or asks for another version."""
+        target = said.target
+        serves = target <= self.version
+        if not serves and said.all_have_staged(target):
             self._post(_ROUND, round_number)
-        elif target <= self.version or _failed(target) in staged:
-            now = time.monotonic()
-            if now - self._looked >= _LOOK_S:
-                self._looked = now
-                newest = newest_version(self._folder)
-                if newest > max(target, self.version):
-                    self._post(_TARGET, newest)
+        elif serves or said.ranks_that_failed(target):
+            self._ask_for_newer(target)
+
+    def _ask_for_newer(self, target: int) -> None:
+        """Rank 0 looks into the folder, from time to time."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        newest = newest_version(self._folder)
+        if newest > max(target, self.version):
+            self._post(_TARGET, newest)
 
     @takes_turn_of_exchange
     def _take_newest(self, peers: Any, least: int, timeout_s: float) -> bool:
@@ -389,101 +507,121 @@ class WeightReceiver:
         """
         self._check_state()
         deadline = time.monotonic() + timeout_s
-        gone = _NONE
+        failed = _NONE
         while True:
-            found = peers.all_gather(
-                (newest_version(self._folder), self.version, time.monotonic() > deadline)
-            )
-            newest, held = (
-                found[0][0],
-                min(version for _, version, _ in found),
-            )  # a flip may have failed on some ranks
-            if newest > max(held, least - 1, gone):
-                self._await_worker()  # it writes where this version goes
-                if self._ep.rank == 0:
-                    self._post(
-                        _ROUND, _NONE
-                    )  # calls off a flip that is to come: for all ranks, also if one raises
-                peers.all_gather(None)
-                self._target = (
-                    self.version
-                )  # wherever this is interrupted, ticks stage it again, or say what is staged
-                self._post(_STAGED + self._ep.rank, _NONE)
-                self._staged = None
-                self._begun = _NONE
-                staged = None
-                why = ""
-                try:
-                    staged = self._stage(newest)
-                except FileNotFoundError:
-                    pass  # it went with its trainer, or since there is a newer one
-                except NotFiniteError as error:
-                    why = str(error)
-                outcomes = peers.all_gather((staged is not None, why))
-                self.problem = next((NotFiniteError(why) for _, why in outcomes if why), None)
-                if staged is not None and all(has for has, _ in outcomes):
-                    self._flip(staged)
-                    self._target = newest
+            # Rank 0's folder and clock decide, so that all ranks go the same way.
+            mine = _Found(newest_version(self._folder), self.version, time.monotonic() > deadline)
+            found = [_Found(*each) for each in peers.all_gather(mine)]
+            newest = found[0].newest
+            # A flip may have failed on some ranks, which serve an older version.
+            served = min(each.version for each in found)
+            if newest > max(served, least - 1, failed):
+                if self._take_together(peers, newest):
                     return True
-                if self.problem is not None:
-                    self._log_problem(newest)
-                gone = newest
-            elif held >= least or found[0][2]:
-                return held >= least
+                failed = newest
+            elif served >= least:
+                return True
+            elif found[0].is_late:
+                return False
             else:
                 time.sleep(_LOOK_S)
 
+    def _take_together(self, peers: Any, number: int) -> bool:
+        """Stage a version and flip to it, on all ranks or on none. Collective. Returns whether all
+        could stage it.
+        """
+        # The thread writes to where this version goes.
+        self._await_worker()
+        # Rank 0 takes back a flip that is to come, for all ranks, even if one raises.
+        if self._ep.rank == 0:
+            self._post(_ROUND, _NONE)
+        peers.all_gather(None)
+        # If this is interrupted, ticks stage the target again, or say what is staged.
+        self._target = self.version
+        self._post(_STAGED + self._ep.rank, _NONE)
+        self._staged = None
+        self._begun = _NONE
+        # Stage. A version that has gone is no error: its trainer has ended or sent a newer one.
+        staged = None
+        not_finite = ""
+        try:
+            staged = self._stage(number)
+        except FileNotFoundError:
+            pass
+        except NotFiniteError as error:
+            not_finite = str(error)
+        # Flip, if all ranks have staged it.
+        reasons = []
+        all_have_it = True
+        for has_it, reason in peers.all_gather((staged is not None, not_finite)):
+            all_have_it = all_have_it and has_it
+            if reason:
+                reasons.append(reason)
+        self.problem = NotFiniteError(reasons[0]) if reasons else None
+        if staged is not None and all_have_it:
+            self._flip(staged)
+            self._target = number
+            return True
+        if self.problem is not None:
+            self._log_problem(number)
+        return False
+
     def _stage(self, number: int) -> Version:
         """Map a version, and copy it where there is memory. Raises ValueError where it does not
-        fit.
+        fit, and NotFiniteError.
         """
+        weights = self._weights()
         with self._copies.running():
             version = map_version(self._folder, number, self._copies.memory)
-            own = self._own
-            now = self._weights()
-            odd = sorted(now.keys() ^ version.experts.keys())
-            if odd:
-                raise ValueError(
-                    f"`model` and version {number} must have the same layers: one has no {odd[0]!r}"
-                )
-            for name, weights in now.items():
-                _check(
-                    name,
-                    version,
-                    self._layers[name].experts,
-                    weights,
-                    self._ep.config.model.num_experts,
-                )
-            if version.dense and self._dense is None:
-                raise ValueError(
-                    f"version {number} has dense weights, such as {next(iter(version.dense))!r}: "
-                    "`dense` must take them"
-                )
+            self._check_fits(version, weights)
             if self._check_finite:
-                self._check_values(version, now)
+                self._check_values(version, weights)
         spare = self._spare
         if spare is not None:
             with self._writing():
+                # Either set may serve: copy into the other one.
                 self._free = {
-                    name: self._copies.free(own[name], spare[name], now[name]) for name in now
+                    name: self._copies.free(self._own[name], spare[name], serving)
+                    for name, serving in weights.items()
                 }
                 self._copy(version, self._free)
         return version
 
+    def _check_fits(self, version: Version, weights: Mapping[str, Tensors]) -> None:
+        """Raises ValueError where the version has other layers, experts or dense weights."""
+        odd = sorted(weights.keys() ^ version.experts.keys())
+        if odd:
+            raise ValueError(
+                f"`model` and version {version.number} must have the same layers: one has no "
+                f"{odd[0]!r}"
+            )
+        for name in weights:
+            _check_all_experts(version, name, self._ep.config.model.num_experts)
+            _check_layer(version, name, self._layers[name].experts, weights[name])
+        if version.dense and self._dense is None:
+            raise ValueError(
+                f"version {version.number} has dense weights, such as "
+                f"{next(iter(version.dense))!r}: `dense` must take them"
+            )
+
     def _flip(self, version: Version) -> None:
+        """Let a version serve, between two rounds. After an exception it is done again, whole."""
         self._await_device()
         start = time.perf_counter()
         layers = self._layers.values()
-        self._ep.versions.put(layers, None)  # until all is there
+        # The layers have no version until all of this one is there.
+        self._ep.versions.put(layers, None)
+        # Experts: from the trainer where there is no spare memory, or by the other set.
         with self._copies.running():
             if self._free is None:
                 self._copy(version, self._weights())
             else:
                 for name, weights in self._weights().items():
                     self._copies.use(self._free[name], weights)
+        # The other weights: the callback may keep the tensors.
         if self._dense is not None:
-            named = {self._names.get(name, name): each for name, each in version.dense.items()}
-            taken = self._dense(self._copies.owned(named))  # it may keep them
+            named = {self._names.get(name, name): value for name, value in version.dense.items()}
+            taken = self._dense(self._copies.owned(named))
             _check_taken(named, taken)
         self._await_device()
         self._ep.versions.put(layers, Held(version.number, version.trainer))
@@ -492,30 +630,32 @@ class WeightReceiver:
 
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
+        """Write this rank's experts of a version into tensors of their shapes, by layer."""
         for name in self._layers:
-            if self._writes:  # otherwise it is a flip, which ends
+            # `close` ends a copy into spare memory, and no flip.
+            if self._writes:
                 self._check_open()
             for each, begin, rows in self._rows(version, name):
                 target = to[name][each][begin : begin + len(rows)]
-                if target.dtype == FP8:
-                    for i, quantized in enumerate(map(quantize_weights, rows)):
-                        target[i].copy_(quantized.q)
-                        to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
-                else:
+                if target.dtype != FP8:
                     target.copy_(rows)
+                    continue
+                # One expert after another, which takes little memory.
+                for i, quantized in enumerate(map(quantize_weights, rows)):
+                    target[i].copy_(quantized.q)
+                    to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
 
     def _rows(self, version: Version, name: str) -> Iterator[tuple[str, int, Tensor]]:
         """What a version has for this rank's experts of a layer: the name of a weight, the first
         row here, and values.
         """
-        places = {
-            expert: (part.weights, i)
-            for part in version.experts[name]
-            for i, expert in enumerate(part.held)
-        }
-        for begin, end, weights, first in _runs([places[expert] for expert in self._held(name)]):
-            for each, values in weights.items():
-                yield each, begin, values[first : first + end - begin]
+        places: dict[int, tuple[Tensors, int]] = {}
+        for part in version.experts[name]:
+            for i, expert in enumerate(part.held):
+                places[expert] = (part.weights, i)
+        for run in _runs([places[expert] for expert in self._held(name)]):
+            for each, values in run.weights.items():
+                yield each, run.begin, values[run.first : run.first + run.num_rows]
 
     @torch.inference_mode()
     def _check_values(self, version: Version, to: Mapping[str, Tensors]) -> None:
@@ -524,8 +664,9 @@ class WeightReceiver:
             held = self._held(name)
             for each, begin, rows in self._rows(version, name):
                 dtype = to[name][each].dtype
+                # The scales of fp8 take any finite values.
                 if dtype == FP8:
-                    dtype = rows.dtype  # its scales take any finite values
+                    dtype = rows.dtype
                 odd = nonfinite_rows(rows, dtype)
                 if odd:
                     where = f"`{each}` of expert {held[begin + odd[0]]} of {name!r}"
@@ -535,10 +676,10 @@ class WeightReceiver:
                 _raise_not_finite(version, value.dtype, f"`dense[{name!r}]`")
 
     def _await_worker(self) -> None:
+        """Wait until the thread has done what it was given. Raises TimeoutError."""
         idle = self._worker.submit(lambda: None)
-        deadline = (
-            time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2
-        )  # other ranks hear of it in time
+        # Half of the deadline of a collective: other ranks hear of it in time.
+        deadline = time.monotonic() + self._ep.config.exchange.warmup_timeout_s / 2
         while not idle.done:
             if time.monotonic() > deadline:
                 raise TimeoutError("an earlier version of the weights is still on its way")
@@ -553,6 +694,13 @@ class WeightReceiver:
     def _held(self, name: str) -> list[int]:
         """The logical experts of this rank's rows."""
         return self._ep.logical_experts(self._layers[name].tag)
+
+    def _read_words(self) -> _Said:
+        target, flip_round, *words = ops.read_words(self._words).tolist()
+        return _Said(target, flip_round, [_Report.of(word) for word in words])
+
+    def _report(self, version: int, is_staged: bool) -> None:
+        self._post(_STAGED + self._ep.rank, _Report(version, is_staged).word)
 
     def _post(self, word: int, value: int) -> None:
         ops.post_word(self._words.view(torch.uint8), 8 * word, value)
@@ -585,15 +733,12 @@ def _raise_not_finite(version: Version, dtype: torch.dtype, where: str) -> NoRet
     raise NotFiniteError(f"{what}: {where}")
 
 
-def _failed(version: int) -> int:
-    return -2 - version
-
-
 def _weights_of(experts: Any) -> Tensors:
     """This rank's rows of the parameters, whose memory a flip changes. Raises ValueError for what
     nobody makes.
     """
-    if experts.is_quantized and not experts.is_fp8 or experts.dtype not in FLOATS:
+    is_other_format = experts.is_quantized and not experts.is_fp8
+    if is_other_format or experts.dtype not in FLOATS:
         raise ValueError(
             "`model` must have experts in fp32, fp16, bf16 or fp8 to receive weights, got "
             f"{experts}"
@@ -603,64 +748,72 @@ def _weights_of(experts: Any) -> Tensors:
 
 
 def _like(weights: Tensors) -> Tensors:
+    """Memory for a second set, of tensors that are of inference mode where these are."""
     with torch.inference_mode(next(iter(weights.values())).is_inference()):
         return {name: torch.empty_like(weight) for name, weight in weights.items()}
 
 
-def _runs(places: list[tuple[Tensors, int]]) -> Iterator[tuple[int, int, Tensors, int]]:
-    """Rows begin … end whose places follow one another in the same tensors, and these and the first
-    place there.
-    """
+def _runs(places: list[tuple[Tensors, int]]) -> Iterator[_Run]:
+    """The rows of a rank in runs. `places` has for each row its tensors and the row in them."""
     begin = 0
     for end in range(1, len(places) + 1):
         weights, first = places[begin]
-        if (
-            end == len(places)
-            or places[end][0] is not weights
-            or places[end][1] != first + end - begin
-        ):
-            yield begin, end, weights, first
-            begin = end
+        if end < len(places):
+            next_weights, next_row = places[end]
+            if next_weights is weights and next_row == first + end - begin:
+                continue
+        yield _Run(begin, end - begin, weights, first)
+        begin = end
 
 
-def _check(name: str, version: Version, experts: Any, weights: Tensors, num_experts: int) -> None:
-    parts = version.experts[name]
-    sent = {expert for part in parts for expert in part.held} - {EMPTY}
-    shapes = {
-        each: tuple(value.shape[1:])
-        for each, value in weights.items()
-        if each not in _SCALES.values()
-    }
+def _check_all_experts(version: Version, name: str, num_experts: int) -> None:
+    """Raises ValueError where a layer of the version lacks an expert."""
+    sent = {expert for part in version.experts[name] for expert in part.held} - {EMPTY}
     if sent != {*range(num_experts)}:
         raise ValueError(
             f"version {version.number} must have {num_experts} experts of {name!r}, got {len(sent)}"
         )
-    for part in parts:
-        got = {each: tuple(value.shape[1:]) for each, value in part.weights.items()}
-        if got != shapes or part.computes != computes(experts):
-            wanted = f"{shapes} that compute {computes(experts)}"
+
+
+def _check_layer(version: Version, name: str, experts: Any, weights: Tensors) -> None:
+    """Raises ValueError where experts of a layer have other shapes, or compute something else."""
+    wanted = _shapes_of_experts(weights)
+    for part in version.experts[name]:
+        got = _shapes_of_experts(part.weights)
+        if got != wanted or part.computes != computes(experts):
             raise ValueError(
-                f"experts of {name!r} must have {wanted}, got {got} that compute {part.computes}"
+                f"experts of {name!r} must have {wanted} that compute {computes(experts)}, got "
+                f"{got} that compute {part.computes}"
             )
 
 
+def _shapes_of_experts(weights: Tensors) -> dict[str, tuple[int, ...]]:
+    """The shapes of an expert's weights by name, without those of fp8 scales."""
+    scales = _SCALES.values()
+    return {name: tuple(value.shape[1:]) for name, value in weights.items() if name not in scales}
+
+
 def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
-    """int64 [count], `_NONE` each, in memory of all ranks that no file names any more."""
+    """int64 [count], `_NONE` each, in memory of all ranks that no file names any more. Collective.
+    Raises ValueError where a rank is on another machine.
+    """
     path = ""
-    here = False
+    is_shared = False
     try:
+        # Rank 0 makes a file, whose bytes of ones are words of −1.
         if peers.rank == 0:
             handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
             with os.fdopen(handle, "wb") as file:
                 file.write(bytes([255]) * 8 * count)
+        # All ranks map it. On another machine `from_file` makes a file of zeros.
         path = peers.all_gather(path)[0]
         words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
-        here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
-        peers.all_gather(None)  # all have mapped it
+        is_shared = bool(words.eq(_NONE).all())
+        peers.all_gather(None)
     finally:
         # Also where a rank raises or has died meanwhile: nobody else knows of the file.
-        if path and (peers.rank == 0 or not here):
+        if path and (peers.rank == 0 or not is_shared):
             Path(path).unlink(missing_ok=True)
-    if not here:
+    if not is_shared:
         raise ValueError("all ranks of a server that receives weights must be on one machine")
     return words

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -36,19 +35,9 @@ class SleepingWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        own = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        state = map(id, module.state_dict(keep_vars=True).values())  # some of it may be made for it
-        tensors = list({key: own[key] for key in state if key in own}.values())
-        strange = {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}
-        if strange:
-            raise TypeError(
-                f"`module` must have dense tensors of one storage each, got {sorted(strange)}"
-            )
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1 or torch.device("meta") in devices:
-            raise ValueError(
-                f"`module` must have tensors on one device, got {sorted(map(str, devices))}"
-            )
+        tensors = _tensors_of(module)
+        device = _device_of(tensors)
+        # Tensors that share a storage go on sharing one.
         storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -56,30 +45,33 @@ class SleepingWeights:
             round_up(views[0].untyped_storage().nbytes(), BUFFER_ALIGNMENT)
             for views in storages.values()
         ]
-        self._nbytes = max(sum(sizes), 1)  # some memory, also for tensors without elements
-        self._copy: Tensor | None = None  # on the host; while it is there it has the contents
-        self._places = Places(memory_of(*devices), 1, self._nbytes)
+        # At least a byte, also for tensors without elements.
+        self._nbytes = max(sum(sizes), 1)
+        # The contents, on the host, while they are not in their memory.
+        self._copy: Tensor | None = None
+        self._places = Places(memory_of(device), 1, self._nbytes)
         self._map()
-        for begin, size, views in zip(
-            itertools.accumulate(sizes, initial=0), sizes, storages.values(), strict=False
-        ):
+        # Storage by storage: the next one begins where this one ends.
+        begin = 0
+        for size, views in zip(sizes, storages.values(), strict=True):
             _move(views, self._places.view(0, size, begin))
+            begin += size
 
     def offload(self) -> None:
         """Free their memory, and keep a copy on the host. It waits for the GPU. Where it raises,
         they are there.
         """
-        if self._places.mapped:
-            try:
-                if self._copy is None:
-                    region = self._region
-                    self._copy = torch.empty_like(
-                        region, device="cpu", pin_memory=region.is_cuda
-                    ).copy_(region)
-                self._places.unmap()
-            except BaseException:
-                self.restore()
-                raise
+        if not self._places.mapped:
+            return
+        try:
+            if self._copy is None:
+                region = self._region
+                copy = torch.empty_like(region, device="cpu", pin_memory=region.is_cuda)
+                self._copy = copy.copy_(region)
+            self._places.unmap()
+        except BaseException:
+            self.restore()
+            raise
 
     def discard(self) -> None:
         """Free their memory: after `restore` the host loads them again. It waits for the GPU."""
@@ -94,14 +86,15 @@ class SleepingWeights:
         not call this first: the memory is back then, without what was written. A GPU refuses such
         writes itself.
         """
-        written = False
+        was_written = False
         if not self._places.mapped:
-            written = self._region.device.type == "cpu" and bool(self._region.any())
+            # On CPUs the addresses stay readable, as zeros; a GPU refuses to write there.
+            was_written = self._region.device.type == "cpu" and bool(self._region.any())
             self._map()
         if self._copy is not None:
             self._region.copy_(self._copy)
         self._copy = None
-        if written:
+        if was_written:
             raise EPStateError(
                 "weights were written while their memory was gone, and are lost: call `restore` "
                 "before what loads them, and load them again"
@@ -115,6 +108,32 @@ class SleepingWeights:
         self._places.map(0, None, self._nbytes)
 
 
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """The parameters and persistent buffers, each once. Raises TypeError for what is no plain
+    memory.
+    """
+    own = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    # A state dict may also have tensors that are made for it.
+    keys = [id(value) for value in module.state_dict(keep_vars=True).values()]
+    tensors = list({key: own[key] for key in keys if key in own}.values())
+    strange = {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}
+    if strange:
+        raise TypeError(
+            f"`module` must have dense tensors of one storage each, got {sorted(strange)}"
+        )
+    return tensors
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """The device of all. Raises ValueError where it is not one that has memory."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1 or torch.device("meta") in devices:
+        raise ValueError(
+            f"`module` must have tensors on one device, got {sorted(map(str, devices))}"
+        )
+    return devices.pop()
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is the bytes of its storage, and nothing else."""
     whole = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
@@ -125,11 +144,12 @@ def _move(views: Sequence[Tensor], place: Tensor) -> None:
     """Views of one storage become views of another, a copy. One for all tensors would be in a
     checkpoint for each.
     """
+    # Copy the bytes of the storage.
     with torch.no_grad():
-        former = torch.empty(0, dtype=torch.uint8, device=place.device).set_(
-            views[0].untyped_storage()
-        )
+        former = torch.empty(0, dtype=torch.uint8, device=place.device)
+        former.set_(views[0].untyped_storage())
         place[: len(former)].copy_(former)
+    # Each tensor gets its view of the new one.
     for tensor in views:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             elements = place.view(tensor.dtype)

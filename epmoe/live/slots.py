@@ -11,8 +11,8 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,34 +24,41 @@ from epmoe.live.layout import EMPTY
 
 Table = list[list[int]]
 """[layers][slots], of one rank or of all: the expert in each slot, or −1"""
-_MOST_NAMED = 8  # experts in an error
+# Experts that an error names.
+_MOST_NAMED = 8
 
 
 def read_slots(config: EPConfig) -> Table:
     """The table of the file that `placement.slots` names. Raises ConfigError, which names the file
     and the mistake.
     """
-    section = config.placement
     path = str(config.placement.slots)
-    R = config.topology.ep_size
-    want = (section.layers, config.num_physical_experts)
     found = read_config(path, holds="a list `slots:` of layers")
     try:
-        if found.keys() != {"slots"}:
-            raise ValueError(f"must hold `slots` and nothing else, got {', '.join(found)[:80]}")
-        try:
-            slots = torch.tensor(found["slots"])
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise ValueError(
-                f"`slots` must be lists of integers, {want[0]} layers of {want[1]} slots"
-            ) from None
-        if slots.shape != want:
-            what = f"{want[0]} layers (`placement.layers`) of {want[1]} slots (those of {R} ranks)"
-            raise ValueError(f"`slots` must be {what}, got {list(slots.shape)}")
-        loads = torch.empty(section.layers, config.model.num_experts, device="meta")
-        return check_slots(slots, loads, R, section.most_copies).tolist()
+        return _table_of(found, config)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _table_of(found: dict[str, Any], config: EPConfig) -> Table:
+    """What a file holds. Raises ValueError for anything but a table of this configuration."""
+    section = config.placement
+    R = config.topology.ep_size
+    L = section.layers
+    P = config.num_physical_experts
+    if found.keys() != {"slots"}:
+        raise ValueError(f"must hold `slots` and nothing else, got {', '.join(found)[:80]}")
+    try:
+        slots = torch.tensor(found["slots"])
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"`slots` must be lists of integers, {L} layers of {P} slots") from None
+    if slots.shape != (L, P):
+        wanted = f"{L} layers (`placement.layers`) of {P} slots (those of {R} ranks)"
+        raise ValueError(f"`slots` must be {wanted}, got {list(slots.shape)}")
+    # Only the shape of loads counts for the check.
+    loads = torch.empty(L, config.model.num_experts, device="meta")
+    checked: Table = check_slots(slots, loads, R, section.most_copies).tolist()
+    return checked
 
 
 def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
@@ -72,6 +79,7 @@ def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
 
 
 def slots_of(table: Table, rank: int, config: EPConfig) -> Table:
+    """The part of one rank."""
     S = config.placement.slots_per_rank or 0
     return [layer[rank * S : (rank + 1) * S] for layer in table]
 
@@ -91,17 +99,21 @@ def agree_on_slots(
     """
     if all(table is None for table in held):
         return None
-    others = [
-        r
-        for r, table in enumerate(held)
-        if first is not None and table != slots_of(first, r, config)
-    ]
+    if first is not None:
+        _check_same_file(config, held, rank, first)
+    return keep_slots(config, held, spread_lost)
+
+
+def _check_same_file(
+    config: EPConfig, held: Sequence[Table | None], rank: int, first: Table
+) -> None:
+    """Raises ValueError where a rank holds something else than the file of this one says."""
+    others = [other for other, table in enumerate(held) if table != slots_of(first, other, config)]
     if others:
         raise ValueError(
             f"the file of `placement.slots` on rank {rank} differs from that of rank(s) {others}: "
             "it must be the same"
         )
-    return keep_slots(config, held, spread_lost)
 
 
 def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool) -> Table:
@@ -115,14 +127,18 @@ def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool
     E = config.model.num_experts
     S = config.placement.slots_per_rank or 0
     L = config.placement.layers
-    none: Table = [[] for _ in range(L)]
-    tables = [[layer + [EMPTY] * (S - len(layer)) for layer in table or none] for table in held]
-    slots = [list(chain(*layers)) for layers in zip(*tables, strict=True)]
+    nothing: Table = [[] for _ in range(L)]
+    # The slots of all ranks behind one another, those that a rank did not have as empty.
+    slots: Table = [[] for _ in range(L)]
+    for table in held:
+        for layer, experts in zip(slots, table or nothing, strict=True):
+            layer += experts + [EMPTY] * (S - len(experts))
     lost = [sorted(set(range(E)).difference(layer)) for layer in slots]
     lacking = [layer for layer, experts in enumerate(lost) if experts]
     if lacking and not spread_lost:
+        first = lacking[0]
         raise ValueError(
-            f"logical expert(s) {lost[lacking[0]][:_MOST_NAMED]} of layer {lacking[0]} have no "
+            f"logical expert(s) {lost[first][:_MOST_NAMED]} of layer {first} have no "
             f"copy left, and {len(lacking)} layer(s) lack experts: load their weights, as "
             "`resume(spread_lost=True)` says where, or load all again, and give `placement`"
         )
@@ -133,16 +149,16 @@ def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool
 
 def _fill(layer: list[int], experts: list[int], S: int) -> None:
     """Put experts that have no slot into `layer`."""
-    given = Counter[int]()  # by rank
+    # By rank: experts that it has got here.
+    given = Counter[int]()
     for expert in experts:
         copies = Counter(layer)
-        held = [
-            sum(other != EMPTY for other in layer[begin : begin + S])
-            for begin in range(0, len(layer), S)
-        ]
-        costs = [
-            (x != EMPTY, -copies[x], held[p // S], given[p // S], p) for p, x in enumerate(layer)
-        ]
-        slot = min(costs)[-1]
+        held = Counter(slot // S for slot, other in enumerate(layer) if other != EMPTY)
+        # An empty slot first, then that of the expert with most copies, then the idlest rank.
+        costs = []
+        for slot, other in enumerate(layer):
+            rank = slot // S
+            costs.append((other != EMPTY, -copies[other], held[rank], given[rank], slot))
+        *_, slot = min(costs)
         layer[slot] = expert
         given[slot // S] += 1

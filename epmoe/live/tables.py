@@ -26,7 +26,8 @@ def tables(
     They are for slots int32 [layers, P] and loads float64 [layers, E]. `width` makes them whole
     lines.
     """
-    slots = at_most(most_copies, slots)  # an expert that moves has more between two waves
+    # An expert that moves has more between two waves.
+    slots = at_most(most_copies, slots)
     return ops.balance_quotas(loads, slots, ep_size, source, width)
 
 

@@ -47,18 +47,35 @@ from epmoe.native.build import who_else
 
 MOST_VERSIONS = (1 << 40) - 1
 _TRAINER = ".trainer"
-_FAILED = ".failed-"  # before the name of a file that a rank could not write
+# Stands before the name of a file that a rank could not write.
+_FAILED = ".failed-"
 _FILE = re.compile(r"v(\d{13})\.(\w+\.\d+)\.(\d+)-of-(\d+)")
 
 
-class _File(NamedTuple):
-    """A part of a version: that of a rank of a group of this size."""
+class _Writer(NamedTuple):
+    """A rank of a group of a trainer."""
 
-    name: str
-    version: int
     group: str
     rank: int
     size: int
+    """ranks of the group"""
+
+
+class _File(NamedTuple):
+    """A part of a version: that of one rank."""
+
+    name: str
+    version: int
+    writer: _Writer
+
+
+class Computation(NamedTuple):
+    """What experts compute, beside their weights; see `GroupedExperts`."""
+
+    interleaved: bool
+    limit: float | None
+    alpha: float
+    up_offset: float
 
 
 class Experts(NamedTuple):
@@ -66,10 +83,33 @@ class Experts(NamedTuple):
 
     held: list[int]
     """their logical numbers"""
-    computes: tuple[Any, ...]
-    """what must be equal on both sides: interleaved, limit, alpha, up_offset"""
+    computes: Computation
+    """must be equal on both sides"""
     weights: dict[str, Tensor]
     """[e, …] by name, without those that are None"""
+
+
+class _Place(NamedTuple):
+    """Where a tensor of a table lies in one piece of memory."""
+
+    table: dict[str, Tensor]
+    name: str
+    begin: int
+    """its first byte"""
+
+
+class _Layout(NamedTuple):
+    """Tensors in one piece of memory."""
+
+    places: list[_Place]
+    nbytes: int
+
+
+class _Offers(NamedTuple):
+    """How versions on a GPU are handed over."""
+
+    memory: Memory
+    handout: Handout
 
 
 class WeightSender:
@@ -110,20 +150,27 @@ class WeightSender:
             raise ValueError(
                 f"`keep` must be an integer from 2 to {MOST_DESCRIPTORS}, got {keep!r}"
             )
-        self._layers, self._folder, self._keep = (
-            layers_to_hand_over(model),
-            own_folder(folder),
-            keep,
-        )
-        self._told = set[str]()  # names of what other ranks could not send
-        self._ep = ep = next(iter(self._layers.values())).ep
-        self._writes = ep.mesh is None or not any(ep.mesh.get_coordinate()[:-1])
+        self._layers = layers_to_hand_over(model)
+        self._folder = own_folder(folder)
+        self._keep = keep
+        # Names of what other ranks could not send, and this one has said.
+        self._told = set[str]()
+        self._ep = next(iter(self._layers.values())).ep
+        # Replicas have the same experts: the first one writes.
+        mesh = self._ep.mesh
+        self._writes = mesh is None or not any(mesh.get_coordinate()[:-1])
+        self._offers: _Offers | None = None
         if self._writes:
-            link = self._folder / f"{_TRAINER}.{secrets.token_hex(8)}"
-            link.symlink_to(ep.origin)
-            link.replace(self._folder / _TRAINER)
-        memory = None if on_host or not self._writes else shared_memory(ep.device)
-        self._offers = None if memory is None else (memory, Handout())
+            self._take_folder()
+            memory = None if on_host else shared_memory(self._ep.device)
+            if memory is not None:
+                self._offers = _Offers(memory, Handout())
+
+    def _take_folder(self) -> None:
+        """Become the trainer that writes here: a former one stops when it sees the link."""
+        link = self._folder / f"{_TRAINER}.{secrets.token_hex(8)}"
+        link.symlink_to(self._ep.origin)
+        link.replace(self._folder / _TRAINER)
 
     def send(self, version: int, dense: Mapping[str, Tensor] | None = None) -> None:
         """Leave this rank's part of a version, a number that grows. All ranks of the trainer send
@@ -155,51 +202,53 @@ class WeightSender:
                 )
             return
         experts = {name: _experts_of(layer) for name, layer in self._layers.items()}
-        group, *part = own = (
-            f"{self._ep.origin}.{self._ep.generation}",
-            self._ep.rank,
-            self._ep.size,
-        )
-        drafts = [*self._folder.glob(".v*")]
-        self._check_trainer()  # now none of the drafts is another trainer's that lives
-        for draft in drafts:
-            if f".{group}." not in draft.name:  # of a rank that has died
-                draft.unlink(missing_ok=True)
-        files = list(_files(os.listdir(self._folder)))
-        earlier = [file.version for file in files if file[2:] == own]
-        earlier += [
-            file.version for parts in _complete(files) for file in parts if file.group != group
-        ]
-        newest = max(earlier, default=-1)
-        if not is_int(version) or not newest < version <= MOST_VERSIONS:
-            raise ValueError(
-                f"`version` must be an integer above {newest}, the last that was sent, got "
-                f"{version!r}"
-            )
         tables = [*(each.weights for each in experts.values()), plain]
-        odd = next(
-            (name for table in tables for name, value in table.items() if value.is_meta), None
-        )
-        if odd:
-            raise ValueError(f"{odd!r} is a meta tensor, which has no weights to send")
-        self._hear_of_failures(group)
-        whole = self._folder / f"v{version:013}.{group}.{part[0]}-of-{part[1]}"
+        writer = _Writer(f"{self._ep.origin}.{self._ep.generation}", self._ep.rank, self._ep.size)
+        # Refuse what cannot be sent, before anything is written.
+        self._remove_drafts_of_others(writer.group)
+        files = self._files_there()
+        _check_number(version, files, writer)
+        _check_has_weights(tables)
+        self._hear_of_failures(writer.group)
+        # Write the part. The note of a failure goes once it is there.
+        whole = self._folder / _name_of(version, writer)
         note = self._folder / f"{_FAILED}{whole.name}"
-        parts = {name: tuple(each) for name, each in experts.items()}
+        parts = {name: _plain_tuple(each) for name, each in experts.items()}
         try:
             self._write(whole, parts, plain, tables, files)
         except EPStateError:  # another trainer has the folder
             raise
         except BaseException as error:
-            if self._ep.size > 1 and not whole.exists():
+            others_wait = self._ep.size > 1 and not whole.exists()
+            if others_wait:
                 _leave_note(note, error)
             raise
         note.unlink(missing_ok=True)
+        self._remove_old()
+
+    def _files_there(self) -> list[_File]:
+        return list(_files(os.listdir(self._folder)))
+
+    def _remove_drafts_of_others(self, group: str) -> None:
+        """Remove drafts of ranks that have died. Raises EPStateError where another trainer has
+        begun.
+        """
+        # List them before the check: then none is of another trainer that lives.
+        drafts = [*self._folder.glob(".v*")]
+        self._check_trainer()
+        for draft in drafts:
+            is_ours = f".{group}." in draft.name
+            if not is_ours:
+                draft.unlink(missing_ok=True)
+
+    def _remove_old(self) -> None:
+        """Remove versions that nobody needs any more, and notes about them."""
         # Look again: the rank that writes its part last sees a whole version.
-        files = list(_files(os.listdir(self._folder)))
+        files = self._files_there()
         stay = _that_stay(files, self._keep)
+        # Parts of any rank go: without one of them the version is not whole for anybody.
         for file in files:
-            if file.version not in stay:  # of whichever rank: without a part it is not complete
+            if file.version not in stay:
                 (self._folder / file.name).unlink(missing_ok=True)
         for failed in self._folder.glob(f"{_FAILED}*"):
             if _parsed(failed).version < min(stay):
@@ -213,13 +262,18 @@ class WeightSender:
         tables: list[dict[str, Tensor]],
         files: list[_File],
     ) -> None:
-        """Write a file of a version. What is in the tables comes into memory that this makes."""
+        """Write a file of a version. Tensors in the tables move into memory that this makes."""
         version = _parsed(whole).version
-        socket = None if self._offers is None else self._offer(version, tables, files)
+        # On GPUs a piece of GPU memory takes them, and leaves meta tensors here.
+        socket = None
+        if self._offers is not None:
+            socket = self._offer(self._offers, version, tables, files)
+        # All others go into the file.
         for table in tables:
-            table.update(
-                {name: _plain(value) for name, value in table.items() if not value.is_meta}
-            )
+            for name, value in table.items():
+                if not value.is_meta:
+                    table[name] = _plain(value)
+        # Draft and rename, so that nobody sees a part of a file.
         draft = whole.with_name(f".{whole.name}")
         try:
             torch.save({"experts": parts, "dense": dense, "socket": socket}, draft)
@@ -227,7 +281,8 @@ class WeightSender:
             draft.replace(whole)
         except BaseException as error:
             draft.unlink(missing_ok=True)
-            if type(error) is RuntimeError:  # torch's words for a file that it cannot write
+            # torch raises a plain RuntimeError where it cannot write a file.
+            if type(error) is RuntimeError:
                 what = (
                     f"version {version} does not fit into {self._folder}, beside up to "
                     f"{self._keep} others"
@@ -239,15 +294,20 @@ class WeightSender:
         """Raises OSError once for each version of this group that another rank could not send."""
         for note in sorted(self._folder.glob(f"{_FAILED}*")):
             failed = _parsed(note)
-            if failed.group != group:  # of a trainer that has gone
+            # A trainer that has gone has left it.
+            if failed.writer.group != group:
                 note.unlink(missing_ok=True)
-            elif failed.rank != self._ep.rank and failed.name not in self._told:
-                self._told.add(failed.name)
-                why = ""
-                with suppress(OSError):
-                    why = note.read_text()
-                what = f"rank {failed.rank} could not send version {failed.version}"
-                raise OSError(f"{what}: {why or 'its memory is full'}; nothing was sent now")
+                continue
+            failed_rank = failed.writer.rank
+            if failed_rank == self._ep.rank or failed.name in self._told:
+                continue
+            self._told.add(failed.name)
+            # The note is empty where the rank had no memory for its text either.
+            why = ""
+            with suppress(OSError):
+                why = note.read_text()
+            what = f"rank {failed_rank} could not send version {failed.version}"
+            raise OSError(f"{what}: {why or 'its memory is full'}; nothing was sent now")
 
     def _check_trainer(self) -> None:
         if os.readlink(self._folder / _TRAINER) != self._ep.origin:
@@ -257,33 +317,37 @@ class WeightSender:
             )
             raise EPStateError(f"another trainer has begun to send into {self._folder}: {remedy}")
 
-    def _offer(self, version: int, tables: list[dict[str, Tensor]], files: list[_File]) -> str:
+    def _offer(
+        self, offers: _Offers, version: int, tables: list[dict[str, Tensor]], files: list[_File]
+    ) -> str:
         """Put the tensors on the GPU into a new piece of its memory; in the tables they become meta
-        tensors. `files` are those in the folder before this version.
+        tensors. `files` are those in the folder before this version. Returns the name of the
+        socket.
         """
-        assert self._offers is not None, "weights are handed over in memory of the GPU"
-        memory, handout = self._offers
-        places, nbytes = _laid_out(tables, memory.device)
-        # before the new one takes room
+        memory, handout = offers
+        layout = _laid_out(tables, memory.device)
+        # Old pieces go before the new one takes room.
         handout.drop_others(_that_stay(files, self._keep - 1))
         handout.drop(MOST_DESCRIPTORS - 1)
-        piece = Places(memory, 1, nbytes)
+        piece = Places(memory, 1, layout.nbytes)
         try:
-            descriptor = piece.create(nbytes)
+            descriptor = piece.create(layout.nbytes)
         except MemoryError as error:
             why = (
-                f"version {version} needs {nbytes:,} bytes of GPU memory beside what torch holds: "
-                "take a smaller"
+                f"version {version} needs {layout.nbytes:,} bytes of GPU memory beside what torch "
+                "holds: take a smaller"
             )
             raise MemoryError(f"{why} `keep`, torch.cuda.empty_cache(), or on_host=True") from error
         handout.keep(version, descriptor)
-        region = piece.map(0, descriptor, nbytes)
-        for table, name, begin in places:
+        # Copy one tensor after another. The file gets its shape and dtype only.
+        region = piece.map(0, descriptor, layout.nbytes)
+        for table, name, begin in layout.places:
             value = table[name]
             with torch.no_grad():
                 _view(region, begin, value).copy_(value)
             table[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        piece.unmap()  # once it is written; its descriptor keeps the memory
+        # The descriptor keeps the memory, which this process need not map any more.
+        piece.unmap()
         return handout.name
 
 
@@ -315,9 +379,10 @@ def what_is_there(folder: Path) -> str:
     parts = [file for file in _files(names) if file.version > newest]
     if not parts:
         return said
+    # The newest part tells the version and the group that have not come whole.
     last = max(parts, key=lambda file: file.version)
-    sent = {file.rank for file in parts if file[1:3] == last[1:3] and file.size == last.size}
-    missing = [rank for rank in range(last.size) if rank not in sent]
+    sent = {file.writer.rank for file in parts if _are_of_one_version(file, last)}
+    missing = [rank for rank in range(last.writer.size) if rank not in sent]
     return f"{said}; of version {last.version} rank(s) {missing} of the trainer have sent no part"
 
 
@@ -336,11 +401,11 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
         )
     if not found:
         raise FileNotFoundError(f"version {number} is not complete any more")
-    version = Version(number, found[0][0].group, {}, {})
-    for file in sorted(found[0]):
-        with (folder / file.name).open(
-            "rb"
-        ) as opened:  # once: torch opens it twice, and it may go in between
+    files = sorted(found[0])
+    version = Version(number, files[0].writer.group, experts={}, dense={})
+    for file in files:
+        # Open it once: torch opens a path twice, and the file may go in between.
+        with (folder / file.name).open("rb") as opened:
             path = f"/proc/self/fd/{opened.fileno()}"
             part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if part["socket"] is not None:
@@ -352,8 +417,9 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
                 "trainer: one must send it"
             )
         version.dense.update(part["dense"])
-        for name, experts in part["experts"].items():
-            version.experts.setdefault(name, []).append(Experts(*experts))
+        for name, (held, computation, weights) in part["experts"].items():
+            experts = Experts(held, Computation(*computation), weights)
+            version.experts.setdefault(name, []).append(experts)
     return version
 
 
@@ -364,47 +430,45 @@ def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None
             f"version {number} lies in GPU memory: WeightSender(…, on_host=True) has it on the host"
         )
     tables = [*(weights for _, _, weights in part["experts"].values()), part["dense"]]
-    places, nbytes = _laid_out(tables, torch.device("meta"))
+    layout = _laid_out(tables, torch.device("meta"))
     try:
         descriptor = fetch_descriptor(
             part["socket"], number, f"version {number} is not there any more"
         )
-    except (RuntimeError, TimeoutError) as error:  # nobody answers: its process is as good as gone
+    except (RuntimeError, TimeoutError) as error:
+        # Nobody answers: its process is as good as gone.
         raise FileNotFoundError(str(error)) from error
     try:
-        region = Places(memory, 1, nbytes).map(0, descriptor, nbytes)
+        region = Places(memory, 1, layout.nbytes).map(0, descriptor, layout.nbytes)
     finally:
         os.close(descriptor)
-    for table, name, begin in places:
+    for table, name, begin in layout.places:
         table[name] = _view(region, begin, table[name])
 
 
-def _laid_out(
-    tables: list[dict[str, Tensor]], device: torch.device
-) -> tuple[list[tuple[Any, str, int]], int]:
-    """Where the tensors on a device lie in one piece of memory: table, name and first byte of each;
-    and its bytes.
-    """
+def _laid_out(tables: list[dict[str, Tensor]], device: torch.device) -> _Layout:
+    """The tensors on a device in one piece of memory, in the order of the tables."""
     places = []
     end = 0
     for table in tables:
         for name, value in table.items():
             if value.device == device:
-                places.append((table, name, end))
+                places.append(_Place(table, name, end))
                 end = round_up(end + value.numel() * value.itemsize, BUFFER_ALIGNMENT)
-    return places, max(end, 1)
+    return _Layout(places, max(end, 1))
 
 
 def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
     """The place of a tensor in bytes of memory, without gaps, from `begin` on."""
-    return (
-        region[begin : begin + value.numel() * value.itemsize].view(value.dtype).view(value.shape)
-    )
+    nbytes = value.numel() * value.itemsize
+    return region[begin : begin + nbytes].view(value.dtype).view(value.shape)
 
 
 def shared_memory(device: torch.device) -> Memory | None:
-    """Of a GPU, that other processes map; None on CPUs, where they map files."""
-    return GpuMemory(device, partial(idle, device)) if device.type == "cuda" else None
+    """Memory of a GPU, that other processes map; None on CPUs, where they map files."""
+    if device.type == "cuda":
+        return GpuMemory(device, partial(idle, device))
+    return None
 
 
 def _leave_note(note: Path, error: BaseException) -> None:
@@ -419,20 +483,54 @@ def _parsed(path: Path) -> _File:
     return next(_files([path.name.removeprefix(_FAILED)]))
 
 
+def _name_of(version: int, writer: _Writer) -> str:
+    """The name of a file, which `_FILE` reads."""
+    return f"v{version:013}.{writer.group}.{writer.rank}-of-{writer.size}"
+
+
 def _files(names: Iterable[str]) -> Iterator[_File]:
+    """What names say, of those that are names of files of versions."""
     for name in names:
         found = _FILE.fullmatch(name)
         if found:
             version, group, rank, size = found.groups()
-            yield _File(name, int(version), group, int(rank), int(size))
+            yield _File(name, int(version), _Writer(group, int(rank), int(size)))
+
+
+def _are_of_one_version(file: _File, other: _File) -> bool:
+    same_group = file.writer.group == other.writer.group and file.writer.size == other.writer.size
+    return same_group and file.version == other.version
 
 
 def _complete(files: Iterable[_File]) -> list[list[_File]]:
     """The files of each version of which all ranks of a group have theirs."""
     versions = dict[tuple[int, str, int], list[_File]]()
     for file in files:
-        versions.setdefault((file.version, file.group, file.size), []).append(file)
-    return [parts for (*_, size), parts in versions.items() if len(parts) == size]
+        key = (file.version, file.writer.group, file.writer.size)
+        versions.setdefault(key, []).append(file)
+    return [parts for parts in versions.values() if len(parts) == parts[0].writer.size]
+
+
+def _check_number(version: int, files: list[_File], writer: _Writer) -> None:
+    """Raises ValueError unless it is above all that this rank has sent, and all whole versions of
+    other groups.
+    """
+    earlier = [file.version for file in files if file.writer == writer]
+    for parts in _complete(files):
+        if parts[0].writer.group != writer.group:
+            earlier.append(parts[0].version)
+    newest = max(earlier, default=-1)
+    if not is_int(version) or not newest < version <= MOST_VERSIONS:
+        raise ValueError(
+            f"`version` must be an integer above {newest}, the last that was sent, got {version!r}"
+        )
+
+
+def _check_has_weights(tables: list[dict[str, Tensor]]) -> None:
+    for table in tables:
+        for name, value in table.items():
+            if value.is_meta:
+                raise ValueError(f"{name!r} is a meta tensor, which has no weights to send")
 
 
 def _that_stay(files: list[_File], keep: int) -> set[int]:
@@ -452,15 +550,14 @@ def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:
     """
     layers = layers_of(model)
     odd = [name for name, layer in layers.items() if not isinstance(layer.experts, GroupedExperts)]
-    if not layers or odd:
-        raise ValueError(
-            "`model` must have MoELayers with GroupedExperts, got "
-            f"{odd[0] if odd else 'no MoELayer'!r}"
-        )
-    return layers
+    if layers and not odd:
+        return layers
+    problem = odd[0] if odd else "no MoELayer"
+    raise ValueError(f"`model` must have MoELayers with GroupedExperts, got {problem!r}")
 
 
 def own_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder, made for this user only. Raises PermissionError where others can write there."""
     path = Path(folder).absolute()
     path.mkdir(0o700, parents=True, exist_ok=True)
     who = who_else(path)
@@ -469,12 +566,17 @@ def own_folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def computes(experts: GroupedExperts) -> tuple[Any, ...]:
-    """What `Experts.computes` has."""
-    return experts.interleaved, experts.limit, experts.alpha, experts.up_offset
+def computes(experts: GroupedExperts) -> Computation:
+    return Computation(experts.interleaved, experts.limit, experts.alpha, experts.up_offset)
+
+
+def _plain_tuple(experts: Experts) -> tuple[Any, ...]:
+    """As a file has it: torch loads no classes of ours with `weights_only`."""
+    return experts.held, tuple(experts.computes), experts.weights
 
 
 def _experts_of(layer: Any) -> Experts:
+    """The experts of this rank. Raises ValueError where they cannot be sent."""
     experts = layer.experts
     if experts.dtype not in FLOATS or experts.is_quantized:
         raise ValueError(
@@ -482,22 +584,25 @@ def _experts_of(layer: Any) -> Experts:
         )
     weights = {name: local_view(value.detach()) for name, value in experts.named_parameters()}
     held = layer.ep.logical_experts(layer.tag)
-    odd = next((name for name, value in weights.items() if len(value) != len(held)), None)
-    if odd:
-        remedy = "give ExpertParallel the mesh of its replicas, and do not shard experts over them"
-        raise ValueError(
-            f"`experts.{odd}` must have a row for each of {len(held)} experts, to be sent: {remedy}"
-        )
+    for name, value in weights.items():
+        if len(value) != len(held):
+            remedy = (
+                "give ExpertParallel the mesh of its replicas, and do not shard experts over them"
+            )
+            raise ValueError(
+                f"`experts.{name}` must have a row for each of {len(held)} experts, to be sent: "
+                f"{remedy}"
+            )
     return Experts(held, computes(experts), weights)
 
 
 def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By names without parts of wrappers. Raises TypeError for what is no plain tensor, and
+    ValueError for a name that is there twice.
+    """
     for name, value in dense.items():
-        if (
-            type(value) not in (Tensor, nn.Parameter)
-            or value.layout != torch.strided
-            or not isinstance(name, str)
-        ):
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+        if not is_plain or not isinstance(name, str):
             remedy = "such as `full_tensor()` of a DTensor"
             raise TypeError(
                 f"`dense[{name!r}]` must be a plain tensor, {remedy}, got {describe(value)}"
@@ -512,4 +617,5 @@ def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _plain(value: Tensor) -> Tensor:
     """The value on the CPU, in memory of its own size, of which a file has all."""
     value = value.detach().cpu().contiguous()
-    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    is_part = value.untyped_storage().nbytes() != value.nbytes
+    return value.clone() if is_part else value

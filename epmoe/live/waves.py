@@ -39,12 +39,13 @@ def in_place(before: Tensor, after: Tensor, slots_per_rank: int) -> Tensor:
     they are.
     """
     L, P = before.shape
-    olds, result = (
-        table.view(L, P // slots_per_rank, slots_per_rank) for table in (before, after.clone())
-    )
+    by_rank = (L, P // slots_per_rank, slots_per_rank)
+    olds = before.view(by_rank)
+    result = after.clone().view(by_rank)
     for layer, rank in (olds != result).any(dim=2).nonzero().tolist():
         old = olds[layer, rank].tolist()
         new = result[layer, rank].tolist()
+        # Experts that stay keep their slots, the others take the rest in order.
         stays = {expert for expert in new if expert != EMPTY and expert in old}
         rest = iter([expert for expert in new if expert not in stays])
         placed = [expert if expert in stays else next(rest) for expert in old]
@@ -67,19 +68,17 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
     waves = list[Wave]()
     detours = [set[int]() for _ in before]
     while layers := (now != after).any(dim=1).nonzero().flatten().tolist():
-        moves = [
-            move
-            for i in layers
-            for move in _wave_of(i, now[i], after[i], slots_per_rank, detours[i])
-        ]
+        # Layers need not wait for one another: a wave has moves of all of them.
+        moves = list[SlotMove]()
+        for i in layers:
+            moves += _wave_of(i, now[i], after[i], slots_per_rank, detours[i])
         for move in moves:
             now[move.layer, move.slot] = move.expert
-        if not moves:  # what is left becomes empty
+        # Only empty slots differ from here on: the last wave leaves them.
+        if not moves:
             now = after.clone()
-            if waves:
-                waves[-1] = Wave(waves[-1].moves, now)
-            else:
-                waves.append(Wave([], now))
+            last_moves = waves.pop().moves if waves else []
+            waves.append(Wave(last_moves, now))
             break
         waves.append(Wave(moves, now.clone()))
         if len(waves) > 4 * now.shape[1]:
@@ -91,49 +90,97 @@ def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) 
     """The moves of one layer. `detours` gets the slot of a detour, and slots of a rank in `after`
     may change places.
     """
-    held = now.tolist()
+    wave = _LayerWave(layer, now.tolist(), S)
     target = after.tolist()
-    holders: dict[int, set[int]] = {}
-    for slot, expert in enumerate(held):
-        if expert != EMPTY:
-            holders.setdefault(expert, set()).add(slot)
-    pushes: dict[int, int] = {}  # by rank
-
-    def may_be_overwritten(slot: int, left: int = 1) -> bool:
-        return slot not in sources and (held[slot] == EMPTY or len(holders[held[slot]]) > left)
-
-    def move(expert: int, slot: int) -> None:
-        if held[slot] != EMPTY:
-            holders[held[slot]].discard(slot)
-        source = min(holders[expert] - taken, key=lambda s: (pushes.get(s // S, 0), s))
-        pushes[source // S] = pushes.get(source // S, 0) + 1
-        taken.add(slot)
-        sources.add(source)
-        moves.append(SlotMove(layer, expert, slot, source))
-
-    moves: list[SlotMove] = []
-    taken, sources = set[int](), set[int]()  # slots that the wave overwrites, and reads
-    wrong = [slot for slot, expert in enumerate(target) if expert not in (EMPTY, held[slot])]
-    for left in (2, 1):  # with two copies left, an expert outlives its rank
-        for slot in sorted(wrong, key=lambda s: s in detours):
-            if may_be_overwritten(slot, left):
-                move(target[slot], slot)
-        if moves:
-            return moves
-    for slot in wrong:  # a detour for what it holds
-        expert = held[slot]
-        ranks = {holder // S for holder in holders[expert]}
-        wanted = {s // S: s for s in range(len(held)) if target[s] == expert}
-        free = [s for s in range(len(held)) if may_be_overwritten(s) and s // S not in ranks]
-        if free:
-            detour = min(free, key=lambda s: (s // S not in wanted, target[s] != EMPTY, s))
-            there = wanted.get(detour // S)
-            if there is not None:  # no detour: its rank may have it in any slot
-                after[there], after[detour] = target[detour], expert
-            else:
-                detours.add(detour)
-            move(expert, detour)
-            return moves
+    wrong = [slot for slot, expert in enumerate(target) if expert not in (EMPTY, wave.held[slot])]
+    # First overwrite experts that keep two copies: such an expert outlives its rank.
+    for copies_left in (2, 1):
+        for slot in sorted(wrong, key=lambda slot: slot in detours):
+            if wave.may_overwrite(slot, copies_left):
+                wave.move(target[slot], slot)
+        if wave.moves:
+            return wave.moves
+    # All wrong slots hold the only copy of an expert: one of these makes a detour.
+    for slot in wrong:
+        detour = wave.detour_of(wave.held[slot], target)
+        if detour is None:
+            continue
+        expert = wave.held[slot]
+        wanted_slot = wave.slots_by_rank(target, expert).get(detour // S)
+        if wanted_slot is None:
+            detours.add(detour)
+        else:
+            # It is no detour: the rank is to have the expert, and may have it in any slot.
+            after[wanted_slot] = target[detour]
+            after[detour] = expert
+        wave.move(expert, detour)
+        return wave.moves
     if wrong:
         raise ValueError(_NO_ROOM)
-    return moves
+    return wave.moves
+
+
+class _LayerWave:
+    """A wave of one layer while it is made. `held` has the expert in each slot before it."""
+
+    def __init__(self, layer: int, held: list[int], slots_per_rank: int) -> None:
+        self.held = held
+        self.moves = list[SlotMove]()
+        self._layer = layer
+        self._S = slots_per_rank
+        # Slots of each expert that no move has overwritten.
+        self._holders: dict[int, set[int]] = {}
+        for slot, expert in enumerate(held):
+            if expert != EMPTY:
+                self._holders.setdefault(expert, set()).add(slot)
+        # Slots that the wave overwrites, and slots that it reads.
+        self._taken = set[int]()
+        self._sources = set[int]()
+        # By rank: the moves that it sends.
+        self._pushes: dict[int, int] = {}
+
+    def may_overwrite(self, slot: int, copies_left: int = 1) -> bool:
+        """Whether nobody reads a slot, and its expert has more copies than these with it."""
+        if slot in self._sources:
+            return False
+        expert = self.held[slot]
+        return expert == EMPTY or len(self._holders[expert]) > copies_left
+
+    def move(self, expert: int, slot: int) -> None:
+        """Copy an expert into a slot, from the rank that sends least."""
+        overwritten = self.held[slot]
+        if overwritten != EMPTY:
+            self._holders[overwritten].discard(slot)
+
+        def cost(source: int) -> tuple[int, int]:
+            return self._pushes.get(source // self._S, 0), source
+
+        source = min(self._holders[expert] - self._taken, key=cost)
+        rank = source // self._S
+        self._pushes[rank] = self._pushes.get(rank, 0) + 1
+        self._taken.add(slot)
+        self._sources.add(source)
+        self.moves.append(SlotMove(self._layer, expert, slot, source))
+
+    def detour_of(self, expert: int, target: list[int]) -> int | None:
+        """The best slot for a further copy of an expert, on a rank without one. None: no slot is
+        free.
+        """
+        S = self._S
+        ranks = {holder // S for holder in self._holders[expert]}
+        wanted = self.slots_by_rank(target, expert)
+        free = [
+            slot
+            for slot in range(len(self.held))
+            if slot // S not in ranks and self.may_overwrite(slot)
+        ]
+
+        def cost(slot: int) -> tuple[bool, bool, int]:
+            """Best is a rank that is to have it, then a slot that is to be empty."""
+            return slot // S not in wanted, target[slot] != EMPTY, slot
+
+        return min(free, key=cost, default=None)
+
+    def slots_by_rank(self, target: list[int], expert: int) -> dict[int, int]:
+        """The slot that is to hold an expert, by its rank."""
+        return {slot // self._S: slot for slot, held in enumerate(target) if held == expert}

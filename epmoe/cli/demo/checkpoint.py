@@ -34,16 +34,19 @@ def check(folder: Path, config: EPConfig) -> None:
         with torch.device("meta"):
             known = AutoConfig.from_pretrained(folder, local_files_only=True)
             model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
-    except Exception as error:  # transformers raises whatever a wrong value leads to
+    except Exception as error:
+        # transformers raises whatever a wrong value leads to.
         text = " ".join(str(error).split())
         raise UserError(
             f"`--model` {folder}: transformers cannot make the model: {text[:200]}"
         ) from None
+    # Its experts divide over the ranks.
     ranks = config.topology.ep_size
     architecture = type(model).__name__
-    numbers = {
-        module.num_experts for name, module in model.named_modules() if _are_experts(name, module)
-    }
+    numbers = set()
+    for name, module in model.named_modules():
+        if _are_experts(name, module):
+            numbers.add(module.num_experts)
     if not numbers:
         raise UserError(
             f"`--model` {folder}: {architecture} has no experts that transformers can spread over "
@@ -54,8 +57,10 @@ def check(folder: Path, config: EPConfig) -> None:
             f"`--model` {folder}: its experts must divide evenly over {ranks} ranks, got "
             f"{sorted(numbers)}"
         )
+    # Memory holds it: once, or on each rank where transformers cannot spread it.
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
-    needed *= 1 if getattr(model, "ep_plan", None) else ranks
+    if not getattr(model, "ep_plan", None):
+        needed *= ranks
     available = available_memory_bytes()
     if config.exchange.transport != "nvlink" and needed > available:
         raise UserError(
@@ -68,15 +73,18 @@ def tokenizer_of(folder: Path, vocabulary: int) -> tuple[Encode, Decode]:
     """The functions of the tokenizer in `folder`. Without one, ids are bytes of the text, and are
     shown as numbers.
     """
-    if any(
-        (folder / name).exists()
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if any((folder / name).exists() for name in files):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return tokenizer.encode, tokenizer.decode
-    return lambda text: [byte % vocabulary for byte in text.encode()], lambda ids: " ".join(
-        map(str, ids)
-    )
+
+    def encode(text: str) -> list[int]:
+        return [byte % vocabulary for byte in text.encode()]
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    return encode, decode
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,21 @@ PROMPTS = (
 )
 """Rank r takes prompt r mod 8, so ranks bring batches of different lengths."""
 
-LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
-CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has many more layers
+# Absolute. The models run in fp32.
+LOGIT_TOLERANCE = 1e-5
+# Relative to the largest logit: a checkpoint has many more layers.
+CHECKPOINT_TOLERANCE = 1e-4
 _RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
+
+
+class _Generated(NamedTuple):
+    """What a model has made of this rank's prompt."""
+
+    tokens: torch.Tensor
+    """[n]"""
+    logits: torch.Tensor
+    """[n, V]"""
+    clock: StageClock
 
 
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
@@ -57,73 +69,65 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     single process, so that one is in memory at a time. Every `ExpertParallel` of the integration is
     closed before and after the run. Raises ValueError for an unknown `name`.
     """
-    if name not in MODELS and not Path(name).is_dir():
+    is_ours = name in MODELS
+    if not is_ours and not Path(name).is_dir():
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    size = dist.get_world_size() if dist.is_initialized() else 1
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
-    alone = StageClock(device)
-    clock = StageClock(device)
-    with saved_model(name, seed=seed) if name in MODELS else nullcontext(name) as path:
+    # One process at a time, then load the model of all ranks.
+    with saved_model(name, seed=seed) if is_ours else nullcontext(name) as path:
         encode, decode = _tokenizer(name, path)
         ids = torch.tensor([encode(prompt)], device=device)
         for turn in range(size):
             if turn == rank:
                 single = _load(path).to(device)
                 architecture = type(single).__name__
-                with alone.watch(single):
-                    tokens, logits = generate(single, ids, max_new_tokens)
+                alone = _watched(single, ids, max_new_tokens, StageClock(device))
                 del single
             _ranks().all_gather(None)
         spread = _load_distributed(path, size, device)
-    _ranks().all_gather(
-        None
-    )  # otherwise the first stage would include waiting for the slowest to load
+    # Otherwise the first stage would include waiting for the slowest to load.
+    _ranks().all_gather(None)
+    # All ranks together.
+    clock = StageClock(device)
     integration.configure(clock=clock.now)
-    with clock.watch(spread):
-        got, got_logits = generate(spread, ids, max_new_tokens, synced_gpus=size > 1)
-
+    together = _watched(spread, ids, max_new_tokens, clock, synced_gpus=size > 1)
     (layers,) = integration.shared()
     health = layers.ep.health()
     config = layers.ep.config
     clock.divide("experts", layers.seconds, rest="other layers")
     integration.configure(clock=time.perf_counter)
+    # Every rank learns what all have measured.
     mine = {
-        "text": (prompt, decode(got.tolist())),
-        "equal": torch.equal(tokens, got),
-        "errors": (logits - got_logits).abs().amax(dim=1).tolist(),
-        "largest": logits.abs().max().item(),
+        "text": (prompt, decode(together.tokens.tolist())),
+        "equal": torch.equal(alone.tokens, together.tokens),
+        "errors": (alone.logits - together.logits).abs().amax(dim=1).tolist(),
+        "largest": alone.logits.abs().max().item(),
         "stages": clock.seconds,
         "elapsed": clock.elapsed,
-        "alone_text": decode(tokens.tolist()),
-        "alone_stages": alone.seconds,
-        "alone_elapsed": alone.elapsed,
+        "alone_text": decode(alone.tokens.tolist()),
+        "alone_stages": alone.clock.seconds,
+        "alone_elapsed": alone.clock.elapsed,
         "health": health.as_dict(),
     }
     of_ranks = _ranks().all_gather(mine)
-    by_rank: dict[str, list[Any]] = {key: [one[key] for one in of_ranks] for key in mine}
-    error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
-    limit = (
-        LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
-    )
-    same = all(by_rank["equal"])
+    by_rank: dict[str, list[Any]] = {key: [measured[key] for measured in of_ranks] for key in mine}
     experts = config.model.num_experts
     placement = Placement.build(experts, size)
     return Result(
-        name=name if name in MODELS else Path(path).resolve().name,
+        name=name if is_ours else Path(path).resolve().name,
         config=config,
         facts={
             "architecture": architecture,
             "experts": f"{experts} on {size} ranks, {config.model.num_experts_per_tok} per token",
             "generated": f"{max_new_tokens} tokens a rank",
         },
-        checks=[
-            Check("same tokens as one process", "yes" if same else "no", same),
-            Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
-        ],
+        checks=_checks(by_rank, is_ours),
         placement=placement,
         **Result.counts(placement, [Health(**counts) for counts in by_rank["health"]]),
         stages=by_rank["stages"],
@@ -131,7 +135,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
         rounds=max_new_tokens,
         unit="token",
         texts=by_rank["text"],
-        note=_RANDOM if name in MODELS else "",
+        note=_RANDOM if is_ours else "",
         baseline=Baseline(
             texts=by_rank["alone_text"],
             stages=by_rank["alone_stages"],
@@ -141,7 +145,35 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     )
 
 
+def _watched(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    clock: StageClock,
+    **options: Any,
+) -> _Generated:
+    """`generate`, whose stages a clock measures."""
+    with clock.watch(model):
+        tokens, logits = generate(model, ids, max_new_tokens, **options)
+    return _Generated(tokens, logits, clock)
+
+
+def _checks(by_rank: dict[str, list[Any]], is_ours: bool) -> list[Check]:
+    """The model of all ranks must say what that of one process does."""
+    # `max` of a tensor is NaN if any error is.
+    error = torch.tensor(by_rank["errors"]).max().item()
+    limit = LOGIT_TOLERANCE
+    if not is_ours:
+        limit = CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
+    same = all(by_rank["equal"])
+    return [
+        Check("same tokens as one process", "yes" if same else "no", same),
+        Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
+    ]
+
+
 def _tokenizer(name: str, path: str) -> tuple[Encode, Decode]:
+    """Its two functions: from text to ids, and back."""
     if name in MODELS:
         tokenizer = make_tokenizer()
         return lambda text: tokenizer.encode(text).ids, tokenizer.decode
@@ -176,13 +208,13 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
             AutoConfig.for_model(name, **MODELS[name]), dtype=dtype
         )
         for key, tensor in model.state_dict().items():
-            if key.endswith(
-                "bias"
-            ):  # initialised to zeros, which would hide a bias that is left out
+            # Biases are zeros at first, which would hide one that is left out.
+            if key.endswith("bias"):
                 tensor.normal_(std=0.1)
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = _ranks().all_gather(folder)[0]
-        model.save_pretrained(of_rank_0)  # in transformers only rank 0 writes
+        # All ranks call it, and in transformers only rank 0 writes.
+        model.save_pretrained(of_rank_0)
         _ranks().all_gather(None)
         yield of_rank_0
         _ranks().all_gather(None)
@@ -197,11 +229,8 @@ def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
     accelerator, if there is one.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if (
-        size == 1
-        or device != (accelerator.type if accelerator else "cpu")
-        or not hasattr(integration, "EpmoeEP")
-    ):
+    default_device = accelerator.type if accelerator else "cpu"
+    if size == 1 or device != default_device or not hasattr(integration, "EpmoeEP"):
         return _load(path, experts_implementation="epmoe").to(device)
     parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
     return _load(path, distributed_config=parallel)
@@ -219,7 +248,7 @@ def generate(
     """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each
     step.
     """
-    # min_new_tokens: also past the end of a text, so that runs can be compared
+    # With `min_new_tokens` it goes past the end of a text, so that runs can be compared.
     lengths = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     returned = {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(

@@ -51,7 +51,8 @@ __all__ = ["EpmoeDispatcher", "close", "create_dispatcher", "poll", "register_ho
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 128  # rows; of DeepGEMM's contiguous layout
+# In rows: segments of DeepGEMM's contiguous layout start at multiples.
+_ALIGNMENT = 128
 # SGLang may compile DeepGEMM's kernels in the first round, for up to 20 minutes, while other ranks
 # wait in `combine`. Later, a rank that is late is one that compiles a single kernel: SGLang's own
 # watchdog gives it 300 s.
@@ -60,6 +61,7 @@ _LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
 _EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
 _LOADER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader"
+# Settings of SGLang's experts that `GroupedExperts` here would leave out.
 _OTHERS = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "apply_router_weight_on_input")
 _STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
@@ -118,6 +120,7 @@ def _share(
     payload: PayloadName,
     live: dict[str, Any] | None,
 ) -> Balancing:
+    """The exchange of all layers with these shapes. The first call is collective."""
     tp_group = get_parallel().tp_group
 
     def make(ep_size: int) -> Balancing:
@@ -141,6 +144,9 @@ def _config(
     payload: PayloadName,
     live: dict[str, Any] | None,
 ) -> EPConfig:
+    """The configuration of such layers. Raises ValueError and ConfigError where SGLang's settings,
+    or variables of the environment, do not fit.
+    """
     E = layer.num_experts
     K = layer.top_k
     e = layer.num_local_experts
@@ -149,13 +155,14 @@ def _config(
         raise ValueError(
             f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks"
         )
-    # Rows of gaps stay undefined: SGLang's GEMMs and the steps between them take each row by
-    # itself.
+    # What SGLang settles. Rows of gaps stay undefined: its GEMMs and the steps between them take
+    # each row by itself.
     settled = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT}
     sections = {
         "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
         "exchange": {**_DEADLINES, "payload": payload},
     }
+    # Where experts move, epmoe counts logical ones.
     if live is not None:
         location = _location(layer.layer)
         E = location.num_logical_experts
@@ -224,22 +231,25 @@ class EpmoeDispatcher(BaseDispatcher):
         Raises ValueError if T is larger than SGLang's limit for a rank, and what
         `ExpertParallel.dispatch` raises.
         """
-        T = hidden_states.shape[0]
+        x_TD = hidden_states
+        ids_TK = topk_output.topk_ids
+        weights_TK = topk_output.topk_weights
+        T = x_TD.shape[0]
         most = self._ep.config.capacity.max_num_tokens_per_rank
+        # An exception gives the round up, so that the other ranks learn of it.
         together, longest = self._most_tokens(T)
         with self._ep.at_most(longest), self._ep.giving_up(self._tag):
             if most < T:
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
-            ids = topk_output.topk_ids
-            weights = topk_output.topk_weights
-            d = self._ep.dispatch(hidden_states, ids, weights, tag=self._tag)
+            d = self._ep.dispatch(x_TD, ids_TK, weights_TK, tag=self._tag)
         self._round = d
         # The host does not know how many rows arrive: n is what it must expect.
         e = self._ep.num_local_experts
-        top_k = topk_output.topk_ids.shape[1]
-        n = min(_most_rows(max(together, 1) * min(top_k, e), e), d.rows.shape[0])
+        K = ids_TK.shape[1]
+        n = min(_most_rows(max(together, 1) * min(K, e), e), d.rows.shape[0])
         # Slices, because SGLang empties the tensors that it is given once it has read them.
         scales = None if d.scales is None else d.scales[:n]
+        # DeepGEMM wants the end of each segment.
         psum = d.expert_offsets[:-1] + d.tokens_per_expert
         return deepep_v2.DeepEPv2DispatchOutput(
             d.rows[:n], scales, None, None, psum, is_expanded=True, expert_alignment=_ALIGNMENT
@@ -251,9 +261,9 @@ class EpmoeDispatcher(BaseDispatcher):
 
         Raises ValueError in the first call if they are other experts than those.
         """
+        # Make them in the first call, and where weights were loaded again.
         experts = self._experts
         if experts is None or experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr():
-            # The first call, or weights that were loaded again.
             experts = _grouped(layer)
             self._experts = experts
             self._balancing.move(self._tag, experts)
@@ -294,11 +304,11 @@ class EpmoeDispatcher(BaseDispatcher):
         M = self._ep.config.capacity.max_num_tokens_per_rank
         parallel = get_parallel()
         in_parts = parallel.attn_cp_size != 1
+        # One batch: every rank has all of it, or parts that differ by at most a token.
         if parallel.attn_dp_size == 1:
-            # One batch: every rank has all of it, or parts that differ by at most a token.
             together = R * M if in_parts else min(own * R + R - 1, R * M)
             return together, None
-        # Of each replica, whose ranks have all of it or parts.
+        # A batch for each replica, whose ranks have all of it or parts.
         counts = get_dp_global_num_tokens()
         is_known = not in_parts and counts and len(counts) == parallel.attn_dp_size
         if not is_known or own > max(counts):
@@ -326,7 +336,9 @@ def load(
     this expert.
     """
     dispatcher = getattr(layer, "dispatcher", None)
-    slots = dispatcher.slots() if isinstance(dispatcher, EpmoeDispatcher) else None
+    slots = None
+    if isinstance(dispatcher, EpmoeDispatcher):
+        slots = dispatcher.slots()
     if slots is None:
         original(layer, param, loaded_weight, weight_name, shard_id, expert_id)
         return
@@ -336,10 +348,11 @@ def load(
 
 
 def _grouped(layer: Any) -> GroupedExperts:
+    """`GroupedExperts` in the memory of a layer's weights. Raises ValueError for other experts."""
     config = layer.moe_runner_config
-    odd = [name for name in _OTHERS if getattr(config, name, None)] + ["biases"] * hasattr(
-        layer, "w13_weight_bias"
-    )
+    odd = [name for name in _OTHERS if getattr(config, name, None)]
+    if hasattr(layer, "w13_weight_bias"):
+        odd.append("biases")
     if odd or config.activation != "silu" or not config.is_gated:
         raise ValueError(
             f"EPMOE_SGLANG=layer takes plain SwiGLU, got {odd or config.activation}: set "
@@ -358,6 +371,7 @@ def _most_rows(pairs: int, experts: int) -> int:
     """Most rows of so many pairs over so many experts, each expert's in whole blocks
     of 128 rows.
     """
+    # Each expert that has a pair fills a block; whole blocks take the rest.
     used = min(pairs, experts)
     return _ALIGNMENT * (used + (pairs - used) // _ALIGNMENT)
 

@@ -42,9 +42,8 @@ class EpmoeEP(EPImplementation):
         return call(self, EpmoeEP._forward, parameters, hidden_states, top_k_index, top_k_weights)
 
     def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        layers = share(
-            x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group()
-        )
+        num_experts = self.num_local_experts * self.ep_mesh.size()
+        layers = share(x, ids, num_experts, self.ep_mesh.get_group())
         trained = trains(self._module, parameters, x, weights)
         if layers.static and not trained:
             if not parameters:
@@ -53,25 +52,23 @@ class EpmoeEP(EPImplementation):
                     '`experts_implementation="grouped_mm"`: other kernels need counts on the host'
                 )
             allow_in_graphs(self, EpmoeEP._forward)
-        num_tokens = x.shape[0]
-        sharers = self.tp_mesh.size()
-        slice_tokens = -(-num_tokens // sharers)
+        # The experts: epmoe's where they compute the same, else the module's own.
         ours = Computation(self._by_pairs, trains=trained)
         if parameters:
             ours = computation(self._module, parameters, slice(self.num_local_experts), trained)
+        # Ranks that share a batch send a slice each.
+        num_tokens = x.shape[0]
+        sharers = self.tp_mesh.size()
+        slice_tokens = -(-num_tokens // sharers)
         if sharers > 1:
-            x, ids, weights = (
-                self._slice(tensor, slice_tokens, trained) for tensor in (x, ids, weights)
-            )
-        output = layers.run(
-            x,
-            ids,
-            weights,
-            ours,
-            layers.tag_of(self),
-            longest=slice_tokens if self.shares_batch else None,
-        )
-        return output if sharers == 1 else self._gather(output, num_tokens, slice_tokens, trained)
+            x = self._slice(x, slice_tokens, trained)
+            ids = self._slice(ids, slice_tokens, trained)
+            weights = self._slice(weights, slice_tokens, trained)
+        longest = slice_tokens if self.shares_batch else None
+        output = layers.run(x, ids, weights, ours, layers.tag_of(self), longest=longest)
+        if sharers == 1:
+            return output
+        return self._gather(output, num_tokens, slice_tokens, trained)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:
         """Outputs by the module's own forward, which takes pairs of a row and an expert, and needs
@@ -82,11 +79,11 @@ class EpmoeEP(EPImplementation):
         n = int(offsets[-1])
         if n == 0 and len(rows):
             return rows
-        if n == 0:  # the output of a row of zeros keeps the parameters in autograd's graph
-            zero = offsets.new_zeros(1, 1).long()
-            return self.experts_forward(
-                rows.new_zeros(1, rows.shape[1]), zero, rows.new_ones(1, 1)
-            )[:0]
+        # The output of a row of zeros keeps the parameters in autograd's graph.
+        if n == 0:
+            zeros = rows.new_zeros(1, rows.shape[1])
+            first_expert = offsets.new_zeros(1, 1).long()
+            return self.experts_forward(zeros, first_expert, rows.new_ones(1, 1))[:0]
         ids = torch.repeat_interleave(offsets.diff().long(), output_size=n)
         return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
 
@@ -107,9 +104,9 @@ class EpmoeEP(EPImplementation):
         D = output.shape[1]
         if trained:
             options: dict[str, Any] = {"shape": torch.Size((num_tokens, D)), "stride": (D, 1)}
-            return DTensor.from_local(
-                output.contiguous(), self.tp_mesh, [Shard(0)], **options
-            ).full_tensor()
+            sliced = DTensor.from_local(output.contiguous(), self.tp_mesh, [Shard(0)], **options)
+            return sliced.full_tensor()
+        # Slices of equal length, as a gather wants them.
         padded = nn.functional.pad(output, (0, 0, 0, slice_tokens - output.shape[0]))
         slices = padded.new_empty(self.tp_mesh.size(), *padded.shape)
         dist.all_gather(list(slices), padded, group=self.tp_mesh.get_group())

@@ -38,13 +38,12 @@ def can_group(experts: Any) -> bool:
     """Whether `computation` computes what the module's own forward would: plain or fp8 weights, no
     special kernel.
     """
+    is_decorated = hasattr(experts, "_apply_gate") and hasattr(experts, "has_bias")
     config = getattr(experts, "config", None)
-    return (
-        hasattr(experts, "_apply_gate")
-        and hasattr(experts, "has_bias")
-        and getattr(config, "_experts_implementation", None) in _SAME_RESULT
-        and (experts.down_proj.dtype in FLOATS or fp8.is_quantized(experts))
-    )
+    implementation = getattr(config, "_experts_implementation", None)
+    if not is_decorated or implementation not in _SAME_RESULT:
+        return False
+    return experts.down_proj.dtype in FLOATS or fp8.is_quantized(experts)
 
 
 def parameters_of(experts: Any) -> list[Tensor]:
@@ -54,7 +53,9 @@ def parameters_of(experts: Any) -> list[Tensor]:
     if fp8.is_quantized(experts) and experts.has_gate:
         return [getattr(experts, name) for name in fp8.PARAMETERS]
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    names = (up, "down_proj", f"{up}_bias", "down_proj_bias")[: 4 if experts.has_bias else 2]
+    names = [up, "down_proj"]
+    if experts.has_bias:
+        names += [f"{up}_bias", "down_proj_bias"]
     return [getattr(experts, name) for name in names]
 
 
@@ -87,7 +88,8 @@ def computation(
     gradients of 0, for which FSDP and DDP wait. Outputs of rows past the last segment are
     undefined. Raises ValueError for a module that is quantized in a way that epmoe does not take.
     """
-    up, down, *others = [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
+    # The weights of this rank's experts, as `GroupedExperts` have them.
+    up, down, *others = [_local(parameter)[held] for parameter in parameters]
     if experts.is_transposed:
         up = up.transpose(1, 2)
         down = down.transpose(1, 2)
@@ -101,28 +103,34 @@ def computation(
         up_scales = fp8.by_block(up_scales, up)
         down_scales = fp8.by_block(down_scales, down)
         weights = weights._replace(gate_up_scales=up_scales, down_scales=down_scales)
+    # Blocks of rows are for the GEMMs of serving.
+    aligned = not trains and stage.alignment > 1
 
     def outputs(arrived: Arrived) -> Tensor:
         rows = arrived.rows
         scales = arrived.scales
+        segments = arrived.segments
         if gating is None:
-            out = _by_parts(
-                experts, weights, arrived.plain(), arrived.segments.offsets, stage.trained
-            )
+            out = _by_parts(experts, weights, arrived.plain(), segments.offsets, stage.trained)
         elif trains:
-            out = stage.train(weights, rows.to(weights.dtype), None, arrived.segments)
+            out = stage.train(weights, rows.to(weights.dtype), None, segments)
         else:
-            out = stage.serve(
-                weights,
-                rows.to(weights.dtype) if scales is None else rows,
-                scales,
-                arrived.segments,
-            )
+            # fp8 rows stay as they are; a GEMM takes all others in the dtype of the weights.
+            if scales is None:
+                rows = rows.to(weights.dtype)
+            out = stage.serve(weights, rows, scales, segments)
         if getattr(experts, "has_post_expert_norm", False):
             out = experts.post_expert_norm(out)
         return out.to(arrived.dtype)
 
-    return Computation(outputs, not trains and stage.alignment > 1, trains)
+    return Computation(outputs, aligned, trains)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that a mesh may have sharded."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter
 
 
 def _gating(experts: Any) -> Gating | None:
@@ -144,7 +152,9 @@ def _by_parts(experts: Any, weights: Weights, rows: Tensor, offsets: Tensor, gem
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = train_gemm(rows.to(weights.dtype).contiguous(), weights, offsets, gemm)
-        return out if bias is None else out + train_bias(bias, offsets, len(rows), gemm)
+        if bias is None:
+            return out
+        return out + train_bias(bias, offsets, len(rows), gemm)
 
     with without_autocast(rows.device):
         hidden = product(rows, weights.gate_up, weights.gate_up_bias)
@@ -160,15 +170,16 @@ def _stage(experts: Any, up: Tensor, down: Tensor, has_function: bool) -> Stage:
     between the products.
     """
     same_bits = has_function or experts.training and not fp8.is_quantized(experts)
-    layout = [
-        same_bits,
-        *((w.dtype, w.device, w.shape, w.stride(), w.data_ptr() % 16) for w in (up, down)),
-    ]
+    # What the choice of a GEMM depends on.
+    layout: list[object] = [same_bits]
+    for weight in (up, down):
+        place = (weight.device, weight.stride(), weight.data_ptr() % 16)
+        layout.append((weight.dtype, weight.shape, *place))
     if experts not in _stages or _stages[experts][0] != layout:
         if fp8.is_quantized(experts):
             fp8.check(experts)
         stage = Stage.choose("auto", up.detach(), down.detach())
         if same_bits:
             stage = stage._replace(gemms=(stage.trained,), alignment=1)
-        _stages[experts] = layout, stage
+        _stages[experts] = (layout, stage)
     return _stages[experts][1]

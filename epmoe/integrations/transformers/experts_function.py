@@ -24,11 +24,12 @@ def experts_forward(
     The group is that of `configure(group=…)`, by default the world. A single process is a group of
     one.
     """
-    if getattr(self, "_is_expert_parallel", False):  # transformers 5.17 does not set it
+    # Newer transformers than 5.17 say so.
+    if getattr(self, "_is_expert_parallel", False):
         raise ValueError(
             '`experts_implementation="epmoe"` must be left out where the experts are already '
-            "spread over ranks: "
-            'with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` alone does it'
+            'spread over ranks: with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` '
+            "alone does it"
         )
     return call(
         self, _forward, experts.parameters_of(self), hidden_states, top_k_index, top_k_weights
@@ -42,7 +43,8 @@ def _forward(
     trains = experts.trains(module, parameters, x, weights)
     if layers.static and not trains:
         allow_in_graphs(module, _forward)
-    owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
+    # The experts of a rank lie in one block.
+    owned = layers.ep.placement.local_experts(layers.ep.rank)
     first = owned[0] if owned else 0
     ours = experts.computation(module, parameters, slice(first, first + len(owned)), trains)
     return layers.run(x, ids, weights, ours, layers.tag_of(module))
@@ -56,14 +58,13 @@ def warn_where_ignored() -> None:
 
     def warning_check(self: Any, requested: str | None) -> str:
         chosen: str = check(self, requested)
-        ignored = chosen == "epmoe" and not self._can_set_experts_implementation()
-        if ignored and any(map(self.config.to_dict().get, EXPERTS_KEYS)):
+        is_ignored = chosen == "epmoe" and not self._can_set_experts_implementation()
+        has_experts = any(map(self.config.to_dict().get, EXPERTS_KEYS))
+        if is_ignored and has_experts:
             warnings.warn(
                 f'`experts_implementation="epmoe"` does nothing for {self.config.model_type}: its '
-                "code in transformers "
-                "calls its experts itself, so that every rank computes all of them. Put "
-                "`MoELayer`s into the model, as "
-                "docs/models.md says",
+                "code in transformers calls its experts itself, so that every rank computes all "
+                "of them. Put `MoELayer`s into the model, as docs/models.md says",
                 stacklevel=2,
             )
         return chosen

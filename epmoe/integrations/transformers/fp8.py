@@ -42,13 +42,14 @@ def check(experts: Any) -> None:
 
 def gating(experts: Any) -> Gating:
     """The SwiGLU of a quantized module that `check` takes."""
-    alpha = experts.swiglu_alpha
     limit = experts.swiglu_limit
-    return (
-        False,
-        math.inf if limit is None else limit,
-        *((1.0, 0.0) if alpha is None else (alpha, 1.0)),
-    )
+    if limit is None:
+        limit = math.inf
+    # With an alpha of its own, a module adds 1 to up, as gpt-oss does.
+    alpha = experts.swiglu_alpha
+    if alpha is None:
+        return (False, limit, 1.0, 0.0)
+    return (False, limit, alpha, 1.0)
 
 
 def by_block(scales: Tensor, weight: Tensor) -> Tensor:
@@ -60,18 +61,23 @@ def by_block(scales: Tensor, weight: Tensor) -> Tensor:
     values = scales.detach().float()
     if list(values.shape) == shape:
         return values
-    return values.repeat_interleave(shape[1] // values.shape[1], 1).expand(*shape).contiguous()
+    # One of a weight goes to each of its blocks.
+    rows = values.repeat_interleave(shape[1] // values.shape[1], 1)
+    return rows.expand(*shape).contiguous()
 
 
 def _scales_for(weight: Tensor) -> list[int]:
+    """The shape of the scales of blocks."""
     return list(FP8_BLOCKS.scales_shape(*weight.shape))
 
 
 def _problem(experts: Any) -> str | None:
+    """What epmoe does not take of a quantized module; None: it takes it."""
     weights = experts.down_proj
     block = experts.block_size
     F = weights.shape[-1]
     scales = experts.down_proj_scale_inv.dtype
+    # Dtypes and blocks.
     if experts.activation_scheme != "dynamic":
         return f"activation scales of the kind {experts.activation_scheme!r}"
     if weights.dtype != FP8:
@@ -80,26 +86,25 @@ def _problem(experts: Any) -> str | None:
         return f"blocks of {' × '.join(map(str, block))}"
     if scales not in (torch.float32, torch.float8_e8m0fnu):
         return f"scales in {dtype_name(scales)}"
-    if not experts.has_gate or experts.has_bias or getattr(experts, "has_post_expert_norm", False):
-        return (
-            "no gate"
-            if not experts.has_gate
-            else "biases"
-            if experts.has_bias
-            else "a norm behind each expert"
-        )
+    # What the experts compute.
+    if not experts.has_gate:
+        return "no gate"
+    if experts.has_bias:
+        return "biases"
+    if getattr(experts, "has_post_expert_norm", False):
+        return "a norm behind each expert"
     if getattr(experts, "gate_softcap", None) is not None:
         return "a soft cap on the gate"
     if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in SILU:
         return f"the activation {type(experts.act_fn).__name__}"
+    # Shapes.
     if block is None and F % _BLOCK[0]:
         return f"F={F} and one scale for each of gate and up, whose rows share a block"
     up = experts.gate_up_proj
     down = weights
-    wanted = (
-        [[len(up), 2, 1], [len(down), 1, 1]]
-        if block is None
-        else [_scales_for(up), _scales_for(down)]
-    )
+    if block is None:
+        wanted = [[len(up), 2, 1], [len(down), 1, 1]]
+    else:
+        wanted = [_scales_for(up), _scales_for(down)]
     got = [list(experts.gate_up_proj_scale_inv.shape), list(experts.down_proj_scale_inv.shape)]
     return None if got == wanted else f"scales of {got} in place of {wanted}"

@@ -23,7 +23,8 @@ def call(
     if not torch.compiler.is_compiling():
         return forward(module, parameters, x, ids, weights)
     layer = _layer_of(module)
-    if layer is None or wants_gradients((x, weights, *parameters)):  # the operator has no gradients
+    # The operator has no gradients.
+    if layer is None or wants_gradients((x, weights, *parameters)):
         return _outside_of_graphs(module, forward, parameters, x, ids, weights)
     return layer(x, ids, weights, parameters)
 
@@ -43,15 +44,17 @@ def release_graphs() -> None:
 
 
 def _layer_of(module: Any) -> ModuleLayer | None:
+    """The operator of a module, unless its windows were released."""
     layer: ModuleLayer | None = getattr(module, "_epmoe_layer", None)
-    return None if layer is None or layer.released else layer
+    if layer is None or layer.released:
+        return None
+    return layer
 
 
 @torch.compiler.disable(
     reason="epmoe's experts run outside of compiled graphs in their first call, which makes the "
-    "windows, and without "
-    "configure(static=True), since the host looks whether a round follows: call the model once "
-    "before compiling it"
+    "windows, and without configure(static=True), since the host looks whether a round follows: "
+    "call the model once before compiling it"
 )
 def _outside_of_graphs(
     module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor

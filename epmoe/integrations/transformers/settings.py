@@ -31,11 +31,20 @@ class Settings:
     def config(
         self, num_experts: int, top_k: int, hidden_size: int, dtype: torch.dtype, ep_size: int
     ) -> EPConfig:
+        """The configuration of layers with these shapes. Raises ConfigError for a wrong key."""
         sections: dict[str, dict[str, Any]] = {"exchange": {}, "topology": {}, "capacity": {}}
         for key, value in self.keys.items():
-            other = "topology" if key == "ranks_per_node" else "capacity"
-            sections["exchange" if key in ExchangeConfig.model_fields else other][key] = value
+            sections[_section_of(key)][key] = value
         return make_config(num_experts, top_k, hidden_size, dtype, ep_size, sections)
+
+
+def _section_of(key: str) -> str:
+    """The section of `EPConfig` that has a key of `configure`, or refuses it."""
+    if key in ExchangeConfig.model_fields:
+        return "exchange"
+    if key == "ranks_per_node":
+        return "topology"
+    return "capacity"
 
 
 _settings = Settings()
@@ -74,13 +83,15 @@ def configure(
     global _settings
     if static is not None and not isinstance(static, bool):
         raise ConfigError(f"`static` must be True or False, got {static!r}")
-    static = _settings.static if static is None else static
+    if static is None:
+        static = _settings.static
     changed = Settings(
         group or _settings.group,
         static,
         clock or _settings.clock,
         keys={**_settings.keys, **settings},
     )
+    # Wrong keys and values raise here, before anything is closed.
     changed.config(1, 1, 128, torch.float32, 1)
     close()
     _settings = changed

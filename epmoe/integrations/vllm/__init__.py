@@ -47,7 +47,8 @@ def register() -> None:
             layer.register_oot(seat)
         elif not issubclass(taken, Seat):
             refuse(f"another plugin has replaced {layer.__name__} by {taken.__qualname__}")
-    with suppress(ValueError):  # it has the name already
+    # vLLM has the name already, if it has called this before.
+    with suppress(ValueError):
         SleepModeBackendFactory.register_backend(
             "epmoe", "epmoe.integrations.vllm.sleep", "SleepWithWindows"
         )

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from epmoe.config.config_file import ConfigError
+from epmoe.exchange.handles import Dispatched
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
@@ -38,24 +39,25 @@ def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> Gr
     """
     w13 = _first_parameter(layer, "w13_weight")
     w2 = _first_parameter(layer, "w2_weight")
-    scales = [
-        _first_parameter(layer, f"{name}_weight_scale_inv", f"{name}_weight_scale")
-        for name in ("w13", "w2")
-    ]
-    problem = _problem(layer, w13, scales[0], quantized)
+    w13_scales = _first_parameter(layer, "w13_weight_scale_inv", "w13_weight_scale")
+    w2_scales = _first_parameter(layer, "w2_weight_scale_inv", "w2_weight_scale")
+    problem = _problem(layer, w13, w13_scales, quantized)
     if problem:
         raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank"')
     assert w13 is not None and w2 is not None
+    # vLLM has MXFP4 as bytes.
     if w2.dtype == torch.uint8:
         w13 = w13.view(MXFP4)
         w2 = w2.view(MXFP4)
-        scales = [None if scale is None else scale.view(MXFP4_GROUPS.scale) for scale in scales]
+        w13_scales = _viewed(w13_scales, MXFP4_GROUPS.scale)
+        w2_scales = _viewed(w2_scales, MXFP4_GROUPS.scale)
     options: dict[str, Any] = {
-        "gate_up_scales": scales[0],
-        "down_scales": scales[1],
+        "gate_up_scales": w13_scales,
+        "down_scales": w2_scales,
         "gate_up_bias": _first_parameter(layer, "w13_bias"),
         "down_bias": _first_parameter(layer, "w2_bias"),
     }
+    # Biases come in the dtype of the products.
     for name in ("gate_up_bias", "down_bias"):
         if options[name] is not None:
             options[name] = options[name].to(product_dtype(w2))
@@ -77,6 +79,10 @@ def _first_parameter(layer: RoutedExperts, *names: str) -> Tensor | None:
     return None
 
 
+def _viewed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.view(dtype)
+
+
 def _problem(
     layer: RoutedExperts, weight: Tensor | None, scale: Tensor | None, quantized: bool
 ) -> str | None:
@@ -93,11 +99,14 @@ def _problem(
     if weight is None:
         return "experts without weights of their own"
     scale_dtype = getattr(scale, "dtype", None)
+    # vLLM's own layers of plain weights serve in bf16 on GPUs.
     if quantized:
-        taken = (weight.dtype, scale_dtype) in _QUANTIZED
+        is_taken = (weight.dtype, scale_dtype) in _QUANTIZED
+    elif weight.is_cpu:
+        is_taken = weight.dtype in FLOATS
     else:
-        taken = weight.dtype in (FLOATS if weight.is_cpu else (torch.bfloat16,))
-    return None if taken else f"{weight.dtype} weights with scales in {scale_dtype}"
+        is_taken = weight.dtype == torch.bfloat16
+    return None if is_taken else f"{weight.dtype} weights with scales in {scale_dtype}"
 
 
 class EpmoeExperts(mk.FusedMoEExpertsModular):
@@ -106,25 +115,29 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
     def __init__(
         self, moe: FusedMoEConfig, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize
     ) -> None:
-        super().__init__(moe, FusedMoEQuantConfig.make())  # scales, if any, are our experts' own
+        # Scales, if any, are our experts' own.
+        super().__init__(moe, FusedMoEQuantConfig.make())
         self.experts = experts
         self.exchange = exchange
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True  # rows that do not travel in fp8 are quantized by the experts
+        # Rows that do not travel in fp8 are quantized by the experts.
+        return True
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.Standard
 
-    def _never_selected(*_: Any) -> bool:  # by vLLM's oracle, which asks these
+    def _never_selected(*_: Any) -> bool:
         return False
 
-    _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = staticmethod(
-        _never_selected
-    )
-    _supports_activation = _supports_parallel_config = staticmethod(_never_selected)
+    # vLLM's oracle asks these before it chooses experts: it never chooses these.
+    _supports_current_device = staticmethod(_never_selected)
+    _supports_no_act_and_mul = staticmethod(_never_selected)
+    _supports_quant_scheme = staticmethod(_never_selected)
+    _supports_activation = staticmethod(_never_selected)
+    _supports_parallel_config = staticmethod(_never_selected)
 
     def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> tuple[tuple[int, ...], ...]:
         """No workspaces, and no outputs: `finalize` takes them from the exchange. vLLM cannot make
@@ -140,8 +153,9 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
         self, output: Tensor, hidden_states: Tensor, *_: Any, a1q_scale: Tensor | None, **__: Any
     ) -> None:
         """The rows of the open round → outputs [N, D], for finalize; `output` is empty."""
-        self.exchange.compute(
-            lambda round_: self.experts(
-                hidden_states, round_.expert_offsets, a1q_scale, **round_.segments
-            )
-        )
+
+        def experts(dispatched: Dispatched) -> Tensor:
+            offsets = dispatched.expert_offsets
+            return self.experts(hidden_states, offsets, a1q_scale, **dispatched.segments)
+
+        self.exchange.compute(experts)

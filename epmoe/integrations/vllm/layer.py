@@ -41,6 +41,7 @@ class Seat:
         self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig
     ) -> FusedMoEMethodBase:
         method: Any = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
+        # vLLM's own method serves where epmoe is not chosen, or cannot serve.
         choice = chosen()
         if choice is None:
             return method
@@ -52,11 +53,7 @@ class Seat:
             _warn(reason)
             return method
         _check(choice, moe_config)
-        base: Any = type(method)
-        # Neither a wrapper nor a copy would do: vLLM's loaders ask for the class of the method and
-        # for its name, and a method that is a CustomOp of vLLM's has stored bound methods of this
-        # object.
-        method.__class__ = _with_epmoe(base)
+        _become_epmoe(method)
         method.epmoe_choice = choice
         method.epmoe_layer = ModuleLayer(self, _forward, name=prefix)
         return method
@@ -65,11 +62,13 @@ class Seat:
         """The slot of an expert that vLLM loads; −1: not here. Weights that are loaded again follow
         the experts.
         """
-        experts = getattr(self.quant_method, "epmoe_experts", lambda _: None)(self)
+        experts = _experts_in_slots(self.quant_method, self)
         if experts is None:
             local: int = super()._map_global_expert_id_to_local_expert_id(expert_id)  # type: ignore[misc]
             return local
-        return experts.index(expert_id) if expert_id in experts else -1
+        if expert_id not in experts:
+            return -1
+        return experts.index(expert_id)
 
 
 class EpmoeRoutedExperts(Seat, RoutedExperts):
@@ -94,7 +93,18 @@ def _forward(
     layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
     y: Tensor = layer.quant_method.epmoe_apply(layer, x, weights, ids, None, None)
-    return y.clone(memory_format=torch.contiguous_format)  # it may lie in vLLM's workspace
+    # A copy: it may lie in vLLM's workspace.
+    return y.clone(memory_format=torch.contiguous_format)
+
+
+def _become_epmoe(method: FusedMoEMethodBase) -> None:
+    """Change the class of a method that vLLM has made to a subclass of its own.
+
+    Neither a wrapper nor a copy would do: vLLM's loaders ask for the class of the method and for
+    its name, and a method that is a CustomOp of vLLM's has stored bound methods of this object.
+    """
+    base: Any = type(method)
+    method.__class__ = _with_epmoe(base)
 
 
 @cache
@@ -103,9 +113,12 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
 
     On CPUs its `apply` is one opaque operator: vLLM lets torch.compile trace the layer there, which
     cannot look into an exchange. On GPUs the whole layer is an operator of vLLM's.
+
+    It is no class beside `base`: with two bases, Python could not change the class of an object.
     """
 
     class Method(base):
+        epmoe_base = base
         epmoe_choice: Choice
         epmoe_layer: ModuleLayer
         epmoe_numel: dict[str, int]
@@ -118,74 +131,19 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             live = self.epmoe_choice.live
             slots = num_experts if live is None else live["slots_per_rank"]
             super().create_weights(layer, slots, *shapes, **named)
+            # The first load fills the first slots.
             if live is not None:
-                self.epmoe_numel = {
-                    name: getattr(parameter, "weight_loader_numel", parameter.numel()) // slots
-                    for name, parameter in layer.named_parameters(recurse=False)
-                }
-                self.epmoe_expect(layer, num_experts)  # in the first slots
-
-        def epmoe_expect(self, layer: RoutedExperts, experts: int) -> None:
-            """So many experts are to be loaded: vLLM's loader counts what it has filled."""
-            for name, numel in self.epmoe_numel.items():
-                getattr(layer, name).weight_loader_numel = numel * experts
-
-        def epmoe_experts(self, layer: RoutedExperts) -> list[int] | None:
-            """The expert in each slot, −1 for none, where experts move and weights are loaded
-            again; otherwise None.
-
-            The first call of a load is collective: moves end before it.
-            """
-            kernel = self.moe_kernel
-            if kernel is None or not _is_ours(kernel):
-                return None  # the first load: experts lie as vLLM places them
-            exchange: Any = kernel.prepare_finalize
-            slots: list[int] | None = exchange.sizes.balancing.slots(exchange.tag)
-            if slots is not None:
-                self.epmoe_expect(layer, sum(expert != EMPTY for expert in slots))
-            return slots
+                self.epmoe_numel = _numel_of_slots(layer, slots)
+                _expect(self, layer, num_experts)
 
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
             if self.epmoe_choice.layout != "layer":
                 super().process_weights_after_loading(layer)
-                self.epmoe_put_around(layer)
+                _put_around(self, layer)
             elif not _is_ours(self.moe_kernel):
                 # Weights that are loaded again need nothing: vLLM copies them into the memory of
                 # these experts.
-                self.epmoe_replace_experts(layer)
-
-        def epmoe_replace_experts(self, layer: RoutedExperts) -> None:
-            """Layout "layer": epmoe's experts compute, in the memory that vLLM has loaded."""
-            choice = self.epmoe_choice
-            quantized = base is not UnquantizedFusedMoEMethod
-            experts = loaded(layer, quantized, choice.batch_invariant)
-            as_fp8 = experts.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
-            payload: PayloadName = "fp8" if as_fp8 else "auto"
-            exchange = _make_exchange(layer, payload, choice, aligned=experts.alignment > 1)
-            exchange.sizes.balancing.move(exchange.tag, experts)
-            computes = EpmoeExperts(layer.moe_config, experts, exchange)
-            self.moe_kernel = FusedMoEKernel(exchange, computes)
-
-        def epmoe_put_around(self, layer: RoutedExperts) -> None:
-            """Layout "rank": epmoe's exchange stands around the experts that vLLM has chosen."""
-            choice = self.epmoe_choice
-            kernel = self.moe_kernel
-            if kernel is None:
-                _warn(f"{base.__name__} has no modular kernel")
-                return
-            reason = _why_not_around(kernel)
-            if reason:
-                _warn(reason)
-                return
-            if _is_ours(kernel):
-                return  # weights have been loaded again
-            experts = kernel.fused_experts
-            if choice.batch_invariant and not experts._supports_batch_invariance():
-                raise ConfigError(
-                    f'{type(experts).__name__} have no batch invariance: choose `epmoe` = "layer"'
-                )
-            exchange = _make_exchange(layer, _payload(experts), choice)
-            self.moe_kernel = FusedMoEKernel(exchange, experts)
+                _replace_experts(self, layer)
 
         def apply(
             self,
@@ -209,7 +167,7 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             *shared: Any,
             **named: Any,
         ) -> Tensor:
-            """In one round, or in as many as the longest batch of any rank needs."""
+            """y [T, D] in one round, or in as many as the longest batch of any rank needs."""
             kernel = self.moe_kernel
             parts: list[slice] = []
             if kernel is not None and _is_ours(kernel):
@@ -226,14 +184,88 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 named = dict.fromkeys(named)
             return y
 
-    Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
+    # vLLM's loaders of weights look at it.
+    Method.__name__ = base.__name__
     return Method
 
 
+def _numel_of_slots(layer: RoutedExperts, slots: int) -> dict[str, int]:
+    """Elements of a slot that vLLM's loader fills, by parameter."""
+    numels = {}
+    for name, parameter in layer.named_parameters(recurse=False):
+        numel = getattr(parameter, "weight_loader_numel", parameter.numel())
+        numels[name] = numel // slots
+    return numels
+
+
+def _expect(method: Any, layer: RoutedExperts, experts: int) -> None:
+    """So many experts are to be loaded: vLLM's loader counts what it has filled."""
+    for name, numel in method.epmoe_numel.items():
+        getattr(layer, name).weight_loader_numel = numel * experts
+
+
+def _experts_in_slots(method: Any, layer: RoutedExperts) -> list[int] | None:
+    """The expert in each slot, −1 for none, where experts move and weights are loaded again;
+    otherwise None.
+
+    The first call of a load is collective: moves end before it.
+    """
+    # In the first load, and without epmoe, experts lie as vLLM places them.
+    kernel: Any = getattr(method, "moe_kernel", None)
+    if not hasattr(method, "epmoe_choice") or not _is_ours(kernel):
+        return None
+    exchange: Any = kernel.prepare_finalize
+    slots: list[int] | None = exchange.sizes.balancing.slots(exchange.tag)
+    if slots is not None:
+        _expect(method, layer, sum(expert != EMPTY for expert in slots))
+    return slots
+
+
+def _replace_experts(method: Any, layer: RoutedExperts) -> None:
+    """Layout "layer": epmoe's experts compute, in the memory that vLLM has loaded."""
+    choice = method.epmoe_choice
+    is_quantized = method.epmoe_base is not UnquantizedFusedMoEMethod
+    experts = loaded(layer, is_quantized, choice.batch_invariant)
+    takes_fp8 = experts.is_fp8 and WIRE_FORMATS["fp8"].takes(layer.moe_config.hidden_dim)
+    payload: PayloadName = "fp8" if takes_fp8 else "auto"
+    _let_windows_sleep()
+    exchange = _make_exchange(layer, payload, choice, aligned=experts.alignment > 1)
+    exchange.sizes.balancing.move(exchange.tag, experts)
+    computes = EpmoeExperts(layer.moe_config, experts, exchange)
+    method.moe_kernel = FusedMoEKernel(exchange, computes)
+
+
+def _put_around(method: Any, layer: RoutedExperts) -> None:
+    """Layout "rank": epmoe's exchange stands around the experts that vLLM has chosen. vLLM's own
+    goes on where epmoe's cannot serve.
+    """
+    choice = method.epmoe_choice
+    kernel = method.moe_kernel
+    if kernel is None:
+        _warn(f"{method.epmoe_base.__name__} has no modular kernel")
+        return
+    reason = _why_not_around(kernel)
+    if reason:
+        _warn(reason)
+        return
+    # Weights that are loaded again find it there.
+    if _is_ours(kernel):
+        return
+    experts = kernel.fused_experts
+    if choice.batch_invariant and not experts._supports_batch_invariance():
+        raise ConfigError(
+            f'{type(experts).__name__} have no batch invariance: choose `epmoe` = "layer"'
+        )
+    _let_windows_sleep()
+    exchange = _make_exchange(layer, _payload(experts), choice)
+    method.moe_kernel = FusedMoEKernel(exchange, experts)
+
+
 def _is_ours(kernel: FusedMoEKernel | None) -> bool:
-    return isinstance(kernel, FusedMoEKernel) and isinstance(
-        kernel.prepare_finalize, EpmoePrepareAndFinalize
-    )
+    """Whether epmoe's exchange stands in a kernel already."""
+    if not isinstance(kernel, FusedMoEKernel):
+        return False
+    return isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize)
 
 
 def _check(choice: Choice, moe: FusedMoEConfig) -> None:
@@ -280,6 +312,7 @@ def _warn(reason: str) -> None:
 
 def _why_not(moe: FusedMoEConfig) -> str | None:
     """Why the exchange of a layer must be vLLM's own; None: epmoe can do it."""
+    # Settings of the exchange, of vLLM, and the shape of rows.
     parallel = moe.moe_parallel_config
     if not parallel.use_all2all_kernels:
         return (
@@ -305,13 +338,11 @@ def _why_not_around(kernel: FusedMoEKernel) -> str | None:
     if kernel.is_monolithic:
         return f"{type(experts).__name__} routes by itself"
     quant = experts.quant_config
-    takes_quantized = (
-        isinstance(quant.quant_dtype, torch.dtype) and not experts.expects_unquantized_inputs
-    )
-    one_scale = (
-        quant.block_shape is None and not quant.per_act_token_quant and quant.a1_scale is None
-    )
-    if takes_quantized and one_scale:
+    is_quantized = isinstance(quant.quant_dtype, torch.dtype)
+    takes_quantized = is_quantized and not experts.expects_unquantized_inputs
+    has_scales_of_rows = quant.block_shape is not None or quant.per_act_token_quant
+    has_one_scale = not has_scales_of_rows and quant.a1_scale is None
+    if takes_quantized and has_one_scale:
         return "one scale for a whole batch would come from slots without a row too"
     return None
 
@@ -321,11 +352,11 @@ def _make_exchange(
 ) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
     moe = layer.moe_config
-    vllm_config = get_current_vllm_config()
-    _let_windows_sleep(vllm_config.model_config)
+    # Layers with the same shape share windows.
     live_layers = 0
     if choice.live is not None:
-        live_layers = len(vllm_config.compilation_config.static_all_moe_layers)
+        compilation = get_current_vllm_config().compilation_config
+        live_layers = len(compilation.static_all_moe_layers)
     shape = Shape(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -340,7 +371,7 @@ def _make_exchange(
     )
     group = get_ep_group()
     sizes = shared(shape, group.cpu_group, group.device, choice)
-    # Both must mean the same rank by an expert.
+    # vLLM and epmoe must mean the same rank by an expert.
     ep = sizes.exchanges[0]
     expert_map = shape.first(ep.size).expert_map(ep.rank)
     if layer.expert_map is not None and layer.expert_map.tolist() != expert_map.tolist():
@@ -348,8 +379,9 @@ def _make_exchange(
     return EpmoePrepareAndFinalize(sizes, choice.layout, aligned)
 
 
-def _let_windows_sleep(model_config: Any) -> None:
+def _let_windows_sleep() -> None:
     """Change vLLM's settings: its own sleep mode, in the form that lets the windows sleep, too."""
+    model_config = get_current_vllm_config().model_config
     keeps_graphs = not getattr(model_config, "sleep_mode_offload_cudagraph", False)
     if model_config.sleep_mode_backend == "cumem" and keeps_graphs:
         model_config.sleep_mode_backend = "epmoe"
@@ -358,11 +390,11 @@ def _let_windows_sleep(model_config: Any) -> None:
 def _payload(experts: FusedMoEExperts) -> PayloadName:
     """The format in which the experts take rows, if dispatch can make it on the way out."""
     quant = experts.quant_config
-    by_block = isinstance(quant.quant_dtype, torch.dtype) and quant.block_shape
-    if experts.expects_unquantized_inputs or not by_block:
+    has_blocks = isinstance(quant.quant_dtype, torch.dtype) and quant.block_shape
+    if experts.expects_unquantized_inputs or not has_blocks:
         return "auto"
     name = payload_of(quant.quant_dtype, quant.block_shape[-1])
     if name is None or not WIRE_FORMATS[name].takes(experts.moe_config.hidden_dim):
         return "auto"
-    # vLLM's DeepGEMM then wants powers of two as scales.
+    # vLLM's DeepGEMM may want powers of two as scales, which dispatch does not make.
     return "auto" if is_deep_gemm_e8m0_used() else name

@@ -33,9 +33,12 @@ from epmoe.service import ExpertParallel
 
 
 class _Round(NamedTuple):
+    """An open round."""
+
     ep: ExpertParallel
     dispatched: Dispatched
-    outputs: Tensor | None = None  # of `GroupedExperts`, which need no buffer of vLLM's
+    outputs: Tensor | None = None
+    """of `GroupedExperts`, which need no buffer of vLLM's"""
 
 
 class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -94,14 +97,14 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         weights.
         """
         ep, longest = self.sizes.for_this_step()
+        layout: Layout = "rank" if self.layout == "rank" else "expert"
         # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts
         # of a token.
-        weigh = apply_router_weight_on_input and self.layout != "rank"
-        layout: Layout = "rank" if self.layout == "rank" else "expert"
+        weighs_rows = apply_router_weight_on_input and layout != "rank"
         options: dict[str, Any] = {
             "layout": layout,
             "aligned": self.aligned,
-            "apply_router_weight_on_input": weigh,
+            "apply_router_weight_on_input": weighs_rows,
         }
         with ep.at_most(longest), ep.giving_up(self.tag):
             dispatched = ep.dispatch(a1, topk_ids, topk_weights, tag=self.tag, **options)
@@ -133,8 +136,10 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
+        """What arrived, as vLLM's experts take it."""
+        # Layout "layer": rows of pairs, whose ids nobody reads.
         if self.layout == "layer":
-            ids = self._no_ids.expand(len(dispatched.rows), 1)  # nobody reads them
+            ids = self._no_ids.expand(len(dispatched.rows), 1)
             counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
             return dispatched.rows, dispatched.scales, counts, ids, ids
         # Layout "rank": a slot for each token of each source.
@@ -143,10 +148,11 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         ids = received.ids.flatten(0, 1)
         weights = received.weights.flatten(0, 1)
         scales = None if received.scales is None else received.scales.flatten(0, 1)
+        # Weights on input come with one expert a token, and can multiply the scales of its row.
         if scales is not None and apply_router_weight_on_input:
-            scales = scales * weights  # K is 1
+            scales = scales * weights
+        # Rows that have travelled as they are: vLLM applies weights and quantizes, where it would.
         elif scales is None:
-            # Rows have travelled as they are: vLLM applies weights and quantizes, where it would.
             rows, scales, *_ = self._quantize.prepare(
                 rows,
                 weights,
@@ -157,8 +163,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 quant_config,
                 defer_input_quant,
             )
+        # Local ids: a pair of another rank becomes one of the first expert, with the weight 0.
         if self._local_ids:
-            # A pair of another rank becomes one of the first expert, with the weight 0.
             assert expert_map is not None
             local_ids = expert_map[ids]
             weights = weights * (local_ids >= 0)

@@ -89,6 +89,7 @@ class Sizes:
         cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice
     ) -> Sizes:
         """Collective, with the same arguments on every rank of `group`."""
+        # Where experts move, a file says where vLLM has loaded them.
         sizes = cls(shape.max_tokens)
         tokens = min(shape.max_tokens, choice.max_num_tokens_per_rank or shape.max_tokens)
         section: AbstractContextManager[dict[str, Any]] = nullcontext({"strategy": shape.placement})
@@ -122,6 +123,7 @@ class Sizes:
         needs.
         """
         M = self.tokens[-1]
+        # One round holds any step, unless the user has set a smaller M.
         longest = M if self.most == M else max(1, self._longest())
         return [slice(first, first + M) for first in range(0, longest, M)]
 
@@ -153,9 +155,11 @@ class Sizes:
             exchange.check()
 
     def close(self) -> None:
+        # Ticks before steps end, and the first exchange with its balancer.
         if current_platform.set_additional_forward_context is _before_step:
-            del current_platform.set_additional_forward_context  # the class's own again
-        self.balancing.close()  # and with it the first exchange
+            # Without it the class has its own again.
+            del current_platform.set_additional_forward_context
+        self.balancing.close()
         for ep in self.exchanges[1:]:
             ep.close()
 
@@ -214,12 +218,11 @@ def named_exchanges() -> dict[str, ExpertParallel]:
     """Every exchange of this process, by the number of its shape and the most tokens that a rank
     brings to it.
     """
-    named = enumerate(_session.entries())
-    return {
-        f"{i}-{M}": ep
-        for i, sizes in named
-        for M, ep in zip(sizes.tokens, sizes.exchanges, strict=True)
-    }
+    named = {}
+    for i, sizes in enumerate(_session.entries()):
+        for M, ep in zip(sizes.tokens, sizes.exchanges, strict=True):
+            named[f"{i}-{M}"] = ep
+    return named
 
 
 def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
@@ -239,6 +242,7 @@ def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
 def _config(
     shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any], placement: dict[str, Any]
 ) -> EPConfig:
+    """The configuration of windows for so many tokens a rank."""
     rows: dict[str, Any] = {}
     if shape.layout == "rank":
         # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.

@@ -52,7 +52,9 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
         raise ValueError(
             f"`exchange.rail` must be auto or {' or '.join(fitting)} on {device.type}, got {name!r}"
         )
-    return RAILS[fitting[0] if name == "auto" else name]
+    if name == "auto":
+        name = fitting[0]
+    return RAILS[name]
 
 
 def check_shared_memory(config: EPConfig, device: torch.device) -> None:
@@ -61,11 +63,12 @@ def check_shared_memory(config: EPConfig, device: torch.device) -> None:
     """
     if device.type == "cpu":
         return
+    # Ranks own different numbers of experts: the one that needs most counts.
     placement = config.seated.place_experts()
-    plans = (
-        MemoryPlan.build(config, rank, placement, nvlink=True) for rank in range(placement.ep_size)
-    )
-    needed = max(map(shared_bytes_needed, plans))
+    needed = 0
+    for rank in range(placement.ep_size):
+        plan = MemoryPlan.build(config, rank, placement, nvlink=True)
+        needed = max(needed, shared_bytes_needed(plan))
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
     available = properties.shared_memory_per_block_optin
     if needed > available:
@@ -87,6 +90,7 @@ def prepare(config: EPConfig, device: torch.device) -> None:
 
 def load(device: torch.device) -> None:
     """Build or load the library now, not while other ranks wait."""
+    # The first look at an operator does it.
     _ = ops.dispatch
     if device.type == "cuda":
         ops.load_cuda()
@@ -146,7 +150,9 @@ def open_exchange(
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
-    group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
+    group = None
+    if G > 1:
+        group = gloo_group(f"{name}/node/{node}", local, G, connect)
     here = peers.global_ranks[node * G : (node + 1) * G]
     node_peers = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
     rounds = RoundState(struct("Progress")())

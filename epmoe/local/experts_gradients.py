@@ -23,7 +23,9 @@ from epmoe.native.named import named
 
 
 class _OfEach(NamedTuple):
-    """Something of each of the first six inputs of `train_experts`, in their order."""
+    """Something of each of the first six inputs of `train_experts`, in their order: those that may
+    have gradients.
+    """
 
     rows: Any
     row_weights: Any
@@ -31,6 +33,10 @@ class _OfEach(NamedTuple):
     down: Any
     gate_up_bias: Any
     down_bias: Any
+
+
+# Inputs of `train_experts`, in the order of its arguments.
+_INPUTS = 13
 
 
 @named("epmoe::train_experts")
@@ -54,14 +60,19 @@ def train_experts(
     infinite for none, and `gemm` is that of `train_gemm`. `row_weights` get gradients, and outputs
     are not multiplied by them.
     """
-    gating = interleaved, limit, alpha, up_offset
+    # Rows times gate and up.
     gate_up = train_gemm(rows, w_gate_up, offsets, gemm)
-    bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-    activated = (
-        ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)[0]
-        if len(w_down)
-        else gate_up
-    )
+
+    # The activation, which a rank without experts does not have.
+    activated = gate_up
+    if len(w_down):
+        bias = gate_up_bias
+        if bias is not None:
+            bias = bias.contiguous()
+        gating = (interleaved, limit, alpha, up_offset)
+        activated, _ = ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)
+
+    # Times down.
     out = train_gemm(activated, w_down, offsets, gemm)
     if down_bias is not None and len(w_down):
         out += bias_of_rows(down_bias, offsets[1:], len(rows))
@@ -70,7 +81,8 @@ def train_experts(
 
 def zero_tail_(rows: Tensor, offsets: Tensor) -> Tensor:
     """Set rows [N, …] past the last segment to zero, in place."""
-    ops.zero_padding_rows_(rows if rows.dim() == 2 else rows[:, None], offsets[-1], len(rows))
+    matrix = rows if rows.dim() == 2 else rows[:, None]
+    ops.zero_padding_rows_(matrix, offsets[-1], len(rows))
     return rows
 
 
@@ -101,37 +113,47 @@ def train_experts_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one.
-    `grad` [N, D] is that of outputs times `row_weights`.
+    `grad` [N, D] is that of outputs times `row_weights`. A tensor is None where nothing that is
+    asked for needs it.
     """
     segments = (offsets, tokens, interleaved, limit, alpha, up_offset)
     N = len(grad)
     wanted = _OfEach(*needs)
-    found = dict[str, Tensor]()
+    grads = dict[str, Tensor]()
+
+    # In front of the activation, rows [N, 2F] with their bias.
     if gate_up_bias is not None and len(gate_up_bias):
         gate_up = gate_up + bias_of_rows(gate_up_bias, offsets[1:], N)
+
+    # Down and its bias: the weights of rows multiply where rows are narrow.
     if wanted.down:
-        found["down"] = train_gemm_weights(
-            grad, ops.weighted_gates(gate_up, row_weights, *segments), offsets, gemm
-        )
+        activated = ops.weighted_gates(gate_up, row_weights, *segments)
+        grads["down"] = train_gemm_weights(grad, activated, offsets, gemm)
     if wanted.down_bias:
-        found["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
-    if w_down is not None:  # otherwise nobody asks for what lies in front of it
-        by_gate_up, by_weights = ops.weighted_gates_backward(
-            train_gemm(grad, w_down.transpose(1, 2), offsets, gemm), gate_up, row_weights, *segments
+        grads["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
+
+    # What lies in front of it, if somebody asks for that.
+    if w_down is not None:
+        grad_activated = train_gemm(grad, w_down.transpose(1, 2), offsets, gemm)
+        grad_gate_up, grad_row_weights = ops.weighted_gates_backward(
+            grad_activated, gate_up, row_weights, *segments
         )
-        if wanted.row_weights and down_bias is not None and len(down_bias):
-            of_bias = bias_of_rows(down_bias, offsets[1:], N)
-            by_weights += ops.weighted_rows_backward_(of_bias, grad, None, offsets, tokens)
         if wanted.row_weights:
-            found["row_weights"] = zero_tail_(by_weights, offsets)
+            # A weight multiplies the bias of down, too.
+            if down_bias is not None and len(down_bias):
+                biases = bias_of_rows(down_bias, offsets[1:], N)
+                grad_row_weights += ops.weighted_rows_backward_(biases, grad, None, offsets, tokens)
+            grads["row_weights"] = zero_tail_(grad_row_weights, offsets)
         if wanted.rows and w_gate_up is not None:
-            by_rows = train_gemm(by_gate_up, w_gate_up.transpose(1, 2), offsets, gemm)
-            found["rows"] = zero_tail_(by_rows, offsets)
+            grad_rows = train_gemm(grad_gate_up, w_gate_up.transpose(1, 2), offsets, gemm)
+            grads["rows"] = zero_tail_(grad_rows, offsets)
         if wanted.gate_up and rows is not None:
-            found["gate_up"] = train_gemm_weights(by_gate_up, rows, offsets, gemm)
+            grads["gate_up"] = train_gemm_weights(grad_gate_up, rows, offsets, gemm)
         if wanted.gate_up_bias:
-            found["gate_up_bias"] = bias_gradients(by_gate_up, None, offsets, gemm)
-    return [found[name] if name in found else grad.new_empty(0) for name in _OfEach._fields]
+            grads["gate_up_bias"] = bias_gradients(grad_gate_up, None, offsets, gemm)
+
+    # An operator returns tensors only: one of no elements for what nobody asks for.
+    return [grads[name] if name in grads else grad.new_empty(0) for name in _OfEach._fields]
 
 
 @train_experts_backward.register_fake
@@ -144,35 +166,47 @@ def _(
     w_down: Any,
     *rest: Any,
 ) -> Any:
-    offsets = rest[2]
-    needs = rest[-1]
-    e, (N, D), width = offsets.shape[0] - 1, grad.shape, gate_up.shape[1]
-    shapes = (N, D), (N,), (e, width, D), (e, D, width // 2), (e, width), (e, D)
-    dtypes = (grad.dtype, torch.float32, *(grad.dtype,) * 4)
-    of_each = zip(shapes, dtypes, needs, strict=True)
-    return [
-        grad.new_empty(shape, dtype=dtype) if needed else grad.new_empty(0)
-        for shape, dtype, needed in of_each
-    ]
+    _gate_up_bias, _down_bias, offsets, *_, needs = rest
+    e = offsets.shape[0] - 1
+    N, D = grad.shape
+    width = gate_up.shape[1]
+    shapes = _OfEach(
+        rows=(N, D),
+        row_weights=(N,),
+        gate_up=(e, width, D),
+        down=(e, D, width // 2),
+        gate_up_bias=(e, width),
+        down_bias=(e, D),
+    )
+    grads = []
+    for name, shape, needed in zip(_OfEach._fields, shapes, needs, strict=True):
+        if not needed:
+            grads.append(grad.new_empty(0))
+            continue
+        dtype = torch.float32 if name == "row_weights" else grad.dtype
+        grads.append(grad.new_empty(shape, dtype=dtype))
+    return grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, row_weights, w_gate_up, w_down, gate_up_bias, down_bias, offsets, tokens, *ctx.rest = (
-        inputs
-    )
+    """Keep what the gradients that are asked for need, and nothing else."""
+    of_each = _OfEach(*inputs[:6])
+    offsets, tokens, *ctx.rest = inputs[6:]
+    _out, gate_up = output
     needs = _OfEach(*ctx.needs_input_grad[:6])
     ctx.needs = list(needs)
-    in_front = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
-    ctx.mark_non_differentiable(output[1])
+    needs_in_front = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
+    ctx.mark_non_differentiable(gate_up)
     ctx.set_materialize_grads(False)
+    # In the order of the arguments of `train_experts_backward`.
     ctx.save_for_backward(
-        rows if needs.gate_up else None,
-        output[1],
-        row_weights,
-        w_gate_up if needs.rows else None,
-        w_down if in_front else None,
-        gate_up_bias,
-        down_bias if needs.row_weights else None,
+        of_each.rows if needs.gate_up else None,
+        gate_up,
+        of_each.row_weights,
+        of_each.gate_up if needs.rows else None,
+        of_each.down if needs_in_front else None,
+        of_each.gate_up_bias,
+        of_each.down_bias if needs.row_weights else None,
         offsets,
         tokens,
     )
@@ -180,11 +214,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 13
-    by = train_experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.needs)
-    return *(
-        gradient if needed else None for gradient, needed in zip(by, ctx.needs, strict=True)
-    ), *(None,) * 7
+        return (None,) * _INPUTS
+    found = train_experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.needs)
+    grads: list[Tensor | None] = [None] * _INPUTS
+    for number, needed in enumerate(ctx.needs):
+        if needed:
+            grads[number] = found[number]
+    return tuple(grads)
 
 
 def _no_second_gradients(ctx: Any, *grads: Any) -> NoReturn:

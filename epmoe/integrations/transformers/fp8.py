@@ -42,13 +42,13 @@ def check(experts: Any) -> None:
 
 def gating(experts: Any) -> Gating:
     """The SwiGLU of a quantized module that `check` takes."""
-    alpha = experts.swiglu_alpha
     limit = experts.swiglu_limit
-    return (
-        False,
-        math.inf if limit is None else limit,
-        *((1.0, 0.0) if alpha is None else (alpha, 1.0)),
-    )
+    if limit is None:
+        limit = math.inf
+    # With an alpha it is the activation of gpt-oss, which adds 1 to up.
+    if experts.swiglu_alpha is None:
+        return Gating(False, limit, alpha=1.0, up_offset=0.0)
+    return Gating(False, limit, experts.swiglu_alpha, up_offset=1.0)
 
 
 def by_block(scales: Tensor, weight: Tensor) -> Tensor:

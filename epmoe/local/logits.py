@@ -22,8 +22,8 @@ def router_logits(
     does not touch. `invariant`: those of a token, and its gradient, have the same bits in any
     batch.
     """
-    found: Tensor = _Logits.apply(x_TD, weight, bias, invariant)
-    return found
+    logits_TE: Tensor = _Logits.apply(x_TD, weight, bias, invariant)
+    return logits_TE
 
 
 class _Logits(torch.autograd.Function):
@@ -37,31 +37,36 @@ class _Logits(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TD, weight)
         ctx.invariant = invariant
+        x_TD = x_TD.to(weight.dtype)
         if not invariant:
-            return F.linear(x_TD.to(weight.dtype), weight, bias)
-        found: Tensor = _product(x_TD.to(weight.dtype), weight)
-        return found if bias is None else found + bias
+            return F.linear(x_TD, weight, bias)
+        logits_TE: Tensor = _product(x_TD, weight)
+        if bias is not None:
+            logits_TE = logits_TE + bias
+        return logits_TE
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        by_x = by_weight = by_bias = None
-        if of_x:
-            by_x = (_product(grad_TE, weight.t()) if ctx.invariant else grad_TE @ weight).to(
-                x_TD.dtype
-            )
-        if of_weight:
-            x_TD = x_TD.to(weight.dtype)
-            by_weight = grad_TE.t() @ x_TD.where((grad_TE != 0).any(1, keepdim=True), 0.0)
-        if of_bias:
-            by_bias = grad_TE.sum(0)
-        return by_x, by_weight, by_bias, None
+        needs_x_grad, needs_weight_grad, needs_bias_grad, _ = ctx.needs_input_grad
+        grad_x_TD = grad_weight = grad_bias = None
+        if needs_x_grad:
+            grad_x_TD = _product(grad_TE, weight.t()) if ctx.invariant else grad_TE @ weight
+            grad_x_TD = grad_x_TD.to(x_TD.dtype)
+        if needs_weight_grad:
+            # Padding may hold NaN, which a gradient of 0 would not stop.
+            has_grad_T1 = (grad_TE != 0).any(1, keepdim=True)
+            grad_weight = grad_TE.t() @ x_TD.to(weight.dtype).where(has_grad_T1, 0.0)
+        if needs_bias_grad:
+            grad_bias = grad_TE.sum(0)
+        return grad_x_TD, grad_weight, grad_bias, None
 
 
 @named("epmoe::invariant_product")
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, k] · weight [n, k]ᵀ, which may be transposed; rows have bits of their own."""
+    """x [T, k] · weight [n, k]ᵀ, which may be transposed. The bits of a row of the product depend
+    on that row of x only.
+    """
     if x.is_cuda:
         product: Tensor = ops.invariant_linear(x.contiguous(), weight.contiguous())
         return product

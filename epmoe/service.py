@@ -280,7 +280,7 @@ class ExpertParallel(HoldsWindows):
         # What this rank asks for, and what it has.
         config, request = self._resume_request(peers, placement, spread_lost)
         placement_before = self.placement
-        # By ranks of the new group, those of the group so far, of which this rank knows its own.
+        # For each rank of the new group its rank so far, as far as this one knows: its own.
         ranks_before: list[int | None] = [None] * peers.size
         if self._has_weights:
             ranks_before[peers.rank] = self.rank
@@ -448,6 +448,7 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._sleep, free))
 
     def _sleep(self, free: Callable[[], object] | None) -> None:
+        """`sleep`, within `alone`."""
         # Nothing runs any more, and nothing was reported.
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
@@ -487,6 +488,7 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._wake, self._asleep, restore))
 
     def _wake(self, sleep: _Sleep, restore: Callable[[], object]) -> None:
+        """`wake`, within `alone`."""
         # All ranks open the windows, unless an earlier call has, and was interrupted behind it.
         if not sleep.is_joined:
             has_weights = self._has_weights
@@ -1240,12 +1242,14 @@ class ExpertParallel(HoldsWindows):
         return self.live
 
     def __repr__(self) -> str:
+        # The shape of rounds.
         model = self.config.model
         M = self.config.capacity.max_num_tokens_per_rank
         shape = (
             f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} "
             f"{model.dtype}, M={M}"
         )
+        # How far it is.
         exchange = self._exchange
         if self.asleep:
             state = "asleep"
@@ -1255,6 +1259,7 @@ class ExpertParallel(HoldsWindows):
             state = "closed"
         else:
             state = f"of process {self._owner}"
+        # Whose rank it is.
         where = f"rank {self.rank} of {self.size}"
         if self.generation:
             where += f", generation {self.generation}"
@@ -1298,6 +1303,7 @@ def join_group(
         device_type = "cpu"
     load(torch.device(device_type))
 
+    # Called once the others have taken this rank in.
     def make(config: EPConfig, confirm: Confirm) -> ExpertParallel:
         ep = ExpertParallel(config, device=device)
         try:

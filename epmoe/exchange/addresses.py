@@ -84,6 +84,7 @@ class HostMemory:
         self._libc.munmap(address, nbytes)
 
     def create(self, nbytes: int) -> int:
+        # Reserve all of it now: a shortage in a round would end this process.
         descriptor = os.memfd_create("epmoe-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)

@@ -89,8 +89,8 @@ class Descriptors:
         return next(iter(self._made.values()))
 
     def of(self, expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
-        """That of calls with these flags: `aligned` rows begin each expert's segment at a multiple
-        of the alignment.
+        """The descriptor of calls with these flags. `aligned`: each expert's segment begins at a
+        multiple of the alignment.
         """
         flags = expert_major, weight_rows, aligned
         if flags not in self._made:

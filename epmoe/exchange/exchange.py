@@ -182,6 +182,7 @@ class Exchange(ABC):
         """`ExpertParallel.at_most`."""
         if tokens is not None and (not is_int(tokens) or tokens < 0):
             raise ValueError(f"`tokens` must be an int of at least 0, got {tokens!r}")
+        # Rounds that open within it take the number from here.
         before = self.rounds.most_tokens
         try:
             self.rounds.most_tokens = tokens
@@ -225,8 +226,8 @@ class Exchange(ABC):
         be refused must not cost it its round.
         """
         caller = get_ident()
-        # CPython switches threads at calls and jumps back only, of which there is none between
-        # comparing and storing.
+        # CPython switches threads at calls and jumps back only. There is none between comparing and
+        # storing.
         while (holder := self.thread) and holder != caller:
             self._wait_or_refuse(caller)
         self.thread = caller
@@ -287,6 +288,8 @@ class Exchange(ABC):
                 self.abort_open_round()
                 self.drop_reports()
             return
+
+        # That of the open round, and nothing was reported.
         self.check_open(handle)
         if self.rounds.handle is not handle or self.rounds.state == CLOSED:
             self.rounds.refuse(handle, "abort", "dispatched")

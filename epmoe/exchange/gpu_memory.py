@@ -107,6 +107,7 @@ class GpuMemory:
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
         """The memory may be another GPU's. Raises RuntimeError where this GPU does not reach it."""
+        # The memory: new, or that of a descriptor.
         if descriptor is None:
             handle = self._new(nbytes)
         else:
@@ -161,7 +162,7 @@ class GpuMemory:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """The kind of memory of which windows and scratch of a device are."""
+    """The kind of memory that windows and scratch on a device have."""
     if device.type == "cpu":
         return HostMemory()
     return GpuMemory(device)

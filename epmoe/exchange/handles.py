@@ -59,7 +59,9 @@ class RoundShape(NamedTuple):
 
 
 class _OfLayout(HoldsWindows):
-    """Values of which one layout has only some: reading another one raises AttributeError."""
+    """Values of a round. One layout has only some of them: reading another raises
+    AttributeError.
+    """
 
     __slots__ = ("_extra",)
 

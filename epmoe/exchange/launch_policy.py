@@ -68,6 +68,7 @@ def _launch(name: str, policy: memoryview, coarse: str, derived: str) -> KernelL
     Its struct has the lines of lanes of one side, `coarse`. Lanes of the other side, `derived`,
     move as many lines in a coarse launch, and otherwise one.
     """
+    # Names of padding begin with "_".
     read = struct(name).from_buffer_copy(policy)
     names = [field[0] for field in read._fields_]
     fields = {name: getattr(read, name) for name in names if not name.startswith("_")}

@@ -38,6 +38,7 @@ def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Te
         return dispatched.sent.template.like.new_empty(
             dispatched.num_tokens, dispatched.hidden_size
         )
+    # Kernels write whole lines of 16 bytes.
     shape = dispatched.sent.num_tokens, dispatched.hidden_size
     check_tensor("out", out, (dispatched.dtype,), shape, device)
     if not out.is_contiguous() or out.data_ptr() % 16:

@@ -46,6 +46,7 @@ class Templates:
         sizes: dict[str, int],
         descriptors: Descriptors | None,
     ) -> None:
+        # What templates are made of.
         self._config = config
         self._device = device
         self._views = views
@@ -60,6 +61,7 @@ class Templates:
         if config.placement.live:
             self._first_tag = 1
             self._last_tag = config.placement.layers
+        # What `of` compares calls with.
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._element = self._payload.element
         self._max_tokens = config.capacity.max_num_tokens_per_rank
@@ -192,6 +194,8 @@ class Templates:
         payload = self._payload
         views = self._views
         D = shape.hidden_size
+
+        # Rows, behind whose elements their `extra` may lie.
         width = self._width(shape)
         items = payload.row_items(D, shape.dtype)
         dtype = payload.dtype_of(shape.dtype)
@@ -218,6 +222,8 @@ class Templates:
         views = self._views
         D = shape.hidden_size
         K = shape.top_k
+
+        # Rows, behind whose elements their `extra` may lie.
         items = payload.row_items(D, shape.dtype)
         dtype = payload.dtype_of(shape.dtype)
         x = _slabs_as(views["recv.x"], dtype, payload.row_items(self._width(shape), shape.dtype))
@@ -305,6 +311,7 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
 
 
 def _check_flags(call: Call) -> None:
+    """The layout, and what goes with it."""
     layout = call.layout
     weight_rows = call.weight_rows
     aligned = call.aligned

@@ -47,6 +47,7 @@ class NVLinkWindow:
                 local[part].fill_(0xFF)
             return partial(torch.cuda.synchronize, device)
 
+        # What this rank can find out alone, then the windows of all.
         device = addresses.memory.device
         check_room(nbytes, torch.cuda.mem_get_info(device)[0])
         if peers.size > 1:

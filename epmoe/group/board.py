@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from threading import Thread
 
 import torch.distributed as dist
@@ -150,7 +149,7 @@ class Meeting:
         return Board(self.root.store, f"{self.root.name}/{self.name}")
 
     def following(self) -> Meeting:
-        """The next attempt, of which ranks know what they have seen in this one."""
+        """The next attempt, with the signs that this rank has seen so far."""
         group, _, attempt = self.name.rpartition("/")
         return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.processes, self.signs)
 
@@ -301,11 +300,12 @@ def arrive(root: Board) -> int:
     """The number of this new rank, from 1. Its key holds its sign of life."""
     word = sign_of_life()
     # The first number that nobody has, and that nobody takes at the same time.
-    for number in count(1):
+    number = 1
+    while True:
         key = f"arrivals/{number}"
         if not root.read(key) and root.settle(key, word) == word:
             return number
-    raise AssertionError("there are always further numbers")
+        number += 1
 
 
 def leave_group() -> None:
@@ -373,7 +373,7 @@ class RollCall:
 
     @classmethod
     def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:
-        """That of all ranks of a group, about `what`."""
+        """The roll call of all ranks of a group, about `what`."""
         assert peers.group is not None
         name = f"{what}/{peers.group.group_name}"
         return cls(list(range(peers.size)), peers.rank, peers.size, name, attempt)

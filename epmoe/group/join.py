@@ -161,6 +161,7 @@ def _differing(configs: list[str], rank: int, others: list[int]) -> str:
     """The keys in which the configs of ranks differ, with the values: the end of a sentence. Words
     of other ranks.
     """
+    # A config is JSON of sections, each of keys.
     mine = json.loads(configs[rank])
     differences = list[str]()
     for other in others:

@@ -149,6 +149,7 @@ class ExpertAdapters(nn.Module):
             made[name] = None
             if factors is None:
                 continue
+            # The shapes of the experts, with one rank that there is room for.
             a, b = factors
             a_room, b_room = room[name]
             e, _, k = a_room.shape

@@ -232,6 +232,7 @@ class GroupedExperts(nn.Module):
         """
         e, n, k = sizes
         device = self.w_down.device
+        # Scales are there if the format has some, and then they must be.
         quantized = FORMATS.get(self.w_down.dtype)
         if quantized is not None:
             shape = quantized.scales_shape(e, n, k)
@@ -328,7 +329,7 @@ class GroupedExperts(nn.Module):
                 takes them as they are.
             tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is
                 computed for gaps between the two GEMMs; by default segments count as full.
-            alignment: in rows, of which all segments start at multiples: those of a round,
+            alignment: in rows: all segments start at its multiples. That of a round is
                 `Dispatched.alignment`. None: not known.
             rows_per_expert: rows of an expert on average, as far as this rank can tell, by which it
                 chooses a GEMM. Any number of rows is right, but slow if there are many more. None:
@@ -420,6 +421,7 @@ class GroupedExperts(nn.Module):
                 f"{dtype_name(rows_ND.dtype)} have no gradients: run under torch.inference_mode() "
                 "or torch.no_grad()"
             )
+        # Gradients have the order of sums of their own GEMM.
         trained = self._stage.trained
         if self._invariant and not GEMMS[trained].batch_invariant:
             raise RuntimeError(

@@ -102,7 +102,7 @@ def route(
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
 
-    # Groups of experts, of which the best are open.
+    # Groups of experts: only the best ones are open.
     if num_expert_groups < 1 or E % num_expert_groups:
         raise ValueError(
             f"`num_expert_groups` must divide the number of experts, {E}, got {num_expert_groups}"

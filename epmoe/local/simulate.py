@@ -116,6 +116,7 @@ def simulate_routing(
     logits_TE = simulate_logits(
         clean, num_tokens, num_experts, seed=seed, dtype=torch.float64, **options
     )
+    # Experts of closed groups are −Inf, and no token may have one.
     reachable = min([num_experts, *logits_TE.isfinite().sum(1).tolist()])
     if not 1 <= top_k <= reachable:
         raise ValueError(

@@ -93,7 +93,7 @@ def codes_of(weight: Tensor) -> Tensor:
     if weight.dtype != MXFP4:
         return weight.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=weight.device)
-    # Two codes in a byte, of which each names a value.
+    # A byte has two codes, and each names a value.
     pairs = weight.view(torch.uint8)
     return table[torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()]
 

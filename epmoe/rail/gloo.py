@@ -92,6 +92,7 @@ class GlooRail:
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """It polls, so that signal handlers of Python run."""
+        # It sleeps for longer and longer between two looks.
         (work,) = transfer.started
         deadline = time.monotonic() + self._deadlines.wait_s(returning=transfer.returning)
         polls = 0

@@ -73,7 +73,7 @@ class Network:
             self.fail([])
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer that was started. Raises EPTimeoutError, of which the node is told,
+        """Wait for a transfer that was started. Raises EPTimeoutError, after it has told the node,
         and RuntimeError if a signal handler aborts the round meanwhile.
         """
         look = partial(self.look, self.rounds.state)

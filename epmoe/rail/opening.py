@@ -41,6 +41,7 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
     """The rail between the nodes. Raises ValueError where there is none of this name, or none for
     the device.
     """
+    # Those that serve the device, of which "auto" takes the first one.
     name = config.exchange.rail
     fitting = [fit for fit, rail in RAILS.items() if device.type in rail.devices]
     if not fitting:
@@ -127,26 +128,32 @@ def open_exchange(
     group has it. Raises MemoryError if the windows do not fit, and RuntimeError if the ranks of a
     node are on several machines, or ranks do not reach one another.
     """
+    seat = seats.of_ranks[peers.rank]
+    placement = config.seated.place_experts()
+    on_gpus = addresses.memory.device.type == "cuda"
+    plan = MemoryPlan.build(config, seat, placement, nvlink=on_gpus)
+    if config.topology.num_nodes > 1:
+        return _open_over_nodes(config, plan, peers, addresses, name)
+    with ExitStack() as undo:
+        window = open_window(plan, peers, seats, addresses, undo)
+        exchange = NodeExchange(
+            config, plan, placement, window, peers.global_ranks, addresses, seats
+        )
+        undo.pop_all()
+    return exchange
+
+
+def _open_over_nodes(
+    config: EPConfig, plan: MemoryPlan, peers: Peers, addresses: Addresses, name: str
+) -> HierarchicalExchange:
+    """`open_exchange` where the group has several nodes, with a rank in each seat."""
     device = addresses.memory.device
     placement = config.seated.place_experts()
-    plan = MemoryPlan.build(
-        config, seats.of_ranks[peers.rank], placement, nvlink=device.type == "cuda"
-    )
     G = config.topology.ranks_here
     N = config.topology.num_nodes
     times = config.exchange
 
-    # One node.
-    if N == 1:
-        with ExitStack() as undo:
-            window = open_window(plan, peers, seats, addresses, undo)
-            one = NodeExchange(
-                config, plan, placement, window, peers.global_ranks, addresses, seats
-            )
-            undo.pop_all()
-        return one
-
-    # Several nodes. The ranks of this node meet first.
+    # The ranks of this node meet first.
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
@@ -177,7 +184,15 @@ def open_exchange(
         )
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs
-        network = network_of(inside, memory, rail, control, peers.global_ranks, rounds, deadlines)
+        network = network_of(
+            node=inside,
+            memory=memory,
+            rail=rail,
+            control=control,
+            global_ranks=peers.global_ranks,
+            rounds=rounds,
+            deadlines=deadlines,
+        )
         exchange = HierarchicalExchange(config, inside, memory, network)
         undo.pop_all()
     return exchange

@@ -168,7 +168,7 @@ class Slabs:
     def pack(self, operands: tuple[Any, ...]) -> None:
         """Copy the tokens of the call, as `Call.operands` gives them, into the slabs."""
         memory = self.memory
-        views = self.memory.views
+        views = memory.views
         ops.rail_pack(
             *operands,
             *memory.tables,
@@ -295,8 +295,8 @@ class Slabs:
     def _transfer_back(
         self, partial: Tensor, aborted: int, mismatch: int, nobody: list[int], *, reads: bool
     ) -> Transfer:
-        """The way back of `partial`, of which the first slab stays here. `nobody` are nodes that
-        get no row, and `reads` says whether this rank reads what comes. The notes are those of
+        """The way back of `partial`, whose first slab stays here. `nobody` are nodes that get no
+        row, and `reads` says whether this rank reads what comes. The notes are those of
         `nothing_back`.
         """
         returned = self.memory.views["rail.returned"]

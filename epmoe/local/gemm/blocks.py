@@ -30,6 +30,7 @@ class Blocks(Loop):
     batch_invariant = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        # On GPUs a library chooses the order of sums, and in fp64 the length of a vector.
         kind = down.device.type
         if kind not in ("cpu", "meta"):
             return ValueError(
@@ -54,7 +55,7 @@ class Blocks(Loop):
 
 def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
     """rows [N, k] · weights [n, k]ᵀ → out [N, n], block by block."""
-    # Memory of one block, into which rows are copied, and out of which their products are.
+    # One block at a time: rows are copied into it, and their products out of another one.
     block = rows.new_zeros(ROWS, rows.shape[1])
     product = out.new_empty(ROWS, out.shape[1])
     for given, wanted in zip(rows.split(ROWS), out.split(ROWS), strict=True):

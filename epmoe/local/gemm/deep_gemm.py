@@ -23,7 +23,8 @@ from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8
 
-_STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}  # of which D and F are multiples
+# D and F are multiples of it, by dtype.
+_STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
 
 class DeepGemm(Gemm):

@@ -55,8 +55,8 @@ class Segments(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What is added to both products of a call: products with weights a, then b, of which each row
-    has some columns.
+    """What is added to both products of a call: products with weights a, then b. Each row has some
+    of their columns.
     """
 
     gemm: Gemm  # multiplies by a and b, whatever the segments are
@@ -227,6 +227,7 @@ def problem_on_hopper(
     """Why a library called `name`, for compute capability 9, does not take these weights, or None.
     `steps`: by dtype, of what all sizes must be multiples.
     """
+    # The dtype, the GPU, then the sizes.
     if down.dtype not in steps:
         names = " or ".join(map(dtype_name, steps))
         return ValueError(f"{name} takes weights in {names}, got {down.dtype}")
